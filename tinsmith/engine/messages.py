@@ -1,0 +1,121 @@
+"""What server and engine say to each other. Each message is a list of ZeroMQ frames: its name, a JSON header, and for some raw bytes.
+
+Server to engine: Wake, Sample, EndSession, Shutdown. Engine to server: Ready, Done, SampleDone, SampleFailed, Bye.
+Nothing here is needed to recover data: what must last is in the store.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import orjson
+
+
+@dataclass(frozen=True)
+class Message:
+    """Base of all messages: the dataclass fields travel as JSON, except `payload` (bytes), which travels as it is."""
+
+    registry: ClassVar[dict[bytes, type["Message"]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Message.registry[cls.__name__.encode()] = cls
+
+    def to_frames(self) -> list[bytes]:
+        """The message as ZeroMQ frames."""
+        header = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self) if spec.name != "payload"}
+        return [type(self).__name__.encode(), orjson.dumps(header), getattr(self, "payload", b"")]
+
+    @classmethod
+    def from_frames(cls, frames: list[bytes]) -> "Message":
+        """The inverse of `to_frames`. Raises KeyError for a name that is not in this file."""
+        return Message.registry[frames[0]]._from_parts(orjson.loads(frames[1]), frames[2])
+
+    @classmethod
+    def _from_parts(cls, header: dict[str, Any], payload: bytes) -> Self:
+        has_payload = any(spec.name == "payload" for spec in dataclasses.fields(cls))
+        return cls(**header, payload=payload) if has_payload else cls(**header)
+
+
+@dataclass(frozen=True)
+class Wake(Message):
+    """There are new commands in the log."""
+
+
+@dataclass(frozen=True)
+class Sample(Message):
+    """Run one asample request. `payload` is the body as the client sent it, already validated."""
+
+    request_id: str
+    base_model: str
+    """Name of the base model as configured, without a ":suffix"."""
+    snapshot_id: str | None
+    """The ephemeral snapshot to sample from; None samples the base weights."""
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class EndSession(Message):
+    """The session is finished: unload its models once what they have queued is done, and drop its snapshots."""
+
+    session_id: str
+
+
+@dataclass(frozen=True)
+class Shutdown(Message):
+    """Finish the pass that is running, record it, answer Bye and exit."""
+
+
+@dataclass(frozen=True)
+class Ready(Message):
+    """The engine can take work. `models` describes what it serves, one dictionary per base model (see `ModelFacts`)."""
+
+    models: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Done(Message):
+    """These training operations have their result in the log."""
+
+    request_ids: list[str]
+
+
+@dataclass(frozen=True)
+class SampleDone(Message):
+    """`payload` is the protobuf SampleResponse."""
+
+    request_id: str
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class SampleFailed(Message):
+    """The sample ended in an error. `gone` means that its weights no longer exist: the reply is 404, not a failed future."""
+
+    request_id: str
+    error: str
+    category: str
+    gone: bool
+
+
+@dataclass(frozen=True)
+class Bye(Message):
+    """The engine has recorded everything and exits."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the server must know of a base model to validate requests and answer get_info and get_server_capabilities."""
+
+    name: str
+    """What clients ask for; `name:suffix` means the same model."""
+    tokenizer_id: str
+    """Hub id, or the absolute path of a local directory."""
+    architecture: str
+    vocab_size: int
+    max_context: int
+    takes_images: bool
+    max_lora_rank: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The facts as they travel in `Ready`."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,36 @@
+"""The one family of exceptions. Each is raised where the fault is found; `server/replies.py` turns it into a reply.
+
+A message names the field, the value and what to do about it.
+"""
+
+
+class TinsmithError(Exception):
+    """Root of the family. `category` is what the SDK sees in a failed future: "user" or "server"."""
+
+    category = "server"
+
+
+class UserError(TinsmithError):
+    """The request is wrong, and sending it again will not help (a failed future, or HTTP 400)."""
+
+    category = "user"
+
+
+class NotFoundError(UserError):
+    """What the request names does not exist, or no longer does (HTTP 404)."""
+
+
+class NotBuiltError(UserError):
+    """The request asks for a part of the Tinker API that this version does not have (HTTP 501 or a failed future)."""
+
+
+class ConfigError(TinsmithError):
+    """A knob has a value that cannot work. The process that reads it does not start."""
+
+
+class BackpressureError(TinsmithError):
+    """Too much work is waiting; the same request succeeds later (HTTP 429)."""
+
+
+class EngineUnavailableError(TinsmithError):
+    """The engine process is starting, restarting or gone (HTTP 503, or a failed future of category "server")."""
