@@ -18,7 +18,9 @@ import yaml
 from tinsmith.errors import ConfigError
 
 
-def knob(default: Any, help: str, unit: str = "", low: float | None = None, high: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+def knob(
+    default: Any, help: str, unit: str = "", low: float | None = None, high: float | None = None, choices: tuple[str, ...] = ()
+) -> Any:
     """One documented configuration field. `low` and `high` are inclusive limits of a number; `choices` those of a text."""
     metadata = {"help": help, "unit": unit, "low": low, "high": high, "choices": choices}
     if isinstance(default, list):
@@ -45,7 +47,9 @@ class ModelsConfig:
     """How base models are loaded."""
 
     device: str = knob("auto", "Where the models run: auto, cpu, cuda or cuda:N (auto takes CUDA when there is one)")
-    dtype: str = knob("auto", "Precision of the frozen base (auto: bfloat16 on CUDA, float32 on a CPU)", choices=("auto", "float32", "bfloat16"))
+    dtype: str = knob(
+        "auto", "Precision of the frozen base (auto: bfloat16 on CUDA, float32 on a CPU)", choices=("auto", "float32", "bfloat16")
+    )
     max_context: int = knob(0, "Longest sequence, prompt and answer together; 0 takes the model's own limit", "tokens", 0)
     max_lora_rank: int = knob(256, "Largest LoRA rank a client may ask for", "", 1)
 
@@ -188,7 +192,7 @@ def _checked(name: str, value: Any, kind: Any, limits: Mapping[str, Any], source
     if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
         raise ConfigError(f"{source}: {name} must be of type {kind.__name__}, got {value!r}")
     low, high, choices = limits["low"], limits["high"], limits["choices"]
-    if low is not None and not value >= low or high is not None and not value <= high:
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
         raise ConfigError(f"{source}: {name}={value!r} must lie between {low} and {'any number' if high is None else high}")
     if choices and value not in choices:
         raise ConfigError(f"{source}: {name}={value!r} must be one of {', '.join(choices)}")

@@ -33,7 +33,7 @@ class Message:
     @classmethod
     def _from_parts(cls, header: dict[str, Any], payload: bytes) -> Self:
         has_payload = any(spec.name == "payload" for spec in dataclasses.fields(cls))
-        return cls(**header, payload=payload) if has_payload else cls(**header)
+        return cls(**(header | {"payload": payload} if has_payload else header))
 
 
 @dataclass(frozen=True)

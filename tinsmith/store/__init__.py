@@ -1,0 +1,1 @@
+"""What must survive the death of a process: the command log, image blobs, sessions and models."""

@@ -1,0 +1,1 @@
+"""The Tinker wire format: protobuf and JSON in, protobuf out. Knows neither HTTP nor torch."""

@@ -1,0 +1,43 @@
+# make setup    create .venv with the pinned dependencies (demo and test do it themselves)
+# make demo     fine-tune a tiny vision-language model to read handwritten digits
+# make test     run the tests
+# make lint | format | typecheck | proto | clean
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+PROTO := tinsmith/wire/tinker.proto
+
+.PHONY: setup demo test lint format typecheck proto clean
+
+setup: $(STAMP)
+
+# Wheels only and exact versions: nothing is compiled, and no newer torch is ever resolved.
+$(STAMP): pyproject.toml constraints.txt
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Tinsmith needs python3 3.11 or newer; this is $$(python3 --version 2>&1). Put a newer python3 first in PATH." >&2; exit 1; }
+	python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --only-binary :all: --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(PYTHON) examples/digits.py
+
+test: $(STAMP)
+	$(PYTHON) -m pytest
+
+lint: $(STAMP)
+	$(PYTHON) -m ruff check
+
+format: $(STAMP)
+	$(PYTHON) -m ruff check --fix-only
+	$(PYTHON) -m ruff format
+
+typecheck: $(STAMP)
+	$(PYTHON) -m mypy
+
+proto: $(STAMP)
+	$(PYTHON) -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTO)
+
+clean:
+	rm -rf $(VENV) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
