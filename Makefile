@@ -12,12 +12,13 @@ PROTO := tinsmith/wire/tinker.proto
 
 setup: $(STAMP)
 
-# Wheels only and exact versions: nothing is compiled, and no newer torch is ever resolved.
+# Wheels only and exact versions: nothing is built, and no newer torch is ever resolved. pip would write the byte code on one core.
 $(STAMP): pyproject.toml constraints.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Tinsmith needs python3 3.11 or newer; this is $$(python3 --version 2>&1). Put a newer python3 first in PATH." >&2; exit 1; }
 	python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --only-binary :all: --constraint constraints.txt --editable '.[dev]'
+	$(PYTHON) -m pip install --quiet --only-binary :all: --constraint constraints.txt --no-compile --editable '.[dev]'
+	$(PYTHON) -m compileall -q -j 0 $(VENV)/lib
 	@touch $@
 
 demo: $(STAMP)
