@@ -1,0 +1,91 @@
+"""The ZeroMQ socket between the server and one run of the engine process.
+
+The server binds a fresh address for every engine that it starts, so nothing meant for a dead engine reaches the next. The socket
+file lies in a directory that only the user of the server can enter. Queues have no limit: who sends must not block.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from tinsmith.engine.messages import Message
+from tinsmith.errors import ConfigError, EngineUnavailableError
+
+_LINGER_MS = 1000
+"""How long closing a socket may wait for its last message to leave."""
+
+_MAX_PATH_BYTES = 100
+"""Unix socket paths end at 107 bytes."""
+
+
+class EngineLink:
+    """The engine's end. Used by one thread."""
+
+    def __init__(self, address: str) -> None:
+        """Connect to the server that bound `address`."""
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.connect(address)
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        """All messages that have arrived, oldest first; if there is none, wait for one for at most `timeout_s` seconds."""
+        messages: list[Message] = []
+        if self._socket.poll(max(0, round(timeout_s * 1000))):
+            while self._socket.poll(0):
+                messages.append(Message.from_frames(self._socket.recv_multipart()))
+        return messages
+
+    def send(self, message: Message) -> None:
+        """Queue a message to the server."""
+        self._socket.send_multipart(message.to_frames())
+
+    def close(self) -> None:
+        """Close after the last message left, or could not."""
+        self._socket.close(linger=_LINGER_MS)
+        self._context.term()
+
+
+class ServerLink:
+    """The server's end, bound to a new `address`. Iterate it with `async for` to receive."""
+
+    def __init__(self) -> None:
+        """Bind. Raises ConfigError if the temporary directory has too long a path for a socket."""
+        self._directory = Path(tempfile.mkdtemp(prefix="tinsmith-"))
+        path = self._directory / "engine"
+        if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+            shutil.rmtree(self._directory)
+            raise ConfigError(f"the socket path {path} is longer than {_MAX_PATH_BYTES} bytes; set TMPDIR to a shorter directory")
+        self.address = f"ipc://{path}"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.bind(self.address)
+
+    async def receive(self) -> Message:
+        """The next message of the engine."""
+        return Message.from_frames(await self._socket.recv_multipart())
+
+    def __aiter__(self) -> AsyncIterator[Message]:
+        return self
+
+    async def __anext__(self) -> Message:
+        return await self.receive()
+
+    async def send(self, message: Message) -> None:
+        """Queue a message to the engine. Raises EngineUnavailableError if none is connected."""
+        try:
+            await self._socket.send_multipart(message.to_frames(), flags=zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise EngineUnavailableError("the engine is not connected; send the request again") from error
+
+    def close(self) -> None:
+        """Close at once; messages that have not left are dropped."""
+        self._socket.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,0 +1,186 @@
+"""forward_backward on the wire: the request as it arrives, as it is stored, and as the engine reads it; and the reply.
+
+The stored form is the received protobuf with every image's bytes replaced by their SHA-256 digest, so that one image is stored once.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from tinsmith.errors import NotBuiltError, TinsmithError, UserError
+from tinsmith.wire import tinker_pb2
+from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
+from tinsmith.wire.tensors import Array, to_dense
+
+MAX_TENSOR_ELEMENTS = 2**27
+"""Most elements that all tensors of one request may have once CSR is made dense; in a 5 MB request, as the SDK cuts them, some 2**24."""
+
+IMAGE_FORMATS = ("png", "jpeg")
+
+_REPLY_DTYPES = {
+    np.dtype(np.float32): tinker_pb2.DTYPE_FLOAT32,
+    np.dtype(np.int64): tinker_pb2.DTYPE_INT64,
+    np.dtype(np.int32): tinker_pb2.DTYPE_INT32,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Datum:
+    """One training sequence."""
+
+    chunks: list[Chunk]
+    """The model input in order."""
+    loss_fn_inputs: dict[str, Array]
+    """Dense float32 or int64 arrays by name, such as target_tokens [n] or [n, k]."""
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBackwardRequest:
+    """A forward or forward_backward request, decoded. What its loss function needs is not checked yet."""
+
+    model_id: str
+    seq_id: int
+    loss_fn: str
+    loss_fn_config: dict[str, float | str]
+    forward_only: bool
+    """Compute losses and log-probabilities only; leave the gradients alone."""
+    data: list[Datum]
+
+
+def parse(body: bytes) -> tinker_pb2.ForwardBackwardRequest:
+    """The protobuf message of a request body. Raises UserError if it is none."""
+    message = tinker_pb2.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise UserError(f"the body is not a protobuf ForwardBackwardRequest: {error}") from error
+    return message
+
+
+def move_images_out(message: tinker_pb2.ForwardBackwardRequest) -> tuple[bytes, dict[bytes, bytes]]:
+    """The request as it is stored, and its images by SHA-256 digest. Changes `message`: image data becomes the digest."""
+    images: dict[bytes, bytes] = {}
+    for datum in message.data:
+        for chunk in datum.model_input:
+            if chunk.HasField("image"):
+                digest = hashlib.sha256(chunk.image.data).digest()
+                images[digest] = chunk.image.data
+                chunk.image.data = digest
+    return message.SerializeToString(), images
+
+
+def decode_stored(stored: bytes) -> ForwardBackwardRequest:
+    """The request whose bytes `move_images_out` made. Images come without data, to be read by their digest.
+
+    Raises UserError and NotBuiltError that name the datum and the chunk or tensor.
+    """
+    message = parse(stored)
+    _refuse_unknown_fields(message)
+    elements_left = MAX_TENSOR_ELEMENTS
+    data = []
+    for index, datum in enumerate(message.data):
+        try:
+            decoded = Datum(list(_decode_chunks(datum.model_input)), _decode_tensors(datum.loss_fn_inputs, elements_left))
+        except TinsmithError as error:
+            raise type(error)(f"datum {index}: {error}") from error
+        elements_left -= sum(array.size for array in decoded.loss_fn_inputs.values())
+        data.append(decoded)
+    return ForwardBackwardRequest(message.model_id, message.seq_id, message.loss_fn, _decode_config(message), message.forward_only, data)
+
+
+def _refuse_unknown_fields(message: tinker_pb2.ForwardBackwardRequest) -> None:
+    """A field that this version does not know may change what is meant, so it must not be dropped."""
+    size = message.ByteSize()
+    message.DiscardUnknownFields()
+    if message.ByteSize() != size:
+        raise NotBuiltError("the request holds protobuf fields that this version does not know; is the SDK newer than the server?")
+
+
+def _decode_config(message: tinker_pb2.ForwardBackwardRequest) -> dict[str, float | str]:
+    if not message.loss_fn_config_v2:
+        return dict(message.loss_fn_config)
+    config: dict[str, float | str] = {}
+    for name, value in message.loss_fn_config_v2.items():
+        kind = value.WhichOneof("value")
+        if kind is None:
+            raise UserError(f"loss_fn_config[{name!r}] has no value")
+        config[name] = value.text if kind == "text" else value.number
+    return config
+
+
+def _decode_chunks(chunks: Sequence[tinker_pb2.Chunk]) -> Iterator[Chunk]:
+    for index, chunk in enumerate(chunks):
+        try:
+            yield _decode_chunk(chunk)
+        except TinsmithError as error:
+            raise type(error)(f"chunk {index}: {error}") from error
+
+
+def _decode_chunk(chunk: tinker_pb2.Chunk) -> Chunk:
+    kind = chunk.WhichOneof("chunk")
+    if kind == "encoded_text":
+        return TextChunk(_decode_tokens(chunk.encoded_text.tokens))
+    if kind == "image":
+        return _decode_image(chunk.image)
+    if kind == "dmel":
+        raise NotBuiltError("audio (dmel) is not built yet; send text and images")
+    raise UserError("the chunk is empty; send encoded_text or image")
+
+
+def _decode_tokens(data: bytes) -> NDArray[np.int32]:
+    if len(data) % 4:
+        raise UserError(f"tokens has {len(data)} bytes, which is not a multiple of 4 (int32)")
+    return np.frombuffer(data, dtype="<i4")
+
+
+def _decode_image(image: tinker_pb2.ImageChunk) -> ImageChunk:
+    if image.HasField("override_dimensions"):
+        raise NotBuiltError("override_dimensions of an image is not built yet; send the image in the size that it should have")
+    if image.format not in IMAGE_FORMATS:
+        raise UserError(f"image format {image.format!r} is not supported; send one of {', '.join(IMAGE_FORMATS)}")
+    expected_tokens = image.expected_tokens if image.HasField("expected_tokens") else None
+    if expected_tokens is not None and expected_tokens < 1:
+        raise UserError(f"expected_tokens={expected_tokens} of an image must be at least 1")
+    return ImageChunk(sha256=image.data, data=None, format=image.format, expected_tokens=expected_tokens)
+
+
+def _decode_tensors(tensors: Mapping[str, tinker_pb2.Tensor], max_elements: int) -> dict[str, Array]:
+    decoded: dict[str, Array] = {}
+    for name, tensor in tensors.items():
+        try:
+            decoded[name] = to_dense(tensor, max_elements)
+        except UserError as error:
+            raise UserError(f"loss_fn_inputs[{name!r}]: {error}") from error
+        max_elements -= decoded[name].size
+    return decoded
+
+
+def encode_output(loss_fn_outputs: Sequence[Mapping[str, NDArray[Any]]], metrics: Mapping[str, float]) -> bytes:
+    """The protobuf ForwardBackwardOutput: one mapping of arrays (float32, int64 or int32; at least one dimension) per datum, in order.
+
+    All datums have the same names. Neighbours whose arrays have equal dtypes and equal shapes after the first dimension share a record.
+    """
+    output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+    for _, group in groupby(loss_fn_outputs, key=_layout):
+        datums = list(group)
+        record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(datums))
+        for name in datums[0]:
+            _fill_batched(record.fields[name], [datum[name] for datum in datums])
+    return output.SerializeToString()
+
+
+def _layout(datum: Mapping[str, NDArray[Any]]) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+    return {name: (array.dtype, array.shape[1:]) for name, array in datum.items()}
+
+
+def _fill_batched(batched: tinker_pb2.BatchedTensor, arrays: Sequence[NDArray[Any]]) -> None:
+    batched.data = b"".join(array.tobytes() for array in arrays)
+    batched.offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8").tobytes()
+    batched.dtype = _REPLY_DTYPES[arrays[0].dtype]
+    batched.trailing_shape.extend(arrays[0].shape[1:])

@@ -1,0 +1,252 @@
+"""The JSON bodies of the Tinker API, except asample, as strict models: unknown fields, wrong types and impossible values are refused.
+
+The server parses what it answers itself. A training operation is stored as the client sent it and parsed by the engine, with
+`OPERATIONS[kind]`: what is wrong with it then comes through its future and leaves no hole in the sequence.
+"""
+
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tinsmith.errors import NotBuiltError, UserError
+
+MAX_SEQ_ID = 2**31 - 1
+"""The protobuf requests carry seq_id as int32, so no training operation can have a larger one."""
+
+_SHOWN_CHARACTERS = 120
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+SeqId = Annotated[int, Field(ge=1, le=MAX_SEQ_ID)]
+CountFromZero = Annotated[int, Field(ge=0, le=2**63 - 1)]
+
+
+class StrictModel(BaseModel):
+    """A JSON object of which every field is known. Numbers are not taken from texts."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TolerantModel(BaseModel):
+    """A JSON object that only informs: fields that a newer SDK adds are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+
+def parse_json(model_cls: type[ModelT], body: bytes) -> ModelT:
+    """The body as `model_cls`. Raises UserError naming the first wrong field and its value, NotBuiltError for parts not built."""
+    try:
+        return model_cls.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "body"
+        shown = repr(first["input"])
+        if len(shown) > _SHOWN_CHARACTERS:
+            shown = shown[:_SHOWN_CHARACTERS] + "..."
+        raise UserError(f"{field}: {first['msg']}, got {shown}") from error
+
+
+# ---- Service and sessions
+
+
+class CreateSessionRequest(TolerantModel):
+    """POST create_session."""
+
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionHeartbeatRequest(TolerantModel):
+    """POST session_heartbeat."""
+
+    session_id: str
+
+
+class FinishReason(TolerantModel):
+    """How a session ended."""
+
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishSessionRequest(TolerantModel):
+    """POST sessions/{session_id}/finish."""
+
+    reason: FinishReason
+    detail: str | None = None
+
+
+class GetInfoRequest(StrictModel):
+    """POST get_info."""
+
+    model_id: str
+    type: Literal["get_info"] = "get_info"
+
+
+class RetrieveFutureRequest(StrictModel):
+    """POST retrieve_future. `allow_metadata_only` permits a reply without the payload; the whole payload is always allowed, too."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+# ---- Models
+
+
+class LoraConfig(StrictModel):
+    """Size, seed and places of a LoRA adapter."""
+
+    rank: Annotated[int, Field(ge=1)]
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> Self:
+        if not (self.train_unembed or self.train_mlp or self.train_attn):
+            raise ValueError("one of train_unembed, train_mlp and train_attn must be true")
+        return self
+
+
+class OptimizerConfig(TolerantModel):
+    """The optimizer of a model for its whole life: "adamw" is built."""
+
+    type: str = "adamw"
+
+    @model_validator(mode="after")
+    def _check_type(self) -> Self:
+        if self.type != "adamw":
+            raise NotBuiltError(f"optimizer_config.type={self.type!r} is not built yet; use 'adamw'")
+        return self
+
+
+class CreateModelRequest(StrictModel):
+    """POST create_model. Without a LoRA configuration the request asks for full-parameter training."""
+
+    session_id: str
+    model_seq_id: CountFromZero
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    type: Literal["create_model"] = "create_model"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_built(cls, values: Any) -> Any:
+        if isinstance(values, dict) and _asks_for_full_parameters(values.get("lora_config")):
+            raise NotBuiltError("full-parameter training (no lora_config, or rank 0) is not built yet; send lora_config with a rank")
+        return values
+
+
+def _asks_for_full_parameters(lora_config: Any) -> bool:
+    return lora_config is None or (isinstance(lora_config, dict) and lora_config.get("rank") == 0)
+
+
+# ---- Training operations
+
+
+class OperationKey(TolerantModel):
+    """What every training operation carries; enough to put it into the log whatever the rest of it is."""
+
+    model_id: str
+    seq_id: SeqId
+
+
+class AdamParams(StrictModel):
+    """Hyper-parameters of one AdamW step."""
+
+    learning_rate: Annotated[FiniteFloat, Field(ge=0)] = 1e-4
+    beta1: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[FiniteFloat, Field(ge=0)] = 1e-12
+    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Decoupled from the gradient, times the learning rate."""
+    grad_clip_norm: FiniteFloat = 0.0
+    """Largest global norm of the gradient; 0 or less does not clip."""
+
+
+class OptimStepRequest(StrictModel):
+    """POST optim_step."""
+
+    model_id: str
+    seq_id: SeqId
+    adam_params: AdamParams
+    type: Literal["optim_step"] = "optim_step"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_built(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "optimizer_params" in values:
+            raise NotBuiltError("optimizer_params (an optimizer other than Adam) is not built yet; send adam_params")
+        return values
+
+
+class SaveWeightsForSamplerRequest(StrictModel):
+    """POST save_weights_for_sampler. Built is the ephemeral snapshot, addressed by `sampling_session_seq_id`."""
+
+    model_id: str
+    seq_id: SeqId
+    sampling_session_seq_id: CountFromZero | None = None
+    path: str | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = None
+    user_metadata: dict[str, str] | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+    @model_validator(mode="after")
+    def _check_built(self) -> Self:
+        if self.path is not None:
+            raise NotBuiltError(f"path={self.path!r}: saved sampler weights are not built yet; use save_weights_and_get_sampling_client")
+        if self.kind == "inflight":
+            raise NotBuiltError("kind='inflight' is not built yet; use 'snapshot'")
+        if self.ttl_seconds is not None or self.user_metadata is not None:
+            raise NotBuiltError("ttl_seconds and user_metadata need saved sampler weights (path), which are not built yet")
+        if self.sampling_session_seq_id is None:
+            raise ValueError("sampling_session_seq_id is missing")
+        return self
+
+
+class UnbuiltOperation(TolerantModel):
+    """A training operation that takes its place in the sequence and then fails: parsing it raises NotBuiltError."""
+
+    type: str = "operation"
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        raise NotBuiltError(f"{self.type} is not built yet in this version")
+
+
+OPERATIONS: dict[str, type[BaseModel]] = {
+    "create_model": CreateModelRequest,
+    "optim_step": OptimStepRequest,
+    "save_weights_for_sampler": SaveWeightsForSamplerRequest,
+    "save_weights": UnbuiltOperation,
+    "save_weights_external": UnbuiltOperation,
+    "load_weights": UnbuiltOperation,
+}
+"""The model of every JSON operation by its kind in the command log. Kind "forward_backward" is protobuf."""
+
+
+# ---- Sampling sessions
+
+
+class CreateSamplingSessionRequest(StrictModel):
+    """POST create_sampling_session. Built is sampling from a base model."""
+
+    session_id: str
+    sampling_session_seq_id: CountFromZero
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+    @model_validator(mode="after")
+    def _check_built(self) -> Self:
+        if self.model_path is not None:
+            raise NotBuiltError(f"model_path={self.model_path!r}: sampling from saved weights is not built yet; name a base_model")
+        if self.base_model is None:
+            raise ValueError("base_model is missing")
+        return self

@@ -1,0 +1,82 @@
+"""Tensors of a request: from the wire (dense or CSR, little endian) to dense numpy arrays.
+
+The bytes are untrusted: every size is compared before anything is allocated, and what a CSR tensor grows to is limited by the caller.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith.errors import UserError
+from tinsmith.wire import tinker_pb2
+
+Array = NDArray[np.float32] | NDArray[np.int64]
+
+_DTYPES: dict[int, np.dtype[Any]] = {
+    tinker_pb2.DTYPE_FLOAT32: np.dtype("<f4"),
+    tinker_pb2.DTYPE_INT64: np.dtype("<i8"),
+}
+_INDEX = np.dtype("<i8")
+
+
+def to_dense(tensor: tinker_pb2.Tensor, max_elements: int) -> Array:
+    """The tensor as a dense writable array of float32 or int64; entries that a CSR tensor does not list are 0.
+
+    A dense tensor without a shape is one-dimensional. Raises UserError for another dtype, for sizes that do not fit together, for
+    indices out of range, and for more than `max_elements` elements.
+    """
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise UserError(f"dtype {tensor.dtype} is not supported; send float32 (1) or int64 (2)")
+    encoding = tensor.WhichOneof("encoding")
+    if encoding is None:
+        raise UserError("the tensor holds neither dense nor sparse_csr data")
+    if encoding == "sparse_csr":
+        return _from_csr(tensor.sparse_csr, dtype, _checked_shape(tensor, max_elements))
+    values = _from_bytes(tensor.dense, dtype, "dense")
+    shape = _checked_shape(tensor, max_elements) if tensor.shape else (len(values),)
+    if math.prod(shape) != len(values):
+        raise UserError(f"shape {list(shape)} needs {math.prod(shape)} values, but there are {len(values)}")
+    return values.reshape(shape).copy()
+
+
+def _checked_shape(tensor: tinker_pb2.Tensor, max_elements: int) -> tuple[int, ...]:
+    shape = tuple(tensor.shape)
+    if any(size < 0 for size in shape):
+        raise UserError(f"shape {list(shape)} has a negative dimension")
+    if math.prod(shape) > max_elements:
+        raise UserError(
+            f"shape {list(shape)} has {math.prod(shape)} elements, the request has room for {max_elements}: send smaller requests"
+        )
+    return shape
+
+
+def _from_bytes(data: bytes, dtype: np.dtype[Any], name: str) -> NDArray[Any]:
+    if len(data) % dtype.itemsize:
+        raise UserError(f"{name} has {len(data)} bytes, which is not a multiple of {dtype.itemsize}")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def _from_csr(csr: tinker_pb2.SparseCsr, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    if len(shape) != 2:
+        raise UserError(f"a CSR tensor needs a shape [rows, columns], got {list(shape)}")
+    rows, columns = shape
+    values = _from_bytes(csr.values, dtype, "values")
+    crow = _from_bytes(csr.crow_indices, _INDEX, "crow_indices")
+    col = _from_bytes(csr.col_indices, _INDEX, "col_indices")
+    if len(crow) != rows + 1:
+        raise UserError(f"crow_indices has {len(crow)} entries; {rows} rows need {rows + 1}")
+    if len(col) != len(values):
+        raise UserError(f"col_indices has {len(col)} entries for {len(values)} values")
+    if crow[0] != 0 or crow[-1] != len(values) or np.any(crow[1:] < crow[:-1]):
+        raise UserError(f"crow_indices must rise from 0 to the number of values, {len(values)}")
+    if len(col) and (col.min() < 0 or col.max() >= columns):
+        raise UserError(f"col_indices must lie in [0, {columns}), got values from {col.min()} to {col.max()}")
+    row = np.repeat(np.arange(rows), np.diff(crow))
+    if np.any((row[1:] == row[:-1]) & (col[1:] <= col[:-1])):
+        raise UserError("col_indices must rise within each row")
+    dense: Array = np.zeros(shape, dtype=dtype)
+    dense[row, col] = values
+    return dense
