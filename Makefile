@@ -8,17 +8,20 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PROTO := tinsmith/wire/tinker.proto
 
+# --no-compile below relies on it.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup demo test lint format typecheck proto clean
 
 setup: $(STAMP)
 
-# Wheels only and exact versions: nothing is built, and no newer torch is ever resolved. pip would write the byte code on one core.
+# Wheels only and exact versions: nothing is built, and no newer torch is ever resolved. Byte code is written when a module is first
+# imported: pip would spend 40 seconds on modules that nobody imports.
 $(STAMP): pyproject.toml constraints.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "Tinsmith needs python3 3.11 or newer; this is $$(python3 --version 2>&1). Put a newer python3 first in PATH." >&2; exit 1; }
 	python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet --only-binary :all: --constraint constraints.txt --no-compile --editable '.[dev]'
-	$(PYTHON) -m compileall -q -j 0 $(VENV)/lib
 	@touch $@
 
 demo: $(STAMP)
