@@ -1,0 +1,175 @@
+"""The command log: keys, order, outcomes, images."""
+
+import hashlib
+import time
+from pathlib import Path
+
+import pytest
+
+from tinsmith.errors import NotFoundError
+from tinsmith.store.records import REJECTED, Model, NewCommand, Outcome, SamplingSession
+from tinsmith.store.store import Store
+
+SESSION = "s"
+MODEL = "s:train:0"
+DESCRIPTION = {"tags": [], "user_metadata": None, "sdk_version": "0", "project_id": None, "display_name": None}
+
+
+def new_model(model_id: str = MODEL) -> Model:
+    return Model(model_id, SESSION, "tiny:long", {"rank": 8}, {"type": "adamw"}, {"renderer": "qwen3"})
+
+
+def create_command(model_id: str = MODEL) -> NewCommand:
+    return NewCommand(model_id, 0, "create_model", b"create", model=new_model(model_id))
+
+
+def step(seq_id: int, payload: bytes = b"step", images: dict[bytes, bytes] | None = None) -> NewCommand:
+    return NewCommand(MODEL, seq_id, "optim_step", payload, images or {})
+
+
+def done(seq_id: int, result: bytes = b"{}") -> Outcome:
+    return Outcome(f"{MODEL}/{seq_id}", result, "json", None, None)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store.open(tmp_path)
+    store.create_session(SESSION, DESCRIPTION)
+    store.append([create_command()])
+    return store
+
+
+def test_commands_come_out_as_they_went_in(store: Store) -> None:
+    before = time.time()
+    assert store.append([step(3, b"c"), step(1, b"a")]) == [True, True]
+    commands = store.read_new(after_id=0)
+    assert [(c.model_id, c.seq_id, c.kind, c.payload) for c in commands] == [
+        (MODEL, 0, "create_model", b"create"),
+        (MODEL, 3, "optim_step", b"c"),
+        (MODEL, 1, "optim_step", b"a"),
+    ]
+    assert [c.id for c in commands] == sorted(c.id for c in commands)
+    assert before - 1 < commands[1].created_at < time.time() + 1
+    assert store.read_new(after_id=commands[1].id) == commands[2:]
+    assert store.read_new(after_id=0, limit=1) == commands[:1]
+
+
+def test_a_repeat_changes_nothing(store: Store) -> None:
+    assert store.append([step(1, b"first"), step(1, b"second")]) == [True, False]
+    assert store.append([step(1, b"third")]) == [False]
+    assert [c.payload for c in store.read_new(after_id=1)] == [b"first"]
+
+
+def test_an_outcome_is_recorded_once(store: Store) -> None:
+    store.append([step(1), step(2)])
+    assert store.outcome(f"{MODEL}/1") is None
+    assert store.status(f"{MODEL}/1") == "queued"
+    failed = Outcome(f"{MODEL}/2", None, None, "datum 3: bad", "user")
+    store.record([done(1, b'{"metrics":{}}'), failed])
+    store.record([done(2)])
+    assert store.outcome(f"{MODEL}/1") == done(1, b'{"metrics":{}}')
+    assert store.outcome(f"{MODEL}/2") == failed
+    assert [store.status(f"{MODEL}/{n}") for n in (1, 2, 3)] == ["done", "failed", None]
+    assert [c.seq_id for c in store.read_new(after_id=0)] == [0]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "x/", f"{MODEL}/-1", f"{MODEL}/01", f"{MODEL}/{2**70}", f"{MODEL}/{2**63 - 1}", f"{MODEL}/1 ", f"{MODEL}/²"]
+)
+def test_absurd_request_ids_have_no_outcome(store: Store, text: str) -> None:
+    assert store.outcome(text) is None
+    assert store.status(text) is None
+
+
+def test_images_are_kept_while_a_queued_command_needs_them(store: Store) -> None:
+    shared, single = b"image one", b"image two"
+    key = {data: hashlib.sha256(data).digest() for data in (shared, single)}
+    store.append([step(1, images={key[shared]: shared}), step(2, images={key[shared]: shared, key[single]: single})])
+    store.append([step(2, images={hashlib.sha256(b"x").digest(): b"x"})])
+    assert store.read_blob(key[shared]) == shared
+    assert store.read_blob(hashlib.sha256(b"x").digest()) is None
+    store.record([done(1)])
+    assert store.read_blob(key[shared]) == shared
+    store.record([done(2)])
+    assert store.read_blob(key[shared]) is None
+    assert store.read_blob(key[single]) is None
+
+
+def test_the_outcome_of_create_model_decides_its_status(store: Store) -> None:
+    store.append([create_command("s:train:1")])
+    store.record([done(0), Outcome("s:train:1/0", None, None, "rank too large", "user")])
+    good, bad = store.model(MODEL), store.model("s:train:1")
+    assert good is not None
+    assert bad is not None
+    assert (good.status, bad.status) == ("ready", "failed")
+    assert good.lora_config == {"rank": 8}
+    assert good.base_model == "tiny:long"
+    assert good.user_metadata == {"renderer": "qwen3"}
+
+
+def test_operations_on_dead_models_fail_at_once(store: Store) -> None:
+    store.record([done(0)])
+    store.set_model_status(MODEL, "unloaded")
+    assert store.append([step(1)]) == [True]
+    outcome = store.outcome(f"{MODEL}/1")
+    assert outcome is not None
+    assert outcome.category == "user"
+    assert "session is finished" in str(outcome.error)
+    assert store.read_new(after_id=0) == []
+
+
+def test_operations_of_a_finished_session_fail_at_once(store: Store) -> None:
+    assert store.finish_session(SESSION, "success", None)
+    store.append([step(1)])
+    assert store.status(f"{MODEL}/1") == "failed"
+    assert store.status(f"{MODEL}/0") == "queued"
+
+
+def test_an_unknown_model_is_refused_and_nothing_is_appended(store: Store) -> None:
+    with pytest.raises(NotFoundError, match="s:train:9"):
+        store.append([step(1), NewCommand("s:train:9", 1, "optim_step", b"")])
+    assert store.status(f"{MODEL}/1") is None
+
+
+def test_fail_unfinished_gives_up_what_an_engine_left(store: Store) -> None:
+    digest = hashlib.sha256(b"i").digest()
+    store.append([step(1), step(2, images={digest: b"i"})])
+    store.record([done(0), done(1)])
+    snapshot = SamplingSession("s:sample:0", SESSION, "tiny", f"{MODEL}/2", MODEL)
+    store.create_sampling_session(snapshot)
+    store.create_sampling_session(SamplingSession("s:sample:1", SESSION, "tiny"))
+    assert store.fail_unfinished("the engine died") == [f"{MODEL}/2"]
+    assert store.outcome(f"{MODEL}/2") == Outcome(f"{MODEL}/2", None, None, "the engine died", "server")
+    assert store.outcome(f"{MODEL}/1") == done(1)
+    assert store.read_blob(digest) is None
+    model, gone, kept = store.model(MODEL), store.sampling_session("s:sample:0"), store.sampling_session("s:sample:1")
+    assert model is not None
+    assert gone is not None
+    assert kept is not None
+    assert (model.status, gone.gone, kept.gone) == ("lost", "the engine died", None)
+    store.append([step(3)])
+    outcome = store.outcome(f"{MODEL}/3")
+    assert outcome is not None
+    assert outcome.category == "server"
+
+
+def test_a_snapshot_comes_into_being_with_its_command(store: Store) -> None:
+    first = SamplingSession("s:sample:4", SESSION, "tiny", f"{MODEL}/1", MODEL)
+    retried = SamplingSession("s:sample:5", SESSION, "tiny", f"{MODEL}/1", MODEL)
+    save = NewCommand(MODEL, 1, "save_weights_for_sampler", b"4", sampling_session=first)
+    again = NewCommand(MODEL, 1, "save_weights_for_sampler", b"5", sampling_session=retried)
+    assert store.append([save, again]) == [True, False]
+    assert store.sampling_session("s:sample:4") == first
+    assert store.sampling_session("s:sample:5") is None
+
+
+def test_a_sampling_session_id_that_is_taken_rejects_the_command_but_keeps_its_place(store: Store) -> None:
+    store.create_sampling_session(SamplingSession("s:sample:4", SESSION, "tiny"))
+    taken = SamplingSession("s:sample:4", SESSION, "tiny", f"{MODEL}/1", MODEL)
+    store.append([NewCommand(MODEL, 1, "save_weights_for_sampler", b"4", sampling_session=taken)])
+    command = store.read_new(after_id=0)[-1]
+    assert (command.seq_id, command.kind) == (1, REJECTED)
+    assert "s:sample:4 exists already" in command.payload.decode()
+    kept = store.sampling_session("s:sample:4")
+    assert kept is not None
+    assert kept.snapshot_id is None

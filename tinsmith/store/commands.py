@@ -1,0 +1,161 @@
+"""The command log in SQL: training operations, their results, and the images they wait for. Each function is part of a transaction."""
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, select, update
+from sqlalchemy.dialects.sqlite import insert
+
+from tinsmith.errors import NotFoundError
+from tinsmith.store import ids
+from tinsmith.store.records import REJECTED, Category, Command, NewCommand, Outcome
+from tinsmith.store.schema import blobs, command_images, commands, models, sampling_sessions, sessions
+from tinsmith.store.sessions import insert_model, insert_sampling_session
+
+_INSERT = insert(commands).on_conflict_do_nothing().returning(commands.c.id)
+_INSERT_BLOB = insert(blobs).on_conflict_do_nothing()
+_INSERT_REFERENCE = insert(command_images)
+_REJECT = update(commands).where(commands.c.id == bindparam("command_id")).values(kind=REJECTED, payload=bindparam("message"))
+_OWNER = select(models.c.status, sessions.c.finished_at).join_from(models, sessions).where(models.c.model_id == bindparam("model_id"))
+_READ_NEW = (
+    select(commands.c.id, commands.c.model_id, commands.c.seq_id, commands.c.kind, commands.c.payload, commands.c.created_at)
+    .where(commands.c.id > bindparam("after_id"), commands.c.status == "queued")
+    .order_by(commands.c.id)
+    .limit(bindparam("limit"))
+)
+_FINISH = (
+    update(commands)
+    .where(commands.c.model_id == bindparam("model"), commands.c.seq_id == bindparam("seq"), commands.c.status == "queued")
+    .values(payload=None)
+    .returning(commands.c.id, commands.c.kind)
+)
+_SET_MODEL_STATUS = update(models).where(models.c.model_id == bindparam("model")).values(status=bindparam("new_status"))
+_DROP_REFERENCES = delete(command_images).where(command_images.c.command_id == bindparam("command_id")).returning(command_images.c.sha256)
+_DROP_BLOB = delete(blobs).where(
+    blobs.c.sha256 == bindparam("digest"), ~exists().where(command_images.c.sha256 == blobs.c.sha256).correlate(blobs)
+)
+_BY_KEY = (commands.c.model_id == bindparam("model_id")) & (commands.c.seq_id == bindparam("seq_id"))
+_OUTCOME = select(commands.c.result, commands.c.result_type, commands.c.error, commands.c.category).where(
+    _BY_KEY, commands.c.status != "queued"
+)
+_STATUS = select(commands.c.status).where(_BY_KEY)
+_BLOB = select(blobs.c.data).where(blobs.c.sha256 == bindparam("digest"))
+
+
+def append(connection: Connection, new: NewCommand, now: float) -> bool:
+    """Append one command, with its images and the rows that come with it. False, and nothing is changed, if its key is in the log.
+
+    An operation on a model that no longer takes any is recorded as failed. Raises NotFoundError if there is no such model.
+    """
+    if new.model is not None:
+        insert_model(connection, new.model, now)
+    refusal = _refusal(connection, new.model_id)
+    row = {"model_id": new.model_id, "seq_id": new.seq_id, "kind": new.kind, "created_at": now}
+    if refusal is not None:
+        error, category = refusal
+        row |= {"status": "failed", "finished_at": now, "error": error, "category": category}
+        return connection.execute(_INSERT, row).first() is not None
+    inserted = connection.execute(_INSERT, row | {"status": "queued", "payload": new.payload}).first()
+    if inserted is None:
+        return False
+    if new.images:
+        connection.execute(_INSERT_BLOB, [{"sha256": digest, "data": data} for digest, data in new.images.items()])
+        connection.execute(_INSERT_REFERENCE, [{"command_id": inserted.id, "sha256": digest} for digest in new.images])
+    if new.sampling_session is not None and not insert_sampling_session(connection, new.sampling_session, now):
+        message = f"sampling session {new.sampling_session.sampling_session_id} exists already; use another sampling_session_seq_id"
+        connection.execute(_REJECT, {"command_id": inserted.id, "message": message.encode()})
+    return True
+
+
+def _refusal(connection: Connection, model_id: str) -> tuple[str, Category] | None:
+    """Error and category for a model that takes no operations any more; None for one that does."""
+    owner = connection.execute(_OWNER, {"model_id": model_id}).first()
+    if owner is None:
+        raise NotFoundError(f"model {model_id!r} does not exist")
+    if owner.status == "lost":
+        return f"model {model_id} was lost when the engine stopped; create a new one", "server"
+    if owner.finished_at is not None or owner.status == "unloaded":
+        return f"model {model_id} is unloaded: its session is finished; create a new one", "user"
+    if owner.status == "failed":
+        return f"model {model_id} could not be created; see the error of its create_model", "user"
+    return None
+
+
+def read_new(connection: Connection, after_id: int, limit: int) -> list[Command]:
+    """Queued commands behind `after_id` in the order they came in."""
+    rows = connection.execute(_READ_NEW, {"after_id": after_id, "limit": limit})
+    return [Command(*row) for row in rows]
+
+
+def record(connection: Connection, outcome: Outcome, now: float) -> None:
+    """Finish one queued command and release its images. A command that is finished already keeps its first outcome."""
+    key = ids.parse_request_id(outcome.request_id)
+    if key is None:
+        raise NotFoundError(f"{outcome.request_id!r} is not a request id")
+    values = {
+        "model": key[0],
+        "seq": key[1],
+        "status": "done" if outcome.error is None else "failed",
+        "finished_at": now,
+        "result": outcome.result,
+        "result_type": outcome.result_type,
+        "error": outcome.error,
+        "category": outcome.category,
+    }
+    finished = connection.execute(_FINISH, values).first()
+    if finished is None:
+        return
+    if finished.kind == "create_model":
+        set_model_status(connection, key[0], "ready" if outcome.error is None else "failed")
+    digests = connection.execute(_DROP_REFERENCES, {"command_id": finished.id}).scalars().all()
+    if digests:
+        connection.execute(_DROP_BLOB, [{"digest": digest} for digest in digests])
+
+
+def set_model_status(connection: Connection, model_id: str, status: str) -> None:
+    """Change what a model can be used for."""
+    connection.execute(_SET_MODEL_STATUS, {"model": model_id, "new_status": status})
+
+
+def outcome(connection: Connection, request_id: str) -> Outcome | None:
+    """How an operation ended; None if it has not, or is not in the log."""
+    row = _by_request_id(connection, _OUTCOME, request_id)
+    return None if row is None else Outcome(request_id, *row)
+
+
+def status(connection: Connection, request_id: str) -> str | None:
+    """queued, done or failed; None if the operation is not in the log."""
+    row = _by_request_id(connection, _STATUS, request_id)
+    return None if row is None else row[0]
+
+
+def _by_request_id(connection: Connection, statement: Select[*tuple[Any, ...]], request_id: str) -> Row[*tuple[Any, ...]] | None:
+    key = ids.parse_request_id(request_id)
+    if key is None:
+        return None
+    return connection.execute(statement, {"model_id": key[0], "seq_id": key[1]}).first()
+
+
+def fail_unfinished(connection: Connection, reason: str, now: float) -> list[str]:
+    """Fail everything that is queued, give up all living models and snapshots, and return the request ids that failed."""
+    failed = connection.execute(
+        update(commands)
+        .where(commands.c.status == "queued")
+        .values(status="failed", payload=None, finished_at=now, error=reason, category="server")
+        .returning(commands.c.model_id, commands.c.seq_id)
+    ).all()
+    # Only queued commands refer to images, so nothing refers to any now.
+    connection.execute(delete(command_images))
+    connection.execute(delete(blobs))
+    connection.execute(update(models).where(models.c.status.in_(("creating", "ready"))).values(status="lost"))
+    connection.execute(
+        update(sampling_sessions)
+        .where(sampling_sessions.c.snapshot_id.is_not(None), sampling_sessions.c.gone.is_(None))
+        .values(gone=reason)
+    )
+    return [ids.request_id(row.model_id, row.seq_id) for row in failed]
+
+
+def read_blob(connection: Connection, sha256: bytes) -> bytes | None:
+    """The image with this digest, or None."""
+    data: bytes | None = connection.execute(_BLOB, {"digest": sha256}).scalar()
+    return data

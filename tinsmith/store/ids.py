@@ -1,0 +1,50 @@
+"""The ids that clients see. The SDK builds model ids itself, so their form is part of the wire; the rest is built the same way.
+
+session            SESSION
+model              SESSION:train:N
+training operation SESSION:train:N/SEQ_ID      (create_model is 0)
+sampling session   SESSION:sample:N
+sample             SESSION:sample:N/SEQ_ID
+"""
+
+_TRAIN = ":train:"
+_SAMPLE = ":sample:"
+_MAX_NUMBER = 2**63 - 1
+
+
+def model_id(session_id: str, model_seq_id: int) -> str:
+    """The id of the `model_seq_id`-th model of a session."""
+    return f"{session_id}{_TRAIN}{model_seq_id}"
+
+
+def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
+    """The id of a sampling session. Base-model sessions and ephemeral snapshots share one counter."""
+    return f"{session_id}{_SAMPLE}{sampling_session_seq_id}"
+
+
+def session_of(owned_id: str) -> str:
+    """The session that a model id or sampling session id belongs to."""
+    for mark in (_TRAIN, _SAMPLE):
+        session_id, found, _ = owned_id.rpartition(mark)
+        if found:
+            return session_id
+    return ""
+
+
+def request_id(owner_id: str, seq_id: int) -> str:
+    """The id of an operation of a model, or of a sample of a sampling session."""
+    return f"{owner_id}/{seq_id}"
+
+
+def parse_request_id(text: str) -> tuple[str, int] | None:
+    """(owner id, seq_id) of a request id as `request_id` builds it, or None for any other text."""
+    owner_id, found, number = text.rpartition("/")
+    if not found or not (number.isascii() and number.isdigit()) or len(number) > len(str(_MAX_NUMBER)):
+        return None
+    seq_id = int(number)
+    return (owner_id, seq_id) if seq_id <= _MAX_NUMBER and str(seq_id) == number else None
+
+
+def is_sample(text: str) -> bool:
+    """Whether a request id belongs to a sample rather than to a training operation."""
+    return _SAMPLE in text

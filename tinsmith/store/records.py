@@ -1,0 +1,92 @@
+"""What goes into the store and comes out of it, as plain data."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+REJECTED = "rejected"
+"""Kind of an operation that was refused when it came in. It only takes its place in the sequence: its payload is the message (UTF-8)
+of the UserError that its future ends with."""
+
+ModelStatus = Literal["creating", "ready", "failed", "lost", "unloaded"]
+Category = Literal["user", "server"]
+
+
+@dataclass(frozen=True)
+class Session:
+    """One client's stay."""
+
+    session_id: str
+    created_at: float
+    """Unix time, as all times here."""
+    last_seen_at: float
+    finished_at: float | None
+    """None while the session is open."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model in training."""
+
+    model_id: str
+    session_id: str
+    base_model: str
+    """As the client asked for it, with a ":suffix" if it sent one."""
+    lora_config: dict[str, Any]
+    optimizer_config: dict[str, Any]
+    user_metadata: dict[str, Any] | None
+    status: ModelStatus = "creating"
+
+
+@dataclass(frozen=True)
+class SamplingSession:
+    """What a series of samples is drawn from."""
+
+    sampling_session_id: str
+    session_id: str
+    base_model: str
+    snapshot_id: str | None = None
+    """The snapshot of an adapter: request id of the save that made it. None samples the base weights."""
+    model_id: str | None = None
+    """The model that the snapshot was taken of."""
+    gone: str | None = None
+    """Why its weights no longer exist; None while they do."""
+
+
+@dataclass(frozen=True)
+class NewCommand:
+    """A training operation to append to the log."""
+
+    model_id: str
+    seq_id: int
+    kind: str
+    payload: bytes
+    images: dict[bytes, bytes] = field(default_factory=dict)
+    """Encoded images by SHA-256 digest."""
+    model: Model | None = None
+    """The model that comes into being with the command."""
+    sampling_session: SamplingSession | None = None
+    """The sampling session that comes into being with the command."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A training operation that waits to be run."""
+
+    id: int
+    """Position in the log, over all models."""
+    model_id: str
+    seq_id: int
+    kind: str
+    payload: bytes
+    created_at: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an operation ended: with a result or with an error."""
+
+    request_id: str
+    result: bytes | None
+    result_type: Literal["protobuf", "json"] | None
+    error: str | None
+    category: Category | None

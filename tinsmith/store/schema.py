@@ -1,0 +1,88 @@
+"""The tables. Times are Unix seconds.
+
+A change of any table needs a new SCHEMA_VERSION: a database of another version is refused when it is opened.
+"""
+
+from sqlalchemy import JSON, Column, Float, ForeignKey, Index, Integer, LargeBinary, MetaData, Table, Text, UniqueConstraint, text
+
+SCHEMA_VERSION = 1
+
+metadata = MetaData()
+
+schema_version = Table("schema_version", metadata, Column("version", Integer, primary_key=True))
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("session_id", Text, primary_key=True),
+    Column("tags", JSON, nullable=False),
+    Column("user_metadata", JSON(none_as_null=True)),
+    Column("sdk_version", Text, nullable=False),
+    Column("project_id", Text),
+    Column("display_name", Text),
+    Column("created_at", Float, nullable=False),
+    Column("last_seen_at", Float, nullable=False),
+    Column("finished_at", Float),
+    Column("finish_reason", Text),
+    Column("finish_detail", Text),
+)
+
+models = Table(
+    "models",
+    metadata,
+    Column("model_id", Text, primary_key=True),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False),
+    Column("base_model", Text, nullable=False),
+    Column("lora_config", JSON, nullable=False),
+    Column("optimizer_config", JSON, nullable=False),
+    Column("user_metadata", JSON(none_as_null=True)),
+    Column("status", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+
+sampling_sessions = Table(
+    "sampling_sessions",
+    metadata,
+    Column("sampling_session_id", Text, primary_key=True),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False, index=True),
+    Column("base_model", Text, nullable=False),
+    Column("snapshot_id", Text),
+    Column("model_id", Text, ForeignKey("models.model_id")),
+    Column("gone", Text),
+    Column("created_at", Float, nullable=False),
+)
+
+commands = Table(
+    "commands",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("model_id", Text, ForeignKey("models.model_id"), nullable=False),
+    Column("seq_id", Integer, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("payload", LargeBinary),
+    Column("status", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("finished_at", Float),
+    Column("result", LargeBinary),
+    Column("result_type", Text),
+    Column("error", Text),
+    Column("category", Text),
+    UniqueConstraint("model_id", "seq_id"),
+    Index("ix_commands_queued", "status", sqlite_where=text("status = 'queued'")),
+    sqlite_autoincrement=True,
+)
+
+# An image is kept as long as a queued command refers to it.
+command_images = Table(
+    "command_images",
+    metadata,
+    Column("command_id", Integer, ForeignKey("commands.id"), primary_key=True),
+    Column("sha256", LargeBinary, ForeignKey("blobs.sha256"), primary_key=True, index=True),
+)
+
+blobs = Table(
+    "blobs",
+    metadata,
+    Column("sha256", LargeBinary, primary_key=True),
+    Column("data", LargeBinary, nullable=False),
+)

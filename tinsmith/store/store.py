@@ -1,0 +1,124 @@
+"""The store as both processes see it: every method is one transaction. It may be used from several threads."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from sqlalchemy import Engine
+
+from tinsmith.store import commands, sessions
+from tinsmith.store.database import open_database
+from tinsmith.store.records import Command, Model, ModelStatus, NewCommand, Outcome, SamplingSession, Session
+
+
+class Store:
+    """What must survive the death of a process."""
+
+    def __init__(self, database: Engine) -> None:
+        """`Store.open` is the way to get one."""
+        self._read = database
+        self._write = database.execution_options(write=True)
+
+    @classmethod
+    def open(cls, data_dir: Path) -> Self:
+        """The store in `data_dir`, made if there is none. Raises ConfigError: unusable directory, or another schema version."""
+        return cls(open_database(data_dir))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._read.dispose()
+
+    # ---- The command log
+
+    def append(self, new: Sequence[NewCommand]) -> list[bool]:
+        """Append commands in one transaction. False for each whose (model_id, seq_id) is in the log already; it is left as it is.
+
+        An operation on a model that takes none any more (lost, unloaded, failed, or its session finished) is recorded as failed.
+        Raises NotFoundError, and appends none, if a model does not exist.
+        """
+        now = time.time()
+        with self._write.begin() as connection:
+            return [commands.append(connection, command, now) for command in new]
+
+    def read_new(self, after_id: int, limit: int = 1000) -> list[Command]:
+        """Queued commands with `id` > `after_id`, oldest first."""
+        with self._read.begin() as connection:
+            return commands.read_new(connection, after_id, limit)
+
+    def record(self, outcomes: Sequence[Outcome]) -> None:
+        """Finish commands in one transaction: keep results, drop payloads, release images. A second outcome of a command is ignored.
+
+        The outcome of a create_model makes its model ready or failed. Raises NotFoundError for a malformed request id.
+        """
+        now = time.time()
+        with self._write.begin() as connection:
+            for outcome in outcomes:
+                commands.record(connection, outcome, now)
+
+    def outcome(self, request_id: str) -> Outcome | None:
+        """How an operation ended; None if it has not, or is not in the log."""
+        with self._read.begin() as connection:
+            return commands.outcome(connection, request_id)
+
+    def status(self, request_id: str) -> str | None:
+        """queued, done or failed; None if the operation is not in the log."""
+        with self._read.begin() as connection:
+            return commands.status(connection, request_id)
+
+    def fail_unfinished(self, reason: str) -> list[str]:
+        """Give up what a dead engine left: queued commands fail (category server), models are lost, snapshots gone.
+
+        Returns the request ids that failed. Called while no engine runs.
+        """
+        with self._write.begin() as connection:
+            return commands.fail_unfinished(connection, reason, time.time())
+
+    def read_blob(self, sha256: bytes) -> bytes | None:
+        """The encoded image with this digest; None if no queued command refers to it."""
+        with self._read.begin() as connection:
+            return commands.read_blob(connection, sha256)
+
+    # ---- Sessions and models
+
+    def create_session(self, session_id: str, description: dict[str, Any]) -> None:
+        """Add a session. `description` holds tags, user_metadata, sdk_version, project_id and display_name."""
+        with self._write.begin() as connection:
+            sessions.create_session(connection, session_id, description, time.time())
+
+    def session(self, session_id: str) -> Session | None:
+        """The session with this id."""
+        with self._read.begin() as connection:
+            return sessions.session(connection, session_id)
+
+    def touch_session(self, session_id: str) -> bool:
+        """Note a sign of life. False if the session is finished or unknown."""
+        with self._write.begin() as connection:
+            return sessions.touch_session(connection, session_id, time.time())
+
+    def finish_session(self, session_id: str, reason: str, detail: str | None) -> bool:
+        """End a session and its sampling sessions. False if it was finished before or is unknown."""
+        with self._write.begin() as connection:
+            return sessions.finish_session(connection, session_id, reason, detail, time.time())
+
+    def model(self, model_id: str) -> Model | None:
+        """The model with this id."""
+        with self._read.begin() as connection:
+            return sessions.model(connection, model_id)
+
+    def set_model_status(self, model_id: str, status: ModelStatus) -> None:
+        """Change what a model can be used for."""
+        with self._write.begin() as connection:
+            commands.set_model_status(connection, model_id, status)
+
+    # ---- Sampling sessions
+
+    def create_sampling_session(self, new: SamplingSession) -> bool:
+        """Add a sampling session. False, and nothing is changed, if its id exists."""
+        with self._write.begin() as connection:
+            return sessions.insert_sampling_session(connection, new, time.time())
+
+    def sampling_session(self, sampling_session_id: str) -> SamplingSession | None:
+        """The sampling session with this id."""
+        with self._read.begin() as connection:
+            return sessions.sampling_session(connection, sampling_session_id)
