@@ -3,6 +3,7 @@
 import hashlib
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from tinsmith.store.store import Store
 
 SESSION = "s"
 MODEL = "s:train:0"
-DESCRIPTION = {"tags": [], "user_metadata": None, "sdk_version": "0", "project_id": None, "display_name": None}
+DESCRIPTION: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0", "project_id": None, "display_name": None}
 
 
 def new_model(model_id: str = MODEL) -> Model:

@@ -51,7 +51,7 @@ def test_another_schema_version_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tinsmith.db").write_bytes(b"not a database" * 100)
-    with pytest.raises(ConfigError, match="tinsmith.db cannot be opened"):
+    with pytest.raises(ConfigError, match="cannot be opened as a database"):
         Store.open(tmp_path)
 
 

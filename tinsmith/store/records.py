@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tinsmith.store import ids
+
 REJECTED = "rejected"
 """Kind of an operation that was refused when it came in. It only takes its place in the sequence: its payload is the message (UTF-8)
 of the UserError that its future ends with."""
@@ -79,6 +81,11 @@ class Command:
     kind: str
     payload: bytes
     created_at: float
+
+    @property
+    def request_id(self) -> str:
+        """What the client polls for."""
+        return ids.request_id(self.model_id, self.seq_id)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,26 @@
+"""The FastAPI application: routes, error replies, and a clear answer for the parts of the Tinker API that are not built."""
+
+from fastapi import FastAPI, Request, Response
+
+from tinsmith.errors import NotFoundError
+from tinsmith.server.hub import Hub
+from tinsmith.server.replies import add_error_replies
+from tinsmith.server.routes import futures, sampling, service, training
+
+_PREFIX = "/api/v1"
+
+
+def create_app(hub: Hub) -> FastAPI:
+    """The application that serves `hub`."""
+    app = FastAPI(title="Tinsmith", openapi_url=None)
+    app.state.hub = hub
+    add_error_replies(app)
+    for resource in (service, training, sampling, futures):
+        app.include_router(resource.router, prefix=_PREFIX)
+    app.add_api_route("/{path:path}", _not_built, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+    return app
+
+
+async def _not_built(request: Request) -> Response:
+    # Not 501, which would be fitting: the SDK sends 5xx again for minutes.
+    raise NotFoundError(f"{request.method} {request.url.path} is not built in this version of Tinsmith")

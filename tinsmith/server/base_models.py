@@ -1,0 +1,28 @@
+"""The base models that the engine serves, as it described them when it got ready."""
+
+from typing import Any
+
+from tinsmith.engine.messages import ModelFacts, find_base
+from tinsmith.errors import EngineUnavailableError
+
+
+class BaseModels:
+    """Base models by name. They stay known while an engine is being restarted: the next one serves the same."""
+
+    def __init__(self) -> None:
+        """Nothing is known before the first engine is ready."""
+        self._by_name: dict[str, ModelFacts] = {}
+
+    def replace(self, models: list[dict[str, Any]]) -> None:
+        """Take over what a Ready message says."""
+        self._by_name = {facts.name: facts for facts in (ModelFacts(**model) for model in models)}
+
+    def all(self) -> list[ModelFacts]:
+        """All base models in the order of the configuration."""
+        return list(self._by_name.values())
+
+    def find(self, name: str) -> ModelFacts:
+        """The model that `NAME` or `NAME:suffix` means. Raises NotFoundError, or EngineUnavailableError before the first Ready."""
+        if not self._by_name:
+            raise EngineUnavailableError("the engine is still loading its models; send the request again")
+        return self._by_name[find_base(name, self._by_name)]

@@ -1,0 +1,67 @@
+"""What the routes share: the store, the engine, and everything that waits for one of them."""
+
+from fastapi import Request
+
+from tinsmith.config import Config
+from tinsmith.engine.messages import Done, Message, Ready, SampleDone, SampleFailed
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.server.async_store import AsyncStore
+from tinsmith.server.base_models import BaseModels
+from tinsmith.server.engine_process import EngineProcess
+from tinsmith.server.samples import SampleBook
+from tinsmith.server.sampling_sessions import SamplingSessions
+from tinsmith.server.waiters import Waiters
+from tinsmith.store.store import Store
+
+
+class Hub:
+    """The state of a running server."""
+
+    def __init__(self, config: Config, store: Store) -> None:
+        """Nothing runs yet; `engine.run` starts the engine. Must be made in the event loop."""
+        self.config = config
+        self.store = AsyncStore(store)
+        self.waiters = Waiters()
+        self.samples = SampleBook(config.server.max_pending_samples, config.server.sample_result_ttl_s)
+        self.sampling_sessions = SamplingSessions(self.store)
+        self.base_models = BaseModels()
+        self.engine = EngineProcess(config, self._on_message, self._on_absent)
+        self._known_models: set[str] = set()
+
+    def _on_message(self, message: Message) -> None:
+        """Take in a message of the engine."""
+        if isinstance(message, Ready):
+            self.base_models.replace(message.models)
+        elif isinstance(message, Done):
+            self.waiters.wake(message.request_ids)
+        elif isinstance(message, SampleDone | SampleFailed):
+            self.samples.finish(message)
+            self.waiters.wake([message.request_id])
+
+    async def _on_absent(self, reason: str) -> None:
+        """There is no engine: what was queued or running for it is over."""
+        await self.store.write(Store.fail_unfinished, reason)
+        self.samples.lose_running()
+        self.sampling_sessions.forget_snapshots()
+        self.waiters.wake_all()
+
+    async def require_open_session(self, session_id: str) -> None:
+        """Raise NotFoundError for an unknown session, UserError for a finished one."""
+        session = await self.store.read(Store.session, session_id)
+        if session is None:
+            raise NotFoundError(f"session {session_id!r} does not exist")
+        if session.finished_at is not None:
+            raise UserError(f"session {session_id} is finished; create a new one")
+
+    async def require_model(self, model_id: str) -> None:
+        """Raise NotFoundError for a model that was never created. Models are never deleted, so each is looked up once."""
+        if model_id not in self._known_models:
+            if await self.store.read(Store.model, model_id) is None:
+                raise NotFoundError(f"model {model_id!r} does not exist")
+            self._known_models.add(model_id)
+
+
+def hub_of(request: Request) -> Hub:
+    """The hub of the server that got this request."""
+    hub: Hub = request.app.state.hub
+    return hub

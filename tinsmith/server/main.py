@@ -1,0 +1,112 @@
+"""Running a server: the HTTP side and the engine process together, from the first socket to the last."""
+
+import asyncio
+import contextlib
+import fcntl
+import ipaddress
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from tinsmith.config import Config
+from tinsmith.errors import ConfigError
+from tinsmith.server.app import create_app
+from tinsmith.server.hub import Hub
+from tinsmith.store.store import Store
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+"""Longer than clients let a connection rest between two requests, so that none is closed under a request that is on its way."""
+_HTTP_GRACE_S = 2
+"""How long replies that are being sent may take once the server stops."""
+
+
+def run_server(config: Config) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Raises ConfigError: no base model, an address that cannot be used, a data_dir that cannot be used or that another server uses.
+    Raises EngineUnavailableError if the engine ends before it was ever ready.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if not config.base_models:
+        raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
+    with _listening(config) as listener, contextlib.closing(Store.open(Path(config.data_dir))) as store, _only_user(config):
+        uvloop.run(_serve(config, store, listener))
+
+
+@contextlib.contextmanager
+def _listening(config: Config) -> Iterator[socket.socket]:
+    host, port = config.server.host, config.server.port
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on host={host} port={port}: {error}") from error
+    with listener:
+        yield listener
+
+
+@contextlib.contextmanager
+def _only_user(config: Config) -> Iterator[None]:
+    """Hold the lock of the data directory: a second server there would fail the operations of the first."""
+    with (Path(config.data_dir) / "server.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"data_dir={config.data_dir} is used by another server; stop it or choose another directory") from error
+        yield
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn, but signals are left to `_serve`: uvicorn would raise them again before the engine has ended."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(config: Config, store: Store, listener: socket.socket) -> None:
+    hub = Hub(config, store)
+    http = _HttpServer(
+        uvicorn.Config(
+            create_app(hub),
+            http="httptools",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level=logging.WARNING,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_HTTP_GRACE_S,
+        )
+    )
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    _announce(config, listener)
+    engine_task = asyncio.create_task(hub.engine.run())
+    http_task = asyncio.create_task(http.serve([listener]))
+    stop_task = asyncio.create_task(stop.wait())
+    await asyncio.wait([engine_task, http_task, stop_task], return_when=asyncio.FIRST_COMPLETED)
+    log.info("the server stops")
+    http.should_exit = True
+    hub.waiters.close()
+    await hub.engine.stop()
+    await http_task
+    hub.store.close()
+    stop_task.cancel()
+    await engine_task
+
+
+def _announce(config: Config, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    log.info("listening on http://%s:%d, data in %s", shown, port, config.data_dir)
+    if not ipaddress.ip_address(host).is_loopback:
+        log.warning("there are no API keys yet: whoever reaches http://%s:%d can use this server", shown, port)

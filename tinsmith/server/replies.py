@@ -1,0 +1,75 @@
+"""HTTP replies: results as JSON or protobuf, and the one place where an exception becomes a status and {"detail": ...}.
+
+What the SDK does with a status decides which one an error gets: 408, 409, 429 and 5xx are sent again for minutes, 410 makes it submit a
+sample anew, anything else is raised at once.
+"""
+
+import logging
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
+
+from tinsmith.errors import BackpressureError, EngineUnavailableError, NotFoundError, TinsmithError, UserError
+from tinsmith.wire.compression import TooLargeError
+
+log = logging.getLogger(__name__)
+
+
+class GoneError(UserError):
+    """What the request names is over, and the client may start anew (HTTP 410)."""
+
+
+_STATUS: tuple[tuple[type[TinsmithError], int], ...] = (
+    (GoneError, 410),
+    (NotFoundError, 404),
+    (TooLargeError, 413),
+    (UserError, 400),
+    (BackpressureError, 429),
+    (EngineUnavailableError, 503),
+    (TinsmithError, 500),
+)
+"""The first class that fits decides."""
+
+
+def json_reply(content: Any, status: int = 200) -> Response:
+    """`content` as JSON."""
+    return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+def protobuf_reply(content: bytes) -> Response:
+    """An encoded protobuf message."""
+    return Response(content, media_type="application/x-protobuf")
+
+
+def future_reply(request_id: str, **more: Any) -> Response:
+    """The answer to a submitted operation: what to poll for."""
+    return json_reply({"request_id": request_id, **more})
+
+
+def failed_reply(error: str, category: str) -> Response:
+    """The outcome of an operation that failed: to the SDK a final answer, so it comes with status 200."""
+    return json_reply({"error": error, "category": category})
+
+
+def add_error_replies(app: FastAPI) -> None:
+    """Make `app` answer every exception with {"detail": ...}."""
+    app.add_exception_handler(TinsmithError, _reply_to_known)
+    app.add_exception_handler(ClientDisconnect, _reply_to_disconnect)
+    app.add_exception_handler(Exception, _reply_to_unknown)
+
+
+async def _reply_to_known(_request: Request, error: Exception) -> Response:
+    status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    return json_reply({"detail": str(error)}, status)
+
+
+async def _reply_to_disconnect(request: Request, _error: Exception) -> Response:
+    log.info("the client of %s went away before its request was complete", request.url.path)
+    return Response(status_code=400)
+
+
+async def _reply_to_unknown(_request: Request, error: Exception) -> Response:
+    # The traceback is in the server's log: the web framework raises the exception again after this reply.
+    return json_reply({"detail": f"internal error of the server: {type(error).__name__}; see its log"}, 500)

@@ -1,0 +1,71 @@
+"""retrieve_future: waiting for the outcome of an operation or sample."""
+
+from fastapi import APIRouter, Request, Response
+
+from tinsmith.engine.messages import SampleDone
+from tinsmith.errors import NotFoundError
+from tinsmith.server.body import read_body
+from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.replies import GoneError, failed_reply, json_reply, protobuf_reply
+from tinsmith.store import ids
+from tinsmith.store.records import Outcome
+from tinsmith.store.store import Store
+from tinsmith.wire.requests import RetrieveFutureRequest, parse_json
+
+router = APIRouter()
+
+_MAX_BODY_BYTES = 64 * 1024
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(request: Request) -> Response:
+    """The outcome, waited for up to `long_poll_s`; then 408, which makes the SDK ask again at once."""
+    hub = hub_of(request)
+    request_id = parse_json(RetrieveFutureRequest, await read_body(request, _MAX_BODY_BYTES)).request_id
+
+    async def look() -> Response | None:
+        return await (_look_for_sample if ids.is_sample(request_id) else _look_for_operation)(hub, request_id)
+
+    reply = await hub.waiters.wait_for(request_id, look, hub.config.server.long_poll_s)
+    return reply or json_reply({"queue_state": "active"}, 408)
+
+
+async def _look_for_operation(hub: Hub, request_id: str) -> Response | None:
+    outcome = await hub.store.read(Store.outcome, request_id)
+    if outcome is not None:
+        return _outcome_reply(outcome)
+    if await hub.store.read(Store.status, request_id) is None:
+        raise NotFoundError(f"request_id={request_id!r} does not exist")
+    return None
+
+
+def _outcome_reply(outcome: Outcome) -> Response:
+    if outcome.error is not None:
+        return failed_reply(outcome.error, outcome.category or "unknown")
+    content = outcome.result or b""
+    if outcome.result_type == "protobuf":
+        return protobuf_reply(content)
+    return Response(content, media_type="application/json")
+
+
+async def _look_for_sample(hub: Hub, request_id: str) -> Response | None:
+    sample = hub.samples.find(request_id)
+    if sample is None:
+        raise await _reason_unknown(hub, request_id)
+    outcome = sample.outcome
+    if outcome is None:
+        return None
+    if isinstance(outcome, SampleDone):
+        return protobuf_reply(outcome.payload)
+    if outcome.gone:
+        raise NotFoundError(outcome.error)
+    return failed_reply(outcome.error, outcome.category)
+
+
+async def _reason_unknown(hub: Hub, request_id: str) -> Exception:
+    """404 if the weights are gone: 410 would make the SDK submit the sample for ever."""
+    key = ids.parse_request_id(request_id)
+    if key is None:
+        return NotFoundError(f"request_id={request_id!r} does not exist")
+    await hub.sampling_sessions.find(key[0])
+    return GoneError(f"sample {request_id} is not known any more: it was lost with its engine, or fetched too late; send it again")

@@ -1,0 +1,82 @@
+"""Routes of sampling sessions and samples. What is wrong with a sample is answered at once; nothing else waits for it."""
+
+from fastapi import APIRouter, Request, Response
+
+from tinsmith.engine.messages import Sample
+from tinsmith.errors import EngineUnavailableError, UserError
+from tinsmith.server.body import parse_aside, read_body
+from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.replies import future_reply, json_reply
+from tinsmith.server.sample_checks import check_sample
+from tinsmith.server.samples import PendingSample
+from tinsmith.store import ids
+from tinsmith.store.records import SamplingSession
+from tinsmith.store.store import Store
+from tinsmith.wire.requests import CreateSamplingSessionRequest, parse_json
+from tinsmith.wire.sample import SampleRequest, parse_sample_request
+
+router = APIRouter()
+
+
+def _require_sampler(hub: Hub) -> None:
+    if hub.config.sampling.sampler == "none":
+        raise UserError("this server does not sample: it was started with sampler=none")
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(request: Request) -> Response:
+    """A series of samples from a base model. A repeat with the same number gets the same session."""
+    hub = hub_of(request)
+    asked = parse_json(CreateSamplingSessionRequest, await read_body(request, hub.config.server.max_body_mib * 2**20))
+    _require_sampler(hub)
+    await hub.require_open_session(asked.session_id)
+    assert asked.base_model is not None, "checked by the model"
+    hub.base_models.find(asked.base_model)
+    session = SamplingSession(
+        sampling_session_id=ids.sampling_session_id(asked.session_id, asked.sampling_session_seq_id),
+        session_id=asked.session_id,
+        base_model=asked.base_model,
+    )
+    if not await hub.store.write(Store.create_sampling_session, session):
+        await _check_repeat(hub, session)
+    return json_reply({"type": "create_sampling_session", "sampling_session_id": session.sampling_session_id})
+
+
+async def _check_repeat(hub: Hub, session: SamplingSession) -> None:
+    first = await hub.store.read(Store.sampling_session, session.sampling_session_id)
+    if first is None or (first.base_model, first.snapshot_id) != (session.base_model, session.snapshot_id):
+        raise UserError(
+            f"sampling session {session.sampling_session_id} exists already for other weights; use another sampling_session_seq_id"
+        )
+
+
+@router.get("/samplers/{sampling_session_id}")
+async def get_sampler(request: Request, sampling_session_id: str) -> Response:
+    """What a sampling session samples from."""
+    session = await hub_of(request).sampling_sessions.find(sampling_session_id)
+    return json_reply({"sampler_id": sampling_session_id, "base_model": session.base_model})
+
+
+@router.post("/asample")
+async def asample(request: Request) -> Response:
+    """Start a sample. A repeat of the same (sampling_session_id, seq_id) is answered as the first was and not run again."""
+    hub = hub_of(request)
+    _require_sampler(hub)
+    body = await read_body(request, hub.config.server.max_body_mib * 2**20)
+    asked = await parse_aside(len(body), parse_sample_request, body)
+    request_id = ids.request_id(asked.sampling_session_id, asked.seq_id)
+    session = await hub.sampling_sessions.find(asked.sampling_session_id)
+    sample = hub.samples.find(request_id) or await _start(hub, request_id, session, asked, body)
+    return future_reply(request_id, sample_sequence_ids=sample.sequence_ids)
+
+
+async def _start(hub: Hub, request_id: str, session: SamplingSession, asked: SampleRequest, body: bytes) -> PendingSample:
+    facts = hub.base_models.find(session.base_model)
+    check_sample(asked, facts, hub.config.images)
+    sample = hub.samples.add(request_id, asked.num_samples)
+    try:
+        await hub.engine.send(Sample(request_id, facts.name, session.snapshot_id, body))
+    except EngineUnavailableError:
+        hub.samples.remove(request_id)
+        raise
+    return sample

@@ -1,0 +1,98 @@
+"""Routes about the service itself and about sessions."""
+
+import logging
+import uuid
+
+from fastapi import APIRouter, Request, Response
+
+from tinsmith.engine.messages import EndSession
+from tinsmith.errors import NotFoundError
+from tinsmith.server.body import read_body
+from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.replies import GoneError, json_reply
+from tinsmith.store.store import Store
+from tinsmith.wire.requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest, parse_json
+
+log = logging.getLogger(__name__)
+
+router = APIRouter()
+
+_SMALL_BODY_BYTES = 8 * 2**20
+"""Limit of bodies that hold no training data."""
+
+
+@router.get("/healthz")
+async def healthz(request: Request) -> Response:
+    """200 once the engine can take work; before, and while it is restarted, 503 with the reason."""
+    engine = hub_of(request).engine
+    if engine.state == "ready":
+        return json_reply({"status": "ok"})
+    return json_reply({"status": "unavailable", "detail": engine.reason}, 503)
+
+
+@router.post("/client/config")
+async def client_config(request: Request) -> Response:
+    """The optional parts of the protocol that the SDK should use with this server."""
+    return json_reply({"proto_compress_fwdbwd": True, "fwdbwd_max_chunk_len": hub_of(request).config.server.fwdbwd_max_chunk_len})
+
+
+@router.post("/client/dynamic_config")
+async def client_dynamic_config(request: Request) -> Response:
+    """Flags that the SDK asks for again from time to time: samples cannot be cancelled yet."""
+    return json_reply({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
+
+
+@router.get("/get_server_capabilities")
+async def get_server_capabilities(request: Request) -> Response:
+    """The base models."""
+    hub = hub_of(request)
+    sampleable = hub.config.sampling.sampler != "none"
+    models = [
+        {"model_name": facts.name, "max_context_length": facts.max_context, "trainable": True, "sampleable": sampleable}
+        for facts in hub.base_models.all()
+    ]
+    return json_reply({"supported_models": models})
+
+
+@router.post("/telemetry")
+async def telemetry(request: Request) -> Response:
+    """What the SDK reports about itself is read and not kept."""
+    await read_body(request, _SMALL_BODY_BYTES)
+    return json_reply({"status": "accepted"})
+
+
+@router.post("/create_session")
+async def create_session(request: Request) -> Response:
+    """A new session."""
+    description = parse_json(CreateSessionRequest, await read_body(request, _SMALL_BODY_BYTES))
+    session_id = str(uuid.uuid4())
+    await hub_of(request).store.write(Store.create_session, session_id, description.model_dump())
+    log.info("session %s begins (SDK %s)", session_id, description.sdk_version)
+    return json_reply({"type": "create_session", "session_id": session_id})
+
+
+@router.post("/session_heartbeat")
+async def session_heartbeat(request: Request) -> Response:
+    """A sign of life. 410 tells the client that the session is over."""
+    heartbeat = parse_json(SessionHeartbeatRequest, await read_body(request, _SMALL_BODY_BYTES))
+    if not await hub_of(request).store.write(Store.touch_session, heartbeat.session_id):
+        raise GoneError(f"session {heartbeat.session_id!r} is finished or does not exist")
+    return json_reply({"type": "session_heartbeat"})
+
+
+@router.post("/sessions/{session_id}/finish")
+async def finish_session(request: Request, session_id: str) -> Response:
+    """End a session: its models are unloaded and its snapshots dropped. Ending it again changes nothing."""
+    hub = hub_of(request)
+    ending = parse_json(FinishSessionRequest, await read_body(request, _SMALL_BODY_BYTES))
+    if await hub.store.write(Store.finish_session, session_id, ending.reason.type, ending.detail):
+        await _end_session(hub, session_id)
+        log.info("session %s is finished (%s)", session_id, ending.reason.type)
+    elif await hub.store.read(Store.session, session_id) is None:
+        raise NotFoundError(f"session {session_id!r} does not exist")
+    return json_reply({})
+
+
+async def _end_session(hub: Hub, session_id: str) -> None:
+    hub.sampling_sessions.forget(session_id)
+    await hub.engine.notify(EndSession(session_id))

@@ -1,0 +1,153 @@
+"""Routes of models and training operations.
+
+An operation whose model_id and seq_id can be read always gets a request_id; what else is wrong with it is found by the engine and
+comes through its future. A rejected submit would leave a hole in the sequence.
+"""
+
+import logging
+
+from fastapi import APIRouter, Request, Response
+
+from tinsmith.engine.messages import Wake
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.server.body import parse_aside, read_body
+from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.replies import future_reply, json_reply
+from tinsmith.store import ids
+from tinsmith.store.records import Model, NewCommand, SamplingSession
+from tinsmith.store.store import Store
+from tinsmith.wire import forward_backward as wire_forward_backward
+from tinsmith.wire.requests import (
+    MAX_SEQ_ID,
+    CreateModelRequest,
+    GetInfoRequest,
+    OperationKey,
+    SaveWeightsForSamplerRequest,
+    parse_json,
+)
+
+log = logging.getLogger(__name__)
+
+router = APIRouter()
+
+
+async def _body(request: Request, hub: Hub) -> bytes:
+    return await read_body(request, hub.config.server.max_body_mib * 2**20)
+
+
+async def _submit(hub: Hub, command: NewCommand) -> Response:
+    """Put an operation into the log and tell the engine. The reply does not wait for anything that comes before it."""
+    if command.model is None:
+        await hub.require_model(command.model_id)
+    if await hub.store.append(command):
+        await hub.engine.notify(Wake())
+    return future_reply(ids.request_id(command.model_id, command.seq_id), model_id=command.model_id)
+
+
+@router.post("/create_model")
+async def create_model(request: Request) -> Response:
+    """A new LoRA model. Nothing can wait for it yet, so what is wrong is answered at once."""
+    hub = hub_of(request)
+    body = await _body(request, hub)
+    asked = parse_json(CreateModelRequest, body)
+    await hub.require_open_session(asked.session_id)
+    facts = hub.base_models.find(asked.base_model)
+    if asked.lora_config.rank > facts.max_lora_rank:
+        raise UserError(f"lora_config.rank={asked.lora_config.rank} is too large; max_lora_rank is {facts.max_lora_rank}")
+    model = Model(
+        model_id=ids.model_id(asked.session_id, asked.model_seq_id),
+        session_id=asked.session_id,
+        base_model=asked.base_model,
+        lora_config=asked.lora_config.model_dump(),
+        optimizer_config=asked.optimizer_config.model_dump(),
+        user_metadata=asked.user_metadata,
+    )
+    return await _submit(hub, NewCommand(model.model_id, 0, "create_model", body, model=model))
+
+
+@router.post("/get_info")
+async def get_info(request: Request) -> Response:
+    """What a model was created as."""
+    hub = hub_of(request)
+    asked = parse_json(GetInfoRequest, await _body(request, hub))
+    model = await hub.store.read(Store.model, asked.model_id)
+    if model is None:
+        raise NotFoundError(f"model {asked.model_id!r} does not exist")
+    facts = hub.base_models.find(model.base_model)
+    return json_reply(
+        {
+            "type": "get_info",
+            "model_id": model.model_id,
+            "model_data": {"arch": facts.architecture, "model_name": facts.name, "tokenizer_id": facts.tokenizer_id},
+            "is_lora": True,
+            "lora_rank": model.lora_config["rank"],
+            "model_name": facts.name,
+            "optimizer_config": model.optimizer_config,
+        }
+    )
+
+
+@router.post("/forward_backward")
+async def forward_backward(request: Request) -> Response:
+    """A forward or forward_backward pass, in protobuf."""
+    hub = hub_of(request)
+    body = await _body(request, hub)
+    command = await parse_aside(len(body), _forward_backward_command, body)
+    return await _submit(hub, command)
+
+
+def _forward_backward_command(body: bytes) -> NewCommand:
+    message = wire_forward_backward.parse(body)
+    if not message.model_id or not 1 <= message.seq_id <= MAX_SEQ_ID:
+        raise UserError(f"model_id={message.model_id!r}, seq_id={message.seq_id}: both are needed, and seq_id counts from 1")
+    stored, images = wire_forward_backward.move_images_out(message)
+    return NewCommand(message.model_id, message.seq_id, "forward_backward", stored, images)
+
+
+@router.post("/optim_step")
+@router.post("/save_weights")
+@router.post("/save_weights_external")
+@router.post("/load_weights")
+async def json_operation(request: Request) -> Response:
+    """An operation in JSON. Its kind is the last part of its path."""
+    hub = hub_of(request)
+    body = await _body(request, hub)
+    key = parse_json(OperationKey, body)
+    kind = request.url.path.rpartition("/")[2]
+    return await _submit(hub, NewCommand(key.model_id, key.seq_id, kind, body))
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(request: Request) -> Response:
+    """A snapshot to sample from.
+
+    The sampling session comes into being with the command, under the id that the first such request asks for: a retry of the SDK
+    asks for another one, gets the same request_id, and learns the first id from its result.
+    """
+    hub = hub_of(request)
+    body = await _body(request, hub)
+    key = parse_json(OperationKey, body)
+    await hub.require_model(key.model_id)
+    command = NewCommand(
+        key.model_id, key.seq_id, "save_weights_for_sampler", body, sampling_session=await _snapshot_session(hub, key, body)
+    )
+    return await _submit(hub, command)
+
+
+async def _snapshot_session(hub: Hub, key: OperationKey, body: bytes) -> SamplingSession | None:
+    """The sampling session that the request asks for; None if the request is wrong, which the engine will tell the client."""
+    try:
+        asked = parse_json(SaveWeightsForSamplerRequest, body)
+    except UserError as error:
+        log.info("%s will fail: %s", ids.request_id(key.model_id, key.seq_id), error)
+        return None
+    assert asked.sampling_session_seq_id is not None, "checked by the model"
+    model = await hub.store.read(Store.model, key.model_id)
+    assert model is not None, "checked by the caller"
+    return SamplingSession(
+        sampling_session_id=ids.sampling_session_id(model.session_id, asked.sampling_session_seq_id),
+        session_id=model.session_id,
+        base_model=model.base_model,
+        snapshot_id=ids.request_id(key.model_id, key.seq_id),
+        model_id=key.model_id,
+    )

@@ -1,0 +1,45 @@
+"""The sampling sessions that can be sampled from now. Found in the store once, then in memory: a sample does not touch the database."""
+
+from tinsmith.errors import NotFoundError
+from tinsmith.server.async_store import AsyncStore
+from tinsmith.store.records import SamplingSession
+from tinsmith.store.store import Store
+
+
+class SamplingSessions:
+    """Sampling sessions by id."""
+
+    def __init__(self, store: AsyncStore) -> None:
+        """Look them up in `store`."""
+        self._store = store
+        self._ready: dict[str, SamplingSession] = {}
+
+    async def find(self, sampling_session_id: str) -> SamplingSession:
+        """A session whose weights exist. Raises NotFoundError with the reason if it is unknown, unfinished or gone."""
+        session = self._ready.get(sampling_session_id)
+        if session is None:
+            session = await self._look_up(sampling_session_id)
+            self._ready[sampling_session_id] = session
+        return session
+
+    async def _look_up(self, sampling_session_id: str) -> SamplingSession:
+        session = await self._store.read(Store.sampling_session, sampling_session_id)
+        if session is None:
+            raise NotFoundError(f"sampling session {sampling_session_id!r} does not exist")
+        if session.gone is not None:
+            raise NotFoundError(f"the weights of sampling session {sampling_session_id} are gone: {session.gone}; make a new one")
+        if session.snapshot_id is not None:
+            saved = await self._store.read(Store.outcome, session.snapshot_id)
+            if saved is None:
+                raise NotFoundError(f"the weights of sampling session {sampling_session_id} are being saved; wait for its future first")
+            if saved.error is not None:
+                raise NotFoundError(f"the weights of sampling session {sampling_session_id} could not be saved: {saved.error}")
+        return session
+
+    def forget(self, session_id: str) -> None:
+        """Look the sampling sessions of a session up again: it is finished."""
+        self._ready = {key: ready for key, ready in self._ready.items() if ready.session_id != session_id}
+
+    def forget_snapshots(self) -> None:
+        """Look all snapshots up again: their engine died."""
+        self._ready = {key: ready for key, ready in self._ready.items() if ready.snapshot_id is None}
