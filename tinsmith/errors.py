@@ -3,11 +3,13 @@
 A message names the field, the value and what to do about it.
 """
 
+from typing import ClassVar, Literal
+
 
 class TinsmithError(Exception):
     """Root of the family. `category` is what the SDK sees in a failed future: "user" or "server"."""
 
-    category = "server"
+    category: ClassVar[Literal["user", "server"]] = "server"
 
 
 class UserError(TinsmithError):

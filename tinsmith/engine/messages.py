@@ -5,10 +5,13 @@ Nothing here is needed to recover data: what must last is in the store.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import orjson
+
+from tinsmith.errors import NotFoundError
 
 
 @dataclass(frozen=True)
@@ -119,3 +122,12 @@ class ModelFacts:
     def to_dict(self) -> dict[str, Any]:
         """The facts as they travel in `Ready`."""
         return dataclasses.asdict(self)
+
+
+def find_base(asked: str, names: Iterable[str]) -> str:
+    """The served base model that `asked` means: its name, or its name and a ":suffix". Raises NotFoundError naming those there are."""
+    known = list(names)
+    for name in (asked, asked.rpartition(":")[0], asked.partition(":")[0]):
+        if name in known:
+            return name
+    raise NotFoundError(f"base_model {asked!r} is not served here; there are: {', '.join(known)}")

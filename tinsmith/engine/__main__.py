@@ -1,0 +1,31 @@
+"""`python -m tinsmith.engine ADDRESS`: the engine process. Started by the server, with the configuration as JSON on standard input."""
+
+import logging
+import signal
+import sys
+
+import orjson
+
+from tinsmith.config import from_tree
+from tinsmith.engine.link import EngineLink
+from tinsmith.engine.loop import Engine
+from tinsmith.errors import ConfigError
+
+
+def main() -> int:
+    """Run an engine until its server stops it. Ctrl-C reaches the whole process group and is the server's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    link = EngineLink(sys.argv[1])
+    try:
+        engine = Engine(from_tree(orjson.loads(sys.stdin.buffer.read())), link)
+    except ConfigError as error:
+        print(f"tinsmith: {error}", file=sys.stderr)
+        return 2
+    engine.run()
+    link.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

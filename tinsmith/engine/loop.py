@@ -1,0 +1,155 @@
+"""The engine process: it owns the device and does one thing at a time.
+
+    new messages -> at most one training pass -> decode steps for as long as the pass took -> again
+
+Neither training nor sampling starves the other, and nothing that touches weights needs a lock. With no work it sleeps on the socket.
+"""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from tinsmith.config import Config
+from tinsmith.engine.command_queue import CommandQueue
+from tinsmith.engine.link import EngineLink
+from tinsmith.engine.messages import Bye, Done, EndSession, Message, ModelFacts, Ready, Sample, Shutdown, Wake
+from tinsmith.engine.operations import Operations, Served
+from tinsmith.engine.samples import Sampled, Samples
+from tinsmith.engine.trainer import Trainer
+from tinsmith.errors import ConfigError, NotFoundError
+from tinsmith.models.base import BaseModel, load_base_model
+from tinsmith.rendering.renderer import Renderer
+from tinsmith.sampling.local import LocalSampler
+from tinsmith.store.records import Outcome
+from tinsmith.store.store import Store
+from tinsmith.training.backend import LocalBackend
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 1.0
+"""How long an idle engine sleeps before it looks whether its server still lives."""
+
+
+class Engine:
+    """Base models, their trainer and samplers, and the loop that drives them."""
+
+    def __init__(self, config: Config, link: EngineLink) -> None:
+        self.config = config
+        self.link = link
+        self.store = Store.open(Path(config.data_dir))
+        self.bases = load_bases(config)
+        renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
+        self.samples = Samples(self._sampled(renderers), link.send)
+        backends = {name: LocalBackend(base, config.training) for name, base in self.bases.items()}
+        served = {name: Served(name, backends[name], renderers[name]) for name in self.bases}
+        operations = Operations(served, config.models.max_lora_rank, self.samples.publish)
+        queue = CommandQueue(config.training.held_operation_s)
+        self.trainer = Trainer(operations, queue, config.training.tokens_per_pass, self._finish)
+        self.last_command = 0
+        self.stopping = False
+
+    def run(self) -> None:
+        """Serve until told to stop, or until the server process is gone."""
+        server = os.getppid()
+        self.link.send(Ready([facts.to_dict() for facts in self.facts()]))
+        self._take_commands()
+        while not self.stopping and os.getppid() == server:
+            self._receive(self._patience())
+            started = time.monotonic()
+            if self.trainer.has_work:
+                self.trainer.turn()
+            self._sample_until(2 * time.monotonic() - started)
+        log.info("engine stops")
+        self.link.send(Bye())
+        self.store.close()
+
+    def facts(self) -> list[ModelFacts]:
+        """What the server must know of each base model."""
+        return [
+            ModelFacts(
+                name=base.name,
+                tokenizer_id=base.tokenizer_id,
+                architecture=base.family.model_type,
+                vocab_size=base.vocab_size,
+                max_context=base.max_context,
+                takes_images=base.family.takes_images,
+                max_lora_rank=self.config.models.max_lora_rank,
+            )
+            for base in self.bases.values()
+        ]
+
+    def _patience(self) -> float:
+        """Seconds to wait for a message: none while there is work, and not past the deadline of a held command."""
+        if self.trainer.has_work or self.samples.has_work:
+            return 0.0
+        deadline = self.trainer.queue.next_deadline()
+        return IDLE_S if deadline is None else min(IDLE_S, max(0.0, deadline - time.time()))
+
+    def _receive(self, timeout_s: float) -> None:
+        woken = False
+        for message in self.link.receive(timeout_s):
+            woken |= isinstance(message, Wake)
+            self._handle(message)
+        if woken:
+            self._take_commands()
+        self.trainer.fail_overdue()
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Sample():
+                self.samples.add(message)
+            case EndSession():
+                self._take_commands()
+                self.trainer.end_session(message.session_id)
+                self.samples.drop_session(message.session_id)
+            case Shutdown():
+                self.stopping = True
+
+    def _take_commands(self) -> None:
+        """File everything that is new in the log."""
+        while commands := self.store.read_new(self.last_command):
+            for command in commands:
+                self.trainer.add(command)
+            self.last_command = commands[-1].id
+
+    def _sample_until(self, deadline: float) -> None:
+        """At least one sampling step, and more until `deadline` (monotonic); new requests join between steps."""
+        while self.samples.has_work and not self.stopping:
+            self.samples.step()
+            if time.monotonic() >= deadline:
+                return
+            self._receive(0.0)
+
+    def _finish(self, outcomes: list[Outcome]) -> None:
+        if outcomes:
+            self.store.record(outcomes)
+            self.link.send(Done([outcome.request_id for outcome in outcomes]))
+
+    def _read_blob(self, sha256: bytes) -> bytes:
+        data = self.store.read_blob(sha256)
+        if data is None:
+            raise NotFoundError(f"image {sha256.hex()} is not in the store")
+        return data
+
+    def _sampled(self, renderers: dict[str, Renderer]) -> dict[str, Sampled]:
+        if self.config.sampling.sampler == "none":
+            return {}
+        chunk = self.config.training.logits_chunk
+        return {name: Sampled(LocalSampler(base, self.config.sampling, chunk), renderers[name]) for name, base in self.bases.items()}
+
+
+def load_bases(config: Config) -> dict[str, BaseModel]:
+    """Every base model of the configuration, by name. Raises ConfigError for two of one name."""
+    features = config.images.image_cache_mib * 2**19
+    bases: dict[str, BaseModel] = {}
+    for spec in config.base_models:
+        started = time.monotonic()
+        base = load_base_model(spec, config.models, features)
+        if base.name in bases:
+            raise ConfigError(f"two base models are named {base.name!r}; name one of them with NAME=PATH")
+        bases[base.name] = base
+        log.info(
+            "loaded %s (%s) on %s in %s, %.1f s", base.name, base.family.model_type, base.device, base.dtype, time.monotonic() - started
+        )
+    return bases

@@ -1,0 +1,89 @@
+"""The sampling half of the engine: requests to the sampler of their base model, with the weights that their session is bound to."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tinsmith.engine.boundary import failing_into
+from tinsmith.engine.messages import Message, Sample, SampleDone, SampleFailed
+from tinsmith.errors import NotFoundError, TinsmithError
+from tinsmith.models.lora import Adapter
+from tinsmith.rendering.renderer import Renderer
+from tinsmith.sampling.local import Sampler
+from tinsmith.sampling.sequence import SampleResult
+from tinsmith.wire.sample import encode_sample_response, parse_sample_request
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A base model's sampler and the renderer that it shares with the trainer."""
+
+    sampler: Sampler
+    renderer: Renderer
+
+
+class Samples:
+    """Frozen snapshots by id, and what is being sampled. `send` answers the server."""
+
+    def __init__(self, bases: Mapping[str, Sampled], send: Callable[[Message], None]) -> None:
+        self.bases = bases
+        self.send = send
+        self.snapshots: dict[str, Adapter] = {}
+        self.started: dict[str, tuple[Sample, float]] = {}
+        """Requests that run, by id, with when they came (Unix time)."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a `step` would do something."""
+        return any(base.sampler.has_work for base in self.bases.values())
+
+    def publish(self, snapshot_id: str, adapter: Adapter) -> None:
+        """Keep a frozen adapter for the sampling session that is bound to it."""
+        self.snapshots[snapshot_id] = adapter
+
+    def drop_session(self, session_id: str) -> None:
+        """Forget the session's snapshots. What is being sampled from them goes on."""
+        for snapshot_id in [s for s in self.snapshots if s.startswith(f"{session_id}:train:")]:
+            del self.snapshots[snapshot_id]
+
+    def add(self, message: Sample) -> None:
+        """Start a request, or answer why it cannot be."""
+        with failing_into(lambda error: self._fail(message, error)):
+            base = self.bases[message.base_model]
+            adapter = self._adapter(message)
+            request = parse_sample_request(message.payload)
+            base.sampler.add(message.request_id, request, base.renderer.render(request.prompt), adapter)
+            self.started[message.request_id] = (message, time.time())
+
+    def step(self) -> None:
+        """One step of every sampler that has work; answers the requests that it finished."""
+        for base in self.bases.values():
+            if base.sampler.has_work:
+                for result in base.sampler.step():
+                    self._finish(result)
+
+    def _adapter(self, message: Sample) -> Adapter | None:
+        if message.snapshot_id is None:
+            return None
+        if message.snapshot_id not in self.snapshots:
+            raise NotFoundError(f"the weights of snapshot {message.snapshot_id} are gone; save them again")
+        return self.snapshots[message.snapshot_id]
+
+    def _fail(self, message: Sample, error: TinsmithError) -> None:
+        self.send(SampleFailed(message.request_id, str(error), error.category, isinstance(error, NotFoundError)))
+        log.warning("failed sample=%s: %s", message.request_id, error)
+
+    def _finish(self, result: SampleResult) -> None:
+        message, started_at = self.started.pop(result.request_id)
+        self.send(SampleDone(result.request_id, encode_sample_response(result.sequences, result.prompt_logprobs, 0)))
+        log.info(
+            "sample=%s weights=%s prompt_tokens=%d tokens=%d seconds=%.3f",
+            result.request_id,
+            message.snapshot_id or message.base_model,
+            result.prompt_tokens,
+            sum(len(sequence.tokens) for sequence in result.sequences),
+            time.time() - started_at,
+        )

@@ -1,0 +1,238 @@
+"""A base model: frozen weights, tokenizer, and one forward pass over a packed row that trainer and sampler share.
+
+The vision tower and the language model are called as two modules. Picture features are written into the embeddings at the indices that
+rendering computed; the outer transformers `forward`, which looks for placeholder ids, is never used.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from cachetools import LRUCache
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from tinsmith.config import ModelsConfig
+from tinsmith.errors import ConfigError
+from tinsmith.models.attention import ATTENTION, AttentionPlan
+from tinsmith.models.families import SUPPORTED_ROPE, Family, family_of
+from tinsmith.models.lora import ActiveSegments, LoraShape, Segment, attach
+
+LM_HEAD = "lm_head"
+"""Name of the output projection among an adapter's modules."""
+
+
+@dataclass(frozen=True, eq=False)
+class PictureInput:
+    """One processed image, ready for the vision tower."""
+
+    sha256: bytes
+    pixel_values: Tensor
+    """[patches, patch_dim] float32, on the CPU."""
+    grid_thw: tuple[int, int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class PictureFeatures:
+    """What the frozen tower makes of one image."""
+
+    embeddings: Tensor
+    """[image tokens, hidden]"""
+    deepstack: tuple[Tensor, ...]
+    """Features for the first language layers (Qwen3-VL), each [image tokens, hidden]; empty for other families."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        return sum(t.nbytes for t in (self.embeddings, *self.deepstack))
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """Sequences laid end to end, sorted by adapter."""
+
+    token_ids: Tensor
+    """[tokens] int64"""
+    positions: Tensor
+    """[1 or 3, tokens] int64 rotary positions, restarting with each sequence."""
+    lengths: list[int]
+    """Tokens of each sequence, in row order."""
+    segments: list[Segment]
+    """Which adapter owns which slice of the row; they cover it."""
+    picture_index: Tensor
+    """[image tokens] int64: row indices that take picture features, in the order of `pictures`."""
+    pictures: list[PictureInput]
+
+
+@dataclass
+class BaseModel:
+    """One served base model. Nothing in it ever changes after loading, except which segments are active during a pass."""
+
+    name: str
+    tokenizer_id: str
+    family: Family
+    config: Any
+    """The transformers configuration of the whole model."""
+    tokenizer: Any
+    network: Any
+    """The whole transformers model; its language model's linears are wrapped for LoRA."""
+    language_model: Any
+    lm_head: Tensor
+    """[vocabulary, hidden]"""
+    device: torch.device
+    dtype: torch.dtype
+    max_context: int
+    active: ActiveSegments
+    linears: dict[str, tuple[int, int]]
+    """(in_features, out_features) of every linear that LoRA may train, by module name."""
+    features: LRUCache[bytes, PictureFeatures]
+
+    @property
+    def text_config(self) -> Any:
+        """The configuration of the language model."""
+        return self.config.get_text_config()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output projection: every token id is below it."""
+        return self.lm_head.shape[0]
+
+    @property
+    def merge_size(self) -> int:
+        """Patches per image token along each side; 1 for a text model."""
+        return self.config.vision_config.spatial_merge_size if self.family.takes_images else 1
+
+    def eos_token_ids(self) -> frozenset[int]:
+        """Ids that end a generation unless the request says otherwise."""
+        configured = self.network.generation_config.eos_token_id
+        listed = configured if isinstance(configured, list) else [configured]
+        return frozenset(i for i in (*listed, self.tokenizer.eos_token_id) if i is not None)
+
+    def lora_targets(self, shape: LoraShape) -> dict[str, tuple[int, int]]:
+        """(in_features, out_features) of the modules that an adapter of this shape covers."""
+        suffixes = (*(self.family.attention_targets if shape.train_attn else ()), *(self.family.mlp_targets if shape.train_mlp else ()))
+        targets = {name: size for name, size in self.linears.items() if name.rpartition(".")[2] in suffixes}
+        if shape.train_unembed:
+            targets[LM_HEAD] = (self.lm_head.shape[1], self.lm_head.shape[0])
+        return targets
+
+    def hidden_states(self, row: PackedRow, plan: AttentionPlan) -> Tensor:
+        """Final hidden states [tokens, hidden] of a packed row, after the last norm."""
+        embeddings = self.language_model.get_input_embeddings()(row.token_ids)
+        extra: dict[str, Any] = {}
+        if row.pictures:
+            features = self.picture_features(row.pictures)
+            embeddings = embeddings.index_copy(0, row.picture_index, torch.cat([f.embeddings for f in features]))
+            extra = _deepstack_arguments(row, features)
+        positions = row.positions if not self.family.mrope else row.positions.unsqueeze(1)
+        self.active.segments = row.segments
+        output = self.language_model(
+            inputs_embeds=embeddings.unsqueeze(0), position_ids=positions, attention=plan, use_cache=False, **extra
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    @torch.no_grad()
+    def picture_features(self, pictures: Sequence[PictureInput]) -> list[PictureFeatures]:
+        """Features of each picture, in order; each distinct picture goes through the tower once and is remembered by its hash."""
+        missing = {p.sha256: p for p in pictures if p.sha256 not in self.features}
+        fresh = dict(zip(missing, self._run_tower(list(missing.values())), strict=True)) if missing else {}
+        known = [fresh.get(p.sha256) or self.features[p.sha256] for p in pictures]
+        for digest, features in fresh.items():
+            if features.nbytes <= self.features.maxsize:
+                self.features[digest] = features
+        return known
+
+    def _run_tower(self, pictures: list[PictureInput]) -> list[PictureFeatures]:
+        pixels = torch.cat([p.pixel_values for p in pictures]).to(self.device, self.dtype)
+        grids = torch.tensor([p.grid_thw for p in pictures], device=self.device)
+        output = self.network.model.get_image_features(pixels, grids, return_dict=True)
+        layers = getattr(output, "deepstack_features", None) or []
+        return [
+            PictureFeatures(embeddings.clone(), tuple(layer[i].clone() for layer in layers))
+            for i, embeddings in enumerate(output.pooler_output)
+        ]
+
+
+def _deepstack_arguments(row: PackedRow, features: list[PictureFeatures]) -> dict[str, Any]:
+    if not features[0].deepstack:
+        return {}
+    mask = torch.zeros(1, row.token_ids.shape[0], dtype=torch.bool, device=row.token_ids.device)
+    mask[0, row.picture_index] = True
+    layers = [torch.cat(layer) for layer in zip(*(f.deepstack for f in features), strict=True)]
+    return {"visual_pos_masks": mask, "deepstack_visual_embeds": layers}
+
+
+def load_base_model(spec: str, config: ModelsConfig, feature_cache_bytes: int) -> BaseModel:
+    """Load `[NAME=]PATH_OR_HUB_ID`. Raises ConfigError for an unsupported architecture or a device that is not there."""
+    name, source = parse_spec(spec)
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    model_config = AutoConfig.from_pretrained(source)
+    family = family_of(model_config.model_type)
+    _check_rope(source, model_config.get_text_config())
+    auto = AutoModelForImageTextToText if family.takes_images else AutoModelForCausalLM
+    network: Any = auto.from_pretrained(source, dtype=dtype)
+    network.to(device).eval().requires_grad_(False)
+    network.set_attn_implementation({"text_config": ATTENTION, "vision_config": "sdpa"} if family.takes_images else ATTENTION)
+    language_model = network.model.language_model if family.takes_images else network.model
+    active = ActiveSegments()
+    limit = model_config.get_text_config().max_position_embeddings
+    if config.max_context > limit:
+        raise ConfigError(f"max_context={config.max_context} is more than {name} was built for: {limit} tokens")
+    return BaseModel(
+        name=name,
+        tokenizer_id=source,
+        family=family,
+        config=model_config,
+        tokenizer=AutoTokenizer.from_pretrained(source),
+        network=network,
+        language_model=language_model,
+        lm_head=network.get_output_embeddings().weight,
+        device=device,
+        dtype=dtype,
+        max_context=config.max_context or limit,
+        active=active,
+        linears=attach(language_model, family.attention_targets + family.mlp_targets, active),
+        features=LRUCache(maxsize=feature_cache_bytes, getsizeof=lambda f: f.nbytes),
+    )
+
+
+def parse_spec(spec: str) -> tuple[str, str]:
+    """(name, source) of `[NAME=]PATH_OR_HUB_ID`; a local directory becomes an absolute path, which is then also the default name."""
+    name, separator, source = spec.rpartition("=")
+    if Path(source).is_dir():
+        source = str(Path(source).resolve())
+    elif source.startswith((".", "/", "~")):
+        raise ConfigError(f"base model {spec!r}: there is no directory {source!r}")
+    return (name if separator else source), source
+
+
+def pick_device(wanted: str) -> torch.device:
+    """The device of the knob `device`. Raises ConfigError when it is not on this machine."""
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise ConfigError(f"device={wanted!r} is not a device; use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={wanted!r} is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={wanted!r}: this machine has {torch.cuda.device_count()} CUDA devices that this PyTorch can use")
+    return device
+
+
+def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """The precision of the knob `dtype` on a device."""
+    if wanted == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
+
+
+def _check_rope(source: str, text_config: Any) -> None:
+    kind = text_config.rope_parameters.get("rope_type", "default")
+    if kind not in SUPPORTED_ROPE:
+        raise ConfigError(f"{source}: rotary type {kind!r} changes with the length of a row; supported are {', '.join(SUPPORTED_ROPE)}")

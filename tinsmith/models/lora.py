@@ -1,0 +1,151 @@
+"""LoRA: many adapters over one frozen base, in one pass.
+
+The effective weight is W + (32 / rank) · B · A (Hu et al., 2021, "LoRA", with alpha fixed at 32). Master copies are float32 on every
+device; passes compute in the base's dtype. A trainable adapter and a frozen snapshot of it are the same class, so trainer and sampler run
+the same code.
+
+A packed row is sorted by adapter, so each adapter owns one slice of it (a `Segment`). Slices are computed apart and joined: nothing is
+masked by multiplication, so a NaN in one model cannot reach another.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+LORA_ALPHA = 32.0
+"""Fixed, independent of the rank: the scale of an adapter is 32 / rank."""
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """What a client may choose of an adapter at create_model."""
+
+    rank: int
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+class LoraPair(NamedTuple):
+    """The two matrices of one module."""
+
+    a: Tensor
+    """[rank, in_features]"""
+    b: Tensor
+    """[out_features, rank]"""
+
+
+@dataclass
+class Adapter:
+    """One set of LoRA matrices. `masters` are float32; `working` are the copies in the base's dtype that passes read.
+
+    In float32 the two are the same tensors. After `masters` changed, call `refresh`.
+    """
+
+    shape: LoraShape
+    masters: dict[str, LoraPair]
+    dtype: torch.dtype
+    working: dict[str, LoraPair] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.refresh()
+
+    @property
+    def scale(self) -> float:
+        """What B·A is multiplied by."""
+        return LORA_ALPHA / self.shape.rank
+
+    def refresh(self) -> None:
+        """Make the working copies equal to the masters again."""
+        self.working = {name: LoraPair(*(t.detach().to(self.dtype).requires_grad_() for t in pair)) for name, pair in self.masters.items()}
+
+    def snapshot(self) -> "Adapter":
+        """A frozen copy that later training does not change."""
+        return Adapter(self.shape, {name: LoraPair(pair.a.clone(), pair.b.clone()) for name, pair in self.masters.items()}, self.dtype)
+
+    def tensors(self) -> list[Tensor]:
+        """All masters in a fixed order: a and b of each module."""
+        return [tensor for pair in self.masters.values() for tensor in pair]
+
+    def leaves(self) -> list[Tensor]:
+        """All working copies, in the order of `tensors`: what gradients are taken of."""
+        return [tensor for pair in self.working.values() for tensor in pair]
+
+    @property
+    def parameter_count(self) -> int:
+        """How many numbers the adapter trains."""
+        return sum(tensor.numel() for tensor in self.tensors())
+
+
+def new_adapter(shape: LoraShape, targets: Mapping[str, tuple[int, int]], device: torch.device, dtype: torch.dtype) -> Adapter:
+    """A fresh adapter over `targets` (module name -> (in_features, out_features)): A uniform as torch.nn.Linear's default, B zero.
+
+    The draws come from a CPU generator in the order of `targets`, so one seed gives the same adapter on every device.
+    """
+    generator = torch.Generator("cpu").manual_seed(shape.seed)
+    masters = {}
+    for name, (in_features, out_features) in targets.items():
+        bound = 1 / math.sqrt(in_features)
+        a = torch.empty(shape.rank, in_features).uniform_(-bound, bound, generator=generator)
+        masters[name] = LoraPair(a.to(device), torch.zeros(out_features, shape.rank, device=device))
+    return Adapter(shape, masters, dtype)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens [start, end) of a packed row that belong to one adapter; None means the bare base."""
+
+    start: int
+    end: int
+    adapter: Adapter | None
+
+
+class ActiveSegments:
+    """The segments of the pass that is running, shared by all LoRA modules of one base model."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer plus, on each segment of the row, that segment's adapter."""
+
+    def __init__(self, base: nn.Linear, name: str, active: ActiveSegments) -> None:
+        super().__init__()
+        self.base = base
+        self.name = name
+        self.active = active
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X [1, tokens, in_features] -> [1, tokens, out_features]."""
+        y = self.base(x)
+        segments = self.active.segments
+        if len(segments) == 1:
+            return add_lora(y[0], x[0], segments[0].adapter, self.name).unsqueeze(0)
+        parts = [add_lora(y[0, s.start : s.end], x[0, s.start : s.end], s.adapter, self.name) for s in segments]
+        return torch.cat(parts).unsqueeze(0)
+
+
+def add_lora(y: Tensor, x: Tensor, adapter: Adapter | None, name: str) -> Tensor:
+    """Y + scale · B · A · x for rows of one adapter: y [tokens, out], x [tokens, in]. Without a pair of that name, y itself."""
+    if adapter is None or name not in adapter.working:
+        return y
+    pair = adapter.working[name]
+    return torch.addmm(y, linear(x, pair.a) * adapter.scale, pair.b.t())
+
+
+def attach(model: nn.Module, suffixes: tuple[str, ...], active: ActiveSegments) -> dict[str, tuple[int, int]]:
+    """Wrap every linear layer of `model` whose last name part is in `suffixes`; return (in_features, out_features) by module name."""
+    found = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name.rpartition(".")[2] in suffixes
+    }
+    for name, module in found.items():
+        parent = model.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], LoraLinear(module, name, active))
+    return {name: (module.in_features, module.out_features) for name, module in found.items()}

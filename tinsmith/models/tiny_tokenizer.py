@@ -1,0 +1,71 @@
+"""A small byte-level BPE tokenizer in Qwen3's format, trained on the spot on the text that lies beside this module.
+
+It splits text as Qwen's tokenizer does and has all of its special tokens and its chat format, so that renderers and chat templates made for
+Qwen3 work with it. Ids: merges first, special tokens behind them, as in the real one.
+"""
+
+import json
+from importlib import resources
+from typing import Literal
+
+from tokenizers import AddedToken, pre_tokenizers, trainers
+from transformers import Qwen2Tokenizer
+
+from tinsmith.errors import ConfigError
+
+TinyKind = Literal["qwen3", "qwen3-vl"]
+
+END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
+
+SPECIAL_TOKENS = (
+    *(END_OF_TEXT, START_OF_TURN, END_OF_TURN, "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>"),
+    *("<|quad_start|>", "<|quad_end|>", VISION_START, VISION_END, "<|vision_pad|>", IMAGE, VIDEO),
+)
+"""Tokens that `skip_special_tokens` leaves out of decoded text."""
+
+MARKUP_TOKENS = (
+    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+    *("<tool_response>", "</tool_response>", "<think>", "</think>"),
+)
+"""Added tokens that stay visible in decoded text: a client parses them."""
+
+CONTEXT = 32768
+"""Longest sequence of a tiny model, in tokens."""
+
+BYTES = 256
+SMALLEST_VOCAB = BYTES + len(SPECIAL_TOKENS) + len(MARKUP_TOKENS)
+
+
+def train_tokenizer(kind: TinyKind, vocab: int) -> Qwen2Tokenizer:
+    """A tokenizer of at most `vocab` tokens, the same on every machine. Raises ConfigError for a `vocab` without room for every byte."""
+    if vocab < SMALLEST_VOCAB:
+        raise ConfigError(f"vocab={vocab} is too small: {BYTES} bytes and the special tokens need at least {SMALLEST_VOCAB}")
+    added = (*SPECIAL_TOKENS, *MARKUP_TOKENS)
+    ids, merges = _train_bpe(vocab - len(added))
+    # Tokens that have an id already keep it when they are added, so the order here is the order of the ids.
+    tokenizer = Qwen2Tokenizer(
+        vocab=ids | {token: len(ids) + position for position, token in enumerate(added)},
+        merges=merges,
+        eos_token=END_OF_TURN,
+        extra_special_tokens=list(SPECIAL_TOKENS),
+        model_max_length=CONTEXT,
+        chat_template=chat_template(kind),
+    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKUP_TOKENS])
+    return tokenizer
+
+
+def _train_bpe(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Ids by token and merges in order, for at most `size` tokens."""
+    untrained = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer  # splits text as Qwen's does
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
+    corpus = resources.files(__package__).joinpath("tiny_corpus.txt").read_text(encoding="utf-8")
+    untrained.train_from_iterator(corpus.splitlines(keepends=True), trainer)
+    model = json.loads(untrained.to_str())["model"]
+    return model["vocab"], [tuple(pair) for pair in model["merges"]]
+
+
+def chat_template(kind: TinyKind) -> str:
+    """The chat template (Jinja) of a tiny model: Qwen3's turns, and for "qwen3-vl" images in a turn's content."""
+    return resources.files(__package__).joinpath(f"tiny_chat_{kind.replace('-', '_')}.jinja").read_text(encoding="utf-8")

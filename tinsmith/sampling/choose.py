@@ -1,0 +1,65 @@
+"""Logits -> the next token of each sequence and its log-probability."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tinsmith.sampling.randomness import uniforms
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """How each of n sequences wants its next token chosen; all arrays [n]."""
+
+    temperature: NDArray[np.float32]
+    """0 takes the likeliest token."""
+    top_k: NDArray[np.int64]
+    """-1 is off."""
+    top_p: NDArray[np.float32]
+    """1 is off."""
+    seed: NDArray[np.uint64]
+    sample: NDArray[np.uint64]
+    """Index among the samples of one request."""
+    position: NDArray[np.uint64]
+    """How many tokens the sequence has generated."""
+
+
+def choose(logits: Tensor, how: Choice) -> tuple[list[int], list[float]]:
+    """Next token and log-probability for each row of `logits` [n, vocabulary] (float32).
+
+    The log-probability is the token's under the whole distribution at the request's temperature, before top-k and top-p; for temperature
+    0 it is taken at temperature 1.
+    """
+    temperature = torch.from_numpy(how.temperature).to(logits.device).unsqueeze(1)
+    greedy = temperature == 0
+    logprobs = (logits / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
+    drawn = _draw(truncate(logprobs, how.top_k, how.top_p), how)
+    tokens = torch.where(greedy.squeeze(1), logits.argmax(-1), drawn)
+    return tokens.tolist(), logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+
+
+def truncate(logprobs: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
+    """`logprobs` [n, vocabulary] with -inf outside the top k tokens, then outside the smallest set of probability top_p among the rest."""
+    rows = np.flatnonzero((top_k > 0) | (top_p < 1))
+    if not rows.size:
+        return logprobs
+    index = torch.from_numpy(rows).to(logprobs.device)
+    ordered, columns = logprobs[index].sort(stable=True, dim=-1, descending=True)
+    k = torch.from_numpy(np.where(top_k[rows] > 0, top_k[rows], logprobs.shape[1])).to(logprobs.device).unsqueeze(1)
+    ordered = ordered.masked_fill(torch.arange(logprobs.shape[1], device=logprobs.device) >= k, -torch.inf)
+    p = torch.from_numpy(top_p[rows]).to(logprobs.device).unsqueeze(1)
+    probabilities = ordered.softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities  # probability of all likelier tokens: the first token is always kept
+    ordered = ordered.masked_fill((before >= p) & (p < 1), -torch.inf)
+    return logprobs.index_copy(0, index, torch.empty_like(ordered).scatter_(1, columns, ordered))
+
+
+def _draw(logprobs: Tensor, how: Choice) -> Tensor:
+    """Inverse transform sampling, in float64 so that the tail of a large vocabulary keeps its share -> [n] token ids."""
+    cumulative = logprobs.double().exp().cumsum(-1)
+    u = torch.from_numpy(uniforms(how.seed, how.sample, how.position)).to(logprobs.device)
+    target = (u * cumulative[:, -1]).unsqueeze(1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=logprobs.shape[1] - 1)

@@ -1,0 +1,196 @@
+"""Training on one base model: the `Backend` interface and its implementation in one process.
+
+A pass takes datums of any models, packs them into one row, and computes log-probabilities, losses and gradients. Gradients come from
+`autograd.grad` and reach the accumulators only when the whole pass succeeded, so a failed pass leaves no trace.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tinsmith.config import TrainingConfig
+from tinsmith.errors import NotFoundError
+from tinsmith.models.attention import PackedPlan
+from tinsmith.models.base import BaseModel, PackedRow
+from tinsmith.models.lora import Adapter, LoraShape, new_adapter
+from tinsmith.rendering.packing import pack, packing_order
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.training.logprobs import target_logprobs
+from tinsmith.training.losses import Loss
+from tinsmith.training.optimizer import AdamSettings, ModelOptimizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class DatumWork:
+    """One datum of one model, checked and ready to compute."""
+
+    model_id: str
+    rendered: RenderedInput
+    target_tokens: NDArray[np.int64]
+    """[N] or [N, K], N the length of `rendered`."""
+    loss: Loss
+    loss_inputs: Mapping[str, NDArray[np.float32]]
+    """What the loss reads besides target_tokens, each of the shape of `target_tokens`."""
+
+
+@dataclass(frozen=True, eq=False)
+class DatumResult:
+    """What a pass gives for one datum."""
+
+    logprobs: NDArray[np.float32]
+    """Of the target tokens, in their shape."""
+    loss: float
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Results in the order of the work; None where the datum's model failed. `failures` says why, by model."""
+
+    results: list[DatumResult | None]
+    failures: dict[str, str]
+
+
+class Backend(Protocol):
+    """What the engine needs of a trainer. Adapters given out by `snapshot` stay as they are whatever happens later."""
+
+    def create_model(self, model_id: str, shape: LoraShape) -> None:
+        """A new LoRA model with gradient accumulators and a fresh optimizer."""
+        ...
+
+    def delete_model(self, model_id: str) -> None:
+        """Free what the model holds."""
+        ...
+
+    def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
+        """Log-probabilities and losses of all datums; with `backward` their gradients are accumulated too."""
+        ...
+
+    def optim_step(self, model_id: str, settings: AdamSettings) -> dict[str, float]:
+        """Apply and clear the accumulated gradients; returns metrics."""
+        ...
+
+    def clear_gradients(self, model_id: str) -> None:
+        """Forget the accumulated gradients."""
+        ...
+
+    def snapshot(self, model_id: str) -> Adapter:
+        """A frozen copy of the model's weights."""
+        ...
+
+
+class LocalBackend:
+    """The `Backend` of one process, whose device is the base model's."""
+
+    def __init__(self, base: BaseModel, config: TrainingConfig) -> None:
+        self.base = base
+        self.config = config
+        self.optimizers: dict[str, ModelOptimizer] = {}
+
+    def create_model(self, model_id: str, shape: LoraShape) -> None:
+        """See `Backend`."""
+        adapter = new_adapter(shape, self.base.lora_targets(shape), self.base.device, self.base.dtype)
+        self.optimizers[model_id] = ModelOptimizer(adapter)
+
+    def delete_model(self, model_id: str) -> None:
+        """See `Backend`."""
+        self.optimizers.pop(model_id, None)
+
+    def optim_step(self, model_id: str, settings: AdamSettings) -> dict[str, float]:
+        """See `Backend`."""
+        return self._optimizer(model_id).step(settings)
+
+    def clear_gradients(self, model_id: str) -> None:
+        """See `Backend`."""
+        self._optimizer(model_id).clear()
+
+    def snapshot(self, model_id: str) -> Adapter:
+        """See `Backend`."""
+        return self._optimizer(model_id).adapter.snapshot()
+
+    def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
+        """See `Backend`. A pass that fails is run again model by model, so that only the guilty one fails."""
+        models = list(dict.fromkeys(datum.model_id for datum in work))
+        try:
+            return PassResult([*self._run(work, backward)], {})
+        except RuntimeError as error:  # what torch raises, out of memory included
+            if len(models) == 1:
+                log.exception("a pass of %s failed", models[0])
+                return PassResult([None] * len(work), {models[0]: f"the pass failed: {error}"})
+        results: list[DatumResult | None] = [None] * len(work)
+        failures: dict[str, str] = {}
+        for model_id in models:
+            mine = [i for i, datum in enumerate(work) if datum.model_id == model_id]
+            alone = self.run_pass([work[i] for i in mine], backward)
+            failures.update(alone.failures)
+            for i, result in zip(mine, alone.results, strict=True):
+                results[i] = result
+        return PassResult(results, failures)
+
+    def _optimizer(self, model_id: str) -> ModelOptimizer:
+        if model_id not in self.optimizers:
+            raise NotFoundError(f"model {model_id} is not loaded; create it anew")
+        return self.optimizers[model_id]
+
+    def _run(self, work: Sequence[DatumWork], backward: bool) -> list[DatumResult]:
+        optimizers = [self._optimizer(datum.model_id) for datum in work]
+        adapters = [optimizer.adapter for optimizer in optimizers]
+        order = packing_order([len(datum.rendered) for datum in work], adapters)
+        row = pack([work[i].rendered for i in order], [adapters[i] for i in order], self.base.device)
+        with torch.set_grad_enabled(backward):
+            logprobs = self._logprobs(row, [work[i] for i in order])
+            parts = _datum_parts(logprobs, [work[i] for i in order])
+            losses = torch.stack([work[i].loss.function(part, self._inputs(work[i])) for i, part in zip(order, parts, strict=True)])
+        if backward:
+            self._accumulate(losses.sum(), list(dict.fromkeys(optimizers)))
+        results: dict[int, DatumResult] = {}
+        parts = _datum_parts(logprobs.detach().cpu(), [work[i] for i in order])
+        for i, part, loss in zip(order, parts, losses.tolist(), strict=True):
+            results[i] = DatumResult(part.numpy(), loss)
+        return [results[i] for i in range(len(work))]
+
+    def _logprobs(self, row: PackedRow, work: Sequence[DatumWork]) -> Tensor:
+        hidden = self.base.hidden_states(row, PackedPlan(row.lengths, self.base.device, self.base.dtype))
+        targets = torch.from_numpy(_stack_targets([datum.target_tokens for datum in work])).to(self.base.device)
+        return target_logprobs(hidden, self.base.lm_head, targets, row.segments, self.config.logits_chunk)
+
+    def _inputs(self, datum: DatumWork) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(array).to(self.base.device) for name, array in datum.loss_inputs.items()}
+
+    def _accumulate(self, loss: Tensor, optimizers: list[ModelOptimizer]) -> None:
+        leaves = [leaf for optimizer in optimizers for leaf in optimizer.adapter.leaves()]
+        gradients: tuple[Any, ...] = torch.autograd.grad(loss, leaves, allow_unused=True)
+        start = 0
+        for optimizer in optimizers:
+            count = len(optimizer.adapter.leaves())
+            optimizer.accumulate(list(gradients[start : start + count]))
+            start += count
+
+
+def _stack_targets(targets: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """[tokens, K] of all datums; a datum with fewer targets a position is filled with id 0, whose logprobs nobody reads."""
+    width = max(t.shape[1] if t.ndim == 2 else 1 for t in targets)
+    stacked = np.zeros((sum(len(t) for t in targets), width), dtype=np.int64)
+    start = 0
+    for t in targets:
+        columns = t if t.ndim == 2 else t[:, None]
+        stacked[start : start + len(t), : columns.shape[1]] = columns
+        start += len(t)
+    return stacked
+
+
+def _datum_parts(logprobs: Tensor, work: Sequence[DatumWork]) -> list[Tensor]:
+    """Cut [tokens, K] into the datums' own shapes."""
+    parts, start = [], 0
+    for datum in work:
+        rows = logprobs[start : start + len(datum.rendered)]
+        parts.append(rows[:, 0] if datum.target_tokens.ndim == 1 else rows[:, : datum.target_tokens.shape[1]])
+        start += len(datum.rendered)
+    return parts

@@ -1,0 +1,75 @@
+"""One optimizer step of one model: torch's own AdamW over the float32 masters, with hyper-parameters given anew at every step."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from tinsmith.errors import UserError
+from tinsmith.models.lora import Adapter
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """Hyper-parameters of one AdamW step (Loshchilov and Hutter, 2019), as torch.optim.AdamW names them."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    """Decoupled: weights shrink by lr · weight_decay."""
+    grad_clip_norm: float
+    """Largest global L2 norm of the gradient; 0 or less switches clipping off."""
+
+
+class ModelOptimizer:
+    """Gradient accumulators and AdamW moments of one adapter, all float32."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        self.gradients: list[Tensor] | None = None
+        self.adamw = torch.optim.AdamW(adapter.tensors(), lr=0.0, fused=True)
+
+    def accumulate(self, gradients: list[Tensor | None]) -> None:
+        """Add the gradients of one successful pass, in the order of `Adapter.tensors`; None where the pass did not reach a tensor."""
+        if self.gradients is None:
+            self.gradients = [torch.zeros_like(tensor) for tensor in self.adapter.tensors()]
+        for total, gradient in zip(self.gradients, gradients, strict=True):
+            if gradient is not None:
+                total += gradient
+
+    def clear(self) -> None:
+        """Forget what has been accumulated."""
+        self.gradients = None
+
+    def step(self, settings: AdamSettings) -> dict[str, float]:
+        """Update the masters and clear the accumulators; returns metrics (`grad_norm` is taken before clipping).
+
+        Without gradients nothing moves, as in torch. Raises UserError when the gradient is not finite; the weights stay as they were.
+        """
+        gradients, self.gradients = self.gradients, None
+        if gradients is None:
+            return {"grad_norm": 0.0, "learning_rate": settings.lr}
+        norm = get_total_norm(gradients)
+        if not torch.isfinite(norm):
+            raise UserError(
+                f"the gradient norm is {norm.item()}: the step was refused, the gradients are cleared and the weights stay as they were; "
+                "look for infinite weights, -inf log-probabilities or a learning rate that is too high"
+            )
+        if settings.grad_clip_norm > 0:
+            for tensor, gradient in zip(self.adapter.tensors(), gradients, strict=True):
+                tensor.grad = gradient
+            clip_grads_with_norm_(self.adapter.tensors(), settings.grad_clip_norm, norm)
+        self._update(gradients, settings)
+        return {"grad_norm": norm.item(), "learning_rate": settings.lr}
+
+    def _update(self, gradients: list[Tensor], settings: AdamSettings) -> None:
+        tensors = self.adapter.tensors()
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = gradient
+        self.adamw.param_groups[0].update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+        self.adamw.step()
+        for tensor in tensors:
+            tensor.grad = None
+        self.adapter.refresh()
