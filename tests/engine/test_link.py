@@ -1,0 +1,77 @@
+"""Messages between server and engine over a real socket."""
+
+import asyncio
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from tinsmith.engine.link import EngineLink, ServerLink
+from tinsmith.engine.messages import Done, Message, Ready, Sample, SampleDone, Shutdown, Wake
+from tinsmith.errors import EngineUnavailableError
+
+
+def test_messages_arrive_in_order_both_ways() -> None:
+    async def run() -> None:
+        server = ServerLink()
+        engine = EngineLink(server.address)
+        for message in (Ready([{"name": "tiny"}]), Done(["m/1"]), SampleDone("s/0", b"\x00\xff")):
+            engine.send(message)
+        assert [await server.receive() for _ in range(3)] == [Ready([{"name": "tiny"}]), Done(["m/1"]), SampleDone("s/0", b"\x00\xff")]
+        sent = [Wake(), Sample("s/0", "tiny", None, b"body"), Shutdown()]
+        for reply in sent:
+            await server.send(reply)
+        received: list[Message] = []
+        while len(received) < 3:
+            received += await asyncio.to_thread(engine.receive, 5.0)
+        assert received == sent
+        engine.close()
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_receiving_waits_no_longer_than_asked() -> None:
+    async def run() -> None:
+        server = ServerLink()
+        engine = EngineLink(server.address)
+        started = time.monotonic()
+        assert engine.receive(0.1) == []
+        assert 0.05 < time.monotonic() - started < 5
+        assert engine.receive(0.0) == []
+        engine.close()
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_sending_to_nobody_does_not_block() -> None:
+    async def run() -> None:
+        server = ServerLink()
+        with pytest.raises(EngineUnavailableError):
+            await asyncio.wait_for(server.send(Wake()), 5)
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_only_the_user_can_reach_the_socket_and_it_leaves_nothing_behind() -> None:
+    async def run() -> None:
+        server = ServerLink()
+        directory = Path(server.address.removeprefix("ipc://")).parent
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        server.close()
+        assert not directory.exists()
+
+    asyncio.run(run())
+
+
+def test_every_link_has_its_own_address() -> None:
+    async def run() -> None:
+        first, second = ServerLink(), ServerLink()
+        assert first.address != second.address
+        first.close()
+        second.close()
+
+    asyncio.run(run())

@@ -1,0 +1,61 @@
+"""A server's application without an engine, called in process."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tinsmith.config import Config
+from tinsmith.engine.messages import ModelFacts
+from tinsmith.server.app import create_app
+from tinsmith.server.hub import Hub
+from tinsmith.store.store import Store
+
+FACTS = ModelFacts(
+    name="tiny", tokenizer_id="/models/tiny", architecture="qwen3", vocab_size=100, max_context=32, takes_images=False, max_lora_rank=16
+)
+
+
+@dataclass
+class Served:
+    """One application, the store below it, and a client of it."""
+
+    hub: Hub
+    store: Store
+    client: httpx.AsyncClient
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        """POST JSON to a path below /api/v1."""
+        return await self.client.post(f"/api/v1/{path}", json=body, **options)
+
+    async def new_session(self) -> str:
+        """Create a session and return its id."""
+        reply = await self.post("create_session", {"tags": [], "user_metadata": None, "sdk_version": "0.38.0", "type": "create_session"})
+        session_id: str = reply.json()["session_id"]
+        return session_id
+
+    async def new_model(self, session_id: str) -> str:
+        """Submit create_model, pretend that the engine has done it, and return the model's id."""
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
+        reply = await self.post("create_model", body)
+        model_id: str = reply.json()["model_id"]
+        return model_id
+
+
+@asynccontextmanager
+async def served(data_dir: Path, config: Config | None = None, facts: ModelFacts | None = FACTS) -> AsyncIterator[Served]:
+    """Serve in process. `facts` describes the base model that an engine would have announced."""
+    config = config or Config()
+    config.server.long_poll_s = min(config.server.long_poll_s, 2.0)
+    store = Store.open(data_dir)
+    hub = Hub(config, store)
+    if facts is not None:
+        hub.base_models.replace([facts.to_dict()])
+    transport = httpx.ASGITransport(create_app(hub))
+    async with httpx.AsyncClient(transport=transport, base_url="http://tinsmith") as client:
+        yield Served(hub, store, client)
+    hub.store.close()
+    store.close()

@@ -1,0 +1,162 @@
+"""Sampling routes as far as they need no engine, and the book of samples."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.serving import Served, served
+from tinsmith.config import Config
+from tinsmith.engine.messages import SampleDone, SampleFailed
+from tinsmith.errors import BackpressureError
+from tinsmith.server.samples import SampleBook
+from tinsmith.store.records import Outcome
+
+
+def sample_body(sampler: str, tokens: list[int], max_tokens: int | None = 4) -> dict[str, Any]:
+    params = {"max_tokens": max_tokens} if max_tokens else {}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+    return {"sampling_session_id": sampler, "seq_id": 0, "num_samples": 2, "prompt": prompt, "sampling_params": params}
+
+
+async def new_sampler(server: Served, base_model: str = "tiny") -> str:
+    body = {"session_id": await server.new_session(), "sampling_session_seq_id": 3, "base_model": base_model}
+    first, again = await server.post("create_sampling_session", body), await server.post("create_sampling_session", body)
+    assert first.json() == again.json()
+    sampler: str = first.json()["sampling_session_id"]
+    return sampler
+
+
+def test_a_base_model_is_sampled_under_its_name_with_any_suffix(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            sampler = await new_sampler(server, "tiny:long")
+            assert sampler.endswith(":sample:3")
+            reply = await server.client.get(f"/api/v1/samplers/{sampler}")
+            assert reply.json() == {"sampler_id": sampler, "base_model": "tiny:long"}
+            assert (await server.client.get("/api/v1/samplers/x:sample:0")).status_code == 404
+            body = {"session_id": await server.new_session(), "sampling_session_seq_id": 0}
+            assert (await server.post("create_sampling_session", body | {"base_model": "big"})).status_code == 404
+            saved = await server.post("create_sampling_session", body | {"model_path": "tinker://m/sampler_weights/x"})
+            assert saved.status_code == 400
+            assert "not built yet" in saved.json()["detail"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "message"),
+    [
+        ([], 4, "the prompt is empty"),
+        ([1, 100], 4, "holds 100; the vocabulary of tiny ends at 99"),
+        ([1] * 30, 3, "30 + 3 > 32"),
+        ([1] * 32, None, "32 + 1 > 32"),
+    ],
+)
+def test_a_wrong_sample_is_refused_at_once(tmp_path: Path, tokens: list[int], max_tokens: int | None, message: str) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            reply = await server.post("asample", sample_body(await new_sampler(server), tokens, max_tokens))
+            assert reply.status_code == 400
+            assert message in reply.json()["detail"]
+
+    asyncio.run(run())
+
+
+def test_an_image_for_a_text_model_is_refused(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            body = sample_body(await new_sampler(server), [1])
+            body["prompt"]["chunks"].append({"type": "image", "data": "AAAA", "format": "png", "expected_tokens": 4})
+            reply = await server.post("asample", body)
+            assert (reply.status_code, reply.json()["detail"]) == (400, "prompt.chunks.1 is an image, but tiny takes text only")
+
+    asyncio.run(run())
+
+
+def test_a_sample_without_an_engine_is_not_kept(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            sampler = await new_sampler(server)
+            assert (await server.post("asample", sample_body(sampler, [1]))).status_code == 503
+            assert (await server.post("retrieve_future", {"request_id": f"{sampler}/0"})).status_code == 410
+
+    asyncio.run(run())
+
+
+def test_a_server_without_a_sampler_says_so(tmp_path: Path) -> None:
+    async def run() -> None:
+        config = Config()
+        config.sampling.sampler = "none"
+        async with served(tmp_path, config) as server:
+            reply = await server.post("asample", sample_body("x:sample:0", [1]))
+            assert reply.status_code == 400
+            assert "sampler=none" in reply.json()["detail"]
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_can_be_sampled_once_it_is_saved_and_until_its_engine_is_gone(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            session_id = await server.new_session()
+            model_id = await server.new_model(session_id)
+            await server.post("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0})
+            body = sample_body(f"{session_id}:sample:0", [1])
+            early = await server.post("asample", body)
+            assert early.status_code == 404
+            assert "are being saved" in early.json()["detail"]
+            server.store.record([Outcome(f"{model_id}/1", b"{}", "json", None, None)])
+            assert (await server.post("asample", body)).status_code == 503
+            server.store.fail_unfinished("the engine died")
+            server.hub.sampling_sessions.forget_snapshots()
+            gone = await server.post("asample", body)
+            assert gone.status_code == 404
+            assert "are gone: the engine died" in gone.json()["detail"]
+            assert (await server.post("retrieve_future", {"request_id": f"{session_id}:sample:0/0"})).status_code == 404
+
+    asyncio.run(run())
+
+
+def test_samples_are_answered_from_memory(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            sampler = await new_sampler(server)
+            for seq_id in (0, 1, 2):
+                server.hub.samples.add(f"{sampler}/{seq_id}", 2)
+            again = await server.post("asample", sample_body(sampler, [1]))
+            assert again.json()["sample_sequence_ids"] == [f"{sampler}/0/0", f"{sampler}/0/1"]
+            server.hub.samples.finish(SampleDone(f"{sampler}/0", b"\x0a\x00"))
+            server.hub.samples.finish(SampleFailed(f"{sampler}/1", "bad", "user", gone=False))
+            server.hub.samples.finish(SampleFailed(f"{sampler}/2", "dropped", "user", gone=True))
+            replies = [await server.post("retrieve_future", {"request_id": f"{sampler}/{n}"}) for n in (0, 1, 2)]
+            assert [reply.status_code for reply in replies] == [200, 200, 404]
+            assert (replies[0].content, replies[0].headers["content-type"]) == (b"\x0a\x00", "application/x-protobuf")
+            assert replies[1].json() == {"error": "bad", "category": "user"}
+
+    asyncio.run(run())
+
+
+def test_the_book_limits_what_runs_and_forgets_what_is_old() -> None:
+    book = SampleBook(max_pending=2, ttl_s=0.0)
+    book.add("a", 1)
+    book.add("b", 1)
+    with pytest.raises(BackpressureError, match="max_pending_samples=2"):
+        book.add("c", 1)
+    book.finish(SampleDone("a", b""))
+    book.add("c", 1)
+    assert book.find("a") is None
+    assert book.find("b") is not None
+
+
+def test_the_book_loses_what_runs_and_keeps_what_is_finished() -> None:
+    book = SampleBook(max_pending=2, ttl_s=60.0)
+    book.add("a", 1)
+    book.add("b", 1)
+    book.finish(SampleDone("a", b""))
+    book.lose_running()
+    assert book.find("a") is not None
+    assert book.find("b") is None
+    book.finish(SampleDone("b", b""))
+    assert book.find("b") is None

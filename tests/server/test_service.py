@@ -1,0 +1,80 @@
+"""Service and session routes."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.server.serving import served
+from tinsmith.config import Config
+
+
+def test_a_server_without_an_engine_is_not_healthy(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path, facts=None) as server:
+            reply = await server.client.get("/api/v1/healthz")
+            assert reply.status_code == 503
+            assert reply.json()["detail"] == "the engine is loading its models"
+
+    asyncio.run(run())
+
+
+def test_client_config_names_what_is_built(tmp_path: Path) -> None:
+    async def run() -> None:
+        config = Config()
+        config.server.fwdbwd_max_chunk_len = 7
+        async with served(tmp_path, config) as server:
+            flags = (await server.post("client/config", {"sdk_version": "0.38.0"})).json()
+            assert flags == {"proto_compress_fwdbwd": True, "fwdbwd_max_chunk_len": 7}
+            dynamic = (await server.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
+            assert dynamic == {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+            assert (await server.post("telemetry", {"events": [{"anything": 1}]})).json() == {"status": "accepted"}
+
+    asyncio.run(run())
+
+
+def test_capabilities_list_the_base_models(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            reply = await server.client.get("/api/v1/get_server_capabilities")
+            expected = {"model_name": "tiny", "max_context_length": 32, "trainable": True, "sampleable": True}
+            assert reply.json() == {"supported_models": [expected]}
+
+    asyncio.run(run())
+
+
+def test_a_session_lives_until_it_is_finished(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            session_id = await server.new_session()
+            heartbeat = {"session_id": session_id, "type": "session_heartbeat"}
+            assert (await server.post("session_heartbeat", heartbeat)).json() == {"type": "session_heartbeat"}
+            finish = {"reason": {"type": "success"}, "detail": None}
+            assert (await server.post(f"sessions/{session_id}/finish", finish)).status_code == 200
+            assert (await server.post(f"sessions/{session_id}/finish", finish)).status_code == 200
+            assert (await server.post("session_heartbeat", heartbeat)).status_code == 410
+
+    asyncio.run(run())
+
+
+def test_an_unknown_session_has_no_heartbeat_and_no_end(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            assert (await server.post("session_heartbeat", {"session_id": "x"})).status_code == 410
+            assert (await server.post("sessions/x/finish", {"reason": {"type": "success"}})).status_code == 404
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "training_runs"), ("POST", "cancel_future"), ("DELETE", "training_runs/x/checkpoints/weights/y"), ("GET", "create_session")],
+)
+def test_what_is_not_built_is_said_to_be(tmp_path: Path, method: str, path: str) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            reply = await server.client.request(method, f"/api/v1/{path}")
+            assert reply.status_code == 404
+            assert reply.json()["detail"] == f"{method} /api/v1/{path} is not built in this version of Tinsmith"
+
+    asyncio.run(run())

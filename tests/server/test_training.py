@@ -1,0 +1,215 @@
+"""Training routes: keys, repeats, order, and what is refused at once."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.types.forward_backward_request import ForwardBackwardRequest
+
+from tests.server.serving import Served, served
+from tinsmith.config import Config
+from tinsmith.store.records import REJECTED, Outcome
+from tinsmith.wire.chunks import ImageChunk
+from tinsmith.wire.forward_backward import decode_stored
+
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
+
+
+def forward_backward_body(model_id: str, seq_id: int) -> bytes:
+    image = types.ImageChunk(data=b"not decoded here", format="png", expected_tokens=1)
+    datum = types.Datum(
+        model_input=types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1, 2]), image]),
+        loss_fn_inputs={"target_tokens": types.TensorData.from_numpy(np.array([2, 3, 4]))},
+    )
+    content = types.ForwardBackwardInput(data=[datum], loss_fn="cross_entropy")
+    request = ForwardBackwardRequest(forward_backward_input=content, model_id=model_id, seq_id=seq_id)
+    return forward_backward_request_to_proto(request).SerializeToString()
+
+
+async def detail_of(server: Served, path: str, body: Any, status: int) -> str:
+    reply = await server.post(path, body)
+    assert reply.status_code == status, reply.text
+    detail: str = reply.json()["detail"]
+    return detail
+
+
+def test_operations_are_logged_under_their_key_whatever_order_they_come_in(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            session_id = await server.new_session()
+            model_id = await server.new_model(session_id)
+            assert model_id == f"{session_id}:train:0"
+            step = {"model_id": model_id, "seq_id": 2, "adam_params": {}, "type": "optim_step"}
+            assert (await server.post("optim_step", step)).json() == {"request_id": f"{model_id}/2", "model_id": model_id}
+            body = forward_backward_body(model_id, 1)
+            reply = await server.client.post("/api/v1/forward_backward", content=body, headers=PROTOBUF)
+            assert reply.json()["request_id"] == f"{model_id}/1"
+            kinds = [(c.seq_id, c.kind) for c in server.store.read_new(0)]
+            assert kinds == [(0, "create_model"), (2, "optim_step"), (1, "forward_backward")]
+            chunk = decode_stored(server.store.read_new(0)[2].payload).data[0].chunks[1]
+            assert isinstance(chunk, ImageChunk)
+            assert server.store.read_blob(chunk.sha256) == b"not decoded here"
+
+    asyncio.run(run())
+
+
+def test_the_same_post_twice_is_one_operation(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            model_id = await server.new_model(await server.new_session())
+            body = forward_backward_body(model_id, 1)
+            packed = zstandard.ZstdCompressor().compress(body)
+            plain = server.client.post("/api/v1/forward_backward", content=body, headers=PROTOBUF)
+            zstd = server.client.post("/api/v1/forward_backward", content=packed, headers=PROTOBUF | {"Content-Encoding": "zstd"})
+            first, second = await asyncio.gather(plain, zstd)
+            assert first.json() == second.json()
+            assert [c.seq_id for c in server.store.read_new(0)] == [0, 1]
+
+    asyncio.run(run())
+
+
+def test_many_operations_at_once_are_all_logged(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            model_id = await server.new_model(await server.new_session())
+            steps = [{"model_id": model_id, "seq_id": n, "adam_params": {}} for n in range(1, 65)]
+            replies = await asyncio.gather(*(server.post("optim_step", step) for step in steps))
+            assert [reply.json()["request_id"] for reply in replies] == [f"{model_id}/{n}" for n in range(1, 65)]
+            assert sorted(c.seq_id for c in server.store.read_new(0)) == list(range(65))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("optim_step", {"adam_params": {"learning_rate": -1}}),
+        ("optim_step", {"unknown": 1}),
+        ("save_weights", {"path": "x", "type": "save_weights"}),
+        ("load_weights", {"path": "tinker://x", "optimizer": True, "type": "load_weights"}),
+        ("save_weights_for_sampler", {"kind": "inflight", "sampling_session_seq_id": 0}),
+    ],
+)
+def test_a_wrong_operation_keeps_its_place_in_the_sequence(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            model_id = await server.new_model(await server.new_session())
+            reply = await server.post(path, {"model_id": model_id, "seq_id": 1} | body)
+            assert reply.json()["request_id"] == f"{model_id}/1"
+            command = server.store.read_new(0)[-1]
+            assert (command.seq_id, command.kind) == (1, path)
+            assert json.loads(command.payload) == {"model_id": model_id, "seq_id": 1} | body
+
+    asyncio.run(run())
+
+
+def test_a_body_whose_key_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            model_id = await server.new_model(await server.new_session())
+            assert "seq_id" in await detail_of(server, "optim_step", {"model_id": model_id}, 400)
+            assert "seq_id" in await detail_of(server, "optim_step", {"model_id": model_id, "seq_id": 2**70}, 400)
+            assert "model 'x' does not exist" in await detail_of(server, "optim_step", {"model_id": "x", "seq_id": 1}, 404)
+            broken = await server.client.post("/api/v1/forward_backward", content=b"\xff\xff", headers=PROTOBUF)
+            assert broken.status_code == 400
+            zero = await server.client.post("/api/v1/forward_backward", content=forward_backward_body(model_id, 0), headers=PROTOBUF)
+            assert zero.status_code == 400
+
+    asyncio.run(run())
+
+
+def test_create_model_is_checked_at_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            good = {"session_id": await server.new_session(), "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
+            assert "'big' is not served" in await detail_of(server, "create_model", good | {"base_model": "big"}, 404)
+            assert "session 'x'" in await detail_of(server, "create_model", good | {"session_id": "x"}, 404)
+            assert "max_lora_rank is 16" in await detail_of(server, "create_model", good | {"lora_config": {"rank": 17}}, 400)
+            dimuon = good | {"optimizer_config": {"type": "dimuon", "version": 1}}
+            assert "'dimuon' is not built" in await detail_of(server, "create_model", dimuon, 400)
+            assert "full-parameter" in await detail_of(server, "create_model", good | {"lora_config": {"rank": 0}}, 400)
+            assert server.store.read_new(0) == []
+
+    asyncio.run(run())
+
+
+def test_get_info_reports_the_model(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            model_id = await server.new_model(await server.new_session())
+            info = (await server.post("get_info", {"model_id": model_id, "type": "get_info"})).json()
+            assert info["model_data"] == {"arch": "qwen3", "model_name": "tiny", "tokenizer_id": "/models/tiny"}
+            assert (info["model_id"], info["model_name"], info["is_lora"], info["lora_rank"]) == (model_id, "tiny", True, 8)
+            assert "does not exist" in await detail_of(server, "get_info", {"model_id": "x"}, 404)
+
+    asyncio.run(run())
+
+
+def test_a_retried_snapshot_gets_the_request_and_session_of_the_first(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            session_id = await server.new_session()
+            model_id = await server.new_model(session_id)
+            save = {"model_id": model_id, "seq_id": 1, "type": "save_weights_for_sampler"}
+            first = await server.post("save_weights_for_sampler", save | {"sampling_session_seq_id": 4})
+            again = await server.post("save_weights_for_sampler", save | {"sampling_session_seq_id": 5})
+            assert first.json() == again.json()
+            created = server.store.sampling_session(f"{session_id}:sample:4")
+            assert created is not None
+            assert (created.snapshot_id, created.model_id) == (f"{model_id}/1", model_id)
+            assert server.store.sampling_session(f"{session_id}:sample:5") is None
+
+    asyncio.run(run())
+
+
+def test_a_snapshot_cannot_take_over_a_sampling_session(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            session_id = await server.new_session()
+            model_id = await server.new_model(session_id)
+            base = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
+            assert (await server.post("create_sampling_session", base)).status_code == 200
+            await server.post("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0})
+            assert server.store.read_new(0)[-1].kind == REJECTED
+
+    asyncio.run(run())
+
+
+def test_operations_of_a_finished_session_fail_through_their_future(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            session_id = await server.new_session()
+            model_id = await server.new_model(session_id)
+            server.store.record([Outcome(f"{model_id}/0", b"{}", "json", None, None)])
+            await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+            await server.post("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
+            failed = (await server.post("retrieve_future", {"request_id": f"{model_id}/1"})).json()
+            assert failed["category"] == "user"
+            assert "session is finished" in failed["error"]
+            body = {"session_id": session_id, "model_seq_id": 1, "base_model": "tiny", "lora_config": {"rank": 8}}
+            assert "is finished" in await detail_of(server, "create_model", body, 400)
+
+    asyncio.run(run())
+
+
+def test_bodies_are_limited_before_and_after_decompression(tmp_path: Path) -> None:
+    async def run() -> None:
+        config = Config()
+        config.server.max_body_mib = 1
+        async with served(tmp_path, config) as server:
+            big = b"\0" * (2**20 + 1)
+            plain = await server.client.post("/api/v1/forward_backward", content=big, headers=PROTOBUF)
+            assert plain.status_code == 413
+            packed = zstandard.ZstdCompressor().compress(big)
+            zstd = await server.client.post("/api/v1/forward_backward", content=packed, headers={"Content-Encoding": "zstd"})
+            assert zstd.status_code == 413
+            gzip = await server.client.post("/api/v1/forward_backward", content=b"", headers={"Content-Encoding": "gzip"})
+            assert gzip.status_code == 400
+
+    asyncio.run(run())

@@ -1,0 +1,119 @@
+"""JSON requests as the SDK writes them, and what is refused."""
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+from pydantic import BaseModel
+from tinker import types
+from tinker.types.create_model_request import CreateModelRequest as SdkCreateModel
+from tinker.types.create_sampling_session_request import CreateSamplingSessionRequest as SdkSamplingSession
+from tinker.types.create_session_request import CreateSessionRequest as SdkCreateSession
+from tinker.types.future_retrieve_request import FutureRetrieveRequest as SdkRetrieve
+from tinker.types.get_info_request import GetInfoRequest as SdkGetInfo
+from tinker.types.optim_step_request import OptimStepRequest as SdkOptimStep
+from tinker.types.save_weights_for_sampler_request import SaveWeightsForSamplerRequest as SdkSaveForSampler
+from tinker.types.session_heartbeat_request import SessionHeartbeatRequest as SdkHeartbeat
+
+from tinsmith.errors import NotBuiltError, UserError
+from tinsmith.wire import requests
+
+
+def sent(request: BaseModel) -> bytes:
+    return request.model_dump_json(exclude_unset=False, exclude_none=True).encode()
+
+
+@pytest.mark.parametrize(
+    ("model", "request_of_the_sdk"),
+    [
+        (requests.CreateSessionRequest, SdkCreateSession(tags=["a"], user_metadata={"k": [1]}, sdk_version="0.38.0")),
+        (requests.SessionHeartbeatRequest, SdkHeartbeat(session_id="s")),
+        (requests.GetInfoRequest, SdkGetInfo(model_id="m")),
+        (requests.RetrieveFutureRequest, SdkRetrieve(request_id="r", allow_metadata_only=True)),
+        (requests.CreateModelRequest, SdkCreateModel(session_id="s", model_seq_id=0, base_model="b", lora_config=types.LoraConfig(rank=8))),
+        (requests.SaveWeightsForSamplerRequest, SdkSaveForSampler(model_id="m", seq_id=3, sampling_session_seq_id=0)),
+        (requests.CreateSamplingSessionRequest, SdkSamplingSession(session_id="s", sampling_session_seq_id=0, base_model="b")),
+    ],
+)
+def test_bodies_of_the_sdk_are_read(model: type[BaseModel], request_of_the_sdk: Any) -> None:
+    parsed = requests.parse_json(model, sent(request_of_the_sdk)).model_dump(exclude_none=True)
+    wire = orjson.loads(sent(request_of_the_sdk))
+    assert {name: wire[name] for name in parsed if name in wire} == parsed
+
+
+def test_an_optim_step_of_the_sdk_is_read() -> None:
+    body = sent(SdkOptimStep(model_id="m", seq_id=2, optim_params=types.AdamParams(learning_rate=0.5, grad_clip_norm=1.0)))
+    parsed = requests.parse_json(requests.OptimStepRequest, body)
+    assert parsed.adam_params == requests.AdamParams(learning_rate=0.5, grad_clip_norm=1.0)
+
+
+def test_defaults_of_adam() -> None:
+    ours, theirs = requests.AdamParams(), types.AdamParams()
+    assert ours.model_dump() == theirs.model_dump()
+
+
+def operation(**fields: Any) -> bytes:
+    return orjson.dumps({"model_id": "m", "seq_id": 1} | fields)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"learning_rate": -1.0}, "adam_params.learning_rate: .* got -1.0"),
+        ({"beta1": 1.0}, "adam_params.beta1: .* got 1.0"),
+        ({"beta2": -0.1}, "adam_params.beta2"),
+        ({"eps": -1e-9}, "adam_params.eps"),
+        ({"learning_rate": "0.1"}, "adam_params.learning_rate: .* got '0.1'"),
+        ({"learning_rate": True}, "adam_params.learning_rate"),
+        ({"nesterov": True}, "adam_params.nesterov: Extra inputs are not permitted, got True"),
+    ],
+)
+def test_wrong_hyper_parameters_are_named(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        requests.parse_json(requests.OptimStepRequest, operation(adam_params=params))
+
+
+def test_numbers_must_be_finite() -> None:
+    with pytest.raises(UserError, match="learning_rate"):
+        requests.parse_json(requests.OptimStepRequest, b'{"model_id":"m","seq_id":1,"adam_params":{"learning_rate":Infinity}}')
+
+
+@pytest.mark.parametrize("seq_id", [0, -1, 2**31, 2**70, "1", 1.5, None])
+def test_keys_out_of_range_are_refused(seq_id: Any) -> None:
+    with pytest.raises(UserError, match="seq_id"):
+        requests.parse_json(requests.OperationKey, json.dumps({"model_id": "m", "seq_id": seq_id}).encode())
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        (requests.OptimStepRequest, operation(optimizer_params={"type": "dimuon", "learning_rate": 1})),
+        (requests.SaveWeightsForSamplerRequest, operation(path="name")),
+        (requests.SaveWeightsForSamplerRequest, operation(sampling_session_seq_id=0, kind="inflight")),
+        (requests.SaveWeightsForSamplerRequest, operation(sampling_session_seq_id=0, ttl_seconds=3600)),
+        (requests.CreateModelRequest, orjson.dumps({"session_id": "s", "model_seq_id": 0, "base_model": "b"})),
+        (requests.OPERATIONS["save_weights"], operation(type="save_weights", path="x")),
+        (requests.OPERATIONS["load_weights"], operation(type="load_weights", path="x", optimizer=True)),
+        (
+            requests.CreateSamplingSessionRequest,
+            orjson.dumps({"session_id": "s", "sampling_session_seq_id": 0, "model_path": "tinker://x"}),
+        ),
+    ],
+)
+def test_what_is_not_built_is_refused(model: type[BaseModel], body: bytes) -> None:
+    with pytest.raises(NotBuiltError, match="not built"):
+        requests.parse_json(model, body)
+
+
+def test_a_model_must_train_something() -> None:
+    lora = {"rank": 8, "train_unembed": False, "train_mlp": False, "train_attn": False}
+    body = orjson.dumps({"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": lora})
+    with pytest.raises(UserError, match="one of train_unembed"):
+        requests.parse_json(requests.CreateModelRequest, body)
+
+
+def test_long_values_are_cut_in_messages() -> None:
+    with pytest.raises(UserError) as caught:
+        requests.parse_json(requests.RetrieveFutureRequest, orjson.dumps({"request_id": ["x" * 10_000]}))
+    assert len(str(caught.value)) < 300
