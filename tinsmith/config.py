@@ -6,14 +6,13 @@ A section is passed to the room that needs it; nothing reads configuration from 
 """
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from tinsmith.errors import ConfigError
 
@@ -143,6 +142,36 @@ def load(file: Path | None = None, options: Mapping[str, Any] = types.MappingPro
     return config
 
 
+def base_model_sources(config: Config) -> dict[str, str]:
+    """Name and source of every base model: the absolute path of a local directory, or a Hub id. Without a NAME= the source is the name.
+
+    Raises ConfigError: no base model at all, two of one name, a name that requests could not carry, a directory that is not there.
+    """
+    if not config.base_models:
+        raise ConfigError("no base model to serve; give at least one --base-model [NAME=]PATH_OR_HUB_ID")
+    sources: dict[str, str] = {}
+    for spec in config.base_models:
+        name, source = _base_model(spec)
+        if name in sources:
+            raise ConfigError(f"base_models: two are named {name!r}; tell them apart with NAME=PATH_OR_HUB_ID")
+        sources[name] = source
+    return sources
+
+
+def _base_model(spec: str) -> tuple[str, str]:
+    name, separator, source = ("", "", spec) if Path(spec).is_dir() else spec.rpartition("=")
+    if separator and not re.fullmatch(r"[^\s:]+", name):
+        raise ConfigError(f"base_models: {spec!r} must have a name without blanks and colons before its '='")
+    directory = Path(source).expanduser()
+    if directory.is_dir():
+        source = str(directory.resolve())
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"base_models: {spec!r}: {source} holds no model (there is no config.json in it)")
+    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
+        raise ConfigError(f"base_models: {spec!r}: there is no directory {source!r}, and a Hub id looks like ORGANISATION/MODEL")
+    return name or source, source
+
+
 def to_tree(config: Config) -> dict[str, Any]:
     """The configuration as plain dictionaries, which `from_tree` reads back in the engine process."""
     return dataclasses.asdict(config)
@@ -156,6 +185,8 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
 
 
 def _read_yaml(file: Path) -> Mapping[str, Any]:
+    import yaml  # here, because `tinsmith --help` imports this module
+
     try:
         tree = yaml.safe_load(file.read_text())
     except (OSError, yaml.YAMLError) as error:

@@ -6,14 +6,12 @@ Qwen3 work with it. Ids: merges first, special tokens behind them, as in the rea
 
 import json
 from importlib import resources
-from typing import Literal
+from typing import Any
 
 from tokenizers import AddedToken, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 from tinsmith.errors import ConfigError
-
-TinyKind = Literal["qwen3", "qwen3-vl"]
 
 END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END, IMAGE, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
@@ -37,7 +35,7 @@ BYTES = 256
 SMALLEST_VOCAB = BYTES + len(SPECIAL_TOKENS) + len(MARKUP_TOKENS)
 
 
-def train_tokenizer(kind: TinyKind, vocab: int) -> Qwen2Tokenizer:
+def train_tokenizer(vocab: int) -> Qwen2Tokenizer:
     """A tokenizer of at most `vocab` tokens, the same on every machine. Raises ConfigError for a `vocab` without room for every byte."""
     if vocab < SMALLEST_VOCAB:
         raise ConfigError(f"vocab={vocab} is too small: {BYTES} bytes and the special tokens need at least {SMALLEST_VOCAB}")
@@ -50,22 +48,20 @@ def train_tokenizer(kind: TinyKind, vocab: int) -> Qwen2Tokenizer:
         eos_token=END_OF_TURN,
         extra_special_tokens=list(SPECIAL_TOKENS),
         model_max_length=CONTEXT,
-        chat_template=chat_template(kind),
+        chat_template=_packaged_text("tiny_chat.jinja"),
     )
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKUP_TOKENS])
     return tokenizer
 
 
-def _train_bpe(size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Ids by token and merges in order, for at most `size` tokens."""
+def _train_bpe(size: int) -> tuple[dict[str, int], list[Any]]:
+    """Ids by token and merges (pairs of texts) in order, for at most `size` tokens."""
     untrained = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer  # splits text as Qwen's does
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
-    corpus = resources.files(__package__).joinpath("tiny_corpus.txt").read_text(encoding="utf-8")
-    untrained.train_from_iterator(corpus.splitlines(keepends=True), trainer)
+    untrained.train_from_iterator(_packaged_text("tiny_corpus.txt").splitlines(keepends=True), trainer)
     model = json.loads(untrained.to_str())["model"]
     return model["vocab"], [tuple(pair) for pair in model["merges"]]
 
 
-def chat_template(kind: TinyKind) -> str:
-    """The chat template (Jinja) of a tiny model: Qwen3's turns, and for "qwen3-vl" images in a turn's content."""
-    return resources.files(__package__).joinpath(f"tiny_chat_{kind.replace('-', '_')}.jinja").read_text(encoding="utf-8")
+def _packaged_text(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

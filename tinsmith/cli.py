@@ -1,0 +1,105 @@
+"""The commands that a person types: `tinsmith serve` and `tinsmith tiny-model`.
+
+Every knob of `tinsmith/config.py` becomes one option of `serve`, with the help, unit and default that stand there. A room is imported by
+the command that needs it, and help is printed without Rich's markup: `tinsmith --help` answers at once.
+"""
+
+import inspect
+import sys
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from tinsmith import __version__
+from tinsmith.config import Knob, base_model_sources, knobs, load
+from tinsmith.errors import ConfigError
+
+app = typer.Typer(
+    name="tinsmith",
+    help="A self-hosted server for the Tinker API.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command line. A configuration that cannot work ends in one line on standard error and exit code 2."""
+    try:
+        app()
+    except ConfigError as error:
+        print(f"tinsmith: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tinsmith {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)] = False,
+) -> None:
+    """A self-hosted server for the Tinker API: fine-tune and sample language and vision-language models on your own hardware."""
+
+
+def serve(config: Path | None, **options: Any) -> None:
+    """Serve base models to Tinker clients until Ctrl-C.
+
+    An option given here overrides the same key of the --config file, which overrides the default.
+    """
+    configuration = load(config, {name: value for name, value in options.items() if value is not None})
+    base_model_sources(configuration)
+    from tinsmith.server.main import run_server
+
+    run_server(configuration)
+
+
+def option_name(knob: Knob) -> str:
+    """`--kv-cache-gib` for the knob `kv_cache_gib`; an option that is repeated to fill a list is named in the singular."""
+    name = knob.name.removesuffix("s") if typing.get_origin(knob.type) is list else knob.name
+    return f"--{name.replace('_', '-')}"
+
+
+def _option(knob: Knob) -> inspect.Parameter:
+    default = "" if knob.default in ("", []) else f"default: {knob.default}"
+    notes = ", ".join(note for note in (knob.unit, default) if note)
+    option = typer.Option(option_name(knob), help=f"{knob.help} [{notes}]" if notes else knob.help, show_default=False)
+    # None tells "not given" from "given the default": only what is given overrides the file.
+    return inspect.Parameter(knob.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[knob.type | None, option])
+
+
+def _serve_signature() -> inspect.Signature:
+    file = typer.Option("--config", metavar="FILE.yaml", help="File with the same knobs by section, such as 'server: {port: 9000}'")
+    config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, file])
+    return inspect.Signature([config, *map(_option, knobs())])
+
+
+# Typer reads a command's options from its signature, and these are generated from the configuration tree.
+serve.__dict__["__signature__"] = _serve_signature()
+app.command()(serve)
+
+
+@app.command("tiny-model")
+def tiny_model(
+    kind: Annotated[Literal["qwen3", "qwen3-vl"], typer.Argument(help="Text only, or text and images.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; created if it is not there.")],
+    hidden: Annotated[int, typer.Option(help="Width of the hidden states.")] = 64,
+    layers: Annotated[int, typer.Option(help="Number of decoder layers.")] = 2,
+    vocab: Annotated[int, typer.Option(help="Rows of the embedding; the tokenizer has at most as many tokens.")] = 2048,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same files.")] = 0,
+) -> None:
+    """Write a tiny random model with a real tokenizer, for tests and for trying things out."""
+    from tinsmith.models.tiny import write_tiny_model
+
+    write_tiny_model(kind, directory, hidden=hidden, layers=layers, vocab=vocab, seed=seed)
+    typer.echo(f"wrote a random {kind} model to {directory}; serve it with: tinsmith serve --base-model tiny={directory}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Tiny random models in the real format: Qwen3 and Qwen3-VL with a small tokenizer and image processor files, written to a directory.
+
+For tests, and for trying things out where nothing can be downloaded. Every file is a function of the arguments and the seed: weights come
+from random integers scaled by one multiplication, which give the same bits on every machine.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from tinsmith.errors import ConfigError
+from tinsmith.models.tiny_tokenizer import CONTEXT, END_OF_TEXT, END_OF_TURN, IMAGE, VIDEO, VISION_END, VISION_START, train_tokenizer
+
+TinyKind = Literal["qwen3", "qwen3-vl"]
+
+PATCH, MERGE, FRAMES = 16, 2, 2
+"""Qwen3-VL's: a patch is 16x16 pixels in 2 frames (a picture stands in both), and 2x2 patches become one token."""
+
+SMALLEST_PICTURE, LARGEST_PICTURE = 32 * 32, 1024 * 1024
+"""Limits in pixels: smaller and larger pictures are scaled. Real models start at 65536 (64 tokens); here one token is enough."""
+
+FINAL_NORM = 5.0
+"""Weight of the last norm. With tied embeddings no logit exceeds (norm weight) x (hidden width) x (embedding deviation) by much: 1.3 at a
+weight of 1 and the usual deviation of 0.02. Every distribution stays flat then, and sampling at temperature 1 is noise whatever is learned."""
+
+
+def write_tiny_model(kind: TinyKind, directory: Path, hidden: int = 64, layers: int = 2, vocab: int = 2048, seed: int = 0) -> None:
+    """Write a random model of `hidden` width, `layers` decoder layers and `vocab` embedding rows.
+
+    Raises ConfigError: a kind that is not known, sizes that no model can have, a vocabulary too small for the tokenizer.
+    """
+    if kind not in ("qwen3", "qwen3-vl"):
+        raise ConfigError(f"kind={kind!r} must be qwen3 or qwen3-vl")
+    if hidden < 8 or layers < 1:
+        raise ConfigError(f"hidden={hidden} must be at least 8 and layers={layers} at least 1")
+    tokenizer = train_tokenizer(vocab)
+    text = _text_config(hidden, layers, vocab, tokenizer)
+    network: PreTrainedModel
+    if kind == "qwen3":
+        network = Qwen3ForCausalLM(Qwen3Config(**text, rope_parameters=_rope()))
+    else:
+        network = Qwen3VLForConditionalGeneration(_vision_language_config(text, tokenizer))
+    _fill(network, seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    _save_network(network, directory)
+    GenerationConfig(
+        eos_token_id=[_id(tokenizer, END_OF_TURN), _id(tokenizer, END_OF_TEXT)], pad_token_id=_id(tokenizer, END_OF_TEXT)
+    ).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    if kind == "qwen3-vl":
+        _write_json(directory / "preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor", **_picture_settings()})
+        _write_json(directory / "video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor", **_picture_settings()})
+
+
+def _text_config(hidden: int, layers: int, vocab: int, tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": True,
+        "eos_token_id": _id(tokenizer, END_OF_TURN),
+        "pad_token_id": _id(tokenizer, END_OF_TEXT),
+        "dtype": "float32",
+    }
+
+
+def _rope(**extra: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, **extra}
+
+
+def _vision_language_config(text: dict[str, Any], tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
+    # The time, height and width of a position turn 8, 4 and 4 of the 16 rotary pairs of a head.
+    rope = _rope(mrope_interleaved=True, mrope_section=[8, 4, 4])
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "patch_size": PATCH,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": FRAMES,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 16 * 16,
+        "deepstack_visual_indexes": [0],
+        "dtype": "float32",
+    }
+    return Qwen3VLConfig(
+        text_config={**text, "rope_parameters": rope},
+        vision_config=vision,
+        tie_word_embeddings=True,
+        image_token_id=_id(tokenizer, IMAGE),
+        video_token_id=_id(tokenizer, VIDEO),
+        vision_start_token_id=_id(tokenizer, VISION_START),
+        vision_end_token_id=_id(tokenizer, VISION_END),
+        dtype="float32",
+    )
+
+
+def _picture_settings() -> dict[str, Any]:
+    return {
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "patch_size": PATCH,
+        "temporal_patch_size": FRAMES,
+        "merge_size": MERGE,
+        "size": {"shortest_edge": SMALLEST_PICTURE, "longest_edge": LARGEST_PICTURE},
+        "processor_class": "Qwen3VLProcessor",
+    }
+
+
+@torch.no_grad()
+def _fill(network: PreTrainedModel, seed: int) -> None:
+    """Random matrices, zero biases, norms of one; the last norm of the language model is `FINAL_NORM`."""
+    generator = torch.Generator().manual_seed(seed)
+    final_norm = "model.norm.weight" if isinstance(network, Qwen3ForCausalLM) else "model.language_model.norm.weight"
+    for name, parameter in network.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(FINAL_NORM if name == final_norm else float(name.endswith("weight")))
+        else:
+            _fill_uniform(parameter, _deviation(name, parameter), generator)
+
+
+def _deviation(name: str, matrix: Tensor) -> float:
+    """Standard deviation of a random matrix."""
+    if name.endswith("embed_tokens.weight"):
+        # The largest logit is then 2 sqrt(hidden), 16 at a width of 64: a trained token can reach a probability near one.
+        return 0.4 / math.sqrt(matrix.shape[1])
+    if name.endswith("pos_embed.weight"):
+        return 0.1
+    return 1.0 / math.sqrt(matrix[0].numel())
+
+
+def _fill_uniform(matrix: Tensor, deviation: float, generator: torch.Generator) -> None:
+    # Uniform in [-a, a) has deviation a / sqrt(3). torch.rand gives multiples of 2^-24, so that the subtraction is exact on every machine;
+    # normal numbers would go through a logarithm that differs between processors.
+    matrix.copy_((torch.rand(matrix.shape, generator=generator) - 0.5) * (2 * math.sqrt(3) * deviation))
+
+
+def _save_network(network: PreTrainedModel, directory: Path) -> None:
+    network.config.architectures = [type(network).__name__]
+    network.config.save_pretrained(directory)
+    # named_parameters names a tied matrix once, by its embedding, which is what transformers writes too.
+    save_file(dict(network.named_parameters()), directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _id(tokenizer: Qwen2Tokenizer, token: str) -> int:
+    return int(tokenizer.get_vocab()[token])
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
