@@ -38,7 +38,7 @@ class Served:
         return session_id
 
     async def new_model(self, session_id: str) -> str:
-        """Submit create_model, pretend that the engine has done it, and return the model's id."""
+        """Submit create_model and return the model's id."""
         body = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
         reply = await self.post("create_model", body)
         model_id: str = reply.json()["model_id"]

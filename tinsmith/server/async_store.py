@@ -14,14 +14,6 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
-class _Group:
-    """Commands that will be appended in one transaction."""
-
-    def __init__(self) -> None:
-        self.commands: list[NewCommand] = []
-        self.committed: asyncio.Task[list[bool]] | None = None
-
-
 class AsyncStore:
     """Awaitable access to a Store."""
 
@@ -30,7 +22,8 @@ class AsyncStore:
         self._store = store
         self._writer = ThreadPoolExecutor(1, "store-writer")
         self._readers = ThreadPoolExecutor(_READ_THREADS, "store-reader")
-        self._open_group: _Group | None = None
+        self._open_group: tuple[list[NewCommand], asyncio.Task[list[bool]]] | None = None
+        """Commands for the next transaction, and the task that commits it."""
         self._turn = asyncio.Lock()
 
     async def read(self, method: Callable[Concatenate[Store, Params], Result], *args: Params.args, **kwargs: Params.kwargs) -> Result:
@@ -43,20 +36,19 @@ class AsyncStore:
 
     async def append(self, command: NewCommand) -> bool:
         """Append one command; see Store.append. Its model must exist or come with it."""
-        group = self._open_group
-        if group is None:
-            group = self._open_group = _Group()
-            group.committed = asyncio.create_task(self._commit(group))
-        position = len(group.commands)
-        group.commands.append(command)
-        assert group.committed is not None
+        if self._open_group is None:
+            group: list[NewCommand] = []
+            self._open_group = group, asyncio.create_task(self._commit(group))
+        commands, committed = self._open_group
+        commands.append(command)
+        position = len(commands) - 1
         # Shielded: a client that goes away must not take the others' commands with it.
-        return (await asyncio.shield(group.committed))[position]
+        return (await asyncio.shield(committed))[position]
 
-    async def _commit(self, group: _Group) -> list[bool]:
+    async def _commit(self, group: list[NewCommand]) -> list[bool]:
         async with self._turn:
             self._open_group = None  # what arrives from now on is for the next group
-            return await self.write(Store.append, group.commands)
+            return await self.write(Store.append, group)
 
     def close(self) -> None:
         """Wait for what is being written and end the threads."""

@@ -11,12 +11,13 @@ import orjson
 from tinsmith.config import Config, to_tree
 from tinsmith.engine.link import ServerLink
 from tinsmith.engine.messages import Message, Ready, Shutdown, Wake
-from tinsmith.errors import EngineUnavailableError
+from tinsmith.errors import ConfigError, EngineUnavailableError
 
 log = logging.getLogger(__name__)
 
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0
+_LOADING = "the engine is loading its models"
 _TERMINATE_S = 1.0
 """How long a terminated engine may take before it is killed."""
 
@@ -33,27 +34,32 @@ class EngineProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._stop = asyncio.Event()
         self.state: Literal["starting", "ready", "down"] = "starting"
-        self.reason = "the engine is loading its models"
+        self.reason = _LOADING
         """Why the engine is not ready, if it is not."""
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine can take work."""
+        return self.state == "ready"
+
     async def run(self) -> None:
-        """Start the engine and restart it until `stop`. Raises EngineUnavailableError if the first one ends before it is ready."""
+        """Start the engine and restart it until `stop`. Raises ConfigError if the first one ends before it is ready."""
         happened = "the server stopped before this operation was finished"
         delay_s = 0.0
-        was_ready = False
-        while not self._stop.is_set():
+        ever_ready = False
+        while True:
             await self._on_absent(happened)
             if await self._stopped_within(delay_s):
                 return
-            exit_code = await self._run_once()
+            exit_code, was_ready = await self._run_once()
             if self._stop.is_set():
                 return
+            ever_ready |= was_ready
             happened = f"the engine process ended unexpectedly ({_describe(exit_code)})"
-            if self.state == "starting" and not was_ready:
-                raise EngineUnavailableError(f"{happened} before it could take work; see its output above")
-            delay_s = _FIRST_DELAY_S if self.state == "ready" else min(2 * delay_s, _LONGEST_DELAY_S)
-            was_ready = True
-            self.state, self.reason = "down", f"{happened}; it is restarted in {delay_s:.0f} s"
+            if not ever_ready:
+                raise ConfigError(f"{happened} before it could take work; its output above says why")
+            delay_s = _FIRST_DELAY_S if was_ready else min(2 * delay_s, _LONGEST_DELAY_S)
+            self.reason = f"{happened}; it is restarted in {delay_s:.0f} s"
             log.error(self.reason)
 
     async def _stopped_within(self, delay_s: float) -> bool:
@@ -64,20 +70,23 @@ class EngineProcess:
             return False
         return True
 
-    async def _run_once(self) -> int:
-        """One life of an engine. Returns its exit code."""
-        link = self._link = ServerLink()
+    async def _run_once(self) -> tuple[int, bool]:
+        """One life of an engine: its exit code, and whether it was ever ready."""
+        link = ServerLink()
         process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tinsmith.engine", link.address, stdin=asyncio.subprocess.PIPE)
-        self._process = process
-        self.state, self.reason = "starting", "the engine is loading its models"
+        self._link, self._process = link, process
+        self.state, self.reason = "starting", _LOADING
         reader = asyncio.create_task(self._read(link))
         try:
+            if self._stop.is_set():
+                process.terminate()
             assert process.stdin is not None
             process.stdin.write(orjson.dumps(to_tree(self._config)))
             process.stdin.close()
-            return await process.wait()
+            return await process.wait(), self.is_ready
         finally:
             self._link = self._process = None
+            self.state, self.reason = "down", "the engine process has ended"
             reader.cancel()
             await asyncio.wait([reader])
             link.close()
@@ -92,13 +101,13 @@ class EngineProcess:
 
     async def send(self, message: Message) -> None:
         """Send to a ready engine. Raises EngineUnavailableError if there is none."""
-        if self.state != "ready" or self._link is None:
+        if not self.is_ready or self._link is None:
             raise EngineUnavailableError(f"{self.reason}; send the request again")
         await self._link.send(message)
 
     async def notify(self, message: Message) -> None:
         """Send to the engine if there is one that is ready. One that is not finds everything in the store when it is."""
-        if self.state == "ready" and self._link is not None:
+        if self.is_ready and self._link is not None:
             await self._link.send(message)
 
     async def stop(self) -> None:
@@ -106,6 +115,9 @@ class EngineProcess:
         self._stop.set()
         process, link = self._process, self._link
         if process is None or link is None:
+            return
+        if not self.is_ready:
+            await _end(process)
             return
         try:
             await link.send(Shutdown())

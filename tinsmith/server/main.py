@@ -31,8 +31,8 @@ _HTTP_GRACE_S = 2
 def run_server(config: Config) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Raises ConfigError: no base model, an address that cannot be used, a data_dir that cannot be used or that another server uses.
-    Raises EngineUnavailableError if the engine ends before it was ever ready.
+    Raises ConfigError: no base model, an address that cannot be used, a data_dir that cannot be used or that another server uses, or
+    an engine that ends before it was ever ready.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if not config.base_models:
@@ -99,9 +99,11 @@ async def _serve(config: Config, store: Store, listener: socket.socket) -> None:
     hub.waiters.close()
     await hub.engine.stop()
     await http_task
-    hub.store.close()
     stop_task.cancel()
-    await engine_task
+    try:
+        await engine_task
+    finally:
+        hub.store.close()
 
 
 def _announce(config: Config, listener: socket.socket) -> None:

@@ -68,7 +68,7 @@ class SessionHeartbeatRequest(TolerantModel):
 class FinishReason(TolerantModel):
     """How a session ended."""
 
-    type: Literal["success", "errored", "interrupted"]
+    type: str
 
 
 class FinishSessionRequest(TolerantModel):
@@ -111,16 +111,17 @@ class LoraConfig(StrictModel):
         return self
 
 
-class OptimizerConfig(TolerantModel):
-    """The optimizer of a model for its whole life: "adamw" is built."""
+class OptimizerConfig(StrictModel):
+    """The optimizer of a model for its whole life."""
 
-    type: str = "adamw"
+    type: Literal["adamw"] = "adamw"
 
-    @model_validator(mode="after")
-    def _check_type(self) -> Self:
-        if self.type != "adamw":
-            raise NotBuiltError(f"optimizer_config.type={self.type!r} is not built yet; use 'adamw'")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _check_built(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("type", "adamw") != "adamw":
+            raise NotBuiltError(f"optimizer_config.type={values['type']!r} is not built yet; use 'adamw'")
+        return values
 
 
 class CreateModelRequest(StrictModel):
@@ -190,24 +191,24 @@ class SaveWeightsForSamplerRequest(StrictModel):
 
     model_id: str
     seq_id: SeqId
-    sampling_session_seq_id: CountFromZero | None = None
-    path: str | None = None
-    kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = None
-    user_metadata: dict[str, str] | None = None
+    sampling_session_seq_id: CountFromZero
+    path: None = None
+    kind: Literal["snapshot"] = "snapshot"
+    ttl_seconds: None = None
+    user_metadata: None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
-    @model_validator(mode="after")
-    def _check_built(self) -> Self:
-        if self.path is not None:
-            raise NotBuiltError(f"path={self.path!r}: saved sampler weights are not built yet; use save_weights_and_get_sampling_client")
-        if self.kind == "inflight":
+    @model_validator(mode="before")
+    @classmethod
+    def _check_built(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for name in ("path", "ttl_seconds", "user_metadata"):
+            if values.get(name) is not None:
+                raise NotBuiltError(f"{name}: saved sampler weights are not built yet; use save_weights_and_get_sampling_client")
+        if values.get("kind") == "inflight":
             raise NotBuiltError("kind='inflight' is not built yet; use 'snapshot'")
-        if self.ttl_seconds is not None or self.user_metadata is not None:
-            raise NotBuiltError("ttl_seconds and user_metadata need saved sampler weights (path), which are not built yet")
-        if self.sampling_session_seq_id is None:
-            raise ValueError("sampling_session_seq_id is missing")
-        return self
+        return values
 
 
 class UnbuiltOperation(TolerantModel):
@@ -239,14 +240,13 @@ class CreateSamplingSessionRequest(StrictModel):
 
     session_id: str
     sampling_session_seq_id: CountFromZero
-    base_model: str | None = None
-    model_path: str | None = None
+    base_model: str
+    model_path: None = None
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
-    @model_validator(mode="after")
-    def _check_built(self) -> Self:
-        if self.model_path is not None:
-            raise NotBuiltError(f"model_path={self.model_path!r}: sampling from saved weights is not built yet; name a base_model")
-        if self.base_model is None:
-            raise ValueError("base_model is missing")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _check_built(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("model_path") is not None:
+            raise NotBuiltError(f"model_path={values['model_path']!r}: sampling from saved weights is not built yet; name a base_model")
+        return values

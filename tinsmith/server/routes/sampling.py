@@ -30,7 +30,6 @@ async def create_sampling_session(request: Request) -> Response:
     asked = parse_json(CreateSamplingSessionRequest, await read_body(request, hub.config.server.max_body_mib * 2**20))
     _require_sampler(hub)
     await hub.require_open_session(asked.session_id)
-    assert asked.base_model is not None, "checked by the model"
     hub.base_models.find(asked.base_model)
     session = SamplingSession(
         sampling_session_id=ids.sampling_session_id(asked.session_id, asked.sampling_session_seq_id),

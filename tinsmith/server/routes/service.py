@@ -25,7 +25,7 @@ _SMALL_BODY_BYTES = 8 * 2**20
 async def healthz(request: Request) -> Response:
     """200 once the engine can take work; before, and while it is restarted, 503 with the reason."""
     engine = hub_of(request).engine
-    if engine.state == "ready":
+    if engine.is_ready:
         return json_reply({"status": "ok"})
     return json_reply({"status": "unavailable", "detail": engine.reason}, 503)
 

@@ -70,9 +70,7 @@ async def get_info(request: Request) -> Response:
     """What a model was created as."""
     hub = hub_of(request)
     asked = parse_json(GetInfoRequest, await _body(request, hub))
-    model = await hub.store.read(Store.model, asked.model_id)
-    if model is None:
-        raise NotFoundError(f"model {asked.model_id!r} does not exist")
+    model = await _existing_model(hub, asked.model_id)
     facts = hub.base_models.find(model.base_model)
     return json_reply(
         {
@@ -127,23 +125,24 @@ async def save_weights_for_sampler(request: Request) -> Response:
     hub = hub_of(request)
     body = await _body(request, hub)
     key = parse_json(OperationKey, body)
-    await hub.require_model(key.model_id)
-    command = NewCommand(
-        key.model_id, key.seq_id, "save_weights_for_sampler", body, sampling_session=await _snapshot_session(hub, key, body)
-    )
-    return await _submit(hub, command)
+    session = _snapshot_session(key, body, await _existing_model(hub, key.model_id))
+    return await _submit(hub, NewCommand(key.model_id, key.seq_id, "save_weights_for_sampler", body, sampling_session=session))
 
 
-async def _snapshot_session(hub: Hub, key: OperationKey, body: bytes) -> SamplingSession | None:
+async def _existing_model(hub: Hub, model_id: str) -> Model:
+    model = await hub.store.read(Store.model, model_id)
+    if model is None:
+        raise NotFoundError(f"model {model_id!r} does not exist")
+    return model
+
+
+def _snapshot_session(key: OperationKey, body: bytes, model: Model) -> SamplingSession | None:
     """The sampling session that the request asks for; None if the request is wrong, which the engine will tell the client."""
     try:
         asked = parse_json(SaveWeightsForSamplerRequest, body)
     except UserError as error:
         log.info("%s will fail: %s", ids.request_id(key.model_id, key.seq_id), error)
         return None
-    assert asked.sampling_session_seq_id is not None, "checked by the model"
-    model = await hub.store.read(Store.model, key.model_id)
-    assert model is not None, "checked by the caller"
     return SamplingSession(
         sampling_session_id=ids.sampling_session_id(model.session_id, asked.sampling_session_seq_id),
         session_id=model.session_id,

@@ -1,0 +1,158 @@
+"""A real server with a real engine: ready, killed, restarted, stopped."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import httpx
+import pytest
+
+START_S = 60.0
+
+
+class Server:
+    """`tinsmith serve` as a process of its own."""
+
+    def __init__(self, base_model: str, data_dir: Path, log: IO[str]) -> None:
+        command = [sys.executable, "-c", "from tinsmith.cli import main; main()", "serve", "--port", "0"]
+        options = ["--base-model", base_model, "--data-dir", str(data_dir)]
+        self.log = Path(log.name)
+        self.process = subprocess.Popen([*command, *options], stdout=log, stderr=log)
+
+    def client(self) -> httpx.Client:
+        """A client of the port that the server took."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            if listening := re.search(r"listening on (http://\S+),", self.log.read_text()):
+                return httpx.Client(base_url=f"{listening[1]}/api/v1", timeout=60)
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text())
+
+    def engine_pid(self) -> int:
+        """The engine is the server's only child."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return int(children.split()[0])
+
+
+@contextmanager
+def serving(base_model: str, directory: Path) -> Iterator[Server]:
+    with (directory / "server.log").open("w") as log:
+        server = Server(base_model, directory / "data", log)
+        try:
+            yield server
+        finally:
+            server.process.kill()
+            server.process.wait()
+
+
+@pytest.fixture
+def tiny(family_dir: Callable[[str], Path]) -> str:
+    """What --base-model gets."""
+    return f"tiny={family_dir('qwen3')}"
+
+
+def wait_for_health(client: httpx.Client, status: int) -> httpx.Response:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        reply = client.get("healthz")
+        if reply.status_code == status:
+            return reply
+        time.sleep(0.02)
+    raise AssertionError(f"healthz did not answer {status}")
+
+
+def new_model(client: httpx.Client) -> tuple[str, str]:
+    """Ids of a new session and a model in it, whose create_model is done."""
+    session_id = client.post("create_session", json={}).json()["session_id"]
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+    future = client.post("create_model", json=body).json()
+    done = client.post("retrieve_future", json={"request_id": future["request_id"]}).json()
+    assert done == {"model_id": f"{session_id}:train:0", "type": "create_model"}
+    return session_id, done["model_id"]
+
+
+def endless_sample(sampler: str) -> dict[str, object]:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+    params = {"max_tokens": 20_000, "stop": []}
+    return {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": params}
+
+
+def test_an_engine_that_dies_is_restarted_and_its_work_ends_in_clear_errors(tiny: str, tmp_path: Path) -> None:
+    with serving(tiny, tmp_path) as server, server.client() as client, ThreadPoolExecutor() as threads:
+        assert client.get("healthz").status_code == 503
+        wait_for_health(client, 200)
+        session_id, model_id = new_model(client)
+        save = {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0}
+        saved = client.post("save_weights_for_sampler", json=save).json()
+        snapshot = client.post("retrieve_future", json={"request_id": saved["request_id"]}).json()["sampling_session_id"]
+        body = {"session_id": session_id, "sampling_session_seq_id": 1, "base_model": "tiny"}
+        base = client.post("create_sampling_session", json=body).json()["sampling_session_id"]
+        polls = []
+        for sampler in (snapshot, base):
+            started = client.post("asample", json=endless_sample(sampler)).json()
+            polls.append(threads.submit(client.post, "retrieve_future", json={"request_id": started["request_id"]}))
+        # seq_id 3 waits in the engine for seq_id 2, which never comes.
+        held = client.post("optim_step", json={"model_id": model_id, "seq_id": 3, "adam_params": {}}).json()
+        polls.append(threads.submit(client.post, "retrieve_future", json={"request_id": held["request_id"]}))
+        time.sleep(0.2)
+        assert not any(poll.done() for poll in polls)
+
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert "signal 9" in wait_for_health(client, 503).json()["detail"]
+        of_snapshot, of_base, of_step = (poll.result(timeout=10) for poll in polls)
+        assert (of_snapshot.status_code, of_base.status_code) == (404, 410)
+        assert "the engine process ended unexpectedly (signal 9)" in of_snapshot.json()["detail"]
+        assert of_step.json() == {"error": "the engine process ended unexpectedly (signal 9)", "category": "server"}
+
+        wait_for_health(client, 200)
+        later = client.post("optim_step", json={"model_id": model_id, "seq_id": 4, "adam_params": {}}).json()
+        lost = client.post("retrieve_future", json={"request_id": later["request_id"]}).json()
+        assert lost["category"] == "server"
+        assert "was lost when the engine stopped" in lost["error"]
+        assert client.post("asample", json=endless_sample(snapshot)).status_code == 404
+        assert client.post("asample", json=endless_sample(base)).status_code == 200
+        new_model(client)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=10) == 0
+
+
+def test_ctrl_c_releases_polls_and_ends_both_processes(tiny: str, tmp_path: Path) -> None:
+    with serving(tiny, tmp_path) as server, server.client() as client, ThreadPoolExecutor() as threads:
+        wait_for_health(client, 200)
+        _, model_id = new_model(client)
+        held = client.post("optim_step", json={"model_id": model_id, "seq_id": 2, "adam_params": {}}).json()
+        poll = threads.submit(client.post, "retrieve_future", json={"request_id": held["request_id"]})
+        time.sleep(0.2)
+        engine_pid = server.engine_pid()
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert poll.result(timeout=5).status_code == 408
+        assert server.process.wait(timeout=10) == 0
+        assert time.monotonic() - started < 10
+        assert not Path(f"/proc/{engine_pid}").exists()
+
+
+def test_an_engine_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    with serving(f"tiny={tmp_path / 'broken'}", tmp_path) as server:
+        assert server.process.wait(timeout=START_S) == 2
+        assert "before it could take work" in server.log.read_text()
+
+
+def test_a_data_dir_has_one_server(tiny: str, tmp_path: Path) -> None:
+    with serving(tiny, tmp_path) as server, server.client() as client:
+        wait_for_health(client, 503)
+        (tmp_path / "second").mkdir()
+        with (tmp_path / "second.log").open("w") as log:
+            second = Server(tiny, tmp_path / "data", log)
+            assert second.process.wait(timeout=START_S) == 2
+        assert "is used by another server" in second.log.read_text()
