@@ -1,0 +1,149 @@
+"""Tiny base models of every family, and short ways to make datums for them."""
+
+import hashlib
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from tinsmith.config import ImagesConfig, ModelsConfig
+from tinsmith.models.base import BaseModel, load_base_model
+from tinsmith.models.lora import Adapter, LoraShape, new_adapter
+from tinsmith.models.tiny import write_tiny_model
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.rendering.renderer import Renderer
+from tinsmith.training.backend import DatumWork
+from tinsmith.training.losses import LOSSES
+from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+
+
+def write_family(model_type: str, directory: Path) -> None:
+    """A tiny random model of the family, with the tiny Qwen3 tokenizer."""
+    if model_type in ("qwen3", "qwen3_vl"):
+        write_tiny_model("qwen3-vl" if model_type == "qwen3_vl" else "qwen3", directory)
+        return
+    write_tiny_model("qwen3-vl" if model_type == "qwen2_5_vl" else "qwen3", directory)
+    torch.manual_seed(0)
+    if model_type == "llama":
+        rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope |= {"original_max_position_embeddings": 256}
+        network: Any = LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=rope, tie_word_embeddings=False))
+    elif model_type == "mistral":
+        network = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8, tie_word_embeddings=False))
+    elif model_type == "qwen2":
+        network = Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True))
+    else:
+        network = Qwen2_5_VLForConditionalGeneration(_qwen2_5_vl_config(directory))
+    network.get_decoder().norm.weight.data.fill_(5.0)
+    network.save_pretrained(directory)
+
+
+def _qwen2_5_vl_config(directory: Path) -> Qwen2_5_VLConfig:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 16,
+        "window_size": 64,
+        "fullatt_block_indexes": [1],
+    }
+    ids: dict[str, Any] = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}_pad|>") for name in ("image", "video")}
+    ids |= {f"vision_{end}_token_id": tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>") for end in ("start", "end")}
+    return Qwen2_5_VLConfig(text_config=SMALL | {"rope_parameters": rope}, vision_config=vision, **ids, tie_word_embeddings=True)
+
+
+def load(directory: Path, **models: Any) -> BaseModel:
+    """The base model in `directory`, on the CPU in float32 unless asked otherwise."""
+    return load_base_model("tiny", str(directory), ModelsConfig(**{"device": "cpu", "dtype": "float32"} | models), 2**26)
+
+
+def renderer(base: BaseModel, **limits: Any) -> Renderer:
+    """A renderer whose images all come with their bytes."""
+
+    def no_blob(sha256: bytes) -> bytes:
+        raise AssertionError(f"no image {sha256.hex()} in the store")
+
+    return Renderer(base, ImagesConfig(**limits), no_blob)
+
+
+def text(*tokens: int) -> TextChunk:
+    """A text chunk."""
+    return TextChunk(np.array(tokens, dtype=np.int32))
+
+
+def png(seed: int, width: int = 96, height: int = 64) -> bytes:
+    """An encoded picture of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def image(seed: int, width: int = 96, height: int = 64, expected_tokens: int | None = None) -> ImageChunk:
+    """An image chunk of random pixels; 96x64 takes 6 tokens in the tiny models."""
+    data = png(seed, width, height)
+    return ImageChunk(hashlib.sha256(data).digest(), data, "png", expected_tokens)
+
+
+def random_tokens(seed: int, length: int) -> TextChunk:
+    """Ordinary text tokens."""
+    return TextChunk(np.random.default_rng(seed).integers(0, 1500, length).astype(np.int32))
+
+
+def picture_chunks(base: BaseModel, seed: int, length: int, **size: int) -> list[Chunk]:
+    """Text, a picture between its markers, and text."""
+    start, end = base.config.vision_start_token_id, base.config.vision_end_token_id
+    return [random_tokens(seed, length // 2), text(start), image(seed, **size), text(end), random_tokens(seed + 1, length - length // 2)]
+
+
+def shifted(rendered: RenderedInput) -> NDArray[np.int64]:
+    """Next-token targets [n]; the last is 0."""
+    return np.append(rendered.token_ids[1:], 0).astype(np.int64)
+
+
+def datum(model_id: str, rendered: RenderedInput, seed: int = 0, targets: NDArray[np.int64] | None = None) -> DatumWork:
+    """A cross-entropy datum with weights of any sign, some of them 0."""
+    targets = shifted(rendered) if targets is None else targets
+    generator = np.random.default_rng(seed)
+    weights = generator.normal(size=targets.shape) * (generator.random(targets.shape) < 0.7)
+    return DatumWork(model_id, rendered, targets, LOSSES["cross_entropy"], {"weights": weights.astype(np.float32)})
+
+
+def random_adapter(base: BaseModel, rank: int = 4, seed: int = 0, b_scale: float = 0.05, **shape: bool) -> Adapter:
+    """An adapter whose B is far from zero."""
+    lora = LoraShape(rank, seed, **shape)
+    adapter = new_adapter(lora, base.lora_targets(lora), base.device, base.dtype)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for pair in adapter.masters.values():
+        pair.b.copy_(torch.randn(pair.b.shape, generator=generator) * b_scale)
+    adapter.refresh()
+    return adapter

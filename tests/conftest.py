@@ -1,0 +1,53 @@
+"""Base models that several rooms test with. They never change, so one of each serves the whole run."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bases import load, write_family
+from tinsmith.models.base import BaseModel
+
+
+@pytest.fixture(scope="session", autouse=True)
+def two_threads() -> None:
+    """The suite is planned for two cores; more threads only compete with the servers that tests start."""
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def family_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directory of the tiny model of a family, made on first use."""
+
+    @cache
+    def make(model_type: str) -> Path:
+        directory = tmp_path_factory.mktemp(model_type)
+        write_family(model_type, directory)
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def family_base(family_dir: Callable[[str], Path]) -> Callable[[str], BaseModel]:
+    """The loaded tiny model of a family."""
+
+    @cache
+    def make(model_type: str) -> BaseModel:
+        return load(family_dir(model_type))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def text_base(family_base: Callable[[str], BaseModel]) -> BaseModel:
+    """A text model (Qwen3)."""
+    return family_base("qwen3")
+
+
+@pytest.fixture(scope="session")
+def vision_base(family_base: Callable[[str], BaseModel]) -> BaseModel:
+    """A model that takes images (Qwen3-VL)."""
+    return family_base("qwen3_vl")

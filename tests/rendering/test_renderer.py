@@ -1,0 +1,120 @@
+"""Token ids and pixel values are the Hugging Face processor's; text may be cut anywhere; what does not fit is refused."""
+
+import io
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer
+
+from tests.bases import image, picture_chunks, png, random_tokens, renderer, text
+from tinsmith.config import ImagesConfig
+from tinsmith.errors import UserError
+from tinsmith.models.base import BaseModel
+from tinsmith.rendering.renderer import Renderer
+from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
+
+PROMPT = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What is this?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(("width", "height"), [(96, 64), (33, 200), (500, 333), (32, 32)])
+def test_ids_and_pixels_equal_the_processors(vision_base: BaseModel, family_dir: Callable[[str], Path], width: int, height: int) -> None:
+    directory = family_dir("qwen3_vl")
+    tokenizer, processor = AutoTokenizer.from_pretrained(directory), AutoImageProcessor.from_pretrained(directory, backend="pil")
+    picture = Image.open(io.BytesIO(png(7, width, height)))
+    processed = processor(images=[picture], return_tensors="pt")
+    count = int(processed["image_grid_thw"].prod()) // 4
+    expected = tokenizer(PROMPT.replace("<|image_pad|>", "<|image_pad|>" * count))["input_ids"]
+
+    before, after = PROMPT.split("<|image_pad|>")
+    chunks: list[Chunk] = [text(*tokenizer(before)["input_ids"]), image(7, width, height, count), text(*tokenizer(after)["input_ids"])]
+    rendered = renderer(vision_base).render(chunks)
+    assert rendered.token_ids.tolist() == expected
+    assert torch.equal(rendered.pictures[0].pixel_values, processed["pixel_values"])
+    assert list(rendered.pictures[0].grid_thw) == processed["image_grid_thw"][0].tolist()
+    assert (rendered.spans[0].offset, rendered.spans[0].length) == (len(tokenizer(before)["input_ids"]), count)
+
+
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(0, 12), max_size=6))
+def test_text_cut_anywhere_is_the_same_text(vision_base: BaseModel, cuts: list[int]) -> None:
+    render = renderer(vision_base)
+    tokens = random_tokens(1, 12).tokens
+    edges = [0, *sorted(cuts), 12]
+    pieces: list[Chunk] = [TextChunk(tokens[a:b]) for a, b in itertools.pairwise(edges)]
+    whole = render.render([TextChunk(tokens), image(0)])
+    cut = render.render([*pieces, image(0)])
+    np.testing.assert_array_equal(cut.token_ids, whole.token_ids)
+    assert cut.spans == whole.spans
+    assert torch.equal(cut.positions, whole.positions)
+
+
+def test_a_placeholder_that_arrives_as_text_stays_text(vision_base: BaseModel) -> None:
+    placeholder = vision_base.config.image_token_id
+    rendered = renderer(vision_base).render([text(5, placeholder, placeholder, 6)])
+    assert rendered.token_ids.tolist() == [5, placeholder, placeholder, 6]
+    assert rendered.spans == ()
+    assert rendered.pictures == ()
+    assert rendered.positions.tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_an_image_is_processed_once(vision_base: BaseModel) -> None:
+    render = renderer(vision_base)
+    first = render.render(picture_chunks(vision_base, 1, 4)).pictures[0]
+    (key,) = render.cache
+    again = render.render([image(2), image(1 + 1)])
+    assert first is render.cache[key]
+    assert again.pictures[0] is again.pictures[1]
+
+
+def test_bytes_in_the_store_are_read_by_their_hash(vision_base: BaseModel) -> None:
+    asked: list[bytes] = []
+    chunk = image(3)
+
+    def read(sha256: bytes) -> bytes:
+        asked.append(sha256)
+        assert chunk.data is not None
+        return chunk.data
+
+    render = Renderer(vision_base, ImagesConfig(), read)
+    stored = ImageChunk(chunk.sha256, None, "png", None)
+    assert torch.equal(render.render([stored]).pictures[0].pixel_values, renderer(vision_base).render([chunk]).pictures[0].pixel_values)
+    render.render([stored])
+    assert asked == [chunk.sha256]
+
+
+def test_expected_tokens_are_checked_against_our_own_count(vision_base: BaseModel) -> None:
+    assert len(renderer(vision_base).render([image(0, expected_tokens=6)])) == 6
+    with pytest.raises(UserError, match="chunk 1: expected_tokens is 7, but the image takes 6 tokens"):
+        renderer(vision_base).render([text(1), image(0, expected_tokens=7)])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([], "the model input holds no token"),
+        ([text()], "the model input holds no token"),
+        ([text(1, 2), text(3, 2048)], "chunk 1: token at position 1 is 2048, which is not in the vocabulary of 2048"),
+        ([text(-1)], "chunk 0: token at position 0 is -1"),
+        ([image(0)], "chunk 0 is an image, but tiny takes text only"),
+        ([random_tokens(0, 40000)], "the model input holds 40000 tokens, the context window of tiny is 32768"),
+    ],
+)
+def test_what_a_text_model_cannot_take_is_refused(text_base: BaseModel, chunks: list[Chunk], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        renderer(text_base).render(chunks)
+
+
+def test_a_broken_image_names_its_chunk(vision_base: BaseModel) -> None:
+    good = image(0)
+    assert good.data is not None
+    with pytest.raises(UserError, match="chunk 1: "):
+        renderer(vision_base).render([text(1), ImageChunk(good.sha256, good.data[:200], "png", None)])
+    with pytest.raises(UserError, match="chunk 0: "):
+        renderer(vision_base, max_image_pixels=100).render([good])

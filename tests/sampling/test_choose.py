@@ -1,0 +1,96 @@
+"""Choosing a token from logits: what the distribution is, and that chance depends on nothing but seed, sample and position."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tinsmith.sampling.choose import Choice, choose, truncate
+from tinsmith.sampling.randomness import uniforms
+
+
+def same_for_all(count: int, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, seed: int = 0) -> Choice:
+    """`count` draws that differ in their position only."""
+    return Choice(
+        temperature=np.full(count, temperature, np.float32),
+        top_k=np.full(count, top_k, np.int64),
+        top_p=np.full(count, top_p, np.float32),
+        seed=np.full(count, seed, np.uint64),
+        sample=np.zeros(count, np.uint64),
+        position=np.arange(count, dtype=np.uint64),
+    )
+
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -30.0])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_follow_the_tempered_distribution(temperature: float) -> None:
+    draws = 40_000
+    tokens, logprobs = choose(LOGITS.expand(draws, -1), same_for_all(draws, temperature))
+    expected = (LOGITS / temperature).softmax(-1)
+    counts = np.bincount(tokens, minlength=6) / draws
+    np.testing.assert_allclose(counts, expected.numpy(), atol=0.01)
+    np.testing.assert_allclose(logprobs, expected.log()[tokens].numpy(), atol=1e-6)
+
+
+def test_temperature_zero_takes_the_likeliest_with_its_logprob_at_one() -> None:
+    tokens, logprobs = choose(LOGITS.expand(3, -1), same_for_all(3, temperature=0.0))
+    assert tokens == [0, 0, 0]
+    np.testing.assert_allclose(logprobs, LOGITS.log_softmax(-1)[0].item(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (2, 1.0, {0, 1}),
+        (1, 1.0, {0}),
+        (100, 1.0, {0, 1, 2, 3, 4, 5}),
+        (-1, 0.5, {0}),
+        (-1, 0.6, {0, 1}),
+        (-1, 1e-9, {0}),
+        (2, 0.75, {0, 1}),
+    ],
+)
+def test_truncation_keeps_exactly_these(top_k: int, top_p: float, kept: set[int]) -> None:
+    logprobs = LOGITS.log_softmax(-1).unsqueeze(0)
+    rest = truncate(logprobs, np.array([top_k]), np.array([top_p], np.float32))[0]
+    assert set(rest.isfinite().nonzero().squeeze(1).tolist()) == kept
+    tokens, reported = choose(LOGITS.expand(500, -1), same_for_all(500, top_k=top_k, top_p=top_p))
+    assert set(tokens) <= kept
+    np.testing.assert_allclose(reported, logprobs[0][tokens].numpy(), atol=1e-6)  # over the whole vocabulary, before truncation
+
+
+def test_top_p_is_taken_among_what_top_k_left() -> None:
+    # Of the first two tokens the first has 0.73 of the probability: with top_p=0.7 it stays alone.
+    rest = truncate(LOGITS.log_softmax(-1).unsqueeze(0), np.array([2]), np.array([0.7], np.float32))[0]
+    assert rest.isfinite().tolist() == [True, False, False, False, False, False]
+
+
+def test_one_row_does_not_care_about_its_neighbours() -> None:
+    how = same_for_all(8)
+    alone, _ = choose(LOGITS.unsqueeze(0), Choice(*(getattr(how, f)[3:4] for f in how.__dataclass_fields__)))
+    mixed = replace(how, top_k=np.array([1, 2, 3, -1, 1, 1, 1, 1]), temperature=np.array([0, 2, 1, 1, 0, 0, 0, 0], np.float32))
+    together, _ = choose(LOGITS.expand(8, -1), mixed)
+    assert together[3] == alone[0]
+
+
+def test_random_numbers_are_a_function_of_seed_sample_and_position() -> None:
+    n = 20_000
+    zeros, count = np.zeros(n, np.uint64), np.arange(n, dtype=np.uint64)
+    by_position = uniforms(zeros, zeros, count)
+    by_sample = uniforms(zeros, count, zeros)
+    by_seed = uniforms(count, zeros, zeros)
+    for numbers in (by_position, by_sample, by_seed):
+        assert numbers.min() >= 0.0
+        assert numbers.max() < 1.0
+        np.testing.assert_allclose(np.histogram(numbers, 10, (0, 1))[0] / n, 0.1, atol=0.01)
+        assert len(np.unique(numbers)) == n
+    assert abs(np.corrcoef(by_position[1:], by_sample[1:])[0, 1]) < 0.03
+    np.testing.assert_array_equal(by_position[5:9], uniforms(zeros[:4], zeros[:4], count[5:9]))
+
+
+def test_seeds_of_64_bits_differ() -> None:
+    seeds = np.array([0, 1, 2**63, 2**64 - 1], dtype=np.uint64)
+    assert len(set(uniforms(seeds, seeds * 0, seeds * 0).tolist())) == 4

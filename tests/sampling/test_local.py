@@ -1,0 +1,220 @@
+"""The local sampler against the trainer's forward, alone and in company."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.bases import datum, picture_chunks, random_adapter, random_tokens, renderer, text
+from tinsmith.config import SamplingConfig, TrainingConfig
+from tinsmith.errors import UserError
+from tinsmith.models.base import BaseModel
+from tinsmith.models.lora import Adapter
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.sampling.kv_cache import BLOCK, CacheShape
+from tinsmith.sampling.local import LocalSampler
+from tinsmith.sampling.sequence import SampleResult
+from tinsmith.training.backend import LocalBackend
+from tinsmith.training.optimizer import ModelOptimizer
+from tinsmith.wire.chunks import Chunk
+from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
+
+NO_STOP = StopRule(eos=False, strings=(), token_ids=())
+PARAMS = SamplingParams(max_tokens=12, temperature=1.0, top_p=1.0, top_k=-1, seed=5, stop=NO_STOP)
+
+
+def ask(params: SamplingParams = PARAMS, num_samples: int = 1, prompt_logprobs: bool = False) -> SampleRequest:
+    return SampleRequest("s:sample:0", 0, num_samples, [], params, prompt_logprobs)
+
+
+def sampler_of(base: BaseModel, blocks: int = 400, **knobs: Any) -> LocalSampler:
+    """A sampler with that many cache blocks."""
+    shape = CacheShape.of(base.text_config, base.dtype, base.device)
+    return LocalSampler(base, SamplingConfig(kv_cache_gib=blocks * shape.block_bytes / 2**30, **knobs), logits_chunk=16)
+
+
+def run(sampler: LocalSampler) -> dict[str, SampleResult]:
+    """Step until nothing is left; the cache must be whole again."""
+    done = {}
+    while sampler.has_work:
+        for result in sampler.step():
+            done[result.request_id] = result
+    assert sorted(sampler.cache.free) == list(range(1, sampler.cache.total + 1))
+    assert not sampler.running
+    return done
+
+
+def forward_logprobs(base: BaseModel, adapter: Adapter | None, rendered: RenderedInput, answer: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """The trainer's log-probabilities of the prompt after its first token, and of the answer."""
+    backend = LocalBackend(base, TrainingConfig())
+    blank = random_adapter(base, b_scale=0.0)
+    backend.optimizers["a"] = ModelOptimizer(adapter or blank)
+    where = torch.arange(len(answer)) + rendered.next_position
+    whole = RenderedInput(
+        np.concatenate([rendered.token_ids, np.array(answer, np.int32)]),
+        rendered.spans,
+        rendered.pictures,
+        torch.cat([rendered.positions, where.expand(len(rendered.positions), -1)], dim=1),
+    )
+    (result,) = backend.run_pass([datum("a", whole)], backward=False).results
+    assert result is not None
+    return result.logprobs[: len(rendered) - 1], result.logprobs[len(rendered) - 1 : -1]
+
+
+def prompts(base: BaseModel) -> list[list[Chunk]]:
+    """Prompts of mixed lengths; where the model takes images, some with them."""
+    plain: list[list[Chunk]] = [[random_tokens(i, n)] for i, n in enumerate([5, BLOCK, 40, 1, 2 * BLOCK - 1])]
+    if not base.family.takes_images:
+        return plain
+    return [*plain, picture_chunks(base, 20, 6), [*picture_chunks(base, 22, 4, width=64, height=160), *picture_chunks(base, 24, 5)]]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
+def test_logprobs_equal_the_trainers_for_many_weights_in_one_batch(family_base: Callable[[str], BaseModel], family: str) -> None:
+    base = family_base(family)
+    sampler, render = sampler_of(base), renderer(base)
+    weights = [
+        None,
+        random_adapter(base, 4, 1),
+        random_adapter(base, 8, 2, train_unembed=False),
+        random_adapter(base, 2, 3, train_mlp=False),
+    ]
+    jobs = {}
+    for i, chunks in enumerate(prompts(base)):
+        jobs[str(i)] = (render.render(chunks), weights[i % 4])
+        sampler.add(str(i), ask(replace(PARAMS, max_tokens=20), prompt_logprobs=True), *jobs[str(i)])
+    for name, result in run(sampler).items():
+        rendered, adapter = jobs[name]
+        (sequence,) = result.sequences
+        assert len(sequence.tokens) == 20
+        prompt, answer = forward_logprobs(base, adapter, rendered, sequence.tokens)
+        np.testing.assert_allclose(sequence.logprobs, answer, atol=1e-4)
+        assert result.prompt_logprobs is not None
+        assert np.isnan(result.prompt_logprobs[0])
+        pictures = np.zeros(len(rendered), dtype=bool)
+        for span in rendered.spans:
+            pictures[span.offset : span.offset + span.length] = True
+        assert (result.prompt_logprobs[pictures] == 0.0).all()
+        np.testing.assert_allclose(result.prompt_logprobs[1:][~pictures[1:]], prompt[~pictures[1:]], atol=1e-4)
+
+
+def test_a_seed_gives_the_same_tokens_whatever_runs_beside(vision_base: BaseModel) -> None:
+    render = renderer(vision_base)
+    adapter = random_adapter(vision_base, 4, 1)
+    rendered = render.render(picture_chunks(vision_base, 1, 6))
+    alone = sampler_of(vision_base)
+    alone.add("x", ask(num_samples=3), rendered, adapter)
+    expected = [s.tokens for s in run(alone)["x"].sequences]
+    assert len({tuple(tokens) for tokens in expected}) == 3
+
+    crowded = sampler_of(vision_base)
+    for i in range(6):
+        crowded.add(f"before{i}", ask(replace(PARAMS, seed=i, max_tokens=3 + 5 * i)), render.render([random_tokens(i, 4 + i)]), None)
+    crowded.step()
+    crowded.step()
+    crowded.add("x", ask(num_samples=3), rendered, adapter)
+    crowded.add("after", ask(replace(PARAMS, temperature=0.3, top_k=3), 4), render.render([random_tokens(9, 30)]), adapter)
+    assert [s.tokens for s in run(crowded)["x"].sequences] == expected
+
+
+def test_without_a_seed_two_requests_differ(text_base: BaseModel) -> None:
+    sampler, rendered = sampler_of(text_base), renderer(text_base).render([random_tokens(0, 4)])
+    for name in "ab":
+        sampler.add(name, ask(replace(PARAMS, seed=None, temperature=2.0)), rendered, None)
+    done = run(sampler)
+    assert done["a"].sequences[0].tokens != done["b"].sequences[0].tokens
+
+
+@pytest.mark.parametrize(("blocks", "max_running"), [(14, 256), (400, 3), (6, 2)])
+def test_a_small_cache_preempts_and_changes_nothing(text_base: BaseModel, blocks: int, max_running: int) -> None:
+    def add_all(sampler: LocalSampler) -> None:
+        for i in range(5):
+            rendered = renderer(text_base).render([random_tokens(i, 10 + 3 * i)])
+            sampler.add(str(i), ask(replace(PARAMS, max_tokens=40, seed=i), num_samples=1 + i % 3, prompt_logprobs=True), rendered, None)
+
+    large, small = sampler_of(text_base), sampler_of(text_base, blocks, max_running=max_running)
+    add_all(large)
+    add_all(small)
+    expected, got = run(large), run(small)
+    for name, result in expected.items():
+        assert [s.tokens for s in got[name].sequences] == [s.tokens for s in result.sequences]
+        for mine, other in zip(got[name].sequences, result.sequences, strict=True):
+            np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-4)
+        scored, again = result.prompt_logprobs, got[name].prompt_logprobs
+        assert scored is not None
+        assert again is not None
+        np.testing.assert_allclose(again, scored, atol=1e-4)
+
+
+def test_what_can_never_fit_is_refused_with_both_numbers(text_base: BaseModel) -> None:
+    sampler, rendered = sampler_of(text_base, blocks=4), renderer(text_base).render([random_tokens(0, 30)])
+    with pytest.raises(UserError, match=f"is 70 tokens, but the key/value cache holds {4 * BLOCK}"):
+        sampler.add("x", ask(replace(PARAMS, max_tokens=40)), rendered, None)
+    with pytest.raises(UserError, match=r"exceeds the context window: 30 \+ 40000 > 32768"):
+        sampler.add("x", ask(replace(PARAMS, max_tokens=40000)), rendered, None)
+
+
+def test_without_max_tokens_it_goes_on_to_the_end_of_the_room(text_base: BaseModel) -> None:
+    sampler, rendered = sampler_of(text_base, blocks=4), renderer(text_base).render([random_tokens(0, 30)])
+    sampler.add("x", ask(replace(PARAMS, max_tokens=None)), rendered, None)
+    (sequence,) = run(sampler)["x"].sequences
+    assert (len(sequence.tokens), sequence.stop_reason) == (4 * BLOCK - 30, "length")
+
+
+def test_stop_rules(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered = renderer(text_base).render([random_tokens(0, 4)])
+    greedy = replace(PARAMS, temperature=0.0, max_tokens=30)
+    free = sampler_of(text_base)
+    free.add("free", ask(greedy), rendered, None)
+    path = run(free)["free"].sequences[0].tokens
+    third, seventh = path[2], path[6]
+    word = text_base.tokenizer.decode(path[:2])
+    monkeypatch.setattr(text_base.network.generation_config, "eos_token_id", [seventh])
+
+    sampler = sampler_of(text_base)
+    for name, rule in {
+        "absent": StopRule(True, (), ()),
+        "empty": NO_STOP,
+        "id": StopRule(True, (), (third,)),
+        "other id": StopRule(True, (), (-5,)),
+        "string": StopRule(True, (word,), ()),
+    }.items():
+        sampler.add(name, ask(replace(greedy, stop=rule)), rendered, None)
+    ended = {name: result.sequences[0] for name, result in run(sampler).items()}
+    at_third, at_seventh = path[: path.index(third) + 1], path[: path.index(seventh) + 1]
+    assert (ended["absent"].tokens, ended["absent"].stop_reason) == (at_seventh, "stop")
+    assert (ended["empty"].tokens, ended["empty"].stop_reason) == (path, "length")
+    assert (ended["id"].tokens, ended["id"].stop_reason) == (min(at_third, at_seventh, key=len), "stop")
+    assert (ended["other id"].tokens, ended["other id"].stop_reason) == (at_seventh, "stop")
+    assert (ended["string"].tokens, ended["string"].stop_reason) == (path[:2], "stop")
+
+
+def test_a_broken_model_does_not_reach_another_through_the_cache(text_base: BaseModel) -> None:
+    render = renderer(text_base)
+    rendered = render.render([random_tokens(0, 3)])
+    sick = random_adapter(text_base, 4, 1)
+    for pair in sick.masters.values():
+        pair.b.fill_(float("nan"))
+    sick.refresh()
+    expected_sampler = sampler_of(text_base, blocks=8)
+    expected_sampler.add("well", ask(), rendered, None)
+    expected = run(expected_sampler)["well"].sequences[0]
+    sampler = sampler_of(text_base, blocks=8)
+    sampler.add("sick", ask(replace(PARAMS, max_tokens=100)), rendered, sick)
+    run(sampler)
+    sampler.add("well", ask(), rendered, None)
+    well = run(sampler)["well"].sequences[0]
+    assert well.tokens == expected.tokens
+    assert np.isfinite(well.logprobs).all()
+
+
+def test_a_prompt_of_one_token_has_one_missing_logprob(text_base: BaseModel) -> None:
+    sampler = sampler_of(text_base)
+    sampler.add("x", ask(prompt_logprobs=True), renderer(text_base).render([text(3)]), None)
+    logprobs = run(sampler)["x"].prompt_logprobs
+    assert logprobs is not None
+    assert logprobs.shape == (1,)
+    assert np.isnan(logprobs[0])
