@@ -10,14 +10,14 @@ import os
 import time
 from pathlib import Path
 
-from tinsmith.config import Config
+from tinsmith.config import Config, base_model_sources
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.link import EngineLink
 from tinsmith.engine.messages import Bye, Done, EndSession, Message, ModelFacts, Ready, Sample, Shutdown, Wake
 from tinsmith.engine.operations import Operations, Served
 from tinsmith.engine.samples import Sampled, Samples
 from tinsmith.engine.trainer import Trainer
-from tinsmith.errors import ConfigError, NotFoundError
+from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel, load_base_model
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local import LocalSampler
@@ -140,16 +140,11 @@ class Engine:
 
 
 def load_bases(config: Config) -> dict[str, BaseModel]:
-    """Every base model of the configuration, by name. Raises ConfigError for two of one name."""
-    features = config.images.image_cache_mib * 2**19
+    """Every base model of the configuration, by name. Raises ConfigError as `load_base_model` does."""
+    features = config.images.image_cache_mib * 2**19  # the other half is for pixel values
     bases: dict[str, BaseModel] = {}
-    for spec in config.base_models:
+    for name, source in base_model_sources(config).items():
         started = time.monotonic()
-        base = load_base_model(spec, config.models, features)
-        if base.name in bases:
-            raise ConfigError(f"two base models are named {base.name!r}; name one of them with NAME=PATH")
-        bases[base.name] = base
-        log.info(
-            "loaded %s (%s) on %s in %s, %.1f s", base.name, base.family.model_type, base.device, base.dtype, time.monotonic() - started
-        )
+        base = bases[name] = load_base_model(name, source, config.models, features)
+        log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)
     return bases

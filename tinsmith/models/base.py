@@ -6,7 +6,6 @@ rendering computed; the outer transformers `forward`, which looks for placeholde
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,9 +164,11 @@ def _deepstack_arguments(row: PackedRow, features: list[PictureFeatures]) -> dic
     return {"visual_pos_masks": mask, "deepstack_visual_embeds": layers}
 
 
-def load_base_model(spec: str, config: ModelsConfig, feature_cache_bytes: int) -> BaseModel:
-    """Load `[NAME=]PATH_OR_HUB_ID`. Raises ConfigError for an unsupported architecture or a device that is not there."""
-    name, source = parse_spec(spec)
+def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_bytes: int) -> BaseModel:
+    """Load the model in a local directory or of a Hub id, to be served under `name`.
+
+    Raises ConfigError for an unsupported architecture or a device that is not there.
+    """
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     model_config = AutoConfig.from_pretrained(source)
@@ -198,16 +199,6 @@ def load_base_model(spec: str, config: ModelsConfig, feature_cache_bytes: int) -
         linears=attach(language_model, family.attention_targets + family.mlp_targets, active),
         features=LRUCache(maxsize=feature_cache_bytes, getsizeof=lambda f: f.nbytes),
     )
-
-
-def parse_spec(spec: str) -> tuple[str, str]:
-    """(name, source) of `[NAME=]PATH_OR_HUB_ID`; a local directory becomes an absolute path, which is then also the default name."""
-    name, separator, source = spec.rpartition("=")
-    if Path(source).is_dir():
-        source = str(Path(source).resolve())
-    elif source.startswith((".", "/", "~")):
-        raise ConfigError(f"base model {spec!r}: there is no directory {source!r}")
-    return (name if separator else source), source
 
 
 def pick_device(wanted: str) -> torch.device:
