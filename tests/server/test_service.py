@@ -15,6 +15,7 @@ def test_a_server_without_an_engine_is_not_healthy(tmp_path: Path) -> None:
             reply = await server.client.get("/api/v1/healthz")
             assert reply.status_code == 503
             assert reply.json()["detail"] == "the engine is loading its models"
+            assert (await server.client.get("/api/v1/get_server_capabilities")).status_code == 503
 
     asyncio.run(run())
 

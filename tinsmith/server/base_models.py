@@ -18,11 +18,12 @@ class BaseModels:
         self._by_name = {facts.name: facts for facts in (ModelFacts(**model) for model in models)}
 
     def all(self) -> list[ModelFacts]:
-        """All base models in the order of the configuration."""
+        """All base models in the order of the configuration. Raises EngineUnavailableError before the first engine is ready."""
+        if not self._by_name:
+            raise EngineUnavailableError("the engine is still loading its models; send the request again")
         return list(self._by_name.values())
 
     def find(self, name: str) -> ModelFacts:
-        """The model that `NAME` or `NAME:suffix` means. Raises NotFoundError, or EngineUnavailableError before the first Ready."""
-        if not self._by_name:
-            raise EngineUnavailableError("the engine is still loading its models; send the request again")
-        return self._by_name[find_base(name, self._by_name)]
+        """The model that `NAME` or `NAME:suffix` means. Raises NotFoundError, or EngineUnavailableError as `all`."""
+        known = {facts.name: facts for facts in self.all()}
+        return known[find_base(name, known)]
