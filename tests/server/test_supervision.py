@@ -1,72 +1,22 @@
 """A real server with a real engine: ready, killed, restarted, stopped."""
 
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import httpx
 import pytest
 
-START_S = 60.0
-
-
-class Server:
-    """`tinsmith serve` as a process of its own."""
-
-    def __init__(self, base_model: str, data_dir: Path, log: IO[str]) -> None:
-        command = [sys.executable, "-c", "from tinsmith.cli import main; main()", "serve", "--port", "0"]
-        options = ["--base-model", base_model, "--data-dir", str(data_dir)]
-        self.log = Path(log.name)
-        self.process = subprocess.Popen([*command, *options], stdout=log, stderr=log)
-
-    def client(self) -> httpx.Client:
-        """A client of the port that the server took."""
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if listening := re.search(r"listening on (http://\S+),", self.log.read_text()):
-                return httpx.Client(base_url=f"{listening[1]}/api/v1", timeout=60)
-            time.sleep(0.05)
-        raise AssertionError(self.log.read_text())
-
-    def engine_pid(self) -> int:
-        """The engine is the server's only child."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return int(children.split()[0])
-
-
-@contextmanager
-def serving(base_model: str, directory: Path) -> Iterator[Server]:
-    with (directory / "server.log").open("w") as log:
-        server = Server(base_model, directory / "data", log)
-        try:
-            yield server
-        finally:
-            server.process.kill()
-            server.process.wait()
+from tests.running import START_S, Server, serving
 
 
 @pytest.fixture
-def tiny(family_dir: Callable[[str], Path]) -> str:
-    """What --base-model gets."""
-    return f"tiny={family_dir('qwen3')}"
-
-
-def wait_for_health(client: httpx.Client, status: int) -> httpx.Response:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        reply = client.get("healthz")
-        if reply.status_code == status:
-            return reply
-        time.sleep(0.02)
-    raise AssertionError(f"healthz did not answer {status}")
+def tiny(family_dir: Callable[[str], Path]) -> list[str]:
+    """Options that serve one model."""
+    return ["--base-model", f"tiny={family_dir('qwen3')}"]
 
 
 def new_model(client: httpx.Client) -> tuple[str, str]:
@@ -85,10 +35,10 @@ def endless_sample(sampler: str) -> dict[str, object]:
     return {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": params}
 
 
-def test_an_engine_that_dies_is_restarted_and_its_work_ends_in_clear_errors(tiny: str, tmp_path: Path) -> None:
-    with serving(tiny, tmp_path) as server, server.client() as client, ThreadPoolExecutor() as threads:
+def test_an_engine_that_dies_is_restarted_and_its_work_ends_in_clear_errors(tiny: list[str], tmp_path: Path) -> None:
+    with serving(tmp_path, *tiny) as server, server.client() as client, ThreadPoolExecutor() as threads:
         assert client.get("healthz").status_code == 503
-        wait_for_health(client, 200)
+        server.wait_for_health()
         session_id, model_id = new_model(client)
         save = {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0}
         saved = client.post("save_weights_for_sampler", json=save).json()
@@ -106,13 +56,13 @@ def test_an_engine_that_dies_is_restarted_and_its_work_ends_in_clear_errors(tiny
         assert not any(poll.done() for poll in polls)
 
         os.kill(server.engine_pid(), signal.SIGKILL)
-        assert "signal 9" in wait_for_health(client, 503).json()["detail"]
+        assert "signal 9" in server.wait_for_health(503).json()["detail"]
         of_snapshot, of_base, of_step = (poll.result(timeout=10) for poll in polls)
         assert (of_snapshot.status_code, of_base.status_code) == (404, 410)
         assert "the engine process ended unexpectedly (signal 9)" in of_snapshot.json()["detail"]
         assert of_step.json() == {"error": "the engine process ended unexpectedly (signal 9)", "category": "server"}
 
-        wait_for_health(client, 200)
+        server.wait_for_health()
         later = client.post("optim_step", json={"model_id": model_id, "seq_id": 4, "adam_params": {}}).json()
         lost = client.post("retrieve_future", json={"request_id": later["request_id"]}).json()
         assert lost["category"] == "server"
@@ -124,9 +74,9 @@ def test_an_engine_that_dies_is_restarted_and_its_work_ends_in_clear_errors(tiny
         assert server.process.wait(timeout=10) == 0
 
 
-def test_ctrl_c_releases_polls_and_ends_both_processes(tiny: str, tmp_path: Path) -> None:
-    with serving(tiny, tmp_path) as server, server.client() as client, ThreadPoolExecutor() as threads:
-        wait_for_health(client, 200)
+def test_ctrl_c_releases_polls_and_ends_both_processes(tiny: list[str], tmp_path: Path) -> None:
+    with serving(tmp_path, *tiny) as server, server.client() as client, ThreadPoolExecutor() as threads:
+        server.wait_for_health()
         _, model_id = new_model(client)
         held = client.post("optim_step", json={"model_id": model_id, "seq_id": 2, "adam_params": {}}).json()
         poll = threads.submit(client.post, "retrieve_future", json={"request_id": held["request_id"]})
@@ -143,16 +93,15 @@ def test_ctrl_c_releases_polls_and_ends_both_processes(tiny: str, tmp_path: Path
 def test_an_engine_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{}")
-    with serving(f"tiny={tmp_path / 'broken'}", tmp_path) as server:
+    with serving(tmp_path, "--base-model", f"tiny={tmp_path / 'broken'}") as server:
         assert server.process.wait(timeout=START_S) == 2
         assert "before it could take work" in server.log.read_text()
 
 
-def test_a_data_dir_has_one_server(tiny: str, tmp_path: Path) -> None:
-    with serving(tiny, tmp_path) as server, server.client() as client:
-        wait_for_health(client, 503)
-        (tmp_path / "second").mkdir()
+def test_a_data_dir_has_one_server(tiny: list[str], tmp_path: Path) -> None:
+    with serving(tmp_path, *tiny) as server:
+        server.wait_for_health(503)
         with (tmp_path / "second.log").open("w") as log:
-            second = Server(tiny, tmp_path / "data", log)
+            second = Server(log, tmp_path / "data", tiny)
             assert second.process.wait(timeout=START_S) == 2
         assert "is used by another server" in second.log.read_text()

@@ -1,0 +1,60 @@
+"""A model driven over plain HTTP: for orders and repeats that the SDK would not send."""
+
+from collections.abc import Sequence
+
+import httpx
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_forward_backward_output
+
+
+class RawModel:
+    """One model. Every submit names its seq_id; `result` waits for a request id."""
+
+    def __init__(self, http: httpx.Client, base_model: str, rank: int = 8, seed: int = 3) -> None:
+        self.http = http
+        session_id = http.post("create_session", json={}).json()["session_id"]
+        lora = {"rank": rank, "seed": seed}
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": base_model, "lora_config": lora}
+        created = http.post("create_model", json=body).json()
+        self.model_id: str = created["model_id"]
+        assert self.result(created["request_id"])["model_id"] == self.model_id
+
+    def forward_backward(self, seq_id: int, data: Sequence[types.Datum], forward_only: bool = False) -> str:
+        """Submit; returns the request id."""
+        body = types.ForwardBackwardInput(data=list(data), loss_fn="cross_entropy")
+        request = types.ForwardBackwardRequest(forward_backward_input=body, model_id=self.model_id, seq_id=seq_id)
+        message = forward_backward_request_to_proto(request)
+        message.forward_only = forward_only
+        headers = {"Content-Type": "application/x-protobuf"}
+        reply = self.http.post("forward_backward", content=message.SerializeToString(), headers=headers)
+        assert reply.status_code == 200, reply.text
+        request_id: str = reply.json()["request_id"]
+        return request_id
+
+    def optim_step(self, seq_id: int, params: types.AdamParams) -> str:
+        """Submit; returns the request id."""
+        body = {"model_id": self.model_id, "seq_id": seq_id, "adam_params": params.model_dump()}
+        reply = self.http.post("optim_step", json=body)
+        assert reply.status_code == 200, reply.text
+        request_id: str = reply.json()["request_id"]
+        return request_id
+
+    def result(self, request_id: str) -> dict[str, object]:
+        """The JSON result or error of an operation."""
+        reply = self.http.post("retrieve_future", json={"request_id": request_id})
+        assert reply.status_code == 200, reply.text
+        result: dict[str, object] = reply.json()
+        return result
+
+    def output(self, request_id: str) -> types.ForwardBackwardOutput:
+        """The result of a forward or forward_backward."""
+        reply = self.http.post("retrieve_future", json={"request_id": request_id})
+        assert reply.headers["content-type"] == "application/x-protobuf", reply.text
+        return deserialize_forward_backward_output(reply.content)
+
+    def grad_norm(self, request_id: str) -> float:
+        """The gradient norm that an optim_step reported."""
+        metrics = self.result(request_id)["metrics"]
+        assert isinstance(metrics, dict)
+        return float(metrics["grad_norm"])

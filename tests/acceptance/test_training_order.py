@@ -1,0 +1,153 @@
+"""However a client splits, reorders, retries or mixes its requests, the gradients are the same."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+
+from tests.acceptance.conftest import API_KEY
+from tests.acceptance.raw import RawModel
+from tests.acceptance.talking import RAW_STEP, assert_close, datum, image_input, logprobs, scores, text_input, train, with_inputs
+from tests.running import Server
+
+Trace = tuple[float, list[np.ndarray], list[np.ndarray]]
+"""Gradient norm, and log-probabilities before and after a step."""
+
+
+def trace(client: tinker.TrainingClient, calls: Sequence[list[types.Datum]]) -> Trace:
+    """One step made of these forward_backward calls."""
+    futures = [client.forward_backward(call, "cross_entropy") for call in calls]
+    step = client.optim_step(RAW_STEP)
+    before = [array for future in futures for array in logprobs(future.result())]
+    metrics = step.result().metrics
+    assert metrics is not None
+    return metrics["grad_norm"], before, scores(client, [item for call in calls for item in call])
+
+
+def assert_same(actual: Trace, expected: Trace) -> None:
+    """The same gradients; and they moved something."""
+    assert actual[0] == pytest.approx(expected[0], rel=1e-5)
+    assert_close(actual[1], expected[1], atol=1e-5)
+    assert_close(actual[2], expected[2])
+    assert np.abs(expected[2][0] - expected[1][0]).max() > 0.01
+
+
+def mixed_data(client: tinker.TrainingClient, base_model: str) -> list[types.Datum]:
+    """Sequences of several lengths; for the vision model every second one has a picture."""
+    data = [datum(text_input(seed, 5 + 3 * seed), seed) for seed in range(5)]
+    if base_model == "text":
+        return data
+    return [item for seed, plain in enumerate(data) for item in (plain, datum(image_input(client, seed), seed))]
+
+
+@pytest.mark.parametrize("base_model", ["text", "vision"])
+def test_one_call_split_into_many_gives_the_gradients_of_the_unsplit_one(
+    service: tinker.ServiceClient, chunking_server: Server, base_model: str
+) -> None:
+    whole = train(service, base_model)
+    data = mixed_data(whole, base_model)
+    expected = trace(whole, [data])
+    with tinker.ServiceClient(base_url=chunking_server.url, api_key=API_KEY) as splitting:
+        assert_same(trace(train(splitting, base_model), [data]), expected)
+    assert_same(trace(train(service, base_model), [data[:3], data[3:4], data[4:]]), expected)
+
+
+def test_text_and_image_datums_in_one_call_equal_the_same_datums_alone(service: tinker.ServiceClient) -> None:
+    together, alone = train(service, "vision"), train(service, "vision")
+    data = mixed_data(together, "vision")
+    assert_same(trace(together, [data]), trace(alone, [[item] for item in data]))
+
+
+def test_text_chunks_may_be_cut_anywhere(service: tinker.ServiceClient) -> None:
+    def cut(model_input: types.ModelInput, size: int) -> types.ModelInput:
+        chunks: list[types.ModelInputChunk] = []
+        for chunk in model_input.chunks:
+            if isinstance(chunk, types.EncodedTextChunk):
+                tokens = list(chunk.tokens)
+                chunks += [types.EncodedTextChunk(tokens=tokens[i : i + size]) for i in range(0, len(tokens), size)]
+            else:
+                chunks.append(chunk)
+        return types.ModelInput(chunks=chunks)
+
+    client = train(service, "vision")
+    whole = [text_input(1, 11), image_input(client, 2)]
+    expected = scores(client, [datum(model_input) for model_input in whole])
+    for size in (1, 2, 3):
+        got = scores(client, [datum(cut(model_input, size)) for model_input in whole])
+        assert all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_sequence_ids_may_arrive_2_3_1(http: httpx.Client) -> None:
+    data = [datum(text_input(seed, 6), seed) for seed in range(2)]
+    ordered, shuffled = RawModel(http, "text"), RawModel(http, "text")
+    ordered.forward_backward(1, data[:1])
+    ordered.forward_backward(2, data[1:])
+    norm = ordered.grad_norm(ordered.optim_step(3, RAW_STEP))
+    late = shuffled.forward_backward(2, data[1:])
+    step = shuffled.optim_step(3, RAW_STEP)
+    first = shuffled.forward_backward(1, data[:1])
+    assert shuffled.grad_norm(step) == pytest.approx(norm, rel=1e-5)
+    assert_close(
+        logprobs(shuffled.output(first)) + logprobs(shuffled.output(late)),
+        logprobs(ordered.output(f"{ordered.model_id}/1")) + logprobs(ordered.output(f"{ordered.model_id}/2")),
+        1e-5,
+    )
+    after = [logprobs(model.output(model.forward_backward(4, data, forward_only=True))) for model in (ordered, shuffled)]
+    assert_close(after[1], after[0])
+
+
+def test_the_same_post_twice_counts_once(http: httpx.Client) -> None:
+    data = [datum(text_input(1, 8), 1)]
+    once, twice = RawModel(http, "text"), RawModel(http, "text")
+    once.forward_backward(1, data)
+    norm = once.grad_norm(once.optim_step(2, RAW_STEP))
+
+    request_ids = {twice.forward_backward(1, data), twice.forward_backward(1, data)}
+    assert len(request_ids) == 1
+    first = logprobs(twice.output(request_ids.pop()))
+    again = logprobs(twice.output(twice.forward_backward(1, data)))  # after it is done: the old result, not a new run
+    assert np.array_equal(first[0], again[0])
+    step = twice.optim_step(2, RAW_STEP)
+    assert twice.optim_step(2, RAW_STEP) == step
+    assert twice.grad_norm(step) == pytest.approx(norm, rel=1e-6)
+    assert twice.grad_norm(twice.optim_step(2, RAW_STEP)) == twice.grad_norm(step)
+    after = [logprobs(model.output(model.forward_backward(3, data, forward_only=True))) for model in (once, twice)]
+    assert_close(after[1], after[0], 1e-5)
+
+
+def test_models_of_different_rank_that_train_at_once_equal_each_alone(service: tinker.ServiceClient) -> None:
+    ranks = [4, 16, 8, 32]
+    data = [[datum(text_input(10 * i + k, 5 + i + k), k) for k in range(3)] for i in range(4)]
+    alone = [trace(train(service, "text", rank), [mine]) for rank, mine in zip(ranks, data, strict=True)]
+    clients = [train(service, "text", rank) for rank in ranks]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(trace, clients, [[mine] for mine in data]))
+    for got, expected in zip(together, alone, strict=True):
+        assert_same(got, expected)
+
+
+def test_targets_of_two_dimensions_dense_and_sparse(service: tinker.ServiceClient) -> None:
+    """(N, K) targets; the SDK sends the sparse one as CSR, with zeros dropped from targets and weights alike."""
+    client, twin = train(service, "text"), train(service, "text")
+    generator = np.random.default_rng(0)
+    model_input = text_input(1, 12)
+    targets = torch.from_numpy(generator.integers(1, 1500, (12, 40)))
+    weights = torch.from_numpy(generator.normal(size=(12, 40)).astype(np.float32)) * (
+        torch.rand(12, 40, generator=torch.Generator().manual_seed(0)) < 0.1
+    )
+    sparse_targets = torch.where(weights != 0, targets, 0)
+    sparse = with_inputs(model_input, target_tokens=sparse_targets, weights=weights)
+    assert sparse.loss_fn_inputs["weights"].sparse_crow_indices is not None
+    _, (got,), _ = result = trace(client, [[sparse]])
+    assert got.shape == (12, 40)
+
+    columns = [with_inputs(model_input, target_tokens=sparse_targets[:, k], weights=weights[:, k]) for k in range(40)]
+    norm, by_column, after = trace(twin, [columns])
+    np.testing.assert_allclose(got, np.stack(by_column, axis=1), atol=1e-5)
+    assert result[0] == pytest.approx(norm, rel=1e-4)
+    np.testing.assert_allclose(result[2][0], np.stack(after, axis=1), atol=1e-4)
