@@ -23,7 +23,7 @@ class NotFoundError(UserError):
 
 
 class NotBuiltError(UserError):
-    """The request asks for a part of the Tinker API that this version does not have (HTTP 501 or a failed future)."""
+    """The request asks for a part of the Tinker API that this version does not have (HTTP 400, or a failed future)."""
 
 
 class ConfigError(TinsmithError):

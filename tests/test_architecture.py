@@ -1,0 +1,111 @@
+"""The house keeps its shape: rooms import one way, torch stays in its rooms, and what we touch of transformers' inside is known."""
+
+import ast
+import operator
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tinsmith.models.base import BaseModel
+
+PACKAGE = Path(__file__).parent.parent / "tinsmith"
+
+RANKS = {
+    "errors": 0,
+    "config": 1,
+    "wire": 2,
+    "store": 3,
+    "models": 3,
+    "rendering": 4,
+    "training": 5,
+    "sampling": 6,
+    "engine": 7,
+    "server": 8,
+    "cli": 9,
+}
+"""A room imports rooms of a lower rank only, or itself."""
+
+MAY_IMPORT_TORCH = {"models", "rendering", "training", "sampling"}
+
+TRANSFORMERS_NAMES = {
+    "AttentionInterface",
+    "AutoConfig",
+    "AutoImageProcessor",
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoTokenizer",
+    "GenerationConfig",
+    "PreTrainedModel",
+    "Qwen2Tokenizer",
+    "Qwen3Config",
+    "Qwen3ForCausalLM",
+    "Qwen3VLConfig",
+    "Qwen3VLForConditionalGeneration",
+}
+"""All that the package imports of transformers: a new version is checked against this list first."""
+
+INSIDE_A_MODEL = [
+    "config.get_text_config",
+    "config.image_token_id",
+    "config.vision_config.spatial_merge_size",
+    "generation_config.eos_token_id",
+    "get_output_embeddings",
+    "model.get_image_features",
+    "model.language_model.get_input_embeddings",
+    "set_attn_implementation",
+]
+"""What models/base.py uses of a loaded image-text model."""
+
+
+def modules() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if not path.name.endswith("_pb2.py")]
+
+
+def room_of(module: str) -> str:
+    """`tinsmith.wire.sample` -> `wire`."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(path: Path) -> list[tuple[str, list[str]]]:
+    """(module, names) of every import statement, also those inside functions."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.append((node.module, [alias.name for alias in node.names]))
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, []) for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_rooms_import_one_way(path: Path) -> None:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if parts == ("__init__",):
+        return
+    room = parts[0]
+    for module, _ in imports(path):
+        if module.startswith("tinsmith."):
+            other = room_of(module)
+            assert other == room or RANKS[other] < RANKS[room], f"{path.name} of {room} imports {module}"
+        if module.split(".")[0] in ("torch", "transformers", "tokenizers"):
+            assert room in MAY_IMPORT_TORCH, f"{path.name} of {room} imports {module}"
+        assert module.split(".")[0] != "tinker", f"{path.name} imports the client's SDK"
+
+
+def test_what_we_touch_of_transformers_is_listed_and_there(vision_base: BaseModel) -> None:
+    used = {name for path in modules() for module, names in imports(path) if module.startswith("transformers") for name in names}
+    assert used == TRANSFORMERS_NAMES
+    assert all(hasattr(transformers, name) for name in used)
+    for dotted in INSIDE_A_MODEL:
+        operator.attrgetter(dotted)(vision_base.network)
+
+
+@pytest.mark.parametrize(
+    "module", ["tinsmith.cli", "tinsmith.server.main", "tinsmith.engine.link", "tinsmith.wire.sample", "tinsmith.store.store"]
+)
+def test_the_http_side_never_loads_torch(module: str) -> None:
+    code = f"import sys, {module}; assert not {{'torch', 'transformers'}} & set(sys.modules), 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
