@@ -60,11 +60,14 @@ class Server:
 
 @contextmanager
 def serving(directory: Path, *options: str) -> Iterator[Server]:
-    """A server whose log and data lie in `directory`; it is killed at the end."""
+    """A server whose log and data lie in `directory`; it is stopped at the end."""
     with (directory / "server.log").open("w") as log:
         server = Server(log, directory / "data", list(options))
         try:
             yield server
         finally:
-            server.process.kill()
-            server.process.wait()
+            server.process.terminate()
+            try:
+                server.process.wait(timeout=15)
+            finally:
+                server.process.kill()
