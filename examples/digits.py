@@ -1,0 +1,239 @@
+"""Teach a vision-language model to read handwritten digits, through an unmodified Tinker SDK.
+
+    make demo          or          python examples/digits.py [--epochs 12] [--output demo-output]
+
+It makes a tiny random Qwen3-VL model (nothing is downloaded), starts `tinsmith serve` on it, fine-tunes it with LoRA on 1,500 of the 1,797
+digit scans that scikit-learn ships, and samples the other 297 before, after and in between: image in, answer out. The functions from
+`prompt` to `fine_tune` are all that a Tinker script is; the rest is the stage around it. Left out: checkpoints, and any cleverness.
+"""
+
+import argparse
+import contextlib
+import io
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import numpy as np
+import tinker
+from matplotlib import pyplot as plt
+from numpy.typing import NDArray
+from PIL import Image
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from sklearn.datasets import load_digits
+from tinker import types
+from transformers import PreTrainedTokenizerBase
+
+from tinsmith.models.tiny import write_tiny_model
+
+MODEL = "tiny-qwen3-vl"
+TRAINED, BATCH, LEARNING_RATE = 1500, 50, 3e-3
+IMAGE_SIDE, IMAGE_TOKENS = 64, 4  # the tiny model has patches of 16 pixels and merges 2 x 2 of them into a token
+BEFORE_IMAGE = "<|im_start|>user\n<|vision_start|>"
+AFTER_IMAGE = "<|vision_end|>What digit is this?<|im_end|>\n<|im_start|>assistant\n"
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One handwritten digit."""
+
+    png: bytes
+    digit: int
+
+
+@dataclass
+class Curves:
+    """What the picture shows."""
+
+    losses: list[float]
+    """Mean loss per answer token, by step."""
+    accuracies: list[tuple[int, float]]
+    """(steps done, held-out accuracy)."""
+    answers: list[str]
+    """The last answers to the held-out scans."""
+
+
+def load_scans(seed: int = 0) -> list[Scan]:
+    """All 1,797 scans of 8 x 8 pixels, shuffled, each enlarged to a PNG."""
+    data = load_digits()
+    order = np.random.default_rng(seed).permutation(len(data.target))
+    return [Scan(encode_png(data.images[i]), int(data.target[i])) for i in order]
+
+
+def encode_png(pixels: NDArray[np.float64]) -> bytes:
+    """A scan [8, 8] with values 0 to 16 as a picture."""
+    image = Image.fromarray((pixels * 255 / 16).astype(np.uint8)).resize((IMAGE_SIDE, IMAGE_SIDE), Image.Resampling.NEAREST)
+    file = io.BytesIO()
+    image.convert("RGB").save(file, "PNG")
+    return file.getvalue()
+
+
+# ---- The Tinker script
+
+
+def prompt(tokenizer: PreTrainedTokenizerBase, scan: Scan) -> types.ModelInput:
+    """The question in Qwen3's chat format, with the picture as a chunk of its own."""
+    return types.ModelInput(
+        chunks=[
+            types.EncodedTextChunk(tokens=tokenizer.encode(BEFORE_IMAGE)),
+            types.ImageChunk(data=scan.png, format="png", expected_tokens=IMAGE_TOKENS),
+            types.EncodedTextChunk(tokens=tokenizer.encode(AFTER_IMAGE)),
+        ]
+    )
+
+
+def training_datum(tokenizer: PreTrainedTokenizerBase, scan: Scan) -> types.Datum:
+    """Question and answer. Position i predicts target i, so targets are shifted by one; only the answer has weight."""
+    question = prompt(tokenizer, scan)
+    answer = tokenizer.encode(f"{scan.digit}<|im_end|>")
+    model_input = types.ModelInput(chunks=[*question.chunks, types.EncodedTextChunk(tokens=answer[:-1])])
+    targets = np.zeros(model_input.length, dtype=np.int64)
+    weights = np.zeros(model_input.length, dtype=np.float32)
+    targets[-len(answer) :] = answer
+    weights[-len(answer) :] = 1.0 / (len(answer) * BATCH)
+    inputs = {"target_tokens": types.TensorData.from_numpy(targets), "weights": types.TensorData.from_numpy(weights)}
+    return types.Datum(model_input=model_input, loss_fn_inputs=inputs)
+
+
+def read_digits(model: tinker.TrainingClient, scans: list[Scan]) -> list[str]:
+    """What the model answers now, for each scan."""
+    tokenizer = model.get_tokenizer()
+    sampler = model.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=4, temperature=0.0)
+    futures = [sampler.sample(prompt(tokenizer, scan), 1, params) for scan in scans]
+    return [str(tokenizer.decode(f.result().sequences[0].tokens)).removesuffix("<|im_end|>") for f in futures]
+
+
+def accuracy(answers: list[str], scans: list[Scan]) -> float:
+    """Share of right answers."""
+    return float(np.mean([answer == str(scan.digit) for answer, scan in zip(answers, scans, strict=True)]))
+
+
+def fine_tune(model: tinker.TrainingClient, training: list[Scan], held_out: list[Scan], epochs: int) -> Curves:
+    """Train with a learning rate that falls to zero; look at the held-out scans after every epoch."""
+    data = [training_datum(model.get_tokenizer(), scan) for scan in training]
+    answers = read_digits(model, held_out)
+    curves = Curves([], [(0, accuracy(answers, held_out))], answers)
+    steps = epochs * (len(data) // BATCH)
+    with progress_bar() as bar:
+        task = bar.add_task("fine-tuning", total=steps, loss=float("nan"), accuracy=curves.accuracies[0][1])
+        for epoch in range(epochs):
+            order = np.random.default_rng(epoch).permutation(len(data))
+            for batch in order.reshape(-1, BATCH):
+                step = len(curves.losses)
+                forward = model.forward_backward([data[i] for i in batch], "cross_entropy")
+                update = model.optim_step(types.AdamParams(learning_rate=LEARNING_RATE * (1 - step / steps), eps=1e-8))
+                curves.losses.append(forward.result().metrics["loss:sum"])
+                update.result()
+                bar.update(task, advance=1, loss=curves.losses[-1])
+            curves.answers = read_digits(model, held_out)
+            curves.accuracies.append((len(curves.losses), accuracy(curves.answers, held_out)))
+            bar.update(task, accuracy=curves.accuracies[-1][1])
+    return curves
+
+
+# ---- The stage around it
+
+
+def progress_bar() -> Progress:
+    """Steps, loss and accuracy in one line."""
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  held-out accuracy {task.fields[accuracy]:.3f}"),
+        TimeElapsedColumn(),
+    ]
+    return Progress(*columns, console=console)
+
+
+@contextlib.contextmanager
+def running_server(model_dir: Path, output: Path) -> Iterator[str]:
+    """`tinsmith serve` on a free port, for as long as the block runs; yields its address."""
+    log = output / "server.log"
+    command = [sys.executable, "-m", "tinsmith.cli", "serve", "--base-model", f"{MODEL}={model_dir}"]
+    with log.open("w") as file:
+        server = subprocess.Popen([*command, "--port", "0", "--data-dir", str(output / "data")], stdout=file, stderr=file)
+    try:
+        yield wait_until_ready(server, log)
+    finally:
+        server.terminate()
+        server.wait(timeout=20)
+
+
+def wait_until_ready(server: "subprocess.Popen[bytes]", log: Path) -> str:
+    """The server's address, once healthz answers 200."""
+    while server.poll() is None:
+        time.sleep(0.1)
+        if listening := re.search(r"listening on (http://\S+),", log.read_text()):
+            with contextlib.suppress(HTTPError):  # 503 until the model is loaded
+                urlopen(f"{listening[1]}/api/v1/healthz").close()
+                return listening[1]
+    raise SystemExit(f"the server did not start:\n{log.read_text()}")
+
+
+def draw(curves: Curves, held_out: list[Scan], file: Path) -> None:
+    """Loss and accuracy curves, and a grid of held-out scans with the model's answers; wrong ones come first and in red."""
+    figure = plt.figure(figsize=(14, 6), layout="constrained")
+    left, right = np.ravel(figure.subfigures(1, 2, width_ratios=[1, 1.25]))
+    loss, score = left.subplots(2, 1, sharex=True)
+    loss.plot(curves.losses, linewidth=0.8)
+    loss.set(ylabel="loss per answer token", yscale="log")
+    score.plot(*zip(*curves.accuracies, strict=True), marker="o")
+    score.set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1.02))
+    right_first = sorted(range(len(held_out)), key=lambda i: curves.answers[i] == str(held_out[i].digit))
+    for axes, i in zip(right.subplots(5, 10).flat, right_first, strict=False):
+        correct = curves.answers[i] == str(held_out[i].digit)
+        axes.imshow(Image.open(io.BytesIO(held_out[i].png)), cmap="gray_r")
+        axes.set_title(curves.answers[i] or "-", color="black" if correct else "red", fontsize=11)
+        axes.axis("off")
+    right.suptitle("held-out scans and the model's answers (wrong ones first, in red)")
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+NEXT_STEPS = """
+The same with a real model on a GPU:
+
+    tinsmith serve --base-model Qwen/Qwen3-VL-4B-Instruct
+    export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-anything
+    python your_tinker_script.py          # base_model="Qwen/Qwen3-VL-4B-Instruct"
+
+`tinsmith serve --help` lists every knob. This script, examples/digits.py, is one to start from.
+"""
+
+
+def main() -> None:
+    """Run the whole thing."""
+    parser = argparse.ArgumentParser(description="Fine-tune a tiny vision-language model to read handwritten digits.")
+    parser.add_argument("--epochs", type=int, default=12, help="passes over the 1,500 training scans (default: 12)")
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="where model, log and picture go (default: demo-output)")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    model_dir = options.output / "model"
+    console.print(f"making a tiny random Qwen3-VL model in {model_dir}")
+    write_tiny_model("qwen3-vl", model_dir)
+    scans = load_scans()
+    training, held_out = scans[:TRAINED], scans[TRAINED:]
+    console.print("starting the server")
+    with running_server(model_dir, options.output) as url, tinker.ServiceClient(base_url=url, api_key="tml-demo") as service:
+        console.print(f"fine-tuning on {len(training)} scans, {len(held_out)} held out, through {url}")
+        model = service.create_lora_training_client(base_model=MODEL).result()
+        curves = fine_tune(model, training, held_out, options.epochs)
+    picture = options.output / "digits.png"
+    draw(curves, held_out, picture)
+    console.print(f"held-out accuracy: {curves.accuracies[0][1]:.3f} -> {curves.accuracies[-1][1]:.3f}", highlight=False)
+    console.print(f"curves and answers: {picture}", NEXT_STEPS, highlight=False)
+
+
+if __name__ == "__main__":
+    main()
