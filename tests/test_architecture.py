@@ -44,6 +44,7 @@ TRANSFORMERS_NAMES = {
     "Qwen3ForCausalLM",
     "Qwen3VLConfig",
     "Qwen3VLForConditionalGeneration",
+    "logging",
 }
 """All that the package imports of transformers: a new version is checked against this list first."""
 

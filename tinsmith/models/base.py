@@ -12,6 +12,7 @@ import torch
 from cachetools import LRUCache
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import logging as transformers_logging
 
 from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
@@ -169,6 +170,7 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
 
     Raises ConfigError for an unsupported architecture or a device that is not there.
     """
+    transformers_logging.disable_progress_bar()  # bars have no place in a server's log
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     model_config = AutoConfig.from_pretrained(source)
