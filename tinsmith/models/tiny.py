@@ -34,8 +34,8 @@ SMALLEST_PICTURE, LARGEST_PICTURE = 32 * 32, 1024 * 1024
 """Limits in pixels: smaller and larger pictures are scaled. Real models start at 65536 (64 tokens); here one token is enough."""
 
 FINAL_NORM = 5.0
-"""Weight of the last norm. With tied embeddings no logit gets much above (norm weight) x (hidden width) x (embedding deviation), which is 1.3
-for a weight of 1 and the usual deviation of 0.02: every distribution would stay flat, and sampling at temperature 1 noise."""
+"""Weight of the last norm. With tied embeddings no logit gets much above (norm weight) x (hidden width) x (embedding deviation). That is
+1.3 for a weight of 1 and the usual deviation of 0.02: every distribution would stay flat, and sampling at temperature 1 noise."""
 
 
 def write_tiny_model(kind: TinyKind, directory: Path, hidden: int = 64, layers: int = 2, vocab: int = 2048, seed: int = 0) -> None:
