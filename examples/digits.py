@@ -184,7 +184,8 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", log: Path) -> str:
 def draw(curves: Curves, held_out: list[Scan], file: Path) -> None:
     """Loss and accuracy curves, and a grid of held-out scans with the model's answers; wrong ones come first and in red."""
     figure = plt.figure(figsize=(14, 6), layout="constrained")
-    left, right = np.ravel(figure.subfigures(1, 2, width_ratios=[1, 1.25]))
+    halves = figure.add_gridspec(1, 2, width_ratios=[1, 1.25])
+    left, right = figure.add_subfigure(halves[0]), figure.add_subfigure(halves[1])
     loss, score = left.subplots(2, 1, sharex=True)
     loss.plot(curves.losses, linewidth=0.8)
     loss.set(ylabel="loss per answer token", yscale="log")
