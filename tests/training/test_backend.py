@@ -1,5 +1,6 @@
 """Passes: packing, mixing and merging change nothing; failures stay with their model."""
 
+import tracemalloc
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -121,6 +122,21 @@ def test_targets_of_different_width_share_a_pass(text_base: BaseModel) -> None:
         assert other is not None
         np.testing.assert_allclose(other.logprobs, one, rtol=2e-6, atol=1e-5)
     assert_same(gradients(backend, "a"), expected)
+
+
+def test_many_targets_of_one_model_cost_another_no_memory(text_base: BaseModel) -> None:
+    backend = backend_with(text_base, a=4, b=4)
+    wide = np.zeros((1, 2**18), dtype=np.int64)
+    work = [
+        datum("a", renderer(text_base).render([random_tokens(1, 1)]), targets=wide),
+        datum("b", renderer(text_base).render([random_tokens(2, 999)])),
+    ]
+    tracemalloc.start()
+    try:
+        assert backend.run_pass(work, backward=True).failures == {}
+        assert tracemalloc.get_traced_memory()[1] < 20 * wide.nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_forward_leaves_the_gradients_alone(text_base: BaseModel) -> None:

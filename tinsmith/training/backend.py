@@ -7,6 +7,7 @@ A pass takes datums of any models, packs them into one row, and computes log-pro
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from tinsmith.config import TrainingConfig
 from tinsmith.errors import NotFoundError
 from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel, PackedRow
-from tinsmith.models.lora import Adapter, LoraShape, new_adapter
+from tinsmith.models.lora import Adapter, LoraShape, Segment, new_adapter
 from tinsmith.rendering.packing import pack, packing_order
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.logprobs import target_logprobs
@@ -120,7 +121,7 @@ class LocalBackend:
         models = list(dict.fromkeys(datum.model_id for datum in work))
         try:
             return PassResult([*self._run(work, backward)], {})
-        except RuntimeError as error:  # what torch raises, out of memory included
+        except (RuntimeError, MemoryError) as error:  # what torch raises, out of memory included, and numpy
             if len(models) == 1:
                 log.exception("a pass of %s failed", models[0])
                 return PassResult([None] * len(work), {models[0]: f"the pass failed: {error}"})
@@ -145,21 +146,34 @@ class LocalBackend:
         order = packing_order([len(datum.rendered) for datum in work], adapters)
         row = pack([work[i].rendered for i in order], [adapters[i] for i in order], self.base.device)
         with torch.set_grad_enabled(backward):
-            logprobs = self._logprobs(row, [work[i] for i in order])
-            parts = _datum_parts(logprobs, [work[i] for i in order])
+            parts = self._logprobs(row, [work[i] for i in order], [adapters[i] for i in order])
             losses = torch.stack([work[i].loss.function(part, self._inputs(work[i])) for i, part in zip(order, parts, strict=True)])
         if backward:
             self._accumulate(losses.sum(), list(dict.fromkeys(optimizers)))
         results: dict[int, DatumResult] = {}
-        parts = _datum_parts(logprobs.detach().cpu(), [work[i] for i in order])
-        for i, part, loss in zip(order, parts, losses.tolist(), strict=True):
-            results[i] = DatumResult(part.numpy(), loss)
+        for i, logprobs, loss in zip(order, _to_numpy(parts), losses.tolist(), strict=True):
+            results[i] = DatumResult(logprobs, loss)
         return [results[i] for i in range(len(work))]
 
-    def _logprobs(self, row: PackedRow, work: Sequence[DatumWork]) -> Tensor:
+    def _logprobs(self, row: PackedRow, work: Sequence[DatumWork], adapters: Sequence[Adapter]) -> list[Tensor]:
+        """Of each datum of the row, in the shape of its targets.
+
+        Neighbours of one adapter and one K are scored together. None is filled up to the K of another, which may be in the millions.
+        """
         hidden = self.base.hidden_states(row, PackedPlan(row.lengths, self.base.device, self.base.dtype))
-        targets = torch.from_numpy(_stack_targets([datum.target_tokens for datum in work])).to(self.base.device)
-        return target_logprobs(hidden, self.base.lm_head, targets, row.segments, self.config.logits_chunk)
+        parts: list[Tensor] = []
+        start = 0
+        for _, group in groupby(zip(work, adapters, strict=True), key=lambda pair: (id(pair[1]), _width(pair[0]))):
+            datums, owners = zip(*group, strict=True)
+            columns = np.concatenate([datum.target_tokens.reshape(len(datum.rendered), -1) for datum in datums])
+            targets = torch.from_numpy(columns).to(self.base.device)
+            segments = [Segment(0, len(targets), owners[0])]
+            rows = hidden[start : start + len(targets)]
+            scored = target_logprobs(rows, self.base.lm_head, targets, segments, self.config.logits_chunk)
+            cut = scored.split([len(datum.rendered) for datum in datums])
+            parts += [part.view(datum.target_tokens.shape) for datum, part in zip(datums, cut, strict=True)]
+            start += len(targets)
+        return parts
 
     def _inputs(self, datum: DatumWork) -> dict[str, Tensor]:
         return {name: torch.from_numpy(array).to(self.base.device) for name, array in datum.loss_inputs.items()}
@@ -174,23 +188,13 @@ class LocalBackend:
             start += count
 
 
-def _stack_targets(targets: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """[tokens, K] of all datums; a datum with fewer targets a position is filled with id 0, whose logprobs nobody reads."""
-    width = max(t.shape[1] if t.ndim == 2 else 1 for t in targets)
-    stacked = np.zeros((sum(len(t) for t in targets), width), dtype=np.int64)
-    start = 0
-    for t in targets:
-        columns = t if t.ndim == 2 else t[:, None]
-        stacked[start : start + len(t), : columns.shape[1]] = columns
-        start += len(t)
-    return stacked
+def _width(datum: DatumWork) -> int:
+    """Targets a position."""
+    return datum.target_tokens.shape[1] if datum.target_tokens.ndim == 2 else 1
 
 
-def _datum_parts(logprobs: Tensor, work: Sequence[DatumWork]) -> list[Tensor]:
-    """Cut [tokens, K] into the datums' own shapes."""
-    parts, start = [], 0
-    for datum in work:
-        rows = logprobs[start : start + len(datum.rendered)]
-        parts.append(rows[:, 0] if datum.target_tokens.ndim == 1 else rows[:, : datum.target_tokens.shape[1]])
-        start += len(datum.rendered)
-    return parts
+def _to_numpy(parts: Sequence[Tensor]) -> list[NDArray[np.float32]]:
+    """All parts on the CPU, in one transfer."""
+    flat = torch.cat([part.detach().flatten() for part in parts]).cpu()
+    cut = flat.split([part.numel() for part in parts])
+    return [values.view(part.shape).numpy() for values, part in zip(cut, parts, strict=True)]
