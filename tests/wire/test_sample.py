@@ -82,6 +82,7 @@ def test_stop_rules(stop: Any, rule: StopRule) -> None:
         ({"sampling_params": {"top_p": 1.1}}, "sampling_params.top_p: .* got 1.1"),
         ({"sampling_params": {"top_k": 0}}, "top_k must be -1"),
         ({"sampling_params": {"top_k": -2}}, "sampling_params.top_k: .* got -2"),
+        ({"sampling_params": {"top_k": 2**63}}, "sampling_params.top_k: .* got 9223372036854775808"),
         ({"sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens: .* got 0"),
         ({"sampling_params": {"seed": -1}}, "sampling_params.seed: .* got -1"),
         ({"sampling_params": {"stop": [""]}}, "stop must not hold an empty text"),

@@ -107,7 +107,7 @@ class _ParamsBody(StrictModel):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[FiniteFloat, Field(ge=0)] = 1.0
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
     stop: str | list[str] | list[Annotated[int, Field(ge=0, le=2**31 - 1)]] | None = None
 
