@@ -41,6 +41,11 @@ def test_temperature_zero_takes_the_likeliest_with_its_logprob_at_one() -> None:
     np.testing.assert_allclose(logprobs, LOGITS.log_softmax(-1)[0].item(), atol=1e-6)
 
 
+def test_the_smallest_temperature_takes_the_likeliest() -> None:
+    tokens, logprobs = choose(LOGITS.expand(3, -1), same_for_all(3, temperature=1e-40))
+    assert (tokens, logprobs) == ([0, 0, 0], [0.0, 0.0, 0.0])
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p", "kept"),
     [
@@ -50,6 +55,7 @@ def test_temperature_zero_takes_the_likeliest_with_its_logprob_at_one() -> None:
         (-1, 0.5, {0}),
         (-1, 0.6, {0, 1}),
         (-1, 1e-9, {0}),
+        (-1, 1e-50, {0}),
         (2, 0.75, {0, 1}),
     ],
 )

@@ -35,7 +35,8 @@ def choose(logits: Tensor, how: Choice) -> tuple[list[int], list[float]]:
     """
     temperature = torch.from_numpy(how.temperature).to(logits.device).unsqueeze(1)
     greedy = temperature == 0
-    logprobs = (logits / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
+    # The likeliest token is moved to 0 first: no temperature, however small, can divide it to infinity.
+    logprobs = ((logits - logits.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
     drawn = _draw(truncate(logprobs, how.top_k, how.top_p), how)
     tokens = torch.where(greedy.squeeze(1), logits.argmax(-1), drawn)
     return tokens.tolist(), logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
@@ -52,8 +53,10 @@ def truncate(logprobs: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float
     ordered = ordered.masked_fill(torch.arange(logprobs.shape[1], device=logprobs.device) >= k, -torch.inf)
     p = torch.from_numpy(top_p[rows]).to(logprobs.device).unsqueeze(1)
     probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities  # probability of all likelier tokens: the first token is always kept
-    ordered = ordered.masked_fill((before >= p) & (p < 1), -torch.inf)
+    before = probabilities.cumsum(-1) - probabilities  # probability of all likelier tokens
+    dropped = (before >= p) & (p < 1)
+    dropped[:, 0] = False  # the likeliest token is always kept, also by a top_p that is 0 in float32
+    ordered = ordered.masked_fill(dropped, -torch.inf)
     return logprobs.index_copy(0, index, torch.empty_like(ordered).scatter_(1, columns, ordered))
 
 
