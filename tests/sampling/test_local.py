@@ -149,6 +149,15 @@ def test_a_small_cache_preempts_and_changes_nothing(text_base: BaseModel, blocks
         np.testing.assert_allclose(again, scored, atol=1e-4)
 
 
+def test_prompts_longer_than_a_step_run_together(text_base: BaseModel) -> None:
+    sampler = sampler_of(text_base, prefill_tokens=16)
+    for i in range(3):
+        sampler.add(str(i), ask(), renderer(text_base).render([random_tokens(i, 20)]), None)
+    for _ in range(3):
+        sampler.step()
+    assert [sequence.job.request_id for sequence in sampler.running] == ["0", "1", "2"]
+
+
 def test_what_can_never_fit_is_refused_with_both_numbers(text_base: BaseModel) -> None:
     sampler, rendered = sampler_of(text_base, blocks=4), renderer(text_base).render([random_tokens(0, 30)])
     with pytest.raises(UserError, match=f"is 70 tokens, but the key/value cache holds {4 * BLOCK}"):

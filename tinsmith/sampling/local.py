@@ -107,7 +107,11 @@ class LocalSampler:
     # Admission
 
     def _admit(self) -> list[Sequence]:
-        """Waiting sequences, in order, whose prompts fit into this step, the running set and the free blocks."""
+        """Waiting sequences, in order, whose prompts fit into this step, the running set and the free blocks.
+
+        A prompt that is longer than a step has one of its own. A job that is larger than the running set or the cache waits until it is
+        alone, and starts what fits.
+        """
         admitted: list[Sequence] = []
         tokens = blocks = 0
         running = len(self.running)
@@ -117,12 +121,10 @@ class LocalSampler:
             blocks += blocks_for(sequence.length + 1) + forks
             tokens += sequence.length
             running += 1 + forks
-            crowded = running > self.config.max_running or tokens > self.config.prefill_tokens or blocks > len(self.cache.free)
-            if crowded and (admitted or self.running):
+            crowded = running > self.config.max_running or blocks > len(self.cache.free)
+            if (crowded and (admitted or self.running)) or (tokens > self.config.prefill_tokens and admitted):
                 break
             admitted.append(self.waiting.popleft())
-            if crowded:
-                break
         return admitted
 
     def _preempt(self) -> None:
