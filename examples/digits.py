@@ -233,7 +233,7 @@ def main() -> None:
     picture = options.output / "digits.png"
     draw(curves, held_out, picture)
     console.print(f"held-out accuracy: {curves.accuracies[0][1]:.3f} -> {curves.accuracies[-1][1]:.3f}", highlight=False)
-    console.print(f"curves and answers: {picture}", NEXT_STEPS, highlight=False)
+    console.print(f"curves and answers: {picture}\n{NEXT_STEPS}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ class Trainer:
         with failing_into(lambda error: self._fail(command, error)):
             result = self.operations.execute(command)
             self.finish([Outcome(command.request_id, orjson.dumps(result), "json", None, None)])
-            log_finished(command, started, tokens=0, detail=result.get("metrics", ""))
+            metrics = " ".join(f"{name}={value:.6g}" for name, value in result.get("metrics", {}).items())
+            log_finished(command, started, tokens=0, detail=metrics)
 
     def _prepare(self, command: Command) -> None:
         with failing_into(lambda error: self._fail(command, error)):
@@ -144,8 +145,8 @@ def _outcome(operation: ForwardOperation) -> Outcome:
     return Outcome(operation.command.request_id, result, "protobuf", None, None)
 
 
-def log_finished(command: Command, started_at: float, tokens: int, detail: object) -> None:
-    """One line for each finished operation: how much it was, how long it took, how long it had waited."""
+def log_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:
+    """One line for each finished operation: how much it was, what came out, how long it took, how long it had waited."""
     log.info(
         "model=%s seq_id=%d kind=%s tokens=%d %s seconds=%.3f queued=%.3f",
         command.model_id,
