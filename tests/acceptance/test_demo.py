@@ -1,0 +1,23 @@
+"""The demo as a user starts it, cut short."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).parents[2] / "examples" / "digits.py"
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_learns_to_read_and_draws_what_it_learned(tmp_path: Path) -> None:
+    command = [sys.executable, str(DEMO), "--epochs", "2", "--output", str(tmp_path)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    printed = re.search(r"held-out accuracy: (\d\.\d+) -> (\d\.\d+)", finished.stdout)
+    assert printed, finished.stdout
+    before, after = (float(number) for number in printed.groups())
+    assert before < 0.2
+    assert after > 0.6  # twelve epochs, the default, end above 0.90
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+    assert "tinsmith serve --base-model Qwen/" in finished.stdout
