@@ -37,9 +37,12 @@ class Bench:
         self.snapshots: dict[str, Adapter] = {}
         self.backend = CountingBackend(base, TrainingConfig())
         self.backend.passes = []
-        operations = Operations({"tiny": Served("tiny", self.backend, renderer(base))}, 64, self.snapshots.__setitem__)
+        operations = Operations({"tiny": Served("tiny", self.backend, renderer(base))}, 64, self.snapshots.__setitem__, self._withdraw)
         self.trainer = Trainer(operations, CommandQueue(held_s), tokens_per_pass, self._finish)
         self.ids = iter(range(1, 1000))
+
+    def _withdraw(self, model_id: str) -> None:
+        self.snapshots = {key: adapter for key, adapter in self.snapshots.items() if not key.startswith(f"{model_id}/")}
 
     def _finish(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
@@ -65,6 +68,10 @@ class Bench:
             tensor.dtype = tinker_pb2.DTYPE_INT64
             tensor.shape.append(length)
         self.add(model, seq, "forward_backward", message.SerializeToString())
+
+    def snapshot(self, model: str, seq: int, number: int = 1) -> None:
+        body = {"model_id": f"s:train:{model}", "seq_id": seq, "sampling_session_seq_id": number}
+        self.add(model, seq, "save_weights_for_sampler", body)
 
     def optim(self, model: str, seq: int, **adam: float) -> None:
         params = {"learning_rate": 1e-3} | adam
@@ -235,3 +242,15 @@ def test_a_snapshot_is_taken_in_order(bench: Bench) -> None:
     assert orjson.loads(bench.outcomes["s:train:a/3"].result or b"") == {"sampling_session_id": "s:sample:1"}
     assert not (first.tensors()[1] == second.tensors()[1]).all()
     assert (second.tensors()[1] == live.tensors()[1]).all()
+def test_a_session_that_ends_before_its_models_exist_leaves_nothing(bench: Bench) -> None:
+    bench.create("a")
+    bench.create("refused", rank=100)
+    bench.snapshot("a", 1)
+    bench.trainer.end_session("s")
+    bench.settle()
+    assert bench.error("a", 1) is None
+    assert bench.backend.optimizers == {}
+    assert bench.trainer.queue.models == {}
+    assert bench.snapshots == {}
+
+

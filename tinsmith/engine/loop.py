@@ -43,7 +43,7 @@ class Engine:
         self.samples = Samples(self._sampled(renderers), link.send)
         backends = {name: LocalBackend(base, config.training) for name, base in self.bases.items()}
         served = {name: Served(name, backends[name], renderers[name]) for name in self.bases}
-        operations = Operations(served, config.models.max_lora_rank, self.samples.publish)
+        operations = Operations(served, config.models.max_lora_rank, self.samples.publish, self.samples.withdraw)
         queue = CommandQueue(config.training.held_operation_s)
         self.trainer = Trainer(operations, queue, config.training.tokens_per_pass, self._finish)
         self.last_command = 0
@@ -102,7 +102,6 @@ class Engine:
             case EndSession():
                 self._take_commands()
                 self.trainer.end_session(message.session_id)
-                self.samples.drop_session(message.session_id)
             case Shutdown():
                 self.stopping = True
 

@@ -35,12 +35,19 @@ class LoadedModel:
 
 
 class Operations:
-    """Executes commands. `publish(snapshot_id, adapter)` hands a snapshot to whoever samples."""
+    """Executes commands. `publish(snapshot_id, adapter)` hands a snapshot to whoever samples; `withdraw(model_id)` takes a model's back."""
 
-    def __init__(self, bases: Mapping[str, Served], max_lora_rank: int, publish: Callable[[str, Adapter], None]) -> None:
+    def __init__(
+        self,
+        bases: Mapping[str, Served],
+        max_lora_rank: int,
+        publish: Callable[[str, Adapter], None],
+        withdraw: Callable[[str], None],
+    ) -> None:
         self.bases = bases
         self.max_lora_rank = max_lora_rank
         self.publish = publish
+        self.withdraw = withdraw
         self.models: dict[str, LoadedModel] = {}
 
     def model(self, model_id: str) -> LoadedModel:
@@ -78,8 +85,11 @@ class Operations:
             self.models[model_id].spoiled = reason
 
     def unload(self, model_id: str) -> None:
-        """Free a model."""
-        self.models.pop(model_id).served.backend.delete_model(model_id)
+        """Free a model, if it was ever created, and its snapshots."""
+        model = self.models.pop(model_id, None)
+        if model is not None:
+            model.served.backend.delete_model(model_id)
+        self.withdraw(model_id)
 
     def _create_model(self, model_id: str, request: CreateModelRequest) -> dict[str, Any]:
         served = self.bases[find_base(request.base_model, self.bases)]

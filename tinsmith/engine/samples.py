@@ -44,9 +44,9 @@ class Samples:
         """Keep a frozen adapter for the sampling session that is bound to it."""
         self.snapshots[snapshot_id] = adapter
 
-    def drop_session(self, session_id: str) -> None:
-        """Forget the session's snapshots. What is being sampled from them goes on."""
-        for snapshot_id in [s for s in self.snapshots if s.startswith(f"{session_id}:train:")]:
+    def withdraw(self, model_id: str) -> None:
+        """Forget the model's snapshots. What is being sampled from them goes on."""
+        for snapshot_id in [s for s in self.snapshots if s.startswith(f"{model_id}/")]:
             del self.snapshots[snapshot_id]
 
     def add(self, message: Sample) -> None:

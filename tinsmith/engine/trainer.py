@@ -44,7 +44,7 @@ class Trainer:
 
     def end_session(self, session_id: str) -> None:
         """Unload the session's models once the work that can run has run."""
-        self.ending.update(model_id for model_id in self.operations.models if model_id.startswith(f"{session_id}:train:"))
+        self.ending.update(model_id for model_id in self.queue.models if model_id.startswith(f"{session_id}:train:"))
 
     def turn(self) -> None:
         """Run what is due: all commands but forward work, then at most one pass."""
