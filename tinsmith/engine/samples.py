@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from tinsmith.engine.boundary import failing_into
 from tinsmith.engine.messages import Message, Sample, SampleDone, SampleFailed
@@ -59,11 +60,12 @@ class Samples:
             self.started[message.request_id] = (message, time.time())
 
     def step(self) -> None:
-        """One step of every sampler that has work; answers the requests that it finished."""
-        for base in self.bases.values():
+        """One step of every sampler that has work; answers the requests that it finished. A step that fails fails all that it worked on."""
+        for name, base in self.bases.items():
             if base.sampler.has_work:
-                for result in base.sampler.step():
-                    self._finish(result)
+                with failing_into(partial(self._abandon, name)):
+                    for result in base.sampler.step():
+                        self._finish(result)
 
     def _adapter(self, message: Sample) -> Adapter | None:
         if message.snapshot_id is None:
@@ -71,6 +73,12 @@ class Samples:
         if message.snapshot_id not in self.snapshots:
             raise NotFoundError(f"the weights of snapshot {message.snapshot_id} are gone; save them again")
         return self.snapshots[message.snapshot_id]
+
+    def _abandon(self, base_model: str, error: TinsmithError) -> None:
+        self.bases[base_model].sampler.abandon()
+        for message, _ in [started for started in self.started.values() if started[0].base_model == base_model]:
+            del self.started[message.request_id]
+            self._fail(message, error)
 
     def _fail(self, message: Sample, error: TinsmithError) -> None:
         self.send(SampleFailed(message.request_id, str(error), error.category, isinstance(error, NotFoundError)))

@@ -53,8 +53,14 @@ class KVCache:
         self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self.values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self.total = blocks
-        self.free = list(range(blocks, 0, -1))
-        self.users = [0] * (blocks + 1)
+        self.free: list[int] = []
+        self.users: list[int] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """All blocks are free."""
+        self.free = list(range(self.total, 0, -1))
+        self.users = [0] * (self.total + 1)
 
     def take(self, count: int) -> list[int]:
         """That many free blocks, cleared: attention multiplies what it masks by 0, and a NaN that another model left would come through.

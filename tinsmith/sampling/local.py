@@ -44,6 +44,10 @@ class Sampler(Protocol):
         """Do a small piece of work; returns the requests that it finished."""
         ...
 
+    def abandon(self) -> None:
+        """Forget every request, after a `step` that raised."""
+        ...
+
 
 class LocalSampler:
     """The `Sampler` of one base model in this process."""
@@ -86,6 +90,12 @@ class LocalSampler:
         admitted = self._admit()
         with torch.no_grad():
             return self._prefill(admitted) if admitted else self._decode()
+
+    def abandon(self) -> None:
+        """See `Sampler`."""
+        self.waiting.clear()
+        self.running.clear()
+        self.cache.clear()
 
     def _max_new(self, prompt: int, wanted: int | None) -> int:
         room = min(self.base.max_context, self.cache.total * BLOCK) - prompt
