@@ -50,8 +50,9 @@ def run_pass(backend: Backend, queues: Sequence[deque[ForwardOperation]], tokens
     `queues` hold the operations of one model each, in order, all on this backend; none is empty. Results are added to the operations.
     Returns why a model failed, by model; its operations that took part stay incomplete.
     """
-    backward = min((queue[0] for queue in queues), key=lambda operation: operation.command.id).backward
-    pieces = list(_choose([_datums(queue, backward) for queue in queues], tokens_per_pass))
+    oldest_first = sorted(queues, key=lambda queue: queue[0].command.id)
+    backward = oldest_first[0][0].backward
+    pieces = list(_choose([_datums(queue, backward) for queue in oldest_first], tokens_per_pass))
     outcome = backend.run_pass([datum for _, datum in pieces], backward)
     for (operation, _), result in zip(pieces, outcome.results, strict=True):
         if result is not None:
