@@ -180,6 +180,60 @@ def test_a_refused_step_clears_the_gradients(bench: Bench) -> None:
     assert bench.backend.optimizers["s:train:a"].gradients is None
 
 
+def test_a_step_that_failed_by_itself_leaves_nothing_behind_for_the_next(bench: Bench) -> None:
+    bench.create("a")
+    bench.forward("a", 1, [4], target=5000)
+    bench.optim("a", 2, learning_rate=-1.0)
+    bench.forward("a", 3, [4])
+    bench.optim("a", 4)
+    bench.settle()
+    assert "learning_rate" in str(bench.error("a", 2))
+    assert bench.error("a", 4) is None
+
+
+def test_an_overdue_step_leaves_nothing_behind_for_the_next(text_base: BaseModel) -> None:
+    bench = Bench(text_base, held_s=0.0)
+    bench.create("a")
+    bench.settle()
+    bench.optim("a", 2)
+    bench.trainer.fail_overdue()
+    bench.forward("a", 3, [4])
+    bench.optim("a", 4)
+    bench.settle()
+    assert bench.error("a", 2) == "seq_id 1 never came; this operation, seq_id 2, waited 0 s for it"
+    assert bench.error("a", 4) is None
+
+
+def test_a_step_that_comes_too_late_leaves_the_gradients_of_another_alone(text_base: BaseModel) -> None:
+    bench = Bench(text_base, held_s=0.0)
+    bench.create("a")
+    bench.settle()
+    bench.forward("a", 2, [4])
+    bench.trainer.fail_overdue()
+    bench.optim("a", 3)
+    bench.forward("a", 4, [4])
+    bench.settle()
+    bench.optim("a", 1)
+    bench.optim("a", 5)
+    bench.settle()
+    assert "came after" in str(bench.error("a", 1))
+    assert orjson.loads(bench.outcomes["s:train:a/5"].result or b"")["metrics"]["grad_norm"] > 0
+
+
+def test_a_long_datum_is_not_overtaken_for_ever(bench: Bench) -> None:
+    bench.create("short")
+    bench.create("long")
+    bench.settle()
+    for seq in (1, 2):
+        bench.forward("short", seq, [30, 30])
+    bench.trainer.turn()
+    bench.forward("long", 1, [64])
+    for seq in (3, 4, 5):
+        bench.forward("short", seq, [30, 30])
+    bench.settle()
+    assert [models for models, _, _ in bench.backend.passes].index(["s:train:long"]) == 2
+
+
 def test_a_rejected_operation_keeps_its_place_and_spoils_the_step(bench: Bench) -> None:
     bench.create("a")
     bench.add("a", 1, REJECTED, b"the body is too large")
@@ -229,6 +283,18 @@ def test_a_finished_session_runs_what_it_has_and_frees_its_models(bench: Bench) 
     assert bench.trainer.queue.models == {}
 
 
+def test_a_session_that_ends_before_its_models_exist_leaves_nothing(bench: Bench) -> None:
+    bench.create("a")
+    bench.create("refused", rank=100)
+    bench.snapshot("a", 1)
+    bench.trainer.end_session("s")
+    bench.settle()
+    assert bench.error("a", 1) is None
+    assert bench.backend.optimizers == {}
+    assert bench.trainer.queue.models == {}
+    assert bench.snapshots == {}
+
+
 def test_a_snapshot_is_taken_in_order(bench: Bench) -> None:
     bench.create("a")
     for seq in (1, 2):
@@ -242,15 +308,3 @@ def test_a_snapshot_is_taken_in_order(bench: Bench) -> None:
     assert orjson.loads(bench.outcomes["s:train:a/3"].result or b"") == {"sampling_session_id": "s:sample:1"}
     assert not (first.tensors()[1] == second.tensors()[1]).all()
     assert (second.tensors()[1] == live.tensors()[1]).all()
-def test_a_session_that_ends_before_its_models_exist_leaves_nothing(bench: Bench) -> None:
-    bench.create("a")
-    bench.create("refused", rank=100)
-    bench.snapshot("a", 1)
-    bench.trainer.end_session("s")
-    bench.settle()
-    assert bench.error("a", 1) is None
-    assert bench.backend.optimizers == {}
-    assert bench.trainer.queue.models == {}
-    assert bench.snapshots == {}
-
-

@@ -70,11 +70,12 @@ class Operations:
         raise UserError(f"operation {command.kind!r} is unknown")
 
     def after_failure(self, command: Command, reason: str) -> None:
-        """Leave the model in a known state: a failed optim_step drops its gradients, a failed contribution spoils the next optim_step."""
+        """Leave the model in a known state: a failed optim_step ends its step and drops the gradients, a failed contribution spoils it."""
         model = self.models.get(command.model_id)
         if model is None:
             return
         if command.kind == "optim_step":
+            model.spoiled = None
             model.served.backend.clear_gradients(command.model_id)
         elif command.kind in ("forward_backward", REJECTED):
             self.spoil_step(command.model_id, f"seq_id {command.seq_id}: {reason}")

@@ -40,7 +40,8 @@ class Trainer:
     def add(self, command: Command) -> None:
         """File a new command."""
         if not self.queue.add(command):
-            self._fail(command, UserError(f"seq_id {command.seq_id} came after the operations behind it had been given up"))
+            late = UserError(f"seq_id {command.seq_id} came after the operations behind it had been given up")
+            self._fail(command, late, touches_step=False)
 
     def end_session(self, session_id: str) -> None:
         """Unload the session's models once the work that can run has run."""
@@ -82,7 +83,7 @@ class Trainer:
     def _prepare(self, command: Command) -> None:
         with failing_into(lambda error: self._fail(command, error)):
             request = decode_stored(command.payload)
-            with failing_into(lambda error: self._fail(command, error, contributes=not request.forward_only)):
+            with failing_into(lambda error: self._fail(command, error, touches_step=not request.forward_only)):
                 model = self.operations.model(command.model_id)
                 work = prepare(command.model_id, request, model.served.renderer)
                 self.forward.setdefault(command.model_id, deque()).append(ForwardOperation(command, work, not request.forward_only))
@@ -103,7 +104,7 @@ class Trainer:
     def _fail_head(self, model_id: str, reason: str) -> None:
         """The pass of this model failed: so does the operation at its head, and the step that it belongs to."""
         operation = self.forward[model_id].popleft()
-        self._fail(operation.command, TinsmithError(reason), contributes=operation.backward)
+        self._fail(operation.command, TinsmithError(reason), touches_step=operation.backward)
 
     def _finish_complete(self, model_ids: list[str]) -> None:
         complete = []
@@ -123,11 +124,12 @@ class Trainer:
             command = overdue.command
             waited = f"seq_id {overdue.missing} never came; this operation, seq_id {command.seq_id}, waited {self.queue.held_s:g} s for it"
             self._fail(command, UserError(waited))
-            self.operations.spoil_step(command.model_id, waited)
+            if command.kind != "optim_step":  # what is missing may belong to the step that is open now; an optim_step has ended it
+                self.operations.spoil_step(command.model_id, waited)
 
-    def _fail(self, command: Command, error: TinsmithError, contributes: bool = True) -> None:
-        """Record a failure. `contributes` is False for a forward without gradients, whose failure leaves the step as it is."""
-        if contributes:
+    def _fail(self, command: Command, error: TinsmithError, touches_step: bool = True) -> None:
+        """Record a failure. `touches_step` is False for what leaves the open step as it is: a forward, or part of an earlier step."""
+        if touches_step:
             self.operations.after_failure(command, str(error))
         self.finish([Outcome(command.request_id, None, None, str(error), error.category)])
         log.warning("failed model=%s seq_id=%d kind=%s: %s", command.model_id, command.seq_id, command.kind, error)
