@@ -1,0 +1,90 @@
+"""The command line, typed as a person types it: each test runs the real program."""
+
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tinsmith import __version__
+from tinsmith.cli import app, option_name
+from tinsmith.config import knobs
+
+
+def tinsmith(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "tinsmith.cli", *arguments], check=False, capture_output=True, text=True, timeout=60)
+
+
+def test_version() -> None:
+    ran = tinsmith("--version")
+    assert (ran.returncode, ran.stdout) == (0, f"tinsmith {__version__}\n")
+
+
+def test_serve_offers_every_knob_with_help_unit_and_default() -> None:
+    page = re.sub(r"\s+", " ", CliRunner().invoke(app, ["serve", "--help"]).output)
+    for knob in knobs():
+        default = "" if knob.default in ("", []) else f"default: {knob.default}"
+        notes = ", ".join(note for note in (knob.unit, default) if note)
+        assert re.search(rf"{option_name(knob)} <[^>]+> {re.escape(f'{knob.help} [{notes}]' if notes else knob.help)}", page), knob.name
+    assert "--base-model <" in page
+    assert "--config FILE.yaml" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "tinsmith: no base model to serve; give at least one --base-model [NAME=]PATH_OR_HUB_ID\n"),
+        (["--base-model", "a=/no/such/place"], "tinsmith: base_models: 'a=/no/such/place': there is no directory"),
+        (["--base-model", "a=org/x", "--base-model", "a=org/y"], "tinsmith: base_models: two are named 'a'"),
+        (["--port", "70000"], "tinsmith: command line: port=70000 must lie between 0 and 65535\n"),
+        (["--config", "/no/such/file.yaml"], "tinsmith: cannot read the configuration file /no/such/file.yaml"),
+    ],
+)
+def test_serve_refuses_what_cannot_work_in_one_line(arguments: list[str], complaint: str) -> None:
+    ran = tinsmith("serve", *arguments)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith(complaint)
+    assert ran.stderr.count("\n") == 1
+
+
+def test_a_value_of_the_command_line_overrides_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "tinsmith.yaml"
+    file.write_text("base_models: [a=/no/first]\n")
+    assert "'a=/no/first'" in tinsmith("serve", "--config", str(file)).stderr
+    overridden = tinsmith("serve", "--config", str(file), "--base-model", "b=/no/second").stderr
+    assert overridden.startswith("tinsmith: base_models: 'b=/no/second'")
+
+
+def test_an_unknown_option_and_a_value_of_the_wrong_type_are_refused() -> None:
+    assert "--prot" in tinsmith("serve", "--prot", "1").stderr
+    wrong_type = tinsmith("serve", "--port", "eight")
+    assert wrong_type.returncode == 2
+    assert "--port" in wrong_type.stderr
+
+
+def test_tiny_model_writes_a_model_and_says_how_to_serve_it(tmp_path: Path) -> None:
+    directory = tmp_path / "made" / "model"
+    ran = tinsmith("tiny-model", "qwen3", str(directory), "--vocab", "512", "--hidden", "32", "--layers", "1")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert f"tinsmith serve --base-model tiny={directory}" in ran.stdout
+    assert (directory / "model.safetensors").is_file()
+
+
+def test_tiny_model_refuses_a_vocabulary_without_room_for_every_byte(tmp_path: Path) -> None:
+    ran = tinsmith("tiny-model", "qwen3", str(tmp_path / "model"), "--vocab", "100")
+    assert ran.returncode == 2
+    assert ran.stderr == "tinsmith: vocab=100 is too small: 256 bytes and the special tokens need at least 282\n"
+
+
+def test_help_answers_at_once() -> None:
+    def seconds() -> float:
+        started = time.perf_counter()
+        assert tinsmith("--help").returncode == 0
+        return time.perf_counter() - started
+
+    # A quiet core takes 0.2 s; the bound leaves room for a busy one, and none for importing torch, pydantic or a web framework.
+    assert statistics.median(seconds() for _ in range(5)) < 1.0
