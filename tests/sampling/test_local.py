@@ -101,6 +101,17 @@ def test_logprobs_equal_the_trainers_for_many_weights_in_one_batch(family_base: 
         np.testing.assert_allclose(result.prompt_logprobs[1:][~pictures[1:]], prompt[~pictures[1:]], atol=1e-4)
 
 
+def test_long_and_short_sequences_in_one_step_equal_the_trainers(text_base: BaseModel) -> None:
+    sampler, adapter = sampler_of(text_base), random_adapter(text_base)
+    asked = {str(n): renderer(text_base).render([random_tokens(n, n)]) for n in (5, 300, 20, 600)}
+    for name, rendered in asked.items():
+        sampler.add(name, ask(), rendered, adapter)
+    for name, result in run(sampler).items():
+        (sequence,) = result.sequences
+        _, expected = forward_logprobs(text_base, adapter, asked[name], sequence.tokens)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
+
+
 def test_a_seed_gives_the_same_tokens_whatever_runs_beside(vision_base: BaseModel) -> None:
     render = renderer(vision_base)
     adapter = random_adapter(vision_base, 4, 1)

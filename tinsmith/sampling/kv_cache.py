@@ -16,6 +16,9 @@ from tinsmith.models.attention import PackedPlan
 BLOCK = 16
 """Tokens in a block."""
 
+NARROW = 16
+"""Blocks that a sequence may be filled up to in any case: fewer, larger attention calls are faster than no padding."""
+
 
 def blocks_for(tokens: int) -> int:
     """How many blocks hold that many tokens."""
@@ -114,33 +117,49 @@ class PrefillPlan:
 
 
 class DecodePlan:
-    """One new token for each of many sequences, attending to its own cached tokens and itself."""
+    """One new token for each of many sequences, attending to its own cached tokens and itself.
+
+    Sequences of similar length are attended to together: one long sequence does not make the short ones as wide as itself.
+    """
 
     def __init__(self, cache: KVCache, block_lists: list[list[int]], lengths: list[int]) -> None:
         device = cache.keys.device
-        widest = max(len(blocks) for blocks in block_lists)
-        table = torch.tensor([blocks + [0] * (widest - len(blocks)) for blocks in block_lists])
+        last = [blocks[(length - 1) // BLOCK] * BLOCK + (length - 1) % BLOCK for blocks, length in zip(block_lists, lengths, strict=True)]
         self.cache = cache
-        self.table = table.flatten().to(device)
-        self.lengths = torch.tensor(lengths, device=device).unsqueeze(1)
-        last = torch.tensor(lengths) - 1
-        self.slots = (table.gather(1, (last // BLOCK).unsqueeze(1)).squeeze(1) * BLOCK + last % BLOCK).to(device)
-        self.columns = torch.arange(widest * BLOCK, device=device).unsqueeze(0)
-        self.masks: dict[int | None, Tensor] = {}
+        self.slots = torch.tensor(last, device=device)
+        self.groups = [DecodeGroup(rows, block_lists, lengths, device) for rows in similar_widths([len(b) for b in block_lists])]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """See `AttentionPlan.attend`; `tokens` is the number of sequences."""
         self.cache.store(layer, self.slots, key, value)
-        count = len(self.slots)
-        kv_heads, _, head_dim = key.shape
+        # Heads that share a key/value head become the query rows of one call: [sequences, kv_heads, group, head_dim].
+        grouped = query.transpose(0, 1).reshape(len(self.slots), key.shape[0], -1, key.shape[2])
+        out = torch.empty_like(grouped)
+        for group in self.groups:
+            out[group.rows] = group.attend(grouped[group.rows], self.cache.keys[layer], self.cache.values[layer], scale, window)
+        return out.flatten(1, 2)
+
+
+class DecodeGroup:
+    """Sequences of a `DecodePlan` whose block lists are filled up to one width."""
+
+    def __init__(self, rows: list[int], block_lists: list[list[int]], lengths: list[int], device: torch.device) -> None:
+        widest = max(len(block_lists[row]) for row in rows)
+        table = [block_lists[row] + [0] * (widest - len(block_lists[row])) for row in rows]
+        self.rows = torch.tensor(rows, device=device)
+        self.table = torch.tensor(table, device=device).flatten()
+        self.lengths = torch.tensor([lengths[row] for row in rows], device=device).unsqueeze(1)
+        self.columns = torch.arange(widest * BLOCK, device=device).unsqueeze(0)
+        self.masks: dict[int | None, Tensor] = {}
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attention of query [sequences, kv_heads, group, head_dim] to keys and values [blocks, BLOCK, kv_heads, head_dim] of one layer."""
+        count, kv_heads, _, head_dim = query.shape
 
         def cached(memory: Tensor) -> Tensor:  # [sequences, kv_heads, cached tokens, head_dim]
-            return memory[layer].index_select(0, self.table).view(count, -1, kv_heads, head_dim).transpose(1, 2)
+            return memory.index_select(0, self.table).view(count, -1, kv_heads, head_dim).transpose(1, 2)
 
-        # Heads that share a key/value head become the query rows of one call: [sequences, kv_heads, group, head_dim].
-        grouped = query.transpose(0, 1).reshape(count, kv_heads, -1, head_dim)
-        keys, values = cached(self.cache.keys), cached(self.cache.values)
-        return scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask(window), scale=scale).flatten(1, 2)
+        return scaled_dot_product_attention(query, cached(keys), cached(values), attn_mask=self._mask(window), scale=scale)
 
     def _mask(self, window: int | None) -> Tensor:
         """[sequences, 1, 1, cached tokens] True where a sequence may look; the same for every layer of one window."""
@@ -150,3 +169,11 @@ class DecodePlan:
                 seen &= self.columns >= self.lengths - window
             self.masks[window] = seen[:, None, None, :]
         return self.masks[window]
+
+
+def similar_widths(widths: list[int]) -> list[list[int]]:
+    """Indices of `widths` in groups whose members differ by a factor of two at most; up to `NARROW` blocks make one group."""
+    groups: dict[int, list[int]] = {}
+    for index, width in enumerate(widths):
+        groups.setdefault((max(width, NARROW) - 1).bit_length(), []).append(index)
+    return list(groups.values())
