@@ -1,6 +1,7 @@
 """What rendering produces: one sequence of token ids, with the pictures that lie in it and the rotary positions of every token."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ class RenderedInput:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    @property
+    @cached_property
     def next_position(self) -> int:
-        """The rotary position of the token that follows."""
+        """The rotary position of the token that follows. Asked for at every decoding step, so it is remembered."""
         return int(self.positions.max()) + 1
