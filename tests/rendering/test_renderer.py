@@ -3,6 +3,7 @@
 import io
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,13 @@ def test_an_image_is_processed_once(vision_base: BaseModel) -> None:
     again = render.render([image(2), image(1 + 1)])
     assert first is render.cache[key]
     assert again.pictures[0] is again.pictures[1]
+
+
+def test_a_wrong_label_is_refused_also_for_an_image_that_is_known(vision_base: BaseModel) -> None:
+    render, right = renderer(vision_base), image(3)
+    render.render([right])
+    with pytest.raises(UserError, match="labelled 'jpeg' but is 'png'"):
+        render.render([replace(right, format="jpeg")])
 
 
 def test_bytes_in_the_store_are_read_by_their_hash(vision_base: BaseModel) -> None:

@@ -30,7 +30,7 @@ class Renderer:
         self.read_blob = read_blob
         self.processor: Any = AutoImageProcessor.from_pretrained(base.tokenizer_id, backend="pil") if base.family.takes_images else None
         self.placeholder = int(base.config.image_token_id) if base.family.takes_images else -1
-        self.cache: LRUCache[bytes, PictureInput] = LRUCache(
+        self.cache: LRUCache[tuple[bytes, str], PictureInput] = LRUCache(
             maxsize=limits.image_cache_mib * 2**19, getsizeof=lambda picture: picture.pixel_values.nbytes
         )
 
@@ -69,12 +69,13 @@ class Renderer:
     def _picture(self, index: int, chunk: ImageChunk) -> PictureInput:
         if self.processor is None:
             raise UserError(f"chunk {index} is an image, but {self.base.name} takes text only")
-        if chunk.sha256 not in self.cache:
+        key = chunk.sha256, chunk.format  # the same bytes under a wrong label are refused, whether they are known or not
+        if key not in self.cache:
             picture = self._process(index, chunk)
             if picture.pixel_values.nbytes > self.cache.maxsize:
                 return picture
-            self.cache[chunk.sha256] = picture
-        return self.cache[chunk.sha256]
+            self.cache[key] = picture
+        return self.cache[key]
 
     def _process(self, index: int, chunk: ImageChunk) -> PictureInput:
         data = chunk.data if chunk.data is not None else self.read_blob(chunk.sha256)
