@@ -109,6 +109,17 @@ def test_a_wrong_operation_keeps_its_place_in_the_sequence(tmp_path: Path, path:
     asyncio.run(run())
 
 
+def test_a_model_from_saved_weights_is_refused_in_words(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            body = {"session_id": await server.new_session(), "model_seq_id": 0, "path": "tinker://x/weights/y", "optimizer": False}
+            reply = await server.post("load_weights", body)
+            assert reply.status_code == 400
+            assert "create_training_client_from_state) is not built yet" in reply.json()["detail"]
+
+    asyncio.run(run())
+
+
 def test_a_body_whose_key_cannot_be_read_is_refused(tmp_path: Path) -> None:
     async def run() -> None:
         async with served(tmp_path) as server:

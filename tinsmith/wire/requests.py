@@ -157,6 +157,17 @@ class OperationKey(TolerantModel):
     seq_id: SeqId
 
 
+class LoadWeightsKey(OperationKey):
+    """The key of load_weights into a model that exists. Without a model_id the request asks for a new model from saved weights."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_built(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "model_id" not in values:
+            raise NotBuiltError("a model from saved weights (create_training_client_from_state) is not built yet; create a LoRA model")
+        return values
+
+
 class AdamParams(StrictModel):
     """Hyper-parameters of one AdamW step."""
 

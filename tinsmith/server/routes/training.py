@@ -21,6 +21,7 @@ from tinsmith.wire.requests import (
     MAX_SEQ_ID,
     CreateModelRequest,
     GetInfoRequest,
+    LoadWeightsKey,
     OperationKey,
     SaveWeightsForSamplerRequest,
     parse_json,
@@ -110,8 +111,8 @@ async def json_operation(request: Request) -> Response:
     """An operation in JSON. Its kind is the last part of its path."""
     hub = hub_of(request)
     body = await _body(request, hub)
-    key = parse_json(OperationKey, body)
     kind = request.url.path.rpartition("/")[2]
+    key = parse_json(LoadWeightsKey if kind == "load_weights" else OperationKey, body)
     return await _submit(hub, NewCommand(key.model_id, key.seq_id, kind, body))
 
 
