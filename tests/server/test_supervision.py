@@ -90,6 +90,20 @@ def test_ctrl_c_releases_polls_and_ends_both_processes(tiny: list[str], tmp_path
         assert not Path(f"/proc/{engine_pid}").exists()
 
 
+def test_an_engine_whose_server_dies_while_it_loads_ends_too(tiny: list[str], tmp_path: Path) -> None:
+    with serving(tmp_path, *tiny) as server:
+        server.wait_for_health(503)
+        time.sleep(0.5)
+        engine = Path(f"/proc/{server.engine_pid()}")
+        server.process.kill()
+        # A process that has ended may still be listed until somebody collects it: then it has no command line.
+        deadline = time.monotonic() + START_S
+        while engine.exists() and (engine / "cmdline").read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert "is ready" not in server.log.read_text()
+
+
 def test_an_engine_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{}")

@@ -1,4 +1,7 @@
-"""`python -m tinsmith.engine ADDRESS`: the engine process. Started by the server, with the configuration as JSON on standard input."""
+"""`python -m tinsmith.engine ADDRESS SERVER_PID`: the engine process.
+
+Started by the server, with the configuration as JSON on standard input.
+"""
 
 import logging
 import signal
@@ -22,7 +25,7 @@ def main() -> int:
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)
         return 2
-    engine.run()
+    engine.run(int(sys.argv[2]))
     link.close()
     return 0
 

@@ -49,12 +49,13 @@ class Engine:
         self.last_command = 0
         self.stopping = False
 
-    def run(self) -> None:
-        """Serve until told to stop, or until the server process is gone."""
-        server = os.getppid()
+    def run(self, server_pid: int) -> None:
+        """Serve until told to stop, or until the server process, which is our parent, is gone: perhaps it went while models were loaded."""
+        if os.getppid() != server_pid:
+            return
         self.link.send(Ready([facts.to_dict() for facts in self.facts()]))
         self._take_commands()
-        while not self.stopping and os.getppid() == server:
+        while not self.stopping and os.getppid() == server_pid:
             self._receive(self._patience())
             started = time.monotonic()
             if self.trainer.has_work:

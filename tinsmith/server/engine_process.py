@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Literal
@@ -73,7 +74,8 @@ class EngineProcess:
     async def _run_once(self) -> tuple[int, bool]:
         """One life of an engine: its exit code, and whether it was ever ready."""
         link = ServerLink()
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tinsmith.engine", link.address, stdin=asyncio.subprocess.PIPE)
+        command = [sys.executable, "-m", "tinsmith.engine", link.address, str(os.getpid())]
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
         self._link, self._process = link, process
         self.state, self.reason = "starting", _LOADING
         reader = asyncio.create_task(self._read(link))
