@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ from tinsmith.rendering.renderer import Renderer
 from tinsmith.training.backend import DatumWork
 from tinsmith.training.losses import LOSSES
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
+
+DEVICE = os.environ.get("TINSMITH_TEST_DEVICE", "cpu")
+"""Where the numerical tests compute: `TINSMITH_TEST_DEVICE=cuda pytest tests/training tests/sampling` runs them on a GPU."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 2048,
@@ -82,8 +86,8 @@ def _qwen2_5_vl_config(directory: Path) -> Qwen2_5_VLConfig:
 
 
 def load(directory: Path, **models: Any) -> BaseModel:
-    """The base model in `directory`, on the CPU in float32 unless asked otherwise."""
-    return load_base_model("tiny", str(directory), ModelsConfig(**{"device": "cpu", "dtype": "float32"} | models), 2**26)
+    """The base model in `directory`, on DEVICE in float32 unless asked otherwise."""
+    return load_base_model("tiny", str(directory), ModelsConfig(**{"device": DEVICE, "dtype": "float32"} | models), 2**26)
 
 
 def renderer(base: BaseModel, **limits: Any) -> Renderer:

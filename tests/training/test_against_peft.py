@@ -80,4 +80,4 @@ def test_logprobs_and_gradients_equal_peft(family_base: Callable[[str], BaseMode
         module = twin.base_model.model.get_submodule(LM_HEAD if name == LM_HEAD else prefix + name)
         for matrix in (module.lora_A["default"].weight, module.lora_B["default"].weight):
             scale = matrix.grad.abs().max().item()
-            torch.testing.assert_close(next(gradients), matrix.grad, rtol=1e-3, atol=1e-4 * max(1.0, scale))
+            torch.testing.assert_close(next(gradients).cpu(), matrix.grad, rtol=1e-3, atol=1e-4 * max(1.0, scale))
