@@ -74,12 +74,16 @@ def group_runs(lengths: list[int]) -> list[Run]:
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
 ) -> Tensor:
-    """Causal attention with PyTorch's variable-length CUDA kernel; shapes as in `AttentionPlan.attend`."""
-    from torch.nn.attention.varlen import varlen_attn  # CUDA builds only: the module imports everywhere, the kernel does not run
+    """Causal attention with PyTorch's variable-length CUDA kernel; shapes as in `AttentionPlan.attend`.
+
+    Key and value heads are repeated for their groups: the kernel of torch 2.11 takes as many of them as query heads.
+    """
+    from torch.nn.attention.varlen import varlen_attn
 
     left = -1 if window is None else window - 1
-    q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=True)
+    groups = query.shape[0] // key.shape[0]
+    q, k, v = (x.transpose(0, 1) for x in (query, key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)))
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(left, 0))
     assert isinstance(out, Tensor)  # a tuple only if the log-sum-exp is asked for
     return out
 

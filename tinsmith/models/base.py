@@ -4,6 +4,7 @@ The vision tower and the language model are called as two modules. Picture featu
 rendering computed; the outer transformers `forward`, which looks for placeholder ids, is never used.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -149,11 +150,17 @@ class BaseModel:
         pixels = torch.cat([p.pixel_values for p in pictures]).to(self.device, self.dtype)
         grids = torch.tensor([p.grid_thw for p in pictures], device=self.device)
         output = self.network.model.get_image_features(pixels, grids, return_dict=True)
-        layers = getattr(output, "deepstack_features", None) or []
+        counts = [math.prod(p.grid_thw) // self.merge_size**2 for p in pictures]
+        layers = [_by_picture(layer, counts) for layer in getattr(output, "deepstack_features", None) or []]
         return [
             PictureFeatures(embeddings.clone(), tuple(layer[i].clone() for layer in layers))
-            for i, embeddings in enumerate(output.pooler_output)
+            for i, embeddings in enumerate(_by_picture(output.pooler_output, counts))
         ]
+
+
+def _by_picture(features: Tensor | Sequence[Tensor], counts: list[int]) -> Sequence[Tensor]:
+    """Features [tokens, hidden] cut into those of each picture; before 5.18 transformers leaves some of them in one piece."""
+    return features.split(counts) if isinstance(features, Tensor) else features
 
 
 def _deepstack_arguments(row: PackedRow, features: list[PictureFeatures]) -> dict[str, Any]:
@@ -173,6 +180,8 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
     transformers_logging.disable_progress_bar()  # bars have no place in a server's log
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
+    if dtype == torch.float32:  # float32 means float32: convolutions (the tower's patches) default to TF32 on CUDA
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     model_config = AutoConfig.from_pretrained(source)
     family = family_of(model_config.model_type)
     _check_rope(source, model_config.get_text_config())
