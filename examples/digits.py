@@ -194,7 +194,7 @@ def draw(curves: Curves, held_out: list[Scan], file: Path) -> None:
     right_first = sorted(range(len(held_out)), key=lambda i: curves.answers[i] == str(held_out[i].digit))
     for axes, i in zip(right.subplots(5, 10).flat, right_first, strict=False):
         correct = curves.answers[i] == str(held_out[i].digit)
-        axes.imshow(Image.open(io.BytesIO(held_out[i].png)), cmap="gray_r")
+        axes.imshow(Image.open(io.BytesIO(held_out[i].png)))
         axes.set_title(curves.answers[i] or "-", color="black" if correct else "red", fontsize=11)
         axes.axis("off")
     right.suptitle("held-out scans and the model's answers (wrong ones first, in red)")
