@@ -1,6 +1,7 @@
 """A real server with a real engine: ready, killed, restarted, stopped."""
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -102,6 +103,17 @@ def test_an_engine_whose_server_dies_while_it_loads_ends_too(tiny: list[str], tm
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert "is ready" not in server.log.read_text()
+
+
+def test_a_low_limit_of_open_files_is_raised(tiny: list[str], tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with serving(tmp_path, *tiny) as server:
+            server.wait_for_health(503)
+            assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE) == (min(hard, 65536), hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_an_engine_that_cannot_start_ends_the_server(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import ipaddress
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 """Longer than clients let a connection rest between two requests, so that none is closed under a request that is on its way."""
+_OPEN_FILES = 65536
+"""More connections than clients ever have: the usual soft limit of 1024 is reached by three of them, and what comes then is dropped."""
 _HTTP_GRACE_S = 2
 """How long replies that are being sent may take once the server stops."""
 
@@ -37,8 +40,16 @@ def run_server(config: Config) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if not config.base_models:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
+    _allow_open_files()
     with _listening(config) as listener, contextlib.closing(Store.open(Path(config.data_dir))) as store, _only_user(config):
         uvloop.run(_serve(config, store, listener))
+
+
+def _allow_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextlib.contextmanager
