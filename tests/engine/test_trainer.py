@@ -35,7 +35,7 @@ class Bench:
     def __init__(self, base: BaseModel, tokens_per_pass: int = 64, held_s: float = 60.0) -> None:
         self.outcomes: dict[str, Outcome] = {}
         self.snapshots: dict[str, Adapter] = {}
-        self.backend = CountingBackend(base, TrainingConfig())
+        self.backend = CountingBackend(base, TrainingConfig(tokens_per_pass=tokens_per_pass))
         self.backend.passes = []
         operations = Operations({"tiny": Served("tiny", self.backend, renderer(base))}, 64, self.snapshots.__setitem__, self._withdraw)
         self.trainer = Trainer(operations, CommandQueue(held_s), tokens_per_pass, self._finish)

@@ -92,7 +92,7 @@ class Trainer:
         """One pass on the base model whose work has waited longest."""
         served = self._oldest().served
         mine = {m: queue for m, queue in self.forward.items() if self.operations.model(m).served is served}
-        failures = run_pass(served.backend, list(mine.values()), self.tokens_per_pass)
+        failures = run_pass(served.backend, list(mine.values()), served.backend.tokens_per_pass)
         for model_id, reason in failures.items():
             self._fail_head(model_id, reason)
         self._finish_complete(list(mine))

@@ -62,6 +62,9 @@ class PassResult:
 class Backend(Protocol):
     """What the engine needs of a trainer. Adapters given out by `snapshot` stay as they are whatever happens later."""
 
+    tokens_per_pass: int
+    """Most tokens to give to one pass. It falls when memory runs out."""
+
     def create_model(self, model_id: str, shape: LoraShape) -> None:
         """A new LoRA model with gradient accumulators and a fresh optimizer."""
         ...
@@ -93,6 +96,7 @@ class LocalBackend:
     def __init__(self, base: BaseModel, config: TrainingConfig) -> None:
         self.base = base
         self.config = config
+        self.tokens_per_pass = config.tokens_per_pass
         self.optimizers: dict[str, ModelOptimizer] = {}
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
@@ -117,23 +121,43 @@ class LocalBackend:
         return self._optimizer(model_id).adapter.snapshot()
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
-        """See `Backend`. A pass that fails is run again model by model, so that only the guilty one fails."""
-        models = list(dict.fromkeys(datum.model_id for datum in work))
+        """See `Backend`. A pass that runs out of memory is split; another that fails is run again model by model."""
         try:
             return PassResult([*self._run(work, backward)], {})
         except (RuntimeError, MemoryError) as error:  # what torch raises, out of memory included, and numpy
-            if len(models) == 1:
-                log.exception("a pass of %s failed", models[0])
-                return PassResult([None] * len(work), {models[0]: f"the pass failed: {error}"})
+            reason, starved = str(error), is_out_of_memory(error)
+        # Outside of the handler, where the failed pass holds no tensors any more.
+        models = list(dict.fromkeys(datum.model_id for datum in work))
+        if starved and len(work) > 1:
+            return self._run_apart(work, backward, self._halves(work))
+        if len(models) > 1:
+            return self._run_apart(work, backward, [[i for i, d in enumerate(work) if d.model_id == model] for model in models])
+        if starved:
+            reason = f"a sequence of {len(work[0].rendered)} tokens needs more memory than {self.base.device} has left: {reason}"
+        log.error("a pass of %s failed: %s", models[0], reason)
+        return PassResult([None] * len(work), {models[0]: f"the pass failed: {reason}"})
+
+    def _run_apart(self, work: Sequence[DatumWork], backward: bool, groups: list[list[int]]) -> PassResult:
+        """The groups of `work` (indices) in passes of their own."""
         results: list[DatumResult | None] = [None] * len(work)
         failures: dict[str, str] = {}
-        for model_id in models:
-            mine = [i for i, datum in enumerate(work) if datum.model_id == model_id]
-            alone = self.run_pass([work[i] for i in mine], backward)
-            failures.update(alone.failures)
-            for i, result in zip(mine, alone.results, strict=True):
+        for group in groups:
+            apart = self.run_pass([work[i] for i in group], backward)
+            failures.update(apart.failures)
+            for i, result in zip(group, apart.results, strict=True):
                 results[i] = result
         return PassResult(results, failures)
+
+    def _halves(self, work: Sequence[DatumWork]) -> list[list[int]]:
+        """Two groups of about equal tokens. Later passes are planned no larger than one of them."""
+        before = np.cumsum([0, *(len(datum.rendered) for datum in work)])
+        total = int(before[-1])
+        self.tokens_per_pass = max(1, min(self.tokens_per_pass, total // 2))
+        log.warning("out of memory in a pass of %d tokens: it goes on in two, later ones take %d tokens", total, self.tokens_per_pass)
+        if self.base.device.type == "cuda":
+            torch.cuda.empty_cache()
+        first = min(max(1, int((before[:-1] < total / 2).sum())), len(work) - 1)
+        return [list(range(first)), list(range(first, len(work)))]
 
     def _optimizer(self, model_id: str) -> ModelOptimizer:
         if model_id not in self.optimizers:
@@ -186,6 +210,11 @@ class LocalBackend:
             count = len(optimizer.adapter.leaves())
             optimizer.accumulate(list(gradients[start : start + count]))
             start += count
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of torch or numpy means that an allocation failed, on any device."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def _width(datum: DatumWork) -> int:

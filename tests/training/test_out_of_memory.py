@@ -1,0 +1,59 @@
+"""Memory that really runs out, in a process of its own whose address space is limited."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+SCRIPT = """
+import resource, sys
+import numpy as np
+import torch
+from pathlib import Path
+from tests.bases import datum, load, random_tokens, renderer
+from tests.training.test_backend import backend_with, gradients
+
+torch.set_num_threads(1)
+base = load(Path(sys.argv[1]), device="cpu")
+backend, render = backend_with(base, a=4, b=8), renderer(base)
+backend.config.logits_chunk = 64
+work = [datum("ab"[i % 2], render.render([random_tokens(i, 512)]), i) for i in range(8)]
+for item in work:
+    backend.run_pass([item], backward=True)
+expected = {name: gradients(backend, name) for name in "ab"}
+
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + int(float(sys.argv[2]) * 2**20),) * 2)
+length = int(sys.argv[3])
+if length:
+    work = [datum("a", render.render([random_tokens(0, length)]))]
+outcome = backend.run_pass(work, backward=True)
+resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[1],) * 2)
+print("failures", outcome.failures)
+print("limit", backend.tokens_per_pass)
+if not outcome.failures:
+    for name in "ab":
+        for got, want in zip(gradients(backend, name), expected[name]):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * max(1.0, want.abs().max().item()))
+    print("gradients equal")
+"""
+
+
+def run_with(directory: Path, spare_mib: float, length: int = 0) -> dict[str, str]:
+    """Run one pass with that much memory to spare: of 8 x 512 tokens, or of one sequence of `length`."""
+    command = [sys.executable, "-c", SCRIPT, str(directory), str(spare_mib), str(length)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+
+
+def test_a_pass_that_runs_out_of_memory_is_split_and_gives_the_same_gradients(family_dir: Callable[[str], Path]) -> None:
+    said = run_with(family_dir("qwen3"), 24)
+    assert said["failures"] == "{}"
+    assert said["gradients"] == "equal"
+    assert int(said["limit"]) <= 2048
+
+
+def test_what_can_never_fit_is_refused_with_its_size(family_dir: Callable[[str], Path]) -> None:
+    said = run_with(family_dir("qwen3"), 8, length=8000)
+    assert "a sequence of 8000 tokens needs more memory than cpu has left" in said["failures"]
