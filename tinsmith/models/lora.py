@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch import Tensor
 
 LORA_ALPHA = 32.0
 """Fixed, independent of the rank: the scale of an adapter is 32 / rank."""
@@ -73,6 +72,10 @@ class Adapter:
         """All masters in a fixed order: a and b of each module."""
         return [tensor for pair in self.masters.values() for tensor in pair]
 
+    def named_tensors(self) -> dict[str, Tensor]:
+        """All masters in the order of `tensors`, as MODULE.a and MODULE.b."""
+        return {f"{name}.{part}": tensor for name, pair in self.masters.items() for part, tensor in pair._asdict().items()}
+
     def leaves(self) -> list[Tensor]:
         """All working copies, in the order of `tensors`: what gradients are taken of."""
         return [tensor for pair in self.working.values() for tensor in pair]
@@ -111,41 +114,3 @@ class ActiveSegments:
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
-
-
-class LoraLinear(nn.Module):
-    """A frozen linear layer plus, on each segment of the row, that segment's adapter."""
-
-    def __init__(self, base: nn.Linear, name: str, active: ActiveSegments) -> None:
-        super().__init__()
-        self.base = base
-        self.name = name
-        self.active = active
-
-    def forward(self, x: Tensor) -> Tensor:
-        """X [1, tokens, in_features] -> [1, tokens, out_features]."""
-        y = self.base(x)
-        segments = self.active.segments
-        if len(segments) == 1:
-            return add_lora(y[0], x[0], segments[0].adapter, self.name).unsqueeze(0)
-        parts = [add_lora(y[0, s.start : s.end], x[0, s.start : s.end], s.adapter, self.name) for s in segments]
-        return torch.cat(parts).unsqueeze(0)
-
-
-def add_lora(y: Tensor, x: Tensor, adapter: Adapter | None, name: str) -> Tensor:
-    """Y + scale · B · A · x for rows of one adapter: y [tokens, out], x [tokens, in]. Without a pair of that name, y itself."""
-    if adapter is None or name not in adapter.working:
-        return y
-    pair = adapter.working[name]
-    return torch.addmm(y, linear(x, pair.a) * adapter.scale, pair.b.t())
-
-
-def attach(model: nn.Module, suffixes: tuple[str, ...], active: ActiveSegments) -> dict[str, tuple[int, int]]:
-    """Wrap every linear layer of `model` whose last name part is in `suffixes`; return (in_features, out_features) by module name."""
-    found = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name.rpartition(".")[2] in suffixes
-    }
-    for name, module in found.items():
-        parent = model.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], LoraLinear(module, name, active))
-    return {name: (module.in_features, module.out_features) for name, module in found.items()}
