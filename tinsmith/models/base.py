@@ -19,7 +19,8 @@ from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import ATTENTION, AttentionPlan
 from tinsmith.models.families import SUPPORTED_ROPE, Family, family_of
-from tinsmith.models.lora import ActiveSegments, LoraShape, Segment, attach
+from tinsmith.models.lora import ActiveSegments, LoraShape, Segment
+from tinsmith.models.lora_linear import attach
 
 LM_HEAD = "lm_head"
 """Name of the output projection among an adapter's modules."""
