@@ -1,0 +1,69 @@
+"""The Sampler interface against transformers' batched `generate`: the tiny model, 64 requests at temperature 1, log-probabilities wanted.
+
+Two loads: 64 prompts of 64 tokens with answers of 64, and mixed ones of 16 to 112 tokens each, which `generate` pads to the longest prompt
+and answer. Both sides take turns; median of 3 rounds. Run it with: taskset -c 0,1 python -m benchmarks.sampler
+"""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.generation import Prompt, generate_batch, load_generator, prompts
+from benchmarks.timing import in_turn, report
+from tinsmith.config import ModelsConfig, SamplingConfig
+from tinsmith.models.base import load_base_model
+from tinsmith.models.tiny import write_tiny_model
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.sampling.local import LocalSampler
+from tinsmith.wire.chunks import TextChunk
+from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
+
+UNIFORM = [(64, 64)] * 64
+_PROMPTS, _ANSWERS = (np.random.default_rng(seed).integers(16, 113, 64) for seed in (1, 2))
+MIXED = [(int(prompt), int(answer)) for prompt, answer in zip(_PROMPTS, _ANSWERS, strict=True)]
+
+
+def sample_all(sampler: LocalSampler, asked: Sequence[Prompt]) -> None:
+    """Add every request, then step until all are answered."""
+    for number, prompt in enumerate(asked):
+        rendered = RenderedInput(prompt.tokens, (), (), torch.arange(len(prompt.tokens)).unsqueeze(0))
+        sampler.add(str(number), _request(prompt), rendered, None)
+    finished = 0
+    while sampler.has_work:
+        finished += len(sampler.step())
+    if finished != len(asked):
+        raise RuntimeError(f"{finished} of {len(asked)} requests were answered")
+
+
+def _request(prompt: Prompt) -> SampleRequest:
+    stop = StopRule(eos=False, strings=(), token_ids=())
+    params = SamplingParams(max_tokens=prompt.max_tokens, temperature=1.0, top_p=1.0, top_k=-1, seed=None, stop=stop)
+    return SampleRequest("benchmark", 1, 1, [TextChunk(prompt.tokens)], params, prompt_logprobs=False)
+
+
+def compare(name: str, wanted: float, sampler: LocalSampler, model: Any, sizes: Sequence[tuple[int, int]]) -> None:
+    """Measure one load and print its line."""
+    asked = prompts(sizes)
+    ours_s, generate_s = in_turn(lambda: sample_all(sampler, asked), lambda: generate_batch(model, asked))
+    tokens = sum(answer for _, answer in sizes)
+    rates = {"ours_tokens_per_s": tokens / ours_s, "generate_tokens_per_s": tokens / generate_s}
+    report(name, generate_s / ours_s, f"at least {wanted} times as fast", **rates)
+
+
+def main() -> None:
+    """Measure both loads."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_model("qwen3", Path(folder))
+        base = load_base_model("tiny", folder, ModelsConfig(device="cpu"), 0)
+        model = load_generator(Path(folder))
+    sampler = LocalSampler(base, SamplingConfig(kv_cache_gib=0.25), 1024)
+    compare("sampler_uniform", 1.2, sampler, model, UNIFORM)
+    compare("sampler_mixed", 2.2, sampler, model, MIXED)
+
+
+if __name__ == "__main__":
+    main()
