@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
@@ -46,10 +48,41 @@ SMALL: dict[str, Any] = {
 }
 
 
+OTHER_DECODERS: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {"logit_scale": 1.0, "sliding_window": 8},
+    "ernie4_5": {},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8},
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "granite": {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5},
+    "helium": {"head_dim": 16},
+    "olmo": {},
+    "olmo2": {},
+    "phi3": {"sliding_window": 8, "pad_token_id": 0},
+    "smollm3": {"pad_token_id": 0},
+    "starcoder2": {"sliding_window": 8},
+}
+"""Dense decoders that Tinsmith has no code for, with settings that differ from `SMALL`."""
+
+
+def write_decoder(model_type: str, directory: Path, **settings: Any) -> None:
+    """A tiny random model of any type that transformers has a decoder for, with the tiny Qwen3 tokenizer."""
+    write_tiny_model("qwen3", directory)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SMALL | settings)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+
+
 def write_family(model_type: str, directory: Path) -> None:
     """A tiny random model of the family, with the tiny Qwen3 tokenizer."""
     if model_type in ("qwen3", "qwen3_vl"):
         write_tiny_model("qwen3-vl" if model_type == "qwen3_vl" else "qwen3", directory)
+        return
+    if model_type in OTHER_DECODERS:
+        write_decoder(model_type, directory, **OTHER_DECODERS[model_type])
         return
     write_tiny_model("qwen3-vl" if model_type == "qwen2_5_vl" else "qwen3", directory)
     torch.manual_seed(0)

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
-from tests.bases import load, picture_chunks, random_tokens, renderer
+from tests.bases import load, picture_chunks, random_tokens, renderer, write_decoder
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, pick_device
-from tinsmith.models.families import family_of, positions
+from tinsmith.models.families import IMAGE_FAMILIES, Family, family_of, positions
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
@@ -25,13 +27,44 @@ def test_positions_equal_transformers(family_base: Callable[[str], BaseModel], f
 
 
 def test_text_positions_count_up() -> None:
-    assert positions(family_of("qwen3"), 4, (), 1).tolist() == [[0, 1, 2, 3]]
-    assert positions(family_of("qwen3_vl"), 3, (), 2).tolist() == [[0, 1, 2]] * 3
+    assert positions(Family("qwen3"), 4, (), 1).tolist() == [[0, 1, 2, 3]]
+    assert positions(IMAGE_FAMILIES["qwen3_vl"], 3, (), 2).tolist() == [[0, 1, 2]] * 3
 
 
-def test_an_unknown_family_names_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="model type 'gpt2' is not supported; supported are llama, mistral"):
-        family_of("gpt2")
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("gemma3", {}, "image models of type 'gemma3' are not supported; supported are qwen2_5_vl, qwen3_vl"),
+        ("t5", {}, "'t5' has an encoder"),
+        ("mixtral", {}, r"'mixtral' is a mixture of experts \(num_(local_)?experts=8\)"),
+        ("qwen3_moe", {}, r"'qwen3_moe' is a mixture of experts \(num_(local_)?experts=128\)"),
+        ("gpt_oss", {}, "'gpt_oss' is a mixture of experts"),
+        ("mamba", {}, "layers of type linear_attention are not supported"),
+        ("qwen3_5_text", {}, "layers of type linear_attention are not supported; supported are full_attention, sliding_attention"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary type 'dynamic' changes with"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}}},
+            "rotary type 'dynamic' changes with",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_by_its_configuration(model_type: str, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"folder: .*{reason}"):
+        family_of("folder", AutoConfig.for_model(model_type, **settings))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("gpt2", {}, "no attention linear that LoRA can train; known are q_proj, .*, found lm_head|no linear layer at all"),
+        ("phi", {}, r"its output projection is Linear\(.*bias=True\); Tinsmith needs a linear layer without a bias"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_its_layers(model_type: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    write_decoder(model_type, tmp_path, **settings)
+    with pytest.raises(ConfigError, match=reason):
+        load(tmp_path)
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

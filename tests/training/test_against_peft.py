@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.bases import datum, picture_chunks, random_adapter, random_tokens, renderer, shifted
+from tests.bases import OTHER_DECODERS, datum, picture_chunks, random_adapter, random_tokens, renderer, shifted
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import LM_HEAD, BaseModel
 from tinsmith.models.lora import Adapter
@@ -26,17 +26,23 @@ def peft_twin(directory: Path, base: BaseModel, adapter: Adapter) -> Any:
     """The same model and adapter, in transformers and PEFT."""
     auto = AutoModelForImageTextToText if base.family.takes_images else AutoModelForCausalLM
     network = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    inside = r".*language_model\..*" if base.family.takes_images else r".*"
-    targets = rf"({inside}\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj))|lm_head"
+    targets = [path_in_network(base, name) for name in adapter.masters]
     config = LoraConfig(r=adapter.shape.rank, lora_alpha=32, target_modules=targets, lora_dropout=0.0)
     twin = get_peft_model(network, config)
-    prefix = "model.language_model." if base.family.takes_images else "model."
     with torch.no_grad():
-        for name, pair in adapter.masters.items():
-            module: Any = network.get_submodule(LM_HEAD if name == LM_HEAD else prefix + name)
+        for target, pair in zip(targets, adapter.masters.values(), strict=True):
+            module: Any = network.get_submodule(target)
             module.lora_A["default"].weight.copy_(pair.a)
             module.lora_B["default"].weight.copy_(pair.b)
     return twin.eval()
+
+
+def path_in_network(base: BaseModel, name: str) -> str:
+    """What transformers calls an adapter's module."""
+    paths: dict[int, str] = {id(module): path for path, module in base.network.named_modules()}
+    if name == LM_HEAD:
+        return paths[id(base.network.get_output_embeddings())]
+    return f"{paths[id(base.language_model)]}.{name}"
 
 
 def twin_logprobs(twin: Any, base: BaseModel, rendered: RenderedInput, targets: np.ndarray) -> torch.Tensor:
@@ -52,7 +58,7 @@ def twin_logprobs(twin: Any, base: BaseModel, rendered: RenderedInput, targets: 
     return logprobs
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES + VISION_FAMILIES)
+@pytest.mark.parametrize("family", [*TEXT_FAMILIES, *VISION_FAMILIES, *OTHER_DECODERS])
 def test_logprobs_and_gradients_equal_peft(family_base: Callable[[str], BaseModel], family_dir: Callable[[str], Path], family: str) -> None:
     base = family_base(family)
     adapter = random_adapter(base, rank=4, seed=1)
@@ -74,10 +80,9 @@ def test_logprobs_and_gradients_equal_peft(family_base: Callable[[str], BaseMode
         loss = loss - (torch.from_numpy(item.loss_inputs["weights"]) * expected).sum()
 
     loss.backward()
-    prefix = "model.language_model." if base.family.takes_images else "model."
     gradients = iter(backend.optimizers["a"].gradients or [])
     for name in adapter.masters:
-        module = twin.base_model.model.get_submodule(LM_HEAD if name == LM_HEAD else prefix + name)
+        module = twin.base_model.model.get_submodule(path_in_network(base, name))
         for matrix in (module.lora_A["default"].weight, module.lora_B["default"].weight):
             scale = matrix.grad.abs().max().item()
             torch.testing.assert_close(next(gradients).cpu(), matrix.grad, rtol=1e-3, atol=1e-4 * max(1.0, scale))

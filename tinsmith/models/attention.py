@@ -14,8 +14,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from tinsmith.errors import ConfigError
+
 ATTENTION = "tinsmith"
 """The name under which the function is registered with transformers."""
+
+HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "cache_position", "use_cache", "output_attentions"})
+"""What transformers passes to an attention function beside what we obey, and that changes no number: the network never trains, so that
+dropout is 0, positions are already in query and key, and a plan keeps the cache. Anything else is refused (soft caps, sinks, biases)."""
 
 
 class AttentionPlan(Protocol):
@@ -115,9 +121,17 @@ def _attention(
     scaling: float,
     attention: AttentionPlan,
     sliding_window: int | None = None,
-    **unused: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]."""
+    """What transformers calls: query [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim].
+
+    Raises ConfigError for an argument that we would have to obey and cannot.
+    """
+    if attention_mask is not None or others.get("is_causal") is False:
+        raise ConfigError("its attention brings a mask of its own; Tinsmith computes causal attention only")
+    unknown = [name for name, value in others.items() if name not in HARMLESS and value is not None]
+    if unknown:
+        raise ConfigError(f"its attention needs what Tinsmith does not compute: {', '.join(unknown)}")
     out = attention.attend(module.layer_idx, query[0], key[0], value[0], scaling, sliding_window)
     return out.unsqueeze(0), None
 

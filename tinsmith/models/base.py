@@ -18,9 +18,10 @@ from transformers import logging as transformers_logging
 from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import ATTENTION, AttentionPlan
-from tinsmith.models.families import SUPPORTED_ROPE, Family, family_of
+from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, Family, family_of
 from tinsmith.models.lora import ActiveSegments, LoraShape, Segment
 from tinsmith.models.lora_linear import attach
+from tinsmith.models.norms import fuse_norms
 
 LM_HEAD = "lm_head"
 """Name of the output projection among an adapter's modules."""
@@ -114,7 +115,7 @@ class BaseModel:
 
     def lora_targets(self, shape: LoraShape) -> dict[str, tuple[int, int]]:
         """(in_features, out_features) of the modules that an adapter of this shape covers."""
-        suffixes = (*(self.family.attention_targets if shape.train_attn else ()), *(self.family.mlp_targets if shape.train_mlp else ()))
+        suffixes = (*(ATTENTION_TARGETS if shape.train_attn else ()), *(MLP_TARGETS if shape.train_mlp else ()))
         targets = {name: size for name, size in self.linears.items() if name.rpartition(".")[2] in suffixes}
         if shape.train_unembed:
             targets[LM_HEAD] = (self.lm_head.shape[1], self.lm_head.shape[0])
@@ -176,7 +177,8 @@ def _deepstack_arguments(row: PackedRow, features: list[PictureFeatures]) -> dic
 def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_bytes: int) -> BaseModel:
     """Load the model in a local directory or of a Hub id, to be served under `name`.
 
-    Raises ConfigError for an unsupported architecture or a device that is not there.
+    Raises ConfigError for an unsupported architecture or a device that is not there. Whether the model computes what transformers
+    computes is for `sampling/self_check.py` to say.
     """
     transformers_logging.disable_progress_bar()  # bars have no place in a server's log
     device = pick_device(config.device)
@@ -184,13 +186,12 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
     if dtype == torch.float32:  # float32 means float32: convolutions (the tower's patches) default to TF32 on CUDA
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     model_config = AutoConfig.from_pretrained(source)
-    family = family_of(model_config.model_type)
-    _check_rope(source, model_config.get_text_config())
-    auto = AutoModelForImageTextToText if family.takes_images else AutoModelForCausalLM
-    network: Any = auto.from_pretrained(source, dtype=dtype)
+    family = family_of(source, model_config)
+    network = _load_network(source, family, dtype)
     network.to(device).eval().requires_grad_(False)
-    network.set_attn_implementation({"text_config": ATTENTION, "vision_config": "sdpa"} if family.takes_images else ATTENTION)
-    language_model = network.model.language_model if family.takes_images else network.model
+    use_attention(network, family, ATTENTION)
+    language_model = network.model.language_model if family.takes_images else network.base_model
+    fuse_norms(language_model)
     active = ActiveSegments()
     limit = model_config.get_text_config().max_position_embeddings
     if config.max_context > limit:
@@ -203,14 +204,45 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
         tokenizer=AutoTokenizer.from_pretrained(source),
         network=network,
         language_model=language_model,
-        lm_head=network.get_output_embeddings().weight,
+        lm_head=_output_projection(source, network),
         device=device,
         dtype=dtype,
         max_context=config.max_context or limit,
         active=active,
-        linears=attach(language_model, family.attention_targets + family.mlp_targets, active),
+        linears=_attach_lora(source, language_model, active),
         features=LRUCache(maxsize=feature_cache_bytes, getsizeof=lambda f: f.nbytes),
     )
+
+
+def _load_network(source: str, family: Family, dtype: torch.dtype) -> Any:
+    auto = AutoModelForImageTextToText if family.takes_images else AutoModelForCausalLM
+    try:
+        return auto.from_pretrained(source, dtype=dtype)
+    except ValueError as error:  # a configuration that transformers has no decoder for
+        raise ConfigError(f"{source}: transformers cannot load it as a decoder: {str(error).splitlines()[0]}") from error
+
+
+def _output_projection(source: str, network: Any) -> Tensor:
+    """The weight [vocabulary, hidden] of the LM head. Raises ConfigError where it is more than a matrix."""
+    head = network.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        raise ConfigError(f"{source}: its output projection is {head}; Tinsmith needs a linear layer without a bias")
+    return head.weight
+
+
+def use_attention(network: Any, family: Family, implementation: str) -> None:
+    """Let the language model attend with a registered attention function; a vision tower keeps sdpa."""
+    network.set_attn_implementation({"text_config": implementation, "vision_config": "sdpa"} if family.takes_images else implementation)
+
+
+def _attach_lora(source: str, language_model: Any, active: ActiveSegments) -> dict[str, tuple[int, int]]:
+    """Wrap the linears that LoRA trains. Raises ConfigError if there are none around attention, or none in the MLP."""
+    present = {name.rpartition(".")[2] for name, module in language_model.named_modules() if isinstance(module, torch.nn.Linear)}
+    for what, known in (("attention", ATTENTION_TARGETS), ("MLP", MLP_TARGETS)):
+        if not present & set(known):
+            found = ", ".join(sorted(present)) or "no linear layer at all"
+            raise ConfigError(f"{source}: no {what} linear that LoRA can train; known are {', '.join(known)}, found {found}")
+    return attach(language_model, ATTENTION_TARGETS + MLP_TARGETS, active)
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -233,9 +265,3 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
-
-
-def _check_rope(source: str, text_config: Any) -> None:
-    kind = text_config.rope_parameters.get("rope_type", "default")
-    if kind not in SUPPORTED_ROPE:
-        raise ConfigError(f"{source}: rotary type {kind!r} changes with the length of a row; supported are {', '.join(SUPPORTED_ROPE)}")

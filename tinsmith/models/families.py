@@ -1,16 +1,26 @@
-"""What differs between model families, in one place each. Everything else about a model is read from its configuration."""
+"""What differs between model families, in one place each. Everything else about a model is read from its configuration.
+
+A text model needs no entry here: whatever `AutoModelForCausalLM` loads is taken, and the self-check (`sampling/self_check.py`) decides.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tinsmith.errors import ConfigError
 
-ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_TARGETS = ("gate_proj", "up_proj", "down_proj")
+ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "query_key_value", "dense")
+"""Names of the linears around attention; each model has some of them. A fused one is trained as one matrix, as PEFT does."""
+MLP_TARGETS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "c_fc", "c_proj", "fc1", "fc2", "dense_h_to_4h", "dense_4h_to_h")
+"""Names of the linears of a dense MLP; each model has some of them."""
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary types whose angles do not depend on how long the row is; with the others, packing would change the numbers."""
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+"""Kinds of decoder layers that keep nothing but keys and values."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What configurations call the number of experts of a mixture."""
 
 
 @dataclass(frozen=True)
@@ -21,28 +31,42 @@ class Family:
     takes_images: bool = False
     mrope: bool = False
     """Positions have three rows: time, height and width of a picture's patches."""
-    attention_targets: tuple[str, ...] = ATTENTION_TARGETS
-    mlp_targets: tuple[str, ...] = MLP_TARGETS
 
 
-FAMILIES = {
+IMAGE_FAMILIES = {
     family.model_type: family
-    for family in (
-        Family("llama"),
-        Family("mistral"),
-        Family("qwen2"),
-        Family("qwen3"),
-        Family("qwen2_5_vl", takes_images=True, mrope=True),
-        Family("qwen3_vl", takes_images=True, mrope=True),
-    )
+    for family in (Family("qwen2_5_vl", takes_images=True, mrope=True), Family("qwen3_vl", takes_images=True, mrope=True))
 }
 
 
-def family_of(model_type: str) -> Family:
-    """The family of a transformers `model_type`. Raises ConfigError with those there are."""
-    if model_type not in FAMILIES:
-        raise ConfigError(f"model type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]
+def family_of(source: str, config: Any) -> Family:
+    """The family of a model with this transformers configuration.
+
+    Raises ConfigError, naming `source`, for what cannot work: other image or audio models, encoders, mixtures of experts, layers that carry
+    state along the row, rotary positions that depend on its length.
+    """
+    text = config.get_text_config()
+    kind = config.model_type
+    if kind not in IMAGE_FAMILIES and text is not config:
+        raise ConfigError(f"{source}: image models of type {kind!r} are not supported; supported are {', '.join(IMAGE_FAMILIES)}")
+    if config.is_encoder_decoder:
+        raise ConfigError(f"{source}: {kind!r} has an encoder; Tinsmith trains decoders")
+    for name in EXPERTS:
+        if (getattr(text, name, None) or 0) > 1:
+            raise ConfigError(f"{source}: {kind!r} is a mixture of experts ({name}={getattr(text, name)}), which LoRA does not reach yet")
+    layers = sorted(set(getattr(text, "layer_types", None) or ()) - set(SUPPORTED_LAYERS))
+    if layers:
+        raise ConfigError(f"{source}: layers of type {', '.join(layers)} are not supported; supported are {', '.join(SUPPORTED_LAYERS)}")
+    _check_rope(source, getattr(text, "rope_parameters", None) or {})
+    return IMAGE_FAMILIES.get(kind) or Family(kind)
+
+
+def _check_rope(source: str, parameters: dict[str, Any]) -> None:
+    """Look at the rotary type of the model, or of each of its kinds of layers."""
+    for group in [parameters, *(group for group in parameters.values() if isinstance(group, dict))]:
+        kind = group.get("rope_type", "default")
+        if kind not in SUPPORTED_ROPE:
+            raise ConfigError(f"{source}: rotary type {kind!r} changes with the length of a row; supported are {', '.join(SUPPORTED_ROPE)}")
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ class CacheShape:
         """Read from a language model's transformers configuration."""
         heads = text_config.num_attention_heads
         head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-        return cls(text_config.num_hidden_layers, text_config.num_key_value_heads, head_dim, dtype, device)
+        kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+        return cls(text_config.num_hidden_layers, kv_heads, head_dim, dtype, device)
 
     @property
     def block_bytes(self) -> int:

@@ -1,0 +1,82 @@
+"""The self-check on decoders of many kinds, and on networks that were made to compute something else."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from tests.bases import OTHER_DECODERS, load, write_decoder
+from tinsmith.errors import ConfigError
+from tinsmith.models.base import BaseModel
+from tinsmith.sampling.self_check import LENGTHS, check_base_model
+
+KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"]
+
+
+@pytest.mark.parametrize("family", [*KNOWN, *OTHER_DECODERS])
+def test_what_we_serve_passes(family_base: Callable[[str], BaseModel], family: str) -> None:
+    check_base_model(family_base(family), samples=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_vl"])
+def test_rounding_to_bfloat16_passes(family_dir: Callable[[str], Path], family: str) -> None:
+    check_base_model(load(family_dir(family), dtype="bfloat16"), samples=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "reason"),
+    [
+        ("gemma2", {"head_dim": 16, "final_logit_softcapping": None}, "its attention needs what Tinsmith does not compute: softcap"),
+        ("gemma3_text", {"head_dim": 16, "final_logit_softcapping": 0.5}, r"other log-probabilities \(final_logit_softcapping=0.5 is"),
+        ("cohere", {"logit_scale": 0.0625}, r"transformers computes other log-probabilities \(logit_scale=0.0625 is not supported\): they"),
+        ("granite", {"logits_scaling": 8.0}, r"\(logits_scaling=8.0 is not supported\): they differ by .*, allowed is 0.0001"),
+        ("stablelm", {}, "its network fails on a packed row: .* 'attention'"),
+        ("opt", {"word_embed_proj_dim": 64, "num_key_value_heads": 4}, "its network fails on a packed row: mat1"),
+    ],
+)
+def test_what_computes_other_numbers_is_refused(model_type: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    write_decoder(model_type, tmp_path, **settings)
+    with pytest.raises(ConfigError, match=rf"tiny \({model_type}\) cannot be served: .*{reason}"):
+        check_base_model(load(tmp_path), samples=True)
+
+
+def doctored(directory: Path, change: Callable[[Tensor], Tensor], dtype: str = "float32") -> BaseModel:
+    """A model whose first MLP passes its output [1, tokens, hidden] through `change`."""
+    base = load(directory, dtype=dtype)
+    mlp: nn.Module = base.language_model.layers[0].mlp
+    mlp.register_forward_hook(lambda _module, _inputs, output: change(output))
+    return base
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_carry_state_along_the_row_are_refused(family_dir: Callable[[str], Path], dtype: str) -> None:
+    base = doctored(family_dir("qwen3"), lambda output: output + output.roll(1, dims=1), dtype)
+    with pytest.raises(ConfigError, match="a sequence depends on others in its packed row: they differ by"):
+        check_base_model(base, samples=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decoding_that_differs_is_refused(family_dir: Callable[[str], Path], dtype: str) -> None:
+    base = doctored(family_dir("qwen3"), lambda output: output * 1.5 if output.shape[1] == len(LENGTHS) else output, dtype)
+    with pytest.raises(ConfigError, match="decoding with a cache gives other log-probabilities than a full forward pass: they differ by"):
+        check_base_model(base, samples=True)
+    check_base_model(base, samples=False)
+
+
+def test_a_window_that_we_are_not_told_of_is_refused(family_dir: Callable[[str], Path]) -> None:
+    base = load(family_dir("gemma3_text"))
+    base.language_model.layers[0].self_attn.sliding_window = None
+    with pytest.raises(ConfigError, match="transformers computes other log-probabilities: they differ by"):
+        check_base_model(base, samples=True)
+
+
+def test_the_check_leaves_the_model_as_it_was(family_dir: Callable[[str], Path]) -> None:
+    base = load(family_dir("mistral"), max_context=20)
+    before = copy.deepcopy(base.network.config.to_dict())
+    check_base_model(base, samples=True)
+    assert base.network.config.to_dict() == before
+    assert base.network.config._attn_implementation == "tinsmith"
+    assert base.max_context == 20

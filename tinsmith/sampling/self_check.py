@@ -1,0 +1,291 @@
+"""The self-check: before a base model is served it shows that our ways of computing it agree with each other and with transformers.
+
+On random sequences of several lengths, with random LoRA adapters whose B is not zero, and for an image model with a picture:
+
+    each sequence alone      =  transformers' own outer forward with its own attention (final soft caps, logit scales, masks, positions)
+    all of them in one row   =  each alone
+    sampled step by step     =  each alone (the real sampler: prompts into the paged cache, then decoding)
+
+A few hundred tokens in all. Sliding windows are shortened meanwhile, so that the sequences are longer than they are. What differs
+is refused with a ConfigError that says what and by how much.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tinsmith.config import ImagesConfig, SamplingConfig
+from tinsmith.errors import ConfigError, NotFoundError
+from tinsmith.models.attention import ATTENTION, AttentionPlan, PackedPlan
+from tinsmith.models.base import LM_HEAD, BaseModel, use_attention
+from tinsmith.models.families import positions
+from tinsmith.models.lora import Adapter, LoraShape, Segment, new_adapter
+from tinsmith.rendering.packing import pack, packing_order
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.rendering.renderer import Renderer
+from tinsmith.sampling.kv_cache import CacheShape, blocks_for
+from tinsmith.sampling.local import LocalSampler
+from tinsmith.sampling.sequence import SampleResult
+from tinsmith.training.logprobs import target_logprobs
+from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
+from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
+
+LENGTHS = (40, 7, 25, 25)
+"""Tokens of the text sequences."""
+ANSWER = 12
+"""Tokens sampled after each."""
+WINDOW = 16
+"""Length of sliding windows during the check."""
+CHUNK = 64
+"""Rows of logits that exist at a time."""
+ROOM = 4096
+"""Context window during the check."""
+PIXELS = 64
+"""Width and height of the picture; the model's processor may enlarge it."""
+EXACT = 1e-4
+"""Largest difference of any log-probability in float32."""
+ROUNDED = 0.05
+"""Difference in bfloat16 that needs no reason: the mean over a sequence. Logits between 16 and 32 are rounded to multiples of 0.125."""
+NOISE = 3.0
+"""In bfloat16 a deep model may differ by this many times what it differs between two of transformers' own attention functions."""
+HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+"""What configurations call a function between the output projection and the logits."""
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """One random sequence and whose weights it runs with."""
+
+    rendered: RenderedInput
+    adapter: Adapter | None
+
+
+@torch.no_grad()
+def check_base_model(base: BaseModel, samples: bool) -> None:
+    """Raise ConfigError unless `base` computes the same numbers in every way that we compute it; with `samples` the sampler's too."""
+    base = replace(base, max_context=max(base.max_context, ROOM))  # the network is shared; the knob is no matter here
+    try:
+        with _short_windows(base):
+            _check(base, _probes(base), samples)
+    except ConfigError as error:
+        raise ConfigError(f"{base.name} ({base.family.model_type}) cannot be served: {error}") from error
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # the network's own code does not take a packed row
+        raise ConfigError(f"{base.name} ({base.family.model_type}) cannot be served: its network fails on a packed row: {error}") from error
+    finally:
+        base.features.clear()
+
+
+def _check(base: BaseModel, probes: list[Probe], samples: bool) -> None:
+    _check_layers(base, probes[0])
+    alone = [_logprobs(base, [probe])[0] for probe in probes]
+    reference = [_transformers_logprobs(base, probe, "eager") for probe in probes]
+    allowed = EXACT
+    if base.dtype != torch.float32:
+        other = [_transformers_logprobs(base, probe, "sdpa") for probe in probes]
+        allowed = max(ROUNDED, NOISE * _difference(base, reference, other))
+    bare = [_logprobs(base, [replace(probe, adapter=_without_head(probe.adapter))])[0] for probe in probes]
+    _compare(base, f"transformers computes other log-probabilities{_head_settings(base)}", bare, reference, allowed)
+    _compare(base, "a sequence depends on others in its packed row", _logprobs(base, probes), alone, allowed)
+    if samples:
+        _check_sampler(base, probes, alone, allowed)
+
+
+def _compare(base: BaseModel, what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], allowed: float) -> None:
+    difference = _difference(base, ours, theirs)
+    if not difference <= allowed:  # also when it is NaN
+        raise ConfigError(f"{what}: they differ by {difference:.3g}, allowed is {allowed:.3g}")
+
+
+def _difference(base: BaseModel, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest difference in float32; in bfloat16 the largest mean of a sequence, as single values are at the mercy of rounding."""
+    apart = [(a - b).abs() for a, b in zip(ours, theirs, strict=True)]
+    return torch.stack([a.max() if base.dtype == torch.float32 else a.mean() for a in apart]).max().item()
+
+
+# Random sequences
+
+
+def _probes(base: BaseModel) -> list[Probe]:
+    """Texts of two adapters and of the bare base, and a text with a picture for a model that takes images."""
+    adapters = [_random_adapter(base, seed=1, train_unembed=True), _random_adapter(base, seed=2, train_unembed=False)]
+    owners = [adapters[0], adapters[0], adapters[1], None]
+    generator = np.random.default_rng(0)
+    renderer = Renderer(base, ImagesConfig(), _no_blob)
+    inputs: list[tuple[list[Chunk], Adapter | None]] = [
+        ([_random_text(base, generator, length)], owner) for length, owner in zip(LENGTHS, owners, strict=True)
+    ]
+    if base.family.takes_images:
+        inputs.append((_random_picture(base, generator), adapters[0]))
+    return [Probe(renderer.render(chunks), adapter) for chunks, adapter in inputs]
+
+
+def _no_blob(sha256: bytes) -> bytes:
+    raise NotFoundError(f"the self-check stores no image, and {sha256.hex()} is asked for")
+
+
+def _random_adapter(base: BaseModel, seed: int, train_unembed: bool) -> Adapter:
+    shape = LoraShape(4, seed, train_unembed=train_unembed)
+    adapter = new_adapter(shape, base.lora_targets(shape), base.device, base.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for pair in adapter.masters.values():  # large enough to show, small enough to leave a trained model one
+        pair.b.copy_(torch.randn(pair.b.shape, generator=generator) * 0.02)
+    adapter.refresh()
+    return adapter
+
+
+def _random_text(base: BaseModel, generator: np.random.Generator, length: int) -> TextChunk:
+    """Any token but those that stand for pictures: transformers looks for their ids, we do not."""
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    taken = [getattr(base.config, name) for name in names] if base.family.takes_images else []
+    return TextChunk(generator.choice(np.setdiff1d(np.arange(base.vocab_size, dtype=np.int32), taken), length))
+
+
+def _random_picture(base: BaseModel, generator: np.random.Generator) -> list[Chunk]:
+    """Text, a picture between its markers, and text."""
+    file = io.BytesIO()
+    Image.fromarray(generator.integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)).save(file, "PNG")
+    data = file.getvalue()
+    start, end = (TextChunk(np.array([i], dtype=np.int32)) for i in (base.config.vision_start_token_id, base.config.vision_end_token_id))
+    picture = ImageChunk(hashlib.sha256(data).digest(), data, "png", None)
+    return [_random_text(base, generator, 9), start, picture, end, _random_text(base, generator, 9)]
+
+
+@contextmanager
+def _short_windows(base: BaseModel) -> Iterator[None]:
+    """Sliding windows of `WINDOW` tokens, in the configuration, which makes transformers' masks, and in the layers, which tell us."""
+    holders = [base.language_model.config, *base.language_model.modules()]
+    kept = [(holder, getattr(holder, "sliding_window", None)) for holder in holders]
+    kept = [(holder, window) for holder, window in kept if isinstance(window, int) and window > WINDOW]
+    try:
+        for holder, _ in kept:
+            holder.sliding_window = WINDOW
+        yield
+    finally:
+        for holder, window in kept:
+            holder.sliding_window = window
+
+
+# The ways to compute them
+
+
+class LayerCheck:
+    """An `AttentionPlan` that notes which layers attended, and refuses keys and values that the cache has no room for."""
+
+    def __init__(self, plan: AttentionPlan, shape: CacheShape) -> None:
+        self.plan = plan
+        self.shape = shape
+        self.layers: list[int] = []
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """See `AttentionPlan.attend`."""
+        self.layers.append(layer)
+        expected = self.shape.kv_heads, self.shape.head_dim
+        for name, tensor in (("keys", key), ("values", value)):
+            if (tensor.shape[0], tensor.shape[2]) != expected:
+                raise ConfigError(f"its {name} have {tensor.shape[0]} heads of width {tensor.shape[2]}, its configuration says {expected}")
+        return self.plan.attend(layer, query, key, value, scale, window)
+
+
+def _check_layers(base: BaseModel, probe: Probe) -> None:
+    """Every layer must attend once through our function: what goes past it would mix neighbours of a packed row."""
+    row = pack([probe.rendered], [probe.adapter], base.device)
+    shape = CacheShape.of(base.text_config, base.dtype, base.device)
+    plan = LayerCheck(PackedPlan(row.lengths, base.device, base.dtype), shape)
+    base.hidden_states(row, plan)
+    if plan.layers != list(range(shape.layers)):
+        raise ConfigError(f"of its {shape.layers} layers, {len(set(plan.layers))} attend through transformers' attention interface")
+
+
+def _logprobs(base: BaseModel, probes: list[Probe]) -> list[Tensor]:
+    """[n - 1] for each probe: log-probabilities of its own next tokens, computed in one packed row."""
+    order = packing_order([len(p.rendered) for p in probes], [p.adapter for p in probes])
+    chosen = [probes[i] for i in order]
+    row = pack([p.rendered for p in chosen], [p.adapter for p in chosen], base.device)
+    hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
+    scored = target_logprobs(hidden, base.lm_head, row.token_ids.roll(-1).unsqueeze(-1), row.segments, CHUNK).squeeze(-1)
+    by_probe = dict(zip(order, scored.split(row.lengths), strict=True))
+    return [by_probe[i][:-1].cpu() for i in range(len(probes))]
+
+
+def _transformers_logprobs(base: BaseModel, probe: Probe, implementation: str) -> Tensor:
+    """The same by transformers' outer forward with its own attention; the LM head's LoRA, which it does not know, is left out."""
+    rendered = probe.rendered
+    ids = torch.from_numpy(rendered.token_ids).to(base.device, torch.int64).unsqueeze(0)
+    extra: dict[str, Any] = {}
+    if rendered.pictures:
+        extra["pixel_values"] = torch.cat([p.pixel_values for p in rendered.pictures]).to(base.device, base.dtype)
+        extra["image_grid_thw"] = torch.tensor([p.grid_thw for p in rendered.pictures], device=base.device)
+        extra["mm_token_type_ids"] = (ids == base.config.image_token_id).int()
+    base.active.segments = [Segment(0, len(rendered), probe.adapter)]
+    use_attention(base.network, base.family, implementation)
+    try:
+        logits = base.network(input_ids=ids, use_cache=False, **extra).logits[0]
+    finally:
+        use_attention(base.network, base.family, ATTENTION)
+    logprobs: Tensor = logits[:-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+    return logprobs.cpu()
+
+
+def _without_head(adapter: Adapter | None) -> Adapter | None:
+    """The adapter without its part on the LM head."""
+    if adapter is None:
+        return None
+    return Adapter(adapter.shape, {name: pair for name, pair in adapter.masters.items() if name != LM_HEAD}, adapter.dtype)
+
+
+def _head_settings(base: BaseModel) -> str:
+    """A hint at what may be the reason, such as " (logits_scaling=8.0 is not supported)"."""
+    values = {name: getattr(base.text_config, name, None) for name in HEAD_SETTINGS}
+    found = ", ".join(f"{name}={value}" for name, value in values.items() if value not in (None, 1.0))
+    return f" ({found} is not supported)" if found else ""
+
+
+def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], allowed: float) -> None:
+    """Sample an answer to every probe, all at once, and compute prompt and answer again without a cache."""
+    shape = CacheShape.of(base.text_config, base.dtype, base.device)
+    blocks = sum(blocks_for(len(probe.rendered) + ANSWER) + 1 for probe in probes)
+    sampler = LocalSampler(base, SamplingConfig(kv_cache_gib=(blocks + 1) * shape.block_bytes / 2**30), CHUNK)
+    for index, probe in enumerate(probes):
+        sampler.add(str(index), _request(), probe.rendered, probe.adapter)
+    finished: dict[int, SampleResult] = {}
+    while sampler.has_work:
+        finished.update((int(result.request_id), result) for result in sampler.step())
+    prompts, answers, again = [], [], []
+    for index, probe in enumerate(probes):
+        result = finished[index]
+        assert result.prompt_logprobs is not None
+        answer = result.sequences[0]
+        prompts.append(torch.from_numpy(result.prompt_logprobs[1:]))
+        answers.append(torch.tensor(answer.logprobs))
+        longer = Probe(_followed(base, probe.rendered, answer.tokens), probe.adapter)
+        again.append(_logprobs(base, [longer])[0][-len(answer.tokens) :])
+    expected = [_as_sampler(probe, logprobs) for probe, logprobs in zip(probes, alone, strict=True)]
+    _compare(base, "the sampler computes other log-probabilities of a prompt", prompts, expected, allowed)
+    _compare(base, "decoding with a cache gives other log-probabilities than a full forward pass", answers, again, allowed)
+
+
+def _request() -> SampleRequest:
+    params = SamplingParams(max_tokens=ANSWER, temperature=1.0, top_p=1.0, top_k=-1, seed=0, stop=StopRule(False, (), ()))
+    return SampleRequest("", 0, 1, [], params, prompt_logprobs=True)
+
+
+def _as_sampler(probe: Probe, logprobs: Tensor) -> Tensor:
+    """0.0 at image positions, as prompt_logprobs has it."""
+    text = torch.ones(len(probe.rendered))
+    for span in probe.rendered.spans:
+        text[span.offset : span.offset + span.length] = 0.0
+    return logprobs * text[1:]
+
+
+def _followed(base: BaseModel, rendered: RenderedInput, tokens: list[int]) -> RenderedInput:
+    """A sequence with more text behind it."""
+    ids = np.concatenate([rendered.token_ids, np.array(tokens, dtype=np.int32)])
+    return RenderedInput(ids, rendered.spans, rendered.pictures, positions(base.family, len(ids), rendered.spans, base.merge_size))
