@@ -48,7 +48,7 @@ def run_with(directory: Path, spare_mib: float, length: int = 0) -> dict[str, st
 
 
 def test_a_pass_that_runs_out_of_memory_is_split_and_gives_the_same_gradients(family_dir: Callable[[str], Path]) -> None:
-    said = run_with(family_dir("qwen3"), 24)
+    said = run_with(family_dir("qwen3"), 10)
     assert said["failures"] == "{}"
     assert said["gradients"] == "equal"
     assert int(said["limit"]) <= 2048
