@@ -78,6 +78,9 @@ class SamplingConfig:
 
     sampler: str = knob("local", "local: sample on the training weights in this engine; none: refuse sampling", choices=("local", "none"))
     kv_cache_gib: float = knob(2.0, "Memory for the key/value cache of one base model", "GiB", 0.001)
+    snapshot_gib: float = knob(
+        4.0, "Memory for snapshots and checkpoints that are sampled; beyond it the least recently used go to disk", "GiB", 0
+    )
     max_running: int = knob(256, "Sequences decoded together", "sequences", 1)
     prefill_tokens: int = knob(4096, "Most prompt tokens computed in one step", "tokens", 1)
 

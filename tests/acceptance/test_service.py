@@ -33,8 +33,8 @@ def test_an_unknown_base_model_names_those_there_are(service: tinker.ServiceClie
 def test_what_is_not_built_is_refused_and_training_goes_on(service: tinker.ServiceClient) -> None:
     client = train(service, "text")
     item = datum(text_input(0, 6))
-    with pytest.raises(tinker.RequestFailedError, match="save_weights is not built yet"):
-        client.save_state("checkpoint").result()
+    with pytest.raises(tinker.RequestFailedError, match="loss_fn 'cispo' is not built yet"):
+        client.forward([item], "cispo").result()
     with pytest.raises(tinker.RequestFailedError, match="loss_fn 'ppo' is not built yet; this version computes cross_entropy"):
         client.forward_backward([item], "ppo").result()
     with pytest.raises(tinker.RequestFailedError, match="the step was refused and the gradients are cleared"):

@@ -1,6 +1,7 @@
 """The training half of the engine on a real backend: order, budgets, failures."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,14 @@ import pytest
 
 from tests.bases import renderer
 from tinsmith.config import TrainingConfig
+from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.operations import Operations, Served
+from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.trainer import Trainer
 from tinsmith.models.base import BaseModel
-from tinsmith.models.lora import Adapter
 from tinsmith.store.records import REJECTED, Command, Outcome
+from tinsmith.store.store import Store
 from tinsmith.training.backend import DatumWork, LocalBackend, PassResult
 from tinsmith.wire import tinker_pb2
 
@@ -32,17 +35,15 @@ class CountingBackend(LocalBackend):
 class Bench:
     """A trainer, its outcomes by request id, and ways to feed it."""
 
-    def __init__(self, base: BaseModel, tokens_per_pass: int = 64, held_s: float = 60.0) -> None:
+    def __init__(self, base: BaseModel, data_dir: Path, tokens_per_pass: int = 64, held_s: float = 60.0) -> None:
         self.outcomes: dict[str, Outcome] = {}
-        self.snapshots: dict[str, Adapter] = {}
         self.backend = CountingBackend(base, TrainingConfig(tokens_per_pass=tokens_per_pass))
         self.backend.passes = []
-        operations = Operations({"tiny": Served("tiny", self.backend, renderer(base))}, 64, self.snapshots.__setitem__, self._withdraw)
+        checkpoints = Checkpoints(Store.open(data_dir), data_dir / "checkpoints")
+        self.snapshots = Snapshots({"tiny": base}, checkpoints, data_dir / "snapshots", 2**30)
+        operations = Operations({"tiny": Served("tiny", self.backend, renderer(base))}, 64, checkpoints, self.snapshots)
         self.trainer = Trainer(operations, CommandQueue(held_s), tokens_per_pass, self._finish)
         self.ids = iter(range(1, 1000))
-
-    def _withdraw(self, model_id: str) -> None:
-        self.snapshots = {key: adapter for key, adapter in self.snapshots.items() if not key.startswith(f"{model_id}/")}
 
     def _finish(self, outcomes: list[Outcome]) -> None:
         for outcome in outcomes:
@@ -89,8 +90,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(text_base: BaseModel) -> Bench:
-    return Bench(text_base)
+def bench(text_base: BaseModel, tmp_path: Path) -> Bench:
+    return Bench(text_base, tmp_path)
 
 
 def test_operations_run_in_order_and_once(bench: Bench) -> None:
@@ -191,8 +192,8 @@ def test_a_step_that_failed_by_itself_leaves_nothing_behind_for_the_next(bench: 
     assert bench.error("a", 4) is None
 
 
-def test_an_overdue_step_leaves_nothing_behind_for_the_next(text_base: BaseModel) -> None:
-    bench = Bench(text_base, held_s=0.0)
+def test_an_overdue_step_leaves_nothing_behind_for_the_next(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = Bench(text_base, tmp_path, held_s=0.0)
     bench.create("a")
     bench.settle()
     bench.optim("a", 2)
@@ -204,8 +205,8 @@ def test_an_overdue_step_leaves_nothing_behind_for_the_next(text_base: BaseModel
     assert bench.error("a", 4) is None
 
 
-def test_a_step_that_comes_too_late_leaves_the_gradients_of_another_alone(text_base: BaseModel) -> None:
-    bench = Bench(text_base, held_s=0.0)
+def test_a_step_that_comes_too_late_leaves_the_gradients_of_another_alone(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = Bench(text_base, tmp_path, held_s=0.0)
     bench.create("a")
     bench.settle()
     bench.forward("a", 2, [4])
@@ -243,8 +244,8 @@ def test_a_rejected_operation_keeps_its_place_and_spoils_the_step(bench: Bench) 
     assert "seq_id 1: the body is too large" in str(bench.error("a", 2))
 
 
-def test_a_gap_fails_the_operation_behind_it_and_the_step(text_base: BaseModel) -> None:
-    bench = Bench(text_base, held_s=0.0)
+def test_a_gap_fails_the_operation_behind_it_and_the_step(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = Bench(text_base, tmp_path, held_s=0.0)
     bench.create("a")
     bench.settle()
     bench.forward("a", 2, [4])
@@ -292,7 +293,7 @@ def test_a_session_that_ends_before_its_models_exist_leaves_nothing(bench: Bench
     assert bench.error("a", 1) is None
     assert bench.backend.optimizers == {}
     assert bench.trainer.queue.models == {}
-    assert bench.snapshots == {}
+    assert bench.snapshots.held == {}
 
 
 def test_a_snapshot_is_taken_in_order(bench: Bench) -> None:
@@ -303,7 +304,7 @@ def test_a_snapshot_is_taken_in_order(bench: Bench) -> None:
         bench.optim("a", 3 * seq - 1)
         bench.add("a", 3 * seq, "save_weights_for_sampler", body)
     bench.settle()
-    first, second = bench.snapshots["s:train:a/3"], bench.snapshots["s:train:a/6"]
+    first, second = bench.snapshots.find("tiny", "s:train:a/3"), bench.snapshots.find("tiny", "s:train:a/6")
     live = bench.backend.optimizers["s:train:a"].adapter
     assert orjson.loads(bench.outcomes["s:train:a/3"].result or b"") == {"sampling_session_id": "s:sample:1"}
     assert not (first.tensors()[1] == second.tensors()[1]).all()

@@ -39,8 +39,9 @@ def test_a_base_model_is_sampled_under_its_name_with_any_suffix(tmp_path: Path) 
             body = {"session_id": await server.new_session(), "sampling_session_seq_id": 0}
             assert (await server.post("create_sampling_session", body | {"base_model": "big"})).status_code == 404
             saved = await server.post("create_sampling_session", body | {"model_path": "tinker://m/sampler_weights/x"})
-            assert saved.status_code == 400
-            assert "not built yet" in saved.json()["detail"]
+            assert saved.status_code == 404
+            assert "tinker://m/sampler_weights/x does not exist" in saved.json()["detail"]
+            assert (await server.post("create_sampling_session", body)).status_code == 400
 
     asyncio.run(run())
 

@@ -92,6 +92,7 @@ def test_many_operations_at_once_are_all_logged(tmp_path: Path) -> None:
         ("optim_step", {"adam_params": {"learning_rate": -1}}),
         ("optim_step", {"unknown": 1}),
         ("save_weights", {"path": "x", "type": "save_weights"}),
+        ("save_weights", {"path": "a/b", "type": "save_weights"}),
         ("load_weights", {"path": "tinker://x", "optimizer": True, "type": "load_weights"}),
         ("save_weights_for_sampler", {"kind": "inflight", "sampling_session_seq_id": 0}),
     ],
@@ -109,13 +110,15 @@ def test_a_wrong_operation_keeps_its_place_in_the_sequence(tmp_path: Path, path:
     asyncio.run(run())
 
 
-def test_a_model_from_saved_weights_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_model_from_a_checkpoint_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
     async def run() -> None:
         async with served(tmp_path) as server:
             body = {"session_id": await server.new_session(), "model_seq_id": 0, "path": "tinker://x/weights/y", "optimizer": False}
             reply = await server.post("load_weights", body)
-            assert reply.status_code == 400
-            assert "create_training_client_from_state) is not built yet" in reply.json()["detail"]
+            assert reply.status_code == 404
+            assert "tinker://x/weights/y does not exist" in reply.json()["detail"]
+            wrong = await server.post("load_weights", body | {"path": "tinker://x/sampler_weights/y"})
+            assert (wrong.status_code, server.store.read_new(0)) == (400, [])
 
     asyncio.run(run())
 

@@ -1,13 +1,20 @@
 """Opening a store, and what two processes see of each other."""
 
 import sqlite3
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine, select
 
-from tinsmith.errors import ConfigError
-from tinsmith.store import ids
+from tinsmith.errors import ConfigError, NotFoundError, UserError
+from tinsmith.store import ids, schema
+from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
+from tinsmith.wire.paths import parse_path
 
 DESCRIPTION = {"tags": ["a"], "user_metadata": {"k": 1}, "sdk_version": "0", "project_id": None, "display_name": "run"}
 
@@ -41,11 +48,27 @@ def test_the_file_is_in_wal_mode(tmp_path: Path) -> None:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_another_schema_version_is_refused(tmp_path: Path) -> None:
+def test_a_database_of_yesterday_is_migrated(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "tinsmith.db")) as connection:
+        connection.executescript((Path(__file__).parent / "schema_1.sql").read_text())
+        connection.execute("INSERT INTO sessions (session_id, tags, sdk_version, created_at, last_seen_at) VALUES ('s', '[]', '0', 1, 1)")
+        connection.commit()
+    store = Store.open(tmp_path)
+    session = store.session("s")
+    assert session is not None
+    assert session.created_at == 1
+    store.close()
+    with create_engine(f"sqlite:///{tmp_path / 'tinsmith.db'}").connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, schema.metadata) == []
+        assert connection.execute(select(schema.schema_version.c.version)).scalars().all() == [schema.SCHEMA_VERSION]
+
+
+def test_a_database_of_tomorrow_is_refused(tmp_path: Path) -> None:
     Store.open(tmp_path).close()
     with sqlite3.connect(tmp_path / "tinsmith.db") as connection:
         connection.execute("UPDATE schema_version SET version = 99")
-    with pytest.raises(ConfigError, match="schema version 99"):
+    with pytest.raises(ConfigError, match="schema version 99, made by a newer Tinsmith"):
         Store.open(tmp_path)
 
 
@@ -69,3 +92,34 @@ def test_ids_have_the_form_that_the_sdk_builds() -> None:
     assert ids.parse_request_id(ids.request_id("abc:train:2", 7)) == ("abc:train:2", 7)
     assert ids.is_sample("abc:sample:0/3")
     assert not ids.is_sample("abc:train:0/3")
+
+
+def checkpoint(path: str, expires_at: float | None = None, directory: str = "d") -> Checkpoint:
+    parts = parse_path(path)
+    shape = {"rank": 8, "seed": 0, "train_attn": True, "train_mlp": True, "train_unembed": True}
+    return Checkpoint(path, *parts, directory, "tiny", "qwen3", shape, parts.kind == "training", 10, {"a": "b"}, 1.0, expires_at)
+
+
+def test_checkpoints_are_found_by_path_and_kind_until_they_expire(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    kept, expired = (
+        checkpoint("tinker://m/weights/a"),
+        checkpoint("tinker://m/sampler_weights/b", expires_at=time.time() - 1, directory="e"),
+    )
+    store.put_checkpoint(kept)
+    store.put_checkpoint(expired)
+    assert store.require_checkpoint("tinker://m/weights/a", "training") == kept
+    with pytest.raises(UserError, match="were saved for training; sample from"):
+        store.require_checkpoint("tinker://m/weights/a", "sampler")
+    with pytest.raises(NotFoundError, match="tinker://m/sampler_weights/b does not exist"):
+        store.require_checkpoint("tinker://m/sampler_weights/b", "sampler")
+    assert store.checkpoint_directories() == {"d", "e"}
+    assert store.drop_expired_checkpoints() == [expired]
+    assert store.checkpoint_directories() == {"d"}
+
+
+def test_a_checkpoint_replaces_the_one_of_its_path(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    for directory in ("d", "e"):
+        store.put_checkpoint(checkpoint("tinker://m/weights/a", directory=directory))
+    assert store.checkpoint_directories() == {"e"}

@@ -33,8 +33,8 @@ def test_steps_with_changing_settings_equal_torch() -> None:
     reference = torch.optim.AdamW(copies)
     for seed, settings in enumerate(SETTINGS):
         first, second = gradients(optimizer.adapter, seed), gradients(optimizer.adapter, seed + 100)
-        optimizer.accumulate(list(first))
-        optimizer.accumulate(list(second))
+        optimizer.accumulate([gradient.clone() for gradient in first])
+        optimizer.accumulate([gradient.clone() for gradient in second])
         metrics = optimizer.step(settings)
         for copy, a, b in zip(copies, first, second, strict=True):
             copy.grad = a + b

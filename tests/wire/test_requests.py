@@ -89,20 +89,36 @@ def test_keys_out_of_range_are_refused(seq_id: Any) -> None:
     ("model", "body"),
     [
         (requests.OptimStepRequest, operation(optimizer_params={"type": "dimuon", "learning_rate": 1})),
-        (requests.SaveWeightsForSamplerRequest, operation(path="name")),
         (requests.SaveWeightsForSamplerRequest, operation(sampling_session_seq_id=0, kind="inflight")),
-        (requests.SaveWeightsForSamplerRequest, operation(sampling_session_seq_id=0, ttl_seconds=3600)),
         (requests.CreateModelRequest, orjson.dumps({"session_id": "s", "model_seq_id": 0, "base_model": "b"})),
-        (requests.OPERATIONS["save_weights"], operation(type="save_weights", path="x")),
-        (requests.OPERATIONS["load_weights"], operation(type="load_weights", path="x", optimizer=True)),
-        (
-            requests.CreateSamplingSessionRequest,
-            orjson.dumps({"session_id": "s", "sampling_session_seq_id": 0, "model_path": "tinker://x"}),
-        ),
+        (requests.OPERATIONS["save_weights_external"], operation(type="save_weights_external", path="x")),
     ],
 )
 def test_what_is_not_built_is_refused(model: type[BaseModel], body: bytes) -> None:
     with pytest.raises(NotBuiltError, match="not built"):
+        requests.parse_json(model, body)
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "message"),
+    [
+        (requests.SaveWeightsForSamplerRequest, operation(), "either path"),
+        (requests.SaveWeightsForSamplerRequest, operation(path="a", sampling_session_seq_id=0), "either path"),
+        (requests.SaveWeightsForSamplerRequest, operation(sampling_session_seq_id=0, ttl_seconds=3600), "belong to a checkpoint"),
+        (requests.SaveWeightsRequest, operation(path="a", ttl_seconds=3599), "ttl_seconds"),
+        (requests.SaveWeightsRequest, operation(path="a", ttl_seconds=400_000_000), "ttl_seconds"),
+        (requests.SaveWeightsRequest, operation(path="a\nb"), "cannot name a checkpoint"),
+        (requests.LoadWeightsRequest, operation(path="a", optimizer=True, weights_access_token="t"), "weights_access_token"),
+        (
+            requests.CreateFromCheckpointRequest,
+            orjson.dumps({"session_id": "s", "model_seq_id": 0, "path": "a", "optimizer": True, "optimizer_config": {"type": "adamw"}}),
+            "optimizer_config cannot replace",
+        ),
+        (requests.CreateSamplingSessionRequest, orjson.dumps({"session_id": "s", "sampling_session_seq_id": 0}), "is needed"),
+    ],
+)
+def test_impossible_savings_and_loadings_are_refused(model: type[BaseModel], body: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         requests.parse_json(model, body)
 
 

@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 
 from tinsmith.config import Config, base_model_sources
+from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.link import EngineLink
 from tinsmith.engine.messages import Bye, Done, EndSession, Message, ModelFacts, Ready, Sample, Shutdown, Wake
 from tinsmith.engine.operations import Operations, Served
 from tinsmith.engine.samples import Sampled, Samples
+from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.trainer import Trainer
 from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel, load_base_model
@@ -45,10 +47,14 @@ class Engine:
             check_base_model(base, samples=config.sampling.sampler != "none")
             log.info("%s passes its self-check, %.1f s", base.name, time.monotonic() - started)
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
-        self.samples = Samples(self._sampled(renderers), link.send)
+        self.checkpoints = Checkpoints(self.store, Path(config.data_dir) / "checkpoints")
+        self.checkpoints.drop_orphans()
+        limit = config.sampling.snapshot_gib * 2**30
+        snapshots = Snapshots(self.bases, self.checkpoints, Path(config.data_dir) / "snapshots", limit)
+        self.samples = Samples(self._sampled(renderers), snapshots, link.send)
         backends = {name: LocalBackend(base, config.training) for name, base in self.bases.items()}
         served = {name: Served(name, backends[name], renderers[name]) for name in self.bases}
-        operations = Operations(served, config.models.max_lora_rank, self.samples.publish, self.samples.withdraw)
+        operations = Operations(served, config.models.max_lora_rank, self.checkpoints, snapshots)
         queue = CommandQueue(config.training.held_operation_s)
         self.trainer = Trainer(operations, queue, config.training.tokens_per_pass, self._finish)
         self.last_command = 0

@@ -51,8 +51,8 @@ class Sample(Message):
     request_id: str
     base_model: str
     """Name of the base model as configured, without a ":suffix"."""
-    snapshot_id: str | None
-    """The ephemeral snapshot to sample from; None samples the base weights."""
+    weights_id: str | None
+    """The ephemeral snapshot, or the path of the checkpoint, to sample from; None samples the base weights."""
     payload: bytes
 
 

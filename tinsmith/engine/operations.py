@@ -1,18 +1,31 @@
-"""The commands that are not forward work: create_model, optim_step and save_weights_for_sampler, each run at once when its turn comes."""
+"""The commands that are not forward work: creating, stepping, saving and loading models. Each runs at once when its turn comes."""
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.engine.messages import find_base
+from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.models.lora import Adapter, LoraShape
+from tinsmith.models.lora import LoraShape
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.store.records import REJECTED, Command
 from tinsmith.training.backend import Backend
 from tinsmith.training.optimizer import AdamSettings
-from tinsmith.wire.requests import OPERATIONS, AdamParams, CreateModelRequest, OptimStepRequest, SaveWeightsForSamplerRequest, parse_json
+from tinsmith.wire.paths import CheckpointPath
+from tinsmith.wire.requests import (
+    OPERATIONS,
+    AdamParams,
+    CreateFromCheckpointRequest,
+    CreateModelRequest,
+    LoadWeightsRequest,
+    OptimStepRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+    parse_json,
+)
 
 
 @dataclass(frozen=True)
@@ -30,24 +43,19 @@ class LoadedModel:
 
     model_id: str
     served: Served
+    shape: LoraShape
     spoiled: str | None = None
     """Why the gradients since the last optim_step are not what the client asked for."""
 
 
 class Operations:
-    """Executes commands. `publish(snapshot_id, adapter)` hands a snapshot to whoever samples; `withdraw(model_id)` takes a model's back."""
+    """Executes commands. What they save goes to `checkpoints`, what they hand to sampling to `snapshots`."""
 
-    def __init__(
-        self,
-        bases: Mapping[str, Served],
-        max_lora_rank: int,
-        publish: Callable[[str, Adapter], None],
-        withdraw: Callable[[str], None],
-    ) -> None:
+    def __init__(self, bases: Mapping[str, Served], max_lora_rank: int, checkpoints: Checkpoints, snapshots: Snapshots) -> None:
         self.bases = bases
         self.max_lora_rank = max_lora_rank
-        self.publish = publish
-        self.withdraw = withdraw
+        self.checkpoints = checkpoints
+        self.snapshots = snapshots
         self.models: dict[str, LoadedModel] = {}
 
     def model(self, model_id: str) -> LoadedModel:
@@ -65,8 +73,16 @@ class Operations:
                 return self._create_model(command.model_id, request)
             case OptimStepRequest() as request:
                 return {"metrics": self._optim_step(command.model_id, request.adam_params)}
-            case SaveWeightsForSamplerRequest() as request:
+            case SaveWeightsRequest() as request:
+                return self._save(request)
+            case SaveWeightsForSamplerRequest(path=None) as request:
                 return self._snapshot(command, request)
+            case SaveWeightsForSamplerRequest() as request:
+                return self._save_for_sampler(request)
+            case CreateFromCheckpointRequest() as request:
+                return self._create_from_checkpoint(command.model_id, request)
+            case LoadWeightsRequest() as request:
+                return self._load(request)
         raise UserError(f"operation {command.kind!r} is unknown")
 
     def after_failure(self, command: Command, reason: str) -> None:
@@ -90,17 +106,21 @@ class Operations:
         model = self.models.pop(model_id, None)
         if model is not None:
             model.served.backend.delete_model(model_id)
-        self.withdraw(model_id)
+        self.snapshots.withdraw(model_id)
 
     def _create_model(self, model_id: str, request: CreateModelRequest) -> dict[str, Any]:
         served = self.bases[find_base(request.base_model, self.bases)]
         lora = request.lora_config
-        if lora.rank > self.max_lora_rank:
-            raise UserError(f"lora_config.rank is {lora.rank}; this server allows up to {self.max_lora_rank} (--max-lora-rank)")
+        self._check_rank(lora.rank)
         seed = _seed_of(model_id) if lora.seed is None else lora.seed
-        served.backend.create_model(model_id, LoraShape(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed))
-        self.models[model_id] = LoadedModel(model_id, served)
+        shape = LoraShape(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
+        served.backend.create_model(model_id, shape)
+        self.models[model_id] = LoadedModel(model_id, served, shape)
         return {"model_id": model_id, "type": "create_model"}
+
+    def _check_rank(self, rank: int) -> None:
+        if rank > self.max_lora_rank:
+            raise UserError(f"lora_config.rank is {rank}; this server allows up to {self.max_lora_rank} (--max-lora-rank)")
 
     def _optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         model = self.model(model_id)
@@ -112,9 +132,45 @@ class Operations:
 
     def _snapshot(self, command: Command, request: SaveWeightsForSamplerRequest) -> dict[str, Any]:
         model = self.model(command.model_id)
-        self.publish(command.request_id, model.served.backend.snapshot(command.model_id))
+        self.snapshots.publish(model.served.name, command.request_id, model.served.backend.snapshot(command.model_id))
         session_id = command.model_id.partition(":train:")[0]
         return {"sampling_session_id": f"{session_id}:sample:{request.sampling_session_seq_id}"}
+
+    def _save(self, request: SaveWeightsRequest) -> dict[str, Any]:
+        backend = self.model(request.model_id).served.backend
+        path = CheckpointPath(request.model_id, "training", request.path)
+        saved = self.checkpoints.save(path, backend, request.ttl_seconds, request.overwrite, request.user_metadata)
+        return {"path": saved, "type": "save_weights"}
+
+    def _save_for_sampler(self, request: SaveWeightsForSamplerRequest) -> dict[str, Any]:
+        backend = self.model(request.model_id).served.backend
+        path = CheckpointPath(request.model_id, "sampler", request.path or "")
+        saved = self.checkpoints.save(path, backend, request.ttl_seconds, user_metadata=request.user_metadata)
+        return {"path": saved, "type": "save_weights_for_sampler"}
+
+    def _create_from_checkpoint(self, model_id: str, request: CreateFromCheckpointRequest) -> dict[str, Any]:
+        checkpoint, directory = self.checkpoints.find(request.path, "training")
+        served = self.bases[find_base(request.base_model or checkpoint.base_model, self.bases)]
+        shape = LoraShape(**checkpoint.lora_config)
+        self._check_rank(shape.rank)
+        served.backend.restore(model_id, directory, request.optimizer)
+        self.models[model_id] = LoadedModel(model_id, served, shape)
+        return {"path": request.path, "model_id": model_id, "type": "load_weights"}
+
+    def _load(self, request: LoadWeightsRequest) -> dict[str, Any]:
+        """Into a model that nothing has happened to yet: its own weights are replaced."""
+        model = self.model(request.model_id)
+        if request.seq_id != 1:
+            raise UserError(
+                f"load_weights must be the first request of a model, this one is seq_id {request.seq_id}; "
+                "use create_training_client_from_state, which makes a new model"
+            )
+        checkpoint, directory = self.checkpoints.find(request.path, "training")
+        saved = LoraShape(**checkpoint.lora_config)
+        if replace(saved, seed=model.shape.seed) != model.shape:
+            raise UserError(f"{request.path} was saved with {saved}, the model was created with {model.shape}; their sizes must agree")
+        model.served.backend.restore(request.model_id, directory, request.optimizer)
+        return {"path": request.path, "model_id": request.model_id, "type": "load_weights"}
 
 
 def _seed_of(model_id: str) -> int:

@@ -8,8 +8,8 @@ from functools import partial
 
 from tinsmith.engine.boundary import failing_into
 from tinsmith.engine.messages import Message, Sample, SampleDone, SampleFailed
+from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, TinsmithError
-from tinsmith.models.lora import Adapter
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local import Sampler
 from tinsmith.sampling.sequence import SampleResult
@@ -27,12 +27,12 @@ class Sampled:
 
 
 class Samples:
-    """Frozen snapshots by id, and what is being sampled. `send` answers the server."""
+    """What is being sampled. `send` answers the server."""
 
-    def __init__(self, bases: Mapping[str, Sampled], send: Callable[[Message], None]) -> None:
+    def __init__(self, bases: Mapping[str, Sampled], snapshots: Snapshots, send: Callable[[Message], None]) -> None:
         self.bases = bases
+        self.snapshots = snapshots
         self.send = send
-        self.snapshots: dict[str, Adapter] = {}
         self.started: dict[str, tuple[Sample, float]] = {}
         """Requests that run, by id, with when they came (Unix time)."""
 
@@ -41,20 +41,11 @@ class Samples:
         """Whether a `step` would do something."""
         return any(base.sampler.has_work for base in self.bases.values())
 
-    def publish(self, snapshot_id: str, adapter: Adapter) -> None:
-        """Keep a frozen adapter for the sampling session that is bound to it."""
-        self.snapshots[snapshot_id] = adapter
-
-    def withdraw(self, model_id: str) -> None:
-        """Forget the model's snapshots. What is being sampled from them goes on."""
-        for snapshot_id in [s for s in self.snapshots if s.startswith(f"{model_id}/")]:
-            del self.snapshots[snapshot_id]
-
     def add(self, message: Sample) -> None:
         """Start a request, or answer why it cannot be."""
         with failing_into(lambda error: self._fail(message, error)):
             base = self.bases[message.base_model]
-            adapter = self._adapter(message)
+            adapter = None if message.weights_id is None else self.snapshots.find(message.base_model, message.weights_id)
             request = parse_sample_request(message.payload)
             base.sampler.add(message.request_id, request, base.renderer.render(request.prompt), adapter)
             self.started[message.request_id] = (message, time.time())
@@ -66,13 +57,6 @@ class Samples:
                 with failing_into(partial(self._abandon, name)):
                     for result in base.sampler.step():
                         self._finish(result)
-
-    def _adapter(self, message: Sample) -> Adapter | None:
-        if message.snapshot_id is None:
-            return None
-        if message.snapshot_id not in self.snapshots:
-            raise NotFoundError(f"the weights of snapshot {message.snapshot_id} are gone; save them again")
-        return self.snapshots[message.snapshot_id]
 
     def _abandon(self, base_model: str, error: TinsmithError) -> None:
         self.bases[base_model].sampler.abandon()
@@ -90,7 +74,7 @@ class Samples:
         log.info(
             "sample=%s weights=%s prompt_tokens=%d tokens=%d seconds=%.3f",
             result.request_id,
-            message.snapshot_id or message.base_model,
+            message.weights_id or message.base_model,
             result.prompt_tokens,
             sum(len(sequence.tokens) for sequence in result.sequences),
             time.time() - started_at,

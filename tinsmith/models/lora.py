@@ -53,7 +53,7 @@ class Adapter:
     working: dict[str, LoraPair] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.refresh()
+        self.working = {name: LoraPair(*(t.detach().to(self.dtype).requires_grad_() for t in pair)) for name, pair in self.masters.items()}
 
     @property
     def scale(self) -> float:
@@ -62,7 +62,9 @@ class Adapter:
 
     def refresh(self) -> None:
         """Make the working copies equal to the masters again."""
-        self.working = {name: LoraPair(*(t.detach().to(self.dtype).requires_grad_() for t in pair)) for name, pair in self.masters.items()}
+        if self.dtype != torch.float32:
+            with torch.no_grad():
+                torch._foreach_copy_(self.leaves(), self.tensors())
 
     def snapshot(self) -> "Adapter":
         """A frozen copy that later training does not change."""
@@ -79,6 +81,12 @@ class Adapter:
     def leaves(self) -> list[Tensor]:
         """All working copies, in the order of `tensors`: what gradients are taken of."""
         return [tensor for pair in self.working.values() for tensor in pair]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+        copies = self.leaves() if self.dtype != torch.float32 else []
+        return sum(tensor.nbytes for tensor in (*self.tensors(), *copies))
 
     @property
     def parameter_count(self) -> int:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from tinsmith.engine.messages import ModelFacts, find_base
-from tinsmith.errors import EngineUnavailableError
+from tinsmith.errors import EngineUnavailableError, UserError
+from tinsmith.store.records import Checkpoint
 
 
 class BaseModels:
@@ -27,3 +28,12 @@ class BaseModels:
         """The model that `NAME` or `NAME:suffix` means. Raises NotFoundError, or EngineUnavailableError as `all`."""
         known = {facts.name: facts for facts in self.all()}
         return known[find_base(name, known)]
+
+
+def check_fits(checkpoint: Checkpoint, facts: ModelFacts) -> None:
+    """Raise UserError for a base model of another architecture than the checkpoint's. The engine compares the sizes when it loads it."""
+    if checkpoint.architecture != facts.architecture:
+        raise UserError(
+            f"base_model {facts.name!r} is of architecture {facts.architecture}, but {checkpoint.tinker_path} was saved for "
+            f"{checkpoint.base_model!r}, of architecture {checkpoint.architecture}; name one of the same architecture"
+        )

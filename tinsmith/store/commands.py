@@ -104,7 +104,7 @@ def record(connection: Connection, outcome: Outcome, now: float) -> None:
     finished = connection.execute(_FINISH, values).first()
     if finished is None:
         return
-    if finished.kind == "create_model":
+    if key[1] == 0:  # create_model, or load_weights into a new model
         set_model_status(connection, key[0], "ready" if outcome.error is None else "failed")
     digests = connection.execute(_DROP_REFERENCES, {"command_id": finished.id}).scalars().all()
     if digests:

@@ -1,4 +1,4 @@
-"""Opening the SQLite file: its modes, its transactions, and the check that it is of our version.
+"""Opening the SQLite file: its modes, its transactions, and its version: an older one is migrated.
 
 WAL lets server and engine read while the other writes; synchronous=NORMAL is safe against the death of any process. A transaction
 that will write says so when it begins (BEGIN IMMEDIATE): it then waits for its turn instead of failing halfway.
@@ -22,7 +22,7 @@ _PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000", "for
 def open_database(data_dir: Path) -> Engine:
     """The database in `data_dir`, both made if they do not exist. Give `write=True` as execution option to transactions that write.
 
-    Raises ConfigError: the directory or file cannot be used, or is of another version.
+    A database of an older version is migrated. Raises ConfigError: the directory or file cannot be used, or is of a newer version.
     """
     path = data_dir / FILE_NAME
     try:
@@ -34,7 +34,7 @@ def open_database(data_dir: Path) -> Engine:
     event.listen(engine, "begin", _begin)
     try:
         with engine.execution_options(write=True).begin() as connection:
-            _check_version(connection, path)
+            _bring_to_our_version(connection, path)
     except DatabaseError as error:
         raise ConfigError(f"{path} cannot be opened as a database: {error.orig}") from error
     return engine
@@ -50,14 +50,19 @@ def _begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("write") else "BEGIN")
 
 
-def _check_version(connection: Connection, path: Path) -> None:
+def _bring_to_our_version(connection: Connection, path: Path) -> None:
     schema.schema_version.create(connection, checkfirst=True)
     version = connection.execute(select(schema.schema_version.c.version)).scalar()
     if version is None:
         schema.metadata.create_all(connection)
         connection.execute(schema.schema_version.insert().values(version=schema.SCHEMA_VERSION))
-    elif version != schema.SCHEMA_VERSION:
+    elif version > schema.SCHEMA_VERSION:
         raise ConfigError(
-            f"{path} has schema version {version}, this Tinsmith needs {schema.SCHEMA_VERSION}; "
-            "use the version that made it, or another data_dir"
+            f"{path} has schema version {version}, made by a newer Tinsmith; this one knows up to {schema.SCHEMA_VERSION}: "
+            "use the newer one, or another data_dir"
         )
+    elif version < schema.SCHEMA_VERSION:
+        from tinsmith.store.migrations import migrate  # Alembic is only loaded when it is needed
+
+        migrate(connection, version)
+        connection.execute(schema.schema_version.update().values(version=schema.SCHEMA_VERSION))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tinsmith.store import ids
+from tinsmith.wire.paths import CheckpointKind
 
 REJECTED = "rejected"
 """Kind of an operation that was refused when it came in. It only takes its place in the sequence: its payload is the message (UTF-8)
@@ -50,8 +51,38 @@ class SamplingSession:
     """The snapshot of an adapter: request id of the save that made it. None samples the base weights."""
     model_id: str | None = None
     """The model that the snapshot was taken of."""
+    model_path: str | None = None
+    """The saved checkpoint to sample from, instead of a snapshot."""
     gone: str | None = None
     """Why its weights no longer exist; None while they do."""
+
+    @property
+    def weights_id(self) -> str | None:
+        """The checkpoint or the snapshot to sample from; None for the base weights."""
+        return self.model_path or self.snapshot_id
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Saved weights."""
+
+    tinker_path: str
+    model_id: str
+    kind: CheckpointKind
+    name: str
+    directory: str
+    """Name of the directory of its files, below the data directory's `checkpoints`."""
+    base_model: str
+    """Name of the base model as it was configured."""
+    architecture: str
+    lora_config: dict[str, Any]
+    has_optimizer: bool
+    """Whether the optimizer's state lies beside the weights."""
+    size_bytes: int
+    user_metadata: dict[str, str] | None
+    created_at: float
+    expires_at: float | None
+    """None keeps it for ever."""
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """The tables. Times are Unix seconds.
 
-A change of any table needs a new SCHEMA_VERSION: a database of another version is refused when it is opened.
+A change of any table needs a new SCHEMA_VERSION and a step in `migrations.py` that brings a database of the version before to it.
 """
 
-from sqlalchemy import JSON, Column, Float, ForeignKey, Index, Integer, LargeBinary, MetaData, Table, Text, UniqueConstraint, text
+from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Index, Integer, LargeBinary, MetaData, Table, Text, UniqueConstraint, text
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = MetaData()
 
@@ -47,6 +47,7 @@ sampling_sessions = Table(
     Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False, index=True),
     Column("base_model", Text, nullable=False),
     Column("snapshot_id", Text),
+    Column("model_path", Text),
     Column("model_id", Text, ForeignKey("models.model_id")),
     Column("gone", Text),
     Column("created_at", Float, nullable=False),
@@ -85,4 +86,23 @@ blobs = Table(
     metadata,
     Column("sha256", LargeBinary, primary_key=True),
     Column("data", LargeBinary, nullable=False),
+)
+
+# The model may be one that was never here: `tinsmith import`.
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("tinker_path", Text, primary_key=True),
+    Column("model_id", Text, nullable=False, index=True),
+    Column("kind", Text, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("directory", Text, nullable=False),
+    Column("base_model", Text, nullable=False),
+    Column("architecture", Text, nullable=False),
+    Column("lora_config", JSON, nullable=False),
+    Column("has_optimizer", Boolean, nullable=False),
+    Column("size_bytes", Integer, nullable=False),
+    Column("user_metadata", JSON(none_as_null=True)),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float, index=True),
 )

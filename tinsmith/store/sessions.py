@@ -43,6 +43,7 @@ _SAMPLING = select(
     sampling_sessions.c.base_model,
     sampling_sessions.c.snapshot_id,
     sampling_sessions.c.model_id,
+    sampling_sessions.c.model_path,
     sampling_sessions.c.gone,
 ).where(sampling_sessions.c.sampling_session_id == bindparam("key"))
 

@@ -7,9 +7,16 @@ from typing import Any, Self
 
 from sqlalchemy import Engine
 
-from tinsmith.store import commands, sessions
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.store import checkpoints, commands, sessions
 from tinsmith.store.database import open_database
-from tinsmith.store.records import Command, Model, ModelStatus, NewCommand, Outcome, SamplingSession, Session
+from tinsmith.store.records import Checkpoint, Command, Model, ModelStatus, NewCommand, Outcome, SamplingSession, Session
+from tinsmith.wire.paths import CheckpointKind, parse_path
+
+_WRONG_KIND: dict[CheckpointKind, str] = {
+    "training": "these weights were saved for sampling; training goes on from a path of save_state (tinker://MODEL_ID/weights/NAME)",
+    "sampler": "these weights were saved for training; sample from a path of save_weights_for_sampler (tinker://MODEL_ID/sampler_weights/NAME)",
+}
 
 
 class Store:
@@ -22,7 +29,7 @@ class Store:
 
     @classmethod
     def open(cls, data_dir: Path) -> Self:
-        """The store in `data_dir`, made if there is none. Raises ConfigError: unusable directory, or another schema version."""
+        """The store in `data_dir`, made if there is none. Raises ConfigError: unusable directory, or a newer schema version."""
         return cls(open_database(data_dir))
 
     def close(self) -> None:
@@ -49,7 +56,7 @@ class Store:
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Finish commands in one transaction: keep results, drop payloads, release images. A second outcome of a command is ignored.
 
-        The outcome of a create_model makes its model ready or failed. Raises NotFoundError for a malformed request id.
+        The outcome of seq_id 0 makes its model ready or failed. Raises NotFoundError for a malformed request id.
         """
         now = time.time()
         with self._write.begin() as connection:
@@ -122,3 +129,37 @@ class Store:
         """The sampling session with this id."""
         with self._read.begin() as connection:
             return sessions.sampling_session(connection, sampling_session_id)
+
+    # ---- Checkpoints
+
+    def put_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Make a checkpoint exist, whose files are complete; one of the same path is replaced."""
+        with self._write.begin() as connection:
+            checkpoints.put(connection, checkpoint)
+
+    def checkpoint(self, tinker_path: str) -> Checkpoint | None:
+        """The checkpoint of this path, if there is one that has not expired."""
+        with self._read.begin() as connection:
+            return checkpoints.find(connection, tinker_path, time.time())
+
+    def require_checkpoint(self, tinker_path: str, kind: CheckpointKind) -> Checkpoint:
+        """The checkpoint of this path.
+
+        Raises UserError: malformed, or saved for the other purpose. Raises NotFoundError: never saved, or expired.
+        """
+        if parse_path(tinker_path).kind != kind:
+            raise UserError(f"{tinker_path}: {_WRONG_KIND[kind]}")
+        checkpoint = self.checkpoint(tinker_path)
+        if checkpoint is None:
+            raise NotFoundError(f"{tinker_path} does not exist: it was never saved here, is being saved now, or has expired")
+        return checkpoint
+
+    def drop_expired_checkpoints(self) -> list[Checkpoint]:
+        """Remove the rows of checkpoints whose time is over and return them. Their files remain for the caller to delete."""
+        with self._write.begin() as connection:
+            return checkpoints.drop_expired(connection, time.time())
+
+    def checkpoint_directories(self) -> set[str]:
+        """Names of the directories that belong to a checkpoint."""
+        with self._read.begin() as connection:
+            return checkpoints.directories(connection)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.lora import Adapter, LoraShape, Segment, new_adapter
 from tinsmith.rendering.packing import pack, packing_order
 from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.training.checkpoint import About, read_adapter, read_moments, write_checkpoint
 from tinsmith.training.logprobs import target_logprobs
 from tinsmith.training.losses import Loss
 from tinsmith.training.optimizer import AdamSettings, ModelOptimizer
@@ -89,6 +91,14 @@ class Backend(Protocol):
         """A frozen copy of the model's weights."""
         ...
 
+    def save(self, model_id: str, directory: Path, optimizer: bool) -> LoraShape:
+        """Write the weights, and with `optimizer` all that training goes on from, to a new `directory`; returns their shape."""
+        ...
+
+    def restore(self, model_id: str, directory: Path, optimizer: bool) -> None:
+        """Create or replace the model from what `save` wrote; without `optimizer` with a fresh one. Raises UserError if it does not fit."""
+        ...
+
 
 class LocalBackend:
     """The `Backend` of one process, whose device is the base model's."""
@@ -119,6 +129,18 @@ class LocalBackend:
     def snapshot(self, model_id: str) -> Adapter:
         """See `Backend`."""
         return self._optimizer(model_id).adapter.snapshot()
+
+    def save(self, model_id: str, directory: Path, optimizer: bool) -> LoraShape:
+        """See `Backend`."""
+        model = self._optimizer(model_id)
+        shape = model.adapter.shape
+        write_checkpoint(directory, About.of(self.base, shape), model.adapter, model.moments() if optimizer else None)
+        return shape
+
+    def restore(self, model_id: str, directory: Path, optimizer: bool) -> None:
+        """See `Backend`."""
+        moments = read_moments(directory, self.base.device) if optimizer else None
+        self.optimizers[model_id] = ModelOptimizer(read_adapter(directory, self.base), moments)
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
         """See `Backend`. A pass that runs out of memory is split; another that fails is run again model by model."""

@@ -1,5 +1,6 @@
 """One optimizer step of one model: torch's own AdamW over the float32 masters, with hyper-parameters given anew at every step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,18 +27,35 @@ class AdamSettings:
 class ModelOptimizer:
     """Gradient accumulators and AdamW moments of one adapter, all float32."""
 
-    def __init__(self, adapter: Adapter) -> None:
+    def __init__(self, adapter: Adapter, moments: Mapping[str, Tensor] | None = None) -> None:
+        """Start anew, or from what the optimizer of a saved model remembered (`moments`)."""
         self.adapter = adapter
         self.gradients: list[Tensor] | None = None
         self.adamw = torch.optim.AdamW(adapter.tensors(), lr=0.0, fused=True)
+        tensors = adapter.named_tensors()
+        for key, value in (moments or {}).items():
+            name, _, entry = key.rpartition(".")
+            self.adamw.state[tensors[name]][entry] = value
+
+    def moments(self) -> dict[str, Tensor]:
+        """What AdamW remembers, as MODULE.a.exp_avg, MODULE.a.exp_avg_sq, MODULE.a.step and so on; empty before the first step.
+
+        These are the optimizer's own tensors: the next step changes them.
+        """
+        tensors = self.adapter.named_tensors()
+        return {f"{name}.{entry}": value for name, tensor in tensors.items() for entry, value in self.adamw.state[tensor].items()}
 
     def accumulate(self, gradients: list[Tensor | None]) -> None:
-        """Add the gradients of one successful pass, in the order of `Adapter.tensors`; None where the pass did not reach a tensor."""
+        """Add the gradients of one successful pass, in the order of `Adapter.tensors`; None where the pass did not reach a tensor.
+
+        They belong to the optimizer from then on, and may be changed in place.
+        """
         if self.gradients is None:
-            self.gradients = [torch.zeros_like(tensor) for tensor in self.adapter.tensors()]
-        for total, gradient in zip(self.gradients, gradients, strict=True):
-            if gradient is not None:
-                total += gradient
+            pairs = zip(self.adapter.tensors(), gradients, strict=True)
+            self.gradients = [torch.zeros_like(tensor) if gradient is None else gradient.float() for tensor, gradient in pairs]
+            return
+        reached = [(total, gradient.float()) for total, gradient in zip(self.gradients, gradients, strict=True) if gradient is not None]
+        torch._foreach_add_([total for total, _ in reached], [gradient for _, gradient in reached])
 
     def clear(self) -> None:
         """Forget what has been accumulated."""

@@ -6,9 +6,10 @@ The server parses what it answers itself. A training operation is stored as the 
 
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tinsmith.errors import NotBuiltError, UserError
+from tinsmith.wire.paths import check_name
 
 MAX_SEQ_ID = 2**31 - 1
 """The protobuf requests carry seq_id as int32, so no training operation can have a larger one."""
@@ -157,15 +158,10 @@ class OperationKey(TolerantModel):
     seq_id: SeqId
 
 
-class LoadWeightsKey(OperationKey):
-    """The key of load_weights into a model that exists. Without a model_id the request asks for a new model from saved weights."""
+class LoadWeightsAddress(TolerantModel):
+    """Which of the two forms of load_weights a request has: into a model that exists, or, without `model_id`, into a new one."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_built(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "model_id" not in values:
-            raise NotBuiltError("a model from saved weights (create_training_client_from_state) is not built yet; create a LoRA model")
-        return values
+    model_id: str | None = None
 
 
 class AdamParams(StrictModel):
@@ -197,29 +193,86 @@ class OptimStepRequest(StrictModel):
         return values
 
 
-class SaveWeightsForSamplerRequest(StrictModel):
-    """POST save_weights_for_sampler. Built is the ephemeral snapshot, addressed by `sampling_session_seq_id`."""
+CheckpointName = Annotated[str, AfterValidator(check_name)]
+TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
+"""From one hour to ten years."""
+
+
+class SaveWeightsRequest(StrictModel):
+    """POST save_weights: all that training goes on from."""
 
     model_id: str
     seq_id: SeqId
-    sampling_session_seq_id: CountFromZero
-    path: None = None
+    path: CheckpointName
+    """Name of the checkpoint."""
+    ttl_seconds: TtlSeconds | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    type: Literal["save_weights"] = "save_weights"
+
+
+class SaveWeightsForSamplerRequest(StrictModel):
+    """POST save_weights_for_sampler: a checkpoint named `path`, or an ephemeral snapshot addressed by `sampling_session_seq_id`."""
+
+    model_id: str
+    seq_id: SeqId
+    sampling_session_seq_id: CountFromZero | None = None
+    path: CheckpointName | None = None
     kind: Literal["snapshot"] = "snapshot"
-    ttl_seconds: None = None
-    user_metadata: None = None
+    ttl_seconds: TtlSeconds | None = None
+    user_metadata: dict[str, str] | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
     @model_validator(mode="before")
     @classmethod
     def _check_built(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        for name in ("path", "ttl_seconds", "user_metadata"):
-            if values.get(name) is not None:
-                raise NotBuiltError(f"{name}: saved sampler weights are not built yet; use save_weights_and_get_sampling_client")
-        if values.get("kind") == "inflight":
+        if isinstance(values, dict) and values.get("kind") == "inflight":
             raise NotBuiltError("kind='inflight' is not built yet; use 'snapshot'")
         return values
+
+    @model_validator(mode="after")
+    def _check_form(self) -> Self:
+        if (self.path is None) == (self.sampling_session_seq_id is None):
+            raise ValueError("send either path (a checkpoint) or sampling_session_seq_id (an ephemeral snapshot)")
+        if self.path is None and (self.ttl_seconds is not None or self.user_metadata is not None):
+            raise ValueError("ttl_seconds and user_metadata belong to a checkpoint: send path, or leave them out")
+        return self
+
+
+class LoadWeightsRequest(StrictModel):
+    """POST load_weights into a model that was just created."""
+
+    model_id: str
+    seq_id: SeqId
+    path: str
+    """tinker:// path of a checkpoint for training."""
+    optimizer: bool
+    """Whether to go on with the saved state of the optimizer."""
+    optimizer_config: None = None
+    weights_access_token: None = None
+    """Refused: it would name somebody else's account, and this server has none."""
+    type: Literal["load_weights"] = "load_weights"
+
+
+class CreateFromCheckpointRequest(StrictModel):
+    """POST load_weights as the first request of a new model, which takes its LoRA configuration from the checkpoint."""
+
+    session_id: str
+    model_seq_id: CountFromZero
+    path: str
+    optimizer: bool
+    base_model: str | None = None
+    """Another name of a base model of the same architecture and sizes; None takes the one that the checkpoint names."""
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: None = None
+    type: Literal["load_weights"] = "load_weights"
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> Self:
+        if self.optimizer and self.optimizer_config is not None:
+            raise ValueError("optimizer_config cannot replace the optimizer of the checkpoint; leave it out or send optimizer=false")
+        return self
 
 
 class UnbuiltOperation(TolerantModel):
@@ -236,9 +289,10 @@ OPERATIONS: dict[str, type[BaseModel]] = {
     "create_model": CreateModelRequest,
     "optim_step": OptimStepRequest,
     "save_weights_for_sampler": SaveWeightsForSamplerRequest,
-    "save_weights": UnbuiltOperation,
+    "save_weights": SaveWeightsRequest,
     "save_weights_external": UnbuiltOperation,
-    "load_weights": UnbuiltOperation,
+    "load_weights": LoadWeightsRequest,
+    "create_from_checkpoint": CreateFromCheckpointRequest,
 }
 """The model of every JSON operation by its kind in the command log. Kind "forward_backward" is protobuf."""
 
@@ -247,17 +301,16 @@ OPERATIONS: dict[str, type[BaseModel]] = {
 
 
 class CreateSamplingSessionRequest(StrictModel):
-    """POST create_sampling_session. Built is sampling from a base model."""
+    """POST create_sampling_session: from a base model, or from a checkpoint, whose base `base_model` may rename."""
 
     session_id: str
     sampling_session_seq_id: CountFromZero
-    base_model: str
-    model_path: None = None
+    base_model: str | None = None
+    model_path: str | None = None
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_built(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("model_path") is not None:
-            raise NotBuiltError(f"model_path={values['model_path']!r}: sampling from saved weights is not built yet; name a base_model")
-        return values
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if self.base_model is None and self.model_path is None:
+            raise ValueError("base_model or model_path is needed")
+        return self

@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.engine.messages import Sample
 from tinsmith.errors import EngineUnavailableError, UserError
+from tinsmith.server.base_models import check_fits
 from tinsmith.server.body import parse_aside, read_body
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import future_reply, json_reply
@@ -25,25 +26,35 @@ def _require_sampler(hub: Hub) -> None:
 
 @router.post("/create_sampling_session")
 async def create_sampling_session(request: Request) -> Response:
-    """A series of samples from a base model. A repeat with the same number gets the same session."""
+    """A series of samples from a base model or a checkpoint. A repeat with the same number gets the same session."""
     hub = hub_of(request)
     asked = parse_json(CreateSamplingSessionRequest, await read_body(request, hub.config.server.max_body_mib * 2**20))
     _require_sampler(hub)
     await hub.require_open_session(asked.session_id)
-    hub.base_models.find(asked.base_model)
     session = SamplingSession(
         sampling_session_id=ids.sampling_session_id(asked.session_id, asked.sampling_session_seq_id),
         session_id=asked.session_id,
-        base_model=asked.base_model,
+        base_model=await _base_model_of(hub, asked),
+        model_path=asked.model_path,
     )
     if not await hub.store.write(Store.create_sampling_session, session):
         await _check_repeat(hub, session)
     return json_reply({"type": "create_sampling_session", "sampling_session_id": session.sampling_session_id})
 
 
+async def _base_model_of(hub: Hub, asked: CreateSamplingSessionRequest) -> str:
+    """The base model that the request names, or its checkpoint does. Raises UserError or NotFoundError if either cannot be sampled."""
+    checkpoint = None if asked.model_path is None else await hub.store.read(Store.require_checkpoint, asked.model_path, "sampler")
+    name = asked.base_model or (checkpoint.base_model if checkpoint else "")
+    facts = hub.base_models.find(name)
+    if checkpoint is not None:
+        check_fits(checkpoint, facts)
+    return name
+
+
 async def _check_repeat(hub: Hub, session: SamplingSession) -> None:
     first = await hub.store.read(Store.sampling_session, session.sampling_session_id)
-    if first is None or (first.base_model, first.snapshot_id) != (session.base_model, session.snapshot_id):
+    if first is None or (first.base_model, first.weights_id) != (session.base_model, session.weights_id):
         raise UserError(
             f"sampling session {session.sampling_session_id} exists already for other weights; use another sampling_session_seq_id"
         )
@@ -53,7 +64,8 @@ async def _check_repeat(hub: Hub, session: SamplingSession) -> None:
 async def get_sampler(request: Request, sampling_session_id: str) -> Response:
     """What a sampling session samples from."""
     session = await hub_of(request).sampling_sessions.find(sampling_session_id)
-    return json_reply({"sampler_id": sampling_session_id, "base_model": session.base_model})
+    path = {} if session.model_path is None else {"model_path": session.model_path}
+    return json_reply({"sampler_id": sampling_session_id, "base_model": session.base_model, **path})
 
 
 @router.post("/asample")
@@ -74,7 +86,7 @@ async def _start(hub: Hub, request_id: str, session: SamplingSession, asked: Sam
     check_sample(asked, facts, hub.config.images)
     sample = hub.samples.add(request_id, asked.num_samples)
     try:
-        await hub.engine.send(Sample(request_id, facts.name, session.snapshot_id, body))
+        await hub.engine.send(Sample(request_id, facts.name, session.weights_id, body))
     except EngineUnavailableError:
         hub.samples.remove(request_id)
         raise

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinsmith.engine.messages import Wake
 from tinsmith.errors import NotFoundError, UserError
+from tinsmith.server.base_models import check_fits
 from tinsmith.server.body import parse_aside, read_body
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import future_reply, json_reply
@@ -19,10 +20,12 @@ from tinsmith.store.store import Store
 from tinsmith.wire import forward_backward as wire_forward_backward
 from tinsmith.wire.requests import (
     MAX_SEQ_ID,
+    CreateFromCheckpointRequest,
     CreateModelRequest,
     GetInfoRequest,
-    LoadWeightsKey,
+    LoadWeightsAddress,
     OperationKey,
+    OptimizerConfig,
     SaveWeightsForSamplerRequest,
     parse_json,
 )
@@ -106,21 +109,47 @@ def _forward_backward_command(body: bytes) -> NewCommand:
 @router.post("/optim_step")
 @router.post("/save_weights")
 @router.post("/save_weights_external")
-@router.post("/load_weights")
 async def json_operation(request: Request) -> Response:
     """An operation in JSON. Its kind is the last part of its path."""
     hub = hub_of(request)
     body = await _body(request, hub)
     kind = request.url.path.rpartition("/")[2]
-    key = parse_json(LoadWeightsKey if kind == "load_weights" else OperationKey, body)
+    return await _submit_json(hub, kind, body)
+
+
+async def _submit_json(hub: Hub, kind: str, body: bytes) -> Response:
+    key = parse_json(OperationKey, body)
     return await _submit(hub, NewCommand(key.model_id, key.seq_id, kind, body))
+
+
+@router.post("/load_weights")
+async def load_weights(request: Request) -> Response:
+    """Saved weights: as a new model, or, as older clients ask, into one that was just created."""
+    hub = hub_of(request)
+    body = await _body(request, hub)
+    if parse_json(LoadWeightsAddress, body).model_id is not None:
+        return await _submit_json(hub, "load_weights", body)
+    asked = parse_json(CreateFromCheckpointRequest, body)
+    await hub.require_open_session(asked.session_id)
+    checkpoint = await hub.store.read(Store.require_checkpoint, asked.path, "training")
+    base_model = asked.base_model or checkpoint.base_model
+    check_fits(checkpoint, hub.base_models.find(base_model))
+    model = Model(
+        model_id=ids.model_id(asked.session_id, asked.model_seq_id),
+        session_id=asked.session_id,
+        base_model=base_model,
+        lora_config=checkpoint.lora_config,
+        optimizer_config=(asked.optimizer_config or OptimizerConfig()).model_dump(),
+        user_metadata=asked.user_metadata,
+    )
+    return await _submit(hub, NewCommand(model.model_id, 0, "create_from_checkpoint", body, model=model))
 
 
 @router.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(request: Request) -> Response:
-    """A snapshot to sample from.
+    """Weights to sample from: a checkpoint, or a snapshot.
 
-    The sampling session comes into being with the command, under the id that the first such request asks for: a retry of the SDK
+    A snapshot's sampling session comes into being with the command, under the id that the first such request asks for: a retry of the SDK
     asks for another one, gets the same request_id, and learns the first id from its result.
     """
     hub = hub_of(request)
@@ -138,11 +167,13 @@ async def _existing_model(hub: Hub, model_id: str) -> Model:
 
 
 def _snapshot_session(key: OperationKey, body: bytes, model: Model) -> SamplingSession | None:
-    """The sampling session that the request asks for; None if the request is wrong, which the engine will tell the client."""
+    """The sampling session of a snapshot; None for a checkpoint, or if the request is wrong, which the engine will tell the client."""
     try:
         asked = parse_json(SaveWeightsForSamplerRequest, body)
     except UserError as error:
         log.info("%s will fail: %s", ids.request_id(key.model_id, key.seq_id), error)
+        return None
+    if asked.sampling_session_seq_id is None:
         return None
     return SamplingSession(
         sampling_session_id=ids.sampling_session_id(model.session_id, asked.sampling_session_seq_id),

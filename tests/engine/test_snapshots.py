@@ -1,0 +1,63 @@
+"""Frozen weights in memory and on disk."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bases import random_adapter
+from tinsmith.engine.checkpoints import Checkpoints
+from tinsmith.engine.snapshots import Snapshots
+from tinsmith.errors import NotFoundError
+from tinsmith.models.base import BaseModel
+from tinsmith.models.lora import Adapter
+from tinsmith.store.store import Store
+
+
+def make(base: BaseModel, data_dir: Path, limit_bytes: float = 2**30) -> Snapshots:
+    checkpoints = Checkpoints(Store.open(data_dir), data_dir / "checkpoints")
+    return Snapshots({"tiny": base}, checkpoints, data_dir / "snapshots", limit_bytes)
+
+
+def files(data_dir: Path) -> int:
+    return len(list((data_dir / "snapshots").iterdir()))
+
+
+def equal(one: Adapter, other: Adapter) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.tensors(), other.tensors(), strict=True))
+
+
+def test_the_snapshots_of_one_model_are_withdrawn(text_base: BaseModel, tmp_path: Path) -> None:
+    snapshots = make(text_base, tmp_path, limit_bytes=0)
+    for snapshot_id in ("s:train:1/2", "s:train:1/5", "s:train:10/2"):
+        snapshots.publish("tiny", snapshot_id, random_adapter(text_base))
+    assert files(tmp_path) == 2
+    snapshots.withdraw("s:train:1")
+    assert files(tmp_path) == 0
+    assert list(snapshots.held) == [("tiny", "s:train:10/2")]
+    with pytest.raises(NotFoundError, match="gone"):
+        snapshots.find("tiny", "s:train:1/2")
+
+
+def test_the_least_recently_sampled_go_to_disk_and_come_back(text_base: BaseModel, tmp_path: Path) -> None:
+    adapters = {f"m/{n}": random_adapter(text_base, seed=n) for n in range(3)}
+    snapshots = make(text_base, tmp_path, limit_bytes=2.5 * adapters["m/0"].nbytes)
+    snapshots.publish("tiny", "m/0", adapters["m/0"])
+    snapshots.publish("tiny", "m/1", adapters["m/1"])
+    assert snapshots.find("tiny", "m/0") is adapters["m/0"]
+    snapshots.publish("tiny", "m/2", adapters["m/2"])
+    assert [key[1] for key in snapshots.held] == ["m/0", "m/2"]
+    for snapshot_id, adapter in adapters.items():
+        for _ in range(2):
+            assert equal(snapshots.find("tiny", snapshot_id), adapter)
+        assert len(snapshots.held) == 2
+    assert files(tmp_path) == 3
+
+
+def test_a_new_engine_starts_without_the_snapshots_of_the_last(text_base: BaseModel, tmp_path: Path) -> None:
+    snapshots = make(text_base, tmp_path, limit_bytes=0)
+    for number in range(2):
+        snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
+    assert files(tmp_path) == 1
+    make(text_base, tmp_path)
+    assert files(tmp_path) == 0

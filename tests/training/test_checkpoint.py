@@ -1,0 +1,90 @@
+"""Files of checkpoints: exact, complete or absent, refused where they do not fit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bases import datum, random_tokens, renderer
+from tinsmith.config import TrainingConfig
+from tinsmith.errors import UserError
+from tinsmith.models.base import BaseModel
+from tinsmith.models.lora import LoraShape
+from tinsmith.training.backend import LocalBackend
+from tinsmith.training.checkpoint import About, read_about, read_adapter, write_checkpoint
+from tinsmith.training.optimizer import AdamSettings
+
+SETTINGS = AdamSettings(0.01, (0.9, 0.95), 1e-8, 0.1, 0.5)
+
+
+def trained(base: BaseModel) -> LocalBackend:
+    """A backend with a model "a" after two steps."""
+    backend = LocalBackend(base, TrainingConfig())
+    backend.create_model("a", LoraShape(4, seed=1))
+    for step in range(2):
+        advance(backend, "a", step)
+    return backend
+
+
+def advance(backend: LocalBackend, model_id: str, seed: int) -> dict[str, float]:
+    """One step; its metrics."""
+    backend.run_pass([datum(model_id, renderer(backend.base).render([random_tokens(seed, 9)]), seed)], backward=True)
+    return backend.optim_step(model_id, SETTINGS)
+
+
+def test_training_goes_on_exactly(text_base: BaseModel, tmp_path: Path) -> None:
+    backend = trained(text_base)
+    backend.save("a", tmp_path / "c", optimizer=True)
+    backend.restore("b", tmp_path / "c", optimizer=True)
+    assert list(backend.optimizers["b"].adapter.masters) == list(backend.optimizers["a"].adapter.masters)
+    for step in range(2, 5):
+        assert advance(backend, "a", step) == advance(backend, "b", step)
+    one, other = backend.optimizers["a"], backend.optimizers["b"]
+    assert all(torch.equal(a, b) for a, b in zip(one.adapter.tensors(), other.adapter.tensors(), strict=True))
+    moments = other.moments()
+    assert all(torch.equal(value, moments[name]) for name, value in one.moments().items())
+    assert moments["lm_head.a.step"] == 5
+
+
+def test_what_was_saved_does_not_change_with_its_model(text_base: BaseModel, tmp_path: Path) -> None:
+    backend = trained(text_base)
+    backend.save("a", tmp_path / "c", optimizer=True)
+    before = backend.snapshot("a")
+    backend.restore("b", tmp_path / "c", optimizer=False)
+    advance(backend, "a", 2)
+    advance(backend, "b", 3)
+    again = read_adapter(tmp_path / "c", text_base)
+    assert all(torch.equal(a, b) for a, b in zip(before.tensors(), again.tensors(), strict=True))
+
+
+def test_weights_alone_hold_no_optimizer(text_base: BaseModel, tmp_path: Path) -> None:
+    backend = trained(text_base)
+    backend.save("a", tmp_path / "c", optimizer=False)
+    with pytest.raises(UserError, match="holds no optimizer state"):
+        backend.restore("b", tmp_path / "c", optimizer=True)
+    assert "b" not in backend.optimizers
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(text_base: BaseModel, tmp_path: Path) -> None:
+    adapter = trained(text_base).snapshot("a")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "other").touch()
+    with pytest.raises(OSError, match="not empty"):
+        write_checkpoint(tmp_path / "c", About.of(text_base, adapter.shape), adapter)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_another_base_model_is_refused(family_base: Callable[[str], BaseModel], tmp_path: Path) -> None:
+    trained(family_base("qwen3")).save("a", tmp_path / "c", optimizer=True)
+    with pytest.raises(UserError, match=r"was made for tiny \(qwen3\) and does not fit base model tiny \(llama\)"):
+        read_adapter(tmp_path / "c", family_base("llama"))
+
+
+def test_a_format_of_tomorrow_is_refused(text_base: BaseModel, tmp_path: Path) -> None:
+    trained(text_base).save("a", tmp_path / "c", optimizer=False)
+    about = tmp_path / "c" / "checkpoint.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"format_version": 2}))
+    with pytest.raises(UserError, match="format version 2; this Tinsmith reads 1"):
+        read_about(tmp_path / "c")

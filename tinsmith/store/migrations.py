@@ -1,0 +1,41 @@
+"""From the schema of an older Tinsmith to ours, one step a version, with Alembic's operations.
+
+All steps run in the transaction that opens the database: it is migrated whole or left as it was.
+"""
+
+from collections.abc import Callable
+
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from sqlalchemy import JSON, Boolean, Column, Connection, Float, Integer, Text
+
+
+def migrate(connection: Connection, version: int) -> None:
+    """Bring the tables from schema `version` to the newest."""
+    operations = Operations(MigrationContext.configure(connection))
+    for step in _STEPS[version - 1 :]:
+        step(operations)
+
+
+def _add_checkpoints(op: Operations) -> None:
+    op.create_table(
+        "checkpoints",
+        Column("tinker_path", Text, primary_key=True),
+        Column("model_id", Text, nullable=False, index=True),
+        Column("kind", Text, nullable=False),
+        Column("name", Text, nullable=False),
+        Column("directory", Text, nullable=False),
+        Column("base_model", Text, nullable=False),
+        Column("architecture", Text, nullable=False),
+        Column("lora_config", JSON, nullable=False),
+        Column("has_optimizer", Boolean, nullable=False),
+        Column("size_bytes", Integer, nullable=False),
+        Column("user_metadata", JSON),
+        Column("created_at", Float, nullable=False),
+        Column("expires_at", Float, index=True),
+    )
+    op.add_column("sampling_sessions", Column("model_path", Text))
+
+
+_STEPS: tuple[Callable[[Operations], None], ...] = (_add_checkpoints,)
+"""The step at index n - 1 leads from version n to n + 1."""

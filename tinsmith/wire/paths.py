@@ -1,0 +1,45 @@
+"""Where a saved checkpoint is found: tinker://MODEL_ID/weights/NAME to train on, tinker://MODEL_ID/sampler_weights/NAME to sample from."""
+
+from typing import Literal, NamedTuple
+
+from tinsmith.errors import UserError
+
+CheckpointKind = Literal["training", "sampler"]
+
+_SCHEME = "tinker://"
+_SEGMENTS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
+_KINDS: dict[str, CheckpointKind] = {segment: kind for kind, segment in _SEGMENTS.items()}
+_MAX_NAME = 200
+
+
+class CheckpointPath(NamedTuple):
+    """The three parts of a path. `str` puts them together."""
+
+    model_id: str
+    kind: CheckpointKind
+    name: str
+
+    def __str__(self) -> str:
+        return f"{_SCHEME}{self.model_id}/{_SEGMENTS[self.kind]}/{self.name}"
+
+
+def check_name(name: str) -> str:
+    """The name of a checkpoint, which is one segment of a path. Raises UserError."""
+    if not name or name in (".", "..") or len(name) > _MAX_NAME:
+        raise UserError(f"path={name[:_MAX_NAME]!r} cannot name a checkpoint; use 1 to {_MAX_NAME} characters, not '.' or '..'")
+    if name != name.strip() or not name.isprintable() or "/" in name or "\\" in name:
+        raise UserError(f"path={name!r} cannot name a checkpoint; use printable characters without slashes, and no blanks around them")
+    return name
+
+
+def is_path(text: str) -> bool:
+    """Whether a text is meant as the path of a checkpoint."""
+    return text.startswith(_SCHEME)
+
+
+def parse_path(text: str) -> CheckpointPath:
+    """The parts of a path. Raises UserError for anything that does not name a checkpoint of ours."""
+    parts = text.removeprefix(_SCHEME).split("/")
+    if not is_path(text) or len(parts) != 3 or not parts[0] or parts[1] not in _KINDS:
+        raise UserError(f"path={text!r} is not tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME")
+    return CheckpointPath(parts[0], _KINDS[parts[1]], check_name(parts[2]))
