@@ -24,7 +24,8 @@ RANKS = {
     "sampling": 6,
     "engine": 7,
     "server": 8,
-    "cli": 9,
+    "doctor": 9,
+    "cli": 10,
 }
 """A room imports rooms of a lower rank only, or itself."""
 

@@ -1,7 +1,7 @@
-"""The commands that a person types: `tinsmith serve` and `tinsmith tiny-model`.
+"""The commands that a person types, such as `tinsmith serve`.
 
-Every knob of `tinsmith/config.py` becomes one option of `serve`, with the help, unit and default that stand there. A room is imported by
-the command that needs it, and help is printed without Rich's markup: `tinsmith --help` answers at once.
+Every knob of `tinsmith/config.py` becomes one option of `serve` and `doctor`, with the help, unit and default that stand there. A room is
+imported by the command that needs it, and help is printed without Rich's markup: `tinsmith --help` answers at once.
 """
 
 import inspect
@@ -60,6 +60,19 @@ def serve(config: Path | None, **options: Any) -> None:
     run_server(configuration)
 
 
+def doctor(config: Path | None, **options: Any) -> None:
+    """Say what this machine offers, what fits on it and what is missing; exit code 1 if something is.
+
+    Takes the options of `serve`: with --base-model it estimates the memory that the model would need.
+    """
+    configuration = load(config, {name: value for name, value in options.items() if value is not None})
+    from rich.console import Console
+
+    from tinsmith.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(configuration, Console(highlight=False)))
+
+
 def option_name(knob: Knob) -> str:
     """`--kv-cache-gib` for the knob `kv_cache_gib`; an option that is repeated to fill a list is named in the singular."""
     name = knob.name.removesuffix("s") if typing.get_origin(knob.type) is list else knob.name
@@ -74,15 +87,16 @@ def _option(knob: Knob) -> inspect.Parameter:
     return inspect.Parameter(knob.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[knob.type | None, option])
 
 
-def _serve_signature() -> inspect.Signature:
+def _knob_signature() -> inspect.Signature:
     file = typer.Option("--config", metavar="FILE.yaml", help="File with the same knobs by section, such as 'server: {port: 9000}'")
     config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, file])
     return inspect.Signature([config, *map(_option, knobs())])
 
 
 # Typer reads a command's options from its signature, and these are generated from the configuration tree.
-serve.__dict__["__signature__"] = _serve_signature()
-app.command()(serve)
+for _command in (serve, doctor):
+    _command.__dict__["__signature__"] = _knob_signature()
+    app.command()(_command)
 
 
 @app.command("tiny-model")

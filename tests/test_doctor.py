@@ -1,0 +1,80 @@
+"""`tinsmith doctor`, typed as a person types it."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tests.bases import load, write_decoder
+from tinsmith.config import ModelsConfig, TrainingConfig
+from tinsmith.models.lora import LoraShape
+from tinsmith.models.machine import SUPPORTED
+from tinsmith.models.sizing import size_of
+from tinsmith.training.backend import LocalBackend
+
+
+def doctor(*arguments: str) -> tuple[int, str]:
+    """Exit code and output, on a screen that is wide enough for every line."""
+    command = [sys.executable, "-m", "tinsmith.cli", "doctor", *arguments]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, env=os.environ | {"COLUMNS": "400"})
+    assert ran.stderr == ""
+    return ran.returncode, ran.stdout
+
+
+def test_a_machine_that_can_serve_misses_nothing(tmp_path: Path) -> None:
+    code, report = doctor("--data-dir", str(tmp_path / "new"))
+    assert code == 0
+    assert re.search(rf"^torch +ok +{re.escape(torch.__version__)} \(needs >= 2.11, < 2.14\)", report, re.MULTILINE)
+    assert re.search(r"^data directory +ok +\S+/new: [\d.]+ GiB free on its disk", report, re.MULTILINE)
+    assert re.search(r"^memory +ok +[\d.]+ GiB of [\d.]+ GiB available", report, re.MULTILINE)
+    assert report.endswith("nothing is missing\n")
+
+
+def test_a_model_is_sized_without_loading_it(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    options = ["--data-dir", str(tmp_path), "--device", "cpu", "--dtype", "float32", "--kv-cache-gib", "0.125"]
+    code, report = doctor("--base-model", f"tiny={family_dir('qwen3')}", *options)
+    assert code == 0
+    parameters = sum(p.numel() for p in load(family_dir("qwen3"), device="cpu").network.parameters())
+    assert re.search(rf"^tiny +ok +{parameters:,} parameters, float32 on cpu", report, re.MULTILINE)
+    # Keys and values of 2 layers, 2 heads of width 32, in 4 bytes.
+    assert re.search(r"a cached token +ok +1.0 KiB; the cache holds 131,072 tokens", report)
+    assert re.search(r"key/value cache \(--kv-cache-gib\) +ok +128.0 MiB", report)
+
+
+def test_what_does_not_fit_is_missing(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    options = ["--data-dir", str(tmp_path), "--device", "cpu", "--kv-cache-gib", "9000"]
+    code, report = doctor("--base-model", f"tiny={family_dir('qwen3')}", *options)
+    assert code == 1
+    assert re.search(r"memory for all of it +missing +about 9000\.\d GiB needed, [\d.]+ GiB free", report)
+    assert report.endswith("missing: memory for all of it\n")
+
+
+def test_a_model_that_would_be_refused_and_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    write_decoder("mixtral", tmp_path / "moe", num_local_experts=4)
+    (tmp_path / "file").touch()
+    code, report = doctor("--base-model", f"moe={tmp_path / 'moe'}", "--data-dir", str(tmp_path / "file" / "data"))
+    assert code == 1
+    assert "'mixtral' is a mixture of experts" in report
+    assert re.search(r"data directory +missing +\S+: cannot write to \S+/file; choose another with --data-dir", report)
+    assert report.endswith("missing: data directory, moe\n")
+
+
+def test_the_supported_versions_are_those_of_the_package() -> None:
+    wanted = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    for library, (first, beyond) in SUPPORTED.items():
+        assert f"{library}>={first[0]}.{first[1]},<{beyond[0]}.{beyond[1]}" in wanted
+
+
+def test_the_estimate_of_a_trained_model_is_what_it_takes(family_dir: Callable[[str], Path]) -> None:
+    base = load(family_dir("qwen3_vl"), device="cpu")
+    backend = LocalBackend(base, TrainingConfig())
+    backend.create_model("a", LoraShape(32, 0))
+    sizes = size_of(str(family_dir("qwen3_vl")), ModelsConfig(device="cpu", dtype="float32"))
+    held = 4 * backend.snapshot("a").parameter_count
+    assert sizes.adapter_bytes(32) == held
+    assert sizes.training_bytes(32) == 4 * held  # gradients and two moments

@@ -1,0 +1,151 @@
+"""`tinsmith doctor`: what this machine offers, what fits on it, and what is missing for which feature. No weight is read."""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from tinsmith.config import Config, base_model_sources
+from tinsmith.errors import ConfigError
+from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around
+
+if TYPE_CHECKING:
+    from tinsmith.models.sizing import Sizes
+
+RANK = 32
+"""Rank of the adapters in the estimates."""
+GIB = 2**30
+EXTRAS = {"demo": ("tinker", "matplotlib", "sklearn"), "tests": ("tinker", "pytest", "peft", "httpx", "hypothesis")}
+"""Modules that a part of the project needs beside what serving needs."""
+
+State = Literal["ok", "note", "missing"]
+_STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `missing` means that serving, as it was asked for, cannot work."""
+
+    subject: str
+    state: State
+    detail: str
+
+
+def run_doctor(config: Config, console: Console) -> int:
+    """Print the report; the exit code is 0 if the configuration can be served, 1 if something is missing."""
+    machine = look_around()
+    sections = {"machine": list(_machine(machine)), "software": list(_software()), "storage": list(_storage(Path(config.data_dir)))}
+    if config.base_models:
+        sections["what fits"] = list(_models(config, machine))
+    sections["features"] = list(_features(machine))
+    for title, findings in sections.items():
+        console.print(_table(title, findings))
+    missing = [finding.subject for findings in sections.values() for finding in findings if finding.state == "missing"]
+    console.print(f"missing: {', '.join(missing)}" if missing else "nothing is missing", style="bold red" if missing else "bold green")
+    return 1 if missing else 0
+
+
+def _table(title: str, findings: list[Finding]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for finding in findings:
+        table.add_row(finding.subject, f"[{_STYLES[finding.state]}]{finding.state}", finding.detail)
+    return table
+
+
+def _machine(machine: Machine) -> Iterator[Finding]:
+    yield Finding("CPU", "ok", f"{machine.cpus} cores")
+    yield Finding("memory", "ok", f"{_gib(machine.memory_available)} of {_gib(machine.memory_total)} available")
+    for gpu in machine.gpus:
+        detail = f"{gpu.name}, {_gib(gpu.free)} of {_gib(gpu.total)} free, capability {gpu.capability[0]}.{gpu.capability[1]}"
+        yield Finding(f"cuda:{gpu.index}", "ok", detail)
+    if not machine.gpus:
+        yield Finding("CUDA", "note", f"{machine.no_gpu_because}; models run on the CPU")
+
+
+def _software() -> Iterator[Finding]:
+    for library, (first, beyond) in SUPPORTED.items():
+        wanted = f"needs >= {first[0]}.{first[1]}, < {beyond[0]}.{beyond[1]}"
+        state: State = "ok" if is_supported(library) else "missing"
+        yield Finding(library, state, f"{INSTALLED[library]} ({wanted})")
+
+
+def _storage(data_dir: Path) -> Iterator[Finding]:
+    there = next(path for path in (data_dir.absolute(), *data_dir.absolute().parents) if path.exists())
+    if there.is_dir() and os.access(there, os.W_OK):
+        yield Finding("data directory", "ok", f"{data_dir}: {_gib(shutil.disk_usage(there).free)} free on its disk")
+    else:
+        yield Finding("data directory", "missing", f"{data_dir}: cannot write to {there}; choose another with --data-dir")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        yield Finding("shared memory", "ok", f"{_gib(shutil.disk_usage(shared).free)} free in {shared}")
+
+
+def _models(config: Config, machine: Machine) -> Iterator[Finding]:
+    """Sizes of each base model, and whether all of them fit together where they would run."""
+    from tinsmith.models.sizing import size_of  # here, because they import transformers
+    from tinsmith.sampling.kv_cache import BLOCK, CacheShape
+
+    needed = 0
+    place, free = "memory", machine.memory_available
+    for name, source in base_model_sources(config).items():
+        try:
+            sizes = size_of(source, config.models)
+        except (ConfigError, OSError, ValueError) as error:  # transformers cannot read, or fetch, the configuration
+            yield Finding(name, "missing", str(error).splitlines()[0])
+            continue
+        if sizes.device.type == "cuda":
+            gpu = machine.gpus[sizes.device.index or 0]
+            place, free = f"cuda:{gpu.index}", gpu.free
+        parts = _parts(sizes, config)
+        needed += sum(parts.values())
+        yield Finding(name, "ok", f"{sizes.parameters:,} parameters, {str(sizes.dtype).removeprefix('torch.')} on {sizes.device.type}")
+        yield from (Finding(f"  {part}", "ok", _size(size)) for part, size in parts.items())
+        shape = CacheShape.of(sizes.text_config, sizes.dtype, sizes.device)
+        tokens = int(config.sampling.kv_cache_gib * GIB) // shape.block_bytes * BLOCK
+        yield Finding("  a cached token", "ok", f"{_size(shape.block_bytes // BLOCK)}; the cache holds {tokens:,} tokens")
+        yield Finding(
+            "  one more trained model", "ok", f"{_size(sizes.training_bytes(RANK))}; a snapshot {_size(sizes.adapter_bytes(RANK))}"
+        )
+    if needed:
+        fits: State = "ok" if needed <= free else "missing"
+        yield Finding(f"{place} for all of it", fits, f"about {_gib(needed)} needed, {_gib(free)} free")
+
+
+def _parts(sizes: "Sizes", config: Config) -> dict[str, int]:
+    """Bytes of what one base model needs to train one adapter and to sample."""
+    training = config.training
+    tokens = training.tokens_per_pass
+    return {
+        "weights": sizes.weight_bytes,
+        "key/value cache (--kv-cache-gib)": int(config.sampling.kv_cache_gib * GIB) if config.sampling.sampler == "local" else 0,
+        f"one trained model of rank {RANK}": sizes.training_bytes(RANK),
+        f"a pass of {tokens:,} tokens (--tokens-per-pass), roughly": sizes.pass_bytes(tokens, training.logits_chunk),
+    }
+
+
+def _features(machine: Machine) -> Iterator[Finding]:
+    fast = [gpu for gpu in machine.gpus if gpu.capability >= VARLEN_CAPABILITY]
+    needs = f"a CUDA device of capability {VARLEN_CAPABILITY[0]}.{VARLEN_CAPABILITY[1]} or newer"
+    yield Finding("training and sampling on a GPU", "ok" if fast else "note", f"cuda:{fast[0].index}" if fast else f"needs {needs}")
+    yield Finding("images", "ok", "PNG and JPEG, with the model's own processor")
+    for extra, modules in EXTRAS.items():
+        absent = [module for module in modules if importlib.util.find_spec(module) is None]
+        yield Finding(extra, "note" if absent else "ok", f"needs {', '.join(absent)}: make setup" if absent else "all there")
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def _size(size: int) -> str:
+    """Bytes in the unit that suits them."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} bytes"

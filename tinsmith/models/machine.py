@@ -1,0 +1,81 @@
+"""What this machine offers to the rooms that compute: processors, memory, CUDA devices, and libraries of versions that we run on."""
+
+import os
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+SUPPORTED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 20))}
+"""First version of each library that the code runs on, and the first that it was not tried on; as in pyproject.toml."""
+INSTALLED = {library: version(library) for library in SUPPORTED}
+"""Versions of the libraries here. transformers is not imported: that takes a second or two."""
+VARLEN_CAPABILITY = (8, 0)
+"""Oldest CUDA capability (Ampere) whose variable-length attention kernel PyTorch has in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One CUDA device."""
+
+    index: int
+    name: str
+    total: int
+    """Memory in bytes."""
+    free: int
+    """Memory in bytes that no process holds."""
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Processors, memory in bytes, and CUDA devices."""
+
+    cpus: int
+    memory_total: int
+    memory_available: int
+    gpus: list[Gpu]
+    no_gpu_because: str
+    """Why PyTorch has no CUDA device; empty if it has."""
+
+
+def look_around() -> Machine:
+    """What this process may use."""
+    gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    total, available = _memory()
+    return Machine(cpus, total, available, gpus, "" if gpus else _why_no_gpu())
+
+
+def is_supported(library: str) -> bool:
+    """Whether the installed version of a library of `SUPPORTED` is one that the code runs on."""
+    first, beyond = SUPPORTED[library]
+    major, minor = INSTALLED[library].split(".")[:2]
+    return first <= (int(major), int(minor)) < beyond
+
+
+def _gpu(index: int) -> Gpu:
+    free, total = torch.cuda.mem_get_info(index)
+    return Gpu(index, torch.cuda.get_device_name(index), total, free, torch.cuda.get_device_capability(index))
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"torch {INSTALLED['torch']} is built without CUDA"
+    return f"torch is built for CUDA {torch.version.cuda}, but finds no device: is there one, and does its driver run?"
+
+
+def _memory() -> tuple[int, int]:
+    """Memory in all and available, in bytes: the machine's, or what the control group of a container leaves of it."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    known = Path("/proc/meminfo")
+    if known.is_file():  # counts what the page cache would give back as available
+        fields = dict(line.split(":", 1) for line in known.read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        total = min(total, int(limit.read_text()))
+        available = min(available, total - int(used.read_text()))
+    return total, available
