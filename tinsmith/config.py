@@ -38,6 +38,10 @@ class ServerConfig:
     fwdbwd_max_chunk_len: int = knob(1024, "Largest number of datums the SDK puts into one forward_backward request", "datums", 1)
     sample_result_ttl_s: float = knob(600.0, "How long a finished sample waits to be fetched", "seconds", 1)
     max_pending_samples: int = knob(8192, "Samples accepted but not finished; one more is answered 429", "requests", 1)
+    session_idle_s: float = knob(600.0, "A session without heartbeat and request for so long ends; its models are saved", "seconds", 0.1)
+    result_ttl_s: float = knob(
+        86400.0, "How long the result of a training operation waits to be fetched while its session lives", "seconds", 1
+    )
     shutdown_s: float = knob(8.0, "How long Ctrl-C waits for the engine to finish the pass that is running", "seconds", 0.1)
 
 
@@ -69,6 +73,7 @@ class TrainingConfig:
 
     tokens_per_pass: int = knob(8192, "Most tokens packed into one forward or backward pass", "tokens", 1)
     logits_chunk: int = knob(1024, "Rows of logits that exist at one time while log-probabilities are computed", "tokens", 1)
+    ended_model_ttl_s: float = knob(604800.0, "How long a model is kept as a checkpoint if its session just went away", "seconds", 0.1)
     held_operation_s: float = knob(600.0, "How long an operation waits for the missing seq_id before it fails", "seconds", 0.1)
 
 

@@ -1,5 +1,6 @@
 """Checkpoints through the SDK: resumed runs, saved weights to sample from, a new server on the same data."""
 
+import time
 from pathlib import Path
 
 import httpx
@@ -149,3 +150,27 @@ def test_a_vision_model_is_resumed(service: tinker.ServiceClient) -> None:
     client.optim_step(RAW_STEP).result()
     resumed = service.create_training_client_from_state_with_optimizer(client.save_state("v").result().path).result()
     assert scores(resumed, [item])[0].tolist() == scores(client, [item])[0].tolist()
+
+
+def test_a_session_that_goes_away_leaves_its_models_and_snapshots_come_back_from_disk(models: list[str], tmp_path: Path) -> None:
+    with serving(tmp_path, *models, "--session-idle-s", "4", "--snapshot-gib", "0") as running:
+        running.wait_for_health()
+        client = train(tinker.ServiceClient(base_url=running.url, api_key=API_KEY), "text")
+        samplers, before = [], []
+        for step in range(2):
+            steps(client, step, 1)
+            samplers.append(client.save_weights_and_get_sampling_client().result())
+            before.append(sample_logprobs(samplers[-1]))
+        assert before[0] != before[1]
+        assert [sample_logprobs(sampler) for sampler in samplers] == before
+        path = client.save_state("here").result().path
+        time.sleep(6)
+        kept = f"tinker://{client.model_id}/weights/session-end"
+        with pytest.raises(tinker.RequestFailedError, match=f"its session is finished; create a new one from {kept}"):
+            client.optim_step(STEP).result()
+        with pytest.raises(Exception, match="are gone: its session is finished"):
+            samplers[0].compute_logprobs(text_input(1, 8)).result()
+        assert list((tmp_path / "data" / "snapshots").iterdir()) == []
+        with tinker.ServiceClient(base_url=running.url, api_key=API_KEY) as service:
+            resumed = [steps(service.create_training_client_from_state_with_optimizer(p).result(), 2, 2) for p in (path, kept)]
+        assert resumed[0] == resumed[1]

@@ -41,7 +41,7 @@ class Bench:
         self.backend.passes = []
         checkpoints = Checkpoints(Store.open(data_dir), data_dir / "checkpoints")
         self.snapshots = Snapshots({"tiny": base}, checkpoints, data_dir / "snapshots", 2**30)
-        operations = Operations({"tiny": Served("tiny", self.backend, renderer(base))}, 64, checkpoints, self.snapshots)
+        operations = Operations({"tiny": Served("tiny", self.backend, renderer(base))}, 64, checkpoints, self.snapshots, 60.0)
         self.trainer = Trainer(operations, CommandQueue(held_s), tokens_per_pass, self._finish)
         self.ids = iter(range(1, 1000))
 
@@ -276,7 +276,7 @@ def test_a_finished_session_runs_what_it_has_and_frees_its_models(bench: Bench) 
     bench.forward("a", 1, [3])
     bench.optim("a", 2)
     bench.forward("a", 4, [3])
-    bench.trainer.end_session("s")
+    bench.trainer.end_session("s", save=False)
     bench.settle()
     assert bench.error("a", 2) is None
     assert "the session was finished" in str(bench.error("a", 4))
@@ -288,7 +288,7 @@ def test_a_session_that_ends_before_its_models_exist_leaves_nothing(bench: Bench
     bench.create("a")
     bench.create("refused", rank=100)
     bench.snapshot("a", 1)
-    bench.trainer.end_session("s")
+    bench.trainer.end_session("s", save=False)
     bench.settle()
     assert bench.error("a", 1) is None
     assert bench.backend.optimizers == {}

@@ -18,6 +18,7 @@ from tinsmith.engine.messages import Bye, Done, EndSession, Message, ModelFacts,
 from tinsmith.engine.operations import Operations, Served
 from tinsmith.engine.samples import Sampled, Samples
 from tinsmith.engine.snapshots import Snapshots
+from tinsmith.engine.status import StatusReporter
 from tinsmith.engine.trainer import Trainer
 from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel, load_base_model
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 1.0
 """How long an idle engine sleeps before it looks whether its server still lives."""
+
+SWEEP_S = 60.0
+"""How often expired checkpoints are deleted. They cannot be used from the moment that they expire."""
 
 
 class Engine:
@@ -54,10 +58,13 @@ class Engine:
         self.samples = Samples(self._sampled(renderers), snapshots, link.send)
         backends = {name: LocalBackend(base, config.training) for name, base in self.bases.items()}
         served = {name: Served(name, backends[name], renderers[name]) for name in self.bases}
-        operations = Operations(served, config.models.max_lora_rank, self.checkpoints, snapshots)
+        operations = Operations(served, config.models.max_lora_rank, self.checkpoints, snapshots, config.training.ended_model_ttl_s)
         queue = CommandQueue(config.training.held_operation_s)
         self.trainer = Trainer(operations, queue, config.training.tokens_per_pass, self._finish)
+        self.status = StatusReporter(self.trainer, self.samples, link.send)
         self.last_command = 0
+        self.next_sweep = 0.0
+        """Monotonic time at which expired checkpoints are deleted."""
         self.stopping = False
 
     def run(self, server_pid: int) -> None:
@@ -72,6 +79,7 @@ class Engine:
             if self.trainer.has_work:
                 self.trainer.turn()
             self._sample_until(2 * time.monotonic() - started)
+            self.status.report()
         log.info("engine stops")
         self.link.send(Bye())
         self.store.close()
@@ -106,6 +114,9 @@ class Engine:
         if woken:
             self._take_commands()
         self.trainer.fail_overdue()
+        if time.monotonic() >= self.next_sweep:
+            self.checkpoints.drop_expired()
+            self.next_sweep = time.monotonic() + SWEEP_S
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -113,7 +124,7 @@ class Engine:
                 self.samples.add(message)
             case EndSession():
                 self._take_commands()
-                self.trainer.end_session(message.session_id)
+                self.trainer.end_session(message.session_id, message.save)
             case Shutdown():
                 self.stopping = True
 

@@ -1,6 +1,6 @@
 """What server and engine say to each other. Each message is a list of ZeroMQ frames: its name, a JSON header, and for some raw bytes.
 
-Server to engine: Wake, Sample, EndSession, Shutdown. Engine to server: Ready, Done, SampleDone, SampleFailed, Bye.
+Server to engine: Wake, Sample, EndSession, Shutdown. Engine to server: Ready, Done, SampleDone, SampleFailed, Status, Bye.
 Nothing here is needed to recover data: what must last is in the store.
 """
 
@@ -61,6 +61,8 @@ class EndSession(Message):
     """The session is finished: unload its models once what they have queued is done, and drop its snapshots."""
 
     session_id: str
+    save: bool
+    """Whether to keep its models as checkpoints: their client just went away."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,21 @@ class SampleFailed(Message):
     error: str
     category: str
     gone: bool
+
+
+@dataclass(frozen=True)
+class Status(Message):
+    """What the engine does now. Sent at most once a second, and only when something changed."""
+
+    models: list[dict[str, Any]]
+    """model_id, base_model, queued (operations) and trained_tokens of each loaded model."""
+    running_samples: int
+    waiting_samples: int
+    trained_tokens: int
+    """Since the engine started, as `sampled_tokens`."""
+    sampled_tokens: int
+    memory: dict[str, int]
+    """Bytes that the engine holds, by place."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The commands that are not forward work: creating, stepping, saving and loading models. Each runs at once when its turn comes."""
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.models.lora import LoraShape
 from tinsmith.rendering.renderer import Renderer
-from tinsmith.store.records import REJECTED, Command
+from tinsmith.store.records import REJECTED, SESSION_END, Command
 from tinsmith.training.backend import Backend
 from tinsmith.training.optimizer import AdamSettings
 from tinsmith.wire.paths import CheckpointPath
@@ -26,6 +27,8 @@ from tinsmith.wire.requests import (
     SaveWeightsRequest,
     parse_json,
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,19 @@ class LoadedModel:
 
 
 class Operations:
-    """Executes commands. What they save goes to `checkpoints`, what they hand to sampling to `snapshots`."""
+    """Executes commands. What they save goes to `checkpoints`, what they hand to sampling to `snapshots`.
 
-    def __init__(self, bases: Mapping[str, Served], max_lora_rank: int, checkpoints: Checkpoints, snapshots: Snapshots) -> None:
+    A model whose session just went away is kept as a checkpoint for `ended_ttl_s` seconds.
+    """
+
+    def __init__(
+        self, bases: Mapping[str, Served], max_lora_rank: int, checkpoints: Checkpoints, snapshots: Snapshots, ended_ttl_s: float
+    ) -> None:
         self.bases = bases
         self.max_lora_rank = max_lora_rank
         self.checkpoints = checkpoints
         self.snapshots = snapshots
+        self.ended_ttl_s = ended_ttl_s
         self.models: dict[str, LoadedModel] = {}
 
     def model(self, model_id: str) -> LoadedModel:
@@ -100,6 +109,13 @@ class Operations:
         """The gradients since the last optim_step are not what the client asked for: the next one is refused and clears them."""
         if model_id in self.models:
             self.models[model_id].spoiled = reason
+
+    def keep(self, model_id: str) -> None:
+        """Save a model whose session has ended, if it was ever created. Raises OSError."""
+        if model_id in self.models:
+            path = CheckpointPath(model_id, "training", SESSION_END)
+            saved = self.checkpoints.save(path, self.models[model_id].served.backend, self.ended_ttl_s, overwrite=True)
+            log.info("model %s is kept as %s for %.3g days", model_id, saved, self.ended_ttl_s / 86400)
 
     def unload(self, model_id: str) -> None:
         """Free a model, if it was ever created, and its snapshots."""

@@ -35,11 +35,18 @@ class Samples:
         self.send = send
         self.started: dict[str, tuple[Sample, float]] = {}
         """Requests that run, by id, with when they came (Unix time)."""
+        self.sampled_tokens = 0
+        """Of all requests that are finished."""
 
     @property
     def has_work(self) -> bool:
         """Whether a `step` would do something."""
         return any(base.sampler.has_work for base in self.bases.values())
+
+    def load(self) -> tuple[int, int]:
+        """How many sequences are being decoded, and how many wait, on all base models."""
+        loads = [base.sampler.load for base in self.bases.values()]
+        return sum(running for running, _ in loads), sum(waiting for _, waiting in loads)
 
     def add(self, message: Sample) -> None:
         """Start a request, or answer why it cannot be."""
@@ -71,11 +78,13 @@ class Samples:
     def _finish(self, result: SampleResult) -> None:
         message, started_at = self.started.pop(result.request_id)
         self.send(SampleDone(result.request_id, encode_sample_response(result.sequences, result.prompt_logprobs, 0)))
+        tokens = sum(len(sequence.tokens) for sequence in result.sequences)
+        self.sampled_tokens += tokens
         log.info(
             "sample=%s weights=%s prompt_tokens=%d tokens=%d seconds=%.3f",
             result.request_id,
             message.weights_id or message.base_model,
             result.prompt_tokens,
-            sum(len(sequence.tokens) for sequence in result.sequences),
+            tokens,
             time.time() - started_at,
         )

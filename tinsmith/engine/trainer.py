@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 import orjson
@@ -27,10 +27,17 @@ class Trainer:
         self.queue = queue
         self.tokens_per_pass = tokens_per_pass
         self.finish = finish
+        self.trained_tokens: Counter[str] = Counter()
+        """Tokens of the forward_backward operations of each model so far."""
         self.forward: dict[str, deque[ForwardOperation]] = {}
         """Forward work of each model that was taken from the queue and prepared; a model without any is not in it."""
-        self.ending: set[str] = set()
-        """Models to unload as soon as they have nothing to run."""
+        self.ending: dict[str, bool] = {}
+        """Models to unload as soon as they have nothing to run, and whether to save them first."""
+
+    def queued(self, model_id: str) -> int:
+        """How many operations of a model have come and are not finished."""
+        queue = self.queue.models.get(model_id)
+        return len(self.forward.get(model_id, ())) + (len(queue.held) if queue else 0)
 
     @property
     def has_work(self) -> bool:
@@ -43,9 +50,9 @@ class Trainer:
             late = UserError(f"seq_id {command.seq_id} came after the operations behind it had been given up")
             self._fail(command, late, touches_step=False)
 
-    def end_session(self, session_id: str) -> None:
-        """Unload the session's models once the work that can run has run."""
-        self.ending.update(model_id for model_id in self.queue.models if model_id.startswith(f"{session_id}:train:"))
+    def end_session(self, session_id: str, save: bool) -> None:
+        """Unload the session's models once the work that can run has run; with `save` keep them as checkpoints."""
+        self.ending |= {model_id: save for model_id in self.queue.models if model_id.startswith(f"{session_id}:train:")}
 
     def turn(self) -> None:
         """Run what is due: all commands but forward work, then at most one pass."""
@@ -116,6 +123,8 @@ class Trainer:
                 del self.forward[model_id]
         self.finish([_outcome(operation) for operation in complete])
         for operation in complete:
+            if operation.backward:
+                self.trained_tokens[operation.command.model_id] += operation.tokens
             log_finished(operation.command, operation.started_at, operation.tokens, f"loss={operation.loss:.6g}")
 
     def fail_overdue(self) -> None:
@@ -135,7 +144,9 @@ class Trainer:
         log.warning("failed model=%s seq_id=%d kind=%s: %s", command.model_id, command.seq_id, command.kind, error)
 
     def _unload(self, model_id: str) -> None:
-        self.ending.discard(model_id)
+        if self.ending.pop(model_id):
+            with failing_into(lambda error: log.error("model %s could not be kept: %s", model_id, error)):
+                self.operations.keep(model_id)
         for command in self.queue.drop(model_id):
             self._fail(command, UserError("the session was finished before this operation could run"))
         self.operations.unload(model_id)

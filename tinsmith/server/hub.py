@@ -3,11 +3,13 @@
 from fastapi import Request
 
 from tinsmith.config import Config
-from tinsmith.engine.messages import Done, Message, Ready, SampleDone, SampleFailed
+from tinsmith.engine.messages import Done, EndSession, Message, Ready, SampleDone, SampleFailed, Status
 from tinsmith.errors import NotFoundError, UserError
+from tinsmith.server.activity import Activity
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.base_models import BaseModels
 from tinsmith.server.engine_process import EngineProcess
+from tinsmith.server.lifetimes import Lifetimes
 from tinsmith.server.samples import SampleBook
 from tinsmith.server.sampling_sessions import SamplingSessions
 from tinsmith.server.waiters import Waiters
@@ -24,8 +26,10 @@ class Hub:
         self.waiters = Waiters()
         self.samples = SampleBook(config.server.max_pending_samples, config.server.sample_result_ttl_s)
         self.sampling_sessions = SamplingSessions(self.store)
+        self.lifetimes = Lifetimes(config.server, self.store)
         self.base_models = BaseModels()
         self.engine = EngineProcess(config, self._on_message, self._on_absent)
+        self.activity = Activity()
         self._known_models: set[str] = set()
 
     def _on_message(self, message: Message) -> None:
@@ -34,6 +38,8 @@ class Hub:
             self.base_models.replace(message.models)
         elif isinstance(message, Done):
             self.waiters.wake(message.request_ids)
+        elif isinstance(message, Status):
+            self.activity.take(message)
         elif isinstance(message, SampleDone | SampleFailed):
             self.samples.finish(message)
             self.waiters.wake([message.request_id])
@@ -41,9 +47,15 @@ class Hub:
     async def _on_absent(self, reason: str) -> None:
         """There is no engine: what was queued or running for it is over."""
         await self.store.write(Store.fail_unfinished, reason)
+        self.activity.clear()
         self.samples.lose_running()
         self.sampling_sessions.forget_snapshots()
         self.waiters.wake_all()
+
+    async def end_session(self, session_id: str, save: bool) -> None:
+        """The session is finished in the store: unload its models, with `save` as checkpoints, and drop its snapshots."""
+        self.sampling_sessions.forget(session_id)
+        await self.engine.notify(EndSession(session_id, save))
 
     async def require_open_session(self, session_id: str) -> None:
         """Raise NotFoundError for an unknown session, UserError for a finished one."""

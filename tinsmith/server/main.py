@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -18,6 +19,7 @@ from tinsmith.config import Config
 from tinsmith.errors import ConfigError
 from tinsmith.server.app import create_app
 from tinsmith.server.hub import Hub
+from tinsmith.server.lifetimes import keep_up
 from tinsmith.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -104,6 +106,7 @@ async def _serve(config: Config, store: Store, listener: socket.socket) -> None:
     engine_task = asyncio.create_task(hub.engine.run())
     http_task = asyncio.create_task(http.serve([listener]))
     stop_task = asyncio.create_task(stop.wait())
+    lifetimes_task = asyncio.create_task(keep_up(hub.lifetimes, partial(hub.end_session, save=True)))
     await asyncio.wait([engine_task, http_task, stop_task], return_when=asyncio.FIRST_COMPLETED)
     log.info("the server stops")
     http.should_exit = True
@@ -111,6 +114,7 @@ async def _serve(config: Config, store: Store, listener: socket.socket) -> None:
     await hub.engine.stop()
     await http_task
     stop_task.cancel()
+    lifetimes_task.cancel()
     try:
         await engine_task
     finally:

@@ -30,9 +30,9 @@ class SamplingSessions:
             raise NotFoundError(f"the weights of sampling session {sampling_session_id} are gone: {session.gone}; make a new one")
         if session.snapshot_id is not None:
             saved = await self._store.read(Store.outcome, session.snapshot_id)
-            if saved is None:
+            if saved is None and await self._store.read(Store.status, session.snapshot_id) != "dropped":
                 raise NotFoundError(f"the weights of sampling session {sampling_session_id} are being saved; wait for its future first")
-            if saved.error is not None:
+            if saved is not None and saved.error is not None:
                 raise NotFoundError(f"the weights of sampling session {sampling_session_id} could not be saved: {saved.error}")
         return session
 

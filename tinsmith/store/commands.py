@@ -6,10 +6,11 @@ from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, selec
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError
-from tinsmith.store import ids
-from tinsmith.store.records import REJECTED, Category, Command, NewCommand, Outcome
+from tinsmith.store import checkpoints, ids
+from tinsmith.store.records import REJECTED, SESSION_END, Category, Command, NewCommand, Outcome
 from tinsmith.store.schema import blobs, command_images, commands, models, sampling_sessions, sessions
 from tinsmith.store.sessions import insert_model, insert_sampling_session
+from tinsmith.wire.paths import CheckpointPath
 
 _INSERT = insert(commands).on_conflict_do_nothing().returning(commands.c.id)
 _INSERT_BLOB = insert(blobs).on_conflict_do_nothing()
@@ -35,8 +36,16 @@ _DROP_BLOB = delete(blobs).where(
 )
 _BY_KEY = (commands.c.model_id == bindparam("model_id")) & (commands.c.seq_id == bindparam("seq_id"))
 _OUTCOME = select(commands.c.result, commands.c.result_type, commands.c.error, commands.c.category).where(
-    _BY_KEY, commands.c.status != "queued"
+    _BY_KEY, commands.c.status.in_(("done", "failed"))
 )
+_ENDED_MODELS = (
+    select(models.c.model_id)
+    .join_from(models, sessions)
+    .where(sessions.c.finished_at >= bindparam("before"), sessions.c.finished_at < bindparam("ended_before"))
+)
+_DROPPED = {"status": "dropped", "result": None}
+_DROP_OLD = update(commands).where(commands.c.status == "done", commands.c.finished_at < bindparam("before")).values(_DROPPED)
+_DROP_ENDED = update(commands).where(commands.c.status == "done", commands.c.model_id.in_(_ENDED_MODELS)).values(_DROPPED)
 _STATUS = select(commands.c.status).where(_BY_KEY)
 _BLOB = select(blobs.c.data).where(blobs.c.sha256 == bindparam("digest"))
 
@@ -48,7 +57,7 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
     """
     if new.model is not None:
         insert_model(connection, new.model, now)
-    refusal = _refusal(connection, new.model_id)
+    refusal = _refusal(connection, new.model_id, now)
     row = {"model_id": new.model_id, "seq_id": new.seq_id, "kind": new.kind, "created_at": now}
     if refusal is not None:
         error, category = refusal
@@ -66,7 +75,7 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
     return True
 
 
-def _refusal(connection: Connection, model_id: str) -> tuple[str, Category] | None:
+def _refusal(connection: Connection, model_id: str, now: float) -> tuple[str, Category] | None:
     """Error and category for a model that takes no operations any more; None for one that does."""
     owner = connection.execute(_OWNER, {"model_id": model_id}).first()
     if owner is None:
@@ -74,10 +83,16 @@ def _refusal(connection: Connection, model_id: str) -> tuple[str, Category] | No
     if owner.status == "lost":
         return f"model {model_id} was lost when the engine stopped; create a new one", "server"
     if owner.finished_at is not None or owner.status == "unloaded":
-        return f"model {model_id} is unloaded: its session is finished; create a new one", "user"
+        return f"model {model_id} is unloaded: its session is finished; create a new one{_kept(connection, model_id, now)}", "user"
     if owner.status == "failed":
         return f"model {model_id} could not be created; see the error of its create_model", "user"
     return None
+
+
+def _kept(connection: Connection, model_id: str, now: float) -> str:
+    """Where the weights of a model are whose session just went away, as the end of a message."""
+    path = str(CheckpointPath(model_id, "training", SESSION_END))
+    return f" from {path}" if checkpoints.find(connection, path, now) else ""
 
 
 def read_new(connection: Connection, after_id: int, limit: int) -> list[Command]:
@@ -122,8 +137,14 @@ def outcome(connection: Connection, request_id: str) -> Outcome | None:
     return None if row is None else Outcome(request_id, *row)
 
 
+def drop_results(connection: Connection, before: float, ended_before: float) -> None:
+    """Forget results from before then, and those of sessions that were finished before `ended_before`. Errors stay."""
+    connection.execute(_DROP_OLD, {"before": before})
+    connection.execute(_DROP_ENDED, {"before": before, "ended_before": ended_before})
+
+
 def status(connection: Connection, request_id: str) -> str | None:
-    """queued, done or failed; None if the operation is not in the log."""
+    """queued, done, failed or dropped; None if the operation is not in the log."""
     row = _by_request_id(connection, _STATUS, request_id)
     return None if row is None else row[0]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
-from sqlalchemy import JSON, Boolean, Column, Connection, Float, Integer, Text
+from sqlalchemy import JSON, Boolean, Column, Connection, Float, Integer, Text, text
 
 
 def migrate(connection: Connection, version: int) -> None:
@@ -34,6 +34,7 @@ def _add_checkpoints(op: Operations) -> None:
         Column("created_at", Float, nullable=False),
         Column("expires_at", Float, index=True),
     )
+    op.create_index("ix_commands_done", "commands", ["finished_at"], sqlite_where=text("status = 'done'"))
     op.add_column("sampling_sessions", Column("model_path", Text))
 
 

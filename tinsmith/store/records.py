@@ -10,6 +10,9 @@ REJECTED = "rejected"
 """Kind of an operation that was refused when it came in. It only takes its place in the sequence: its payload is the message (UTF-8)
 of the UserError that its future ends with."""
 
+SESSION_END = "session-end"
+"""Name of the checkpoint that is made of a model whose session just went away."""
+
 ModelStatus = Literal["creating", "ready", "failed", "lost", "unloaded"]
 Category = Literal["user", "server"]
 

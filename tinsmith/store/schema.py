@@ -69,6 +69,7 @@ commands = Table(
     Column("error", Text),
     Column("category", Text),
     UniqueConstraint("model_id", "seq_id"),
+    Index("ix_commands_done", "finished_at", sqlite_where=text("status = 'done'")),
     Index("ix_commands_queued", "status", sqlite_where=text("status = 'queued'")),
     sqlite_autoincrement=True,
 )

@@ -1,5 +1,6 @@
 """Sessions, their models and sampling sessions in SQL. Each function is part of a transaction."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, select, update
@@ -21,6 +22,12 @@ _FINISH = (
     .where(sessions.c.session_id == bindparam("key"), sessions.c.finished_at.is_(None))
     .values(finished_at=bindparam("now"), finish_reason=bindparam("reason"), finish_detail=bindparam("detail"))
 )
+_SEEN = (
+    update(sessions)
+    .where(sessions.c.session_id == bindparam("key"), sessions.c.finished_at.is_(None), sessions.c.last_seen_at < bindparam("at"))
+    .values(last_seen_at=bindparam("at"))
+)
+_IDLE = select(sessions.c.session_id).where(sessions.c.finished_at.is_(None), sessions.c.last_seen_at < bindparam("before"))
 _END_SAMPLING = (
     update(sampling_sessions)
     .where(sampling_sessions.c.session_id == bindparam("key"), sampling_sessions.c.gone.is_(None))
@@ -71,6 +78,20 @@ def finish_session(connection: Connection, session_id: str, reason: str, detail:
     if finished:
         connection.execute(_END_SAMPLING, {"key": session_id})
     return finished
+
+
+def touch_sessions(connection: Connection, seen: Mapping[str, float]) -> None:
+    """Note when sessions were seen; ids that are no open session are passed over."""
+    if seen:
+        connection.execute(_SEEN, [{"key": session_id, "at": at} for session_id, at in seen.items()])
+
+
+def finish_idle_sessions(connection: Connection, before: float, detail: str, now: float) -> list[str]:
+    """End the sessions that were last seen before then; returns their ids."""
+    idle = list(connection.execute(_IDLE, {"before": before}).scalars())
+    for session_id in idle:
+        finish_session(connection, session_id, "expired", detail, now)
+    return idle
 
 
 def insert_model(connection: Connection, new: Model, now: float) -> None:

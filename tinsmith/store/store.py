@@ -1,7 +1,7 @@
 """The store as both processes see it: every method is one transaction. It may be used from several threads."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -68,8 +68,13 @@ class Store:
         with self._read.begin() as connection:
             return commands.outcome(connection, request_id)
 
+    def drop_results(self, before: float, ended_before: float) -> None:
+        """Forget results from before then (Unix time), and those of sessions that were finished before `ended_before`. Errors stay."""
+        with self._write.begin() as connection:
+            commands.drop_results(connection, before, ended_before)
+
     def status(self, request_id: str) -> str | None:
-        """queued, done or failed; None if the operation is not in the log."""
+        """queued, done, failed or dropped (its result is forgotten); None if the operation is not in the log."""
         with self._read.begin() as connection:
             return commands.status(connection, request_id)
 
@@ -107,6 +112,16 @@ class Store:
         """End a session and its sampling sessions. False if it was finished before or is unknown."""
         with self._write.begin() as connection:
             return sessions.finish_session(connection, session_id, reason, detail, time.time())
+
+    def touch_sessions(self, seen: Mapping[str, float]) -> None:
+        """Note when sessions were seen (Unix time by id); ids that are no open session are passed over."""
+        with self._write.begin() as connection:
+            sessions.touch_sessions(connection, seen)
+
+    def finish_idle_sessions(self, before: float, detail: str) -> list[str]:
+        """End the sessions that were last seen before then, and their sampling sessions; returns their ids."""
+        with self._write.begin() as connection:
+            return sessions.finish_idle_sessions(connection, before, detail, time.time())
 
     def model(self, model_id: str) -> Model | None:
         """The model with this id."""

@@ -22,6 +22,7 @@ async def retrieve_future(request: Request) -> Response:
     """The outcome, waited for up to `long_poll_s`; then 408, which makes the SDK ask again at once."""
     hub = hub_of(request)
     request_id = parse_json(RetrieveFutureRequest, await read_body(request, _MAX_BODY_BYTES)).request_id
+    hub.lifetimes.saw(request_id)
 
     async def look() -> Response | None:
         return await (_look_for_sample if ids.is_sample(request_id) else _look_for_operation)(hub, request_id)
@@ -34,8 +35,11 @@ async def _look_for_operation(hub: Hub, request_id: str) -> Response | None:
     outcome = await hub.store.read(Store.outcome, request_id)
     if outcome is not None:
         return _outcome_reply(outcome)
-    if await hub.store.read(Store.status, request_id) is None:
+    status = await hub.store.read(Store.status, request_id)
+    if status is None:
         raise NotFoundError(f"request_id={request_id!r} does not exist")
+    if status == "dropped":
+        raise GoneError(f"the result of {request_id} is not kept any more: its session is finished, or it is older than result_ttl_s")
     return None
 
 

@@ -76,6 +76,7 @@ async def asample(request: Request) -> Response:
     body = await read_body(request, hub.config.server.max_body_mib * 2**20)
     asked = await parse_aside(len(body), parse_sample_request, body)
     request_id = ids.request_id(asked.sampling_session_id, asked.seq_id)
+    hub.lifetimes.saw(request_id)
     session = await hub.sampling_sessions.find(asked.sampling_session_id)
     sample = hub.samples.find(request_id) or await _start(hub, request_id, session, asked, body)
     return future_reply(request_id, sample_sequence_ids=sample.sequence_ids)

@@ -5,10 +5,9 @@ import uuid
 
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.engine.messages import EndSession
 from tinsmith.errors import NotFoundError
 from tinsmith.server.body import read_body
-from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.hub import hub_of
 from tinsmith.server.replies import GoneError, json_reply
 from tinsmith.store.store import Store
 from tinsmith.wire.requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest, parse_json
@@ -86,13 +85,8 @@ async def finish_session(request: Request, session_id: str) -> Response:
     hub = hub_of(request)
     ending = parse_json(FinishSessionRequest, await read_body(request, _SMALL_BODY_BYTES))
     if await hub.store.write(Store.finish_session, session_id, ending.reason.type, ending.detail):
-        await _end_session(hub, session_id)
+        await hub.end_session(session_id, save=False)
         log.info("session %s is finished (%s)", session_id, ending.reason.type)
     elif await hub.store.read(Store.session, session_id) is None:
         raise NotFoundError(f"session {session_id!r} does not exist")
     return json_reply({})
-
-
-async def _end_session(hub: Hub, session_id: str) -> None:
-    hub.sampling_sessions.forget(session_id)
-    await hub.engine.notify(EndSession(session_id))

@@ -41,6 +41,7 @@ async def _body(request: Request, hub: Hub) -> bytes:
 
 async def _submit(hub: Hub, command: NewCommand) -> Response:
     """Put an operation into the log and tell the engine. The reply does not wait for anything that comes before it."""
+    hub.lifetimes.saw(command.model_id)
     if command.model is None:
         await hub.require_model(command.model_id)
     if await hub.store.append(command):

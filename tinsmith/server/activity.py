@@ -1,0 +1,50 @@
+"""What the engine was last heard to do, and how many tokens a second that was over the last minute."""
+
+import time
+from collections import deque
+from typing import Any
+
+from tinsmith.engine.messages import Status
+
+WINDOW_S = 60.0
+"""Rates are taken over so many seconds."""
+
+
+class Activity:
+    """The reports of one engine."""
+
+    def __init__(self) -> None:
+        """Nothing was heard yet."""
+        self._last: Status | None = None
+        self._counts: deque[tuple[float, int, int]] = deque()
+        """When (monotonic), and the tokens trained and sampled until then. The first lies before the window, the others inside."""
+
+    def take(self, status: Status) -> None:
+        """Note a report."""
+        now = time.monotonic()
+        if self._last is None:
+            self._counts.append((now - WINDOW_S, 0, 0))  # an engine starts at zero
+        self._last = status
+        self._counts.append((now, status.trained_tokens, status.sampled_tokens))
+        self._forget_before(now - WINDOW_S)
+
+    def clear(self) -> None:
+        """The engine is gone; the next counts from zero."""
+        self._last = None
+        self._counts.clear()
+
+    def describe(self) -> dict[str, Any]:
+        """For the status route: what is loaded and running, rates in tokens per second, memory in bytes."""
+        self._forget_before(time.monotonic() - WINDOW_S)
+        first, last = (self._counts[0], self._counts[-1]) if self._counts else ((0.0, 0, 0), (0.0, 0, 0))
+        status = self._last or Status([], 0, 0, 0, 0, {})
+        return {
+            "models": status.models,
+            "samples": {"running": status.running_samples, "waiting": status.waiting_samples},
+            "tokens_per_second": {"training": (last[1] - first[1]) / WINDOW_S, "sampling": (last[2] - first[2]) / WINDOW_S},
+            "memory_bytes": status.memory,
+        }
+
+    def _forget_before(self, start: float) -> None:
+        while len(self._counts) > 1 and self._counts[1][0] <= start:
+            self._counts.popleft()

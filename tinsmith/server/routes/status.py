@@ -1,0 +1,21 @@
+"""What a running server does, for people: not part of the Tinker API."""
+
+from fastapi import APIRouter, Request, Response
+
+from tinsmith import __version__
+from tinsmith.server.hub import hub_of
+from tinsmith.server.replies import json_reply
+
+router = APIRouter()
+
+
+@router.get("/status")
+async def status(request: Request) -> Response:
+    """The engine's state, base models, loaded models, samples, tokens per second over the last minute and the engine's memory."""
+    hub = hub_of(request)
+    bases = [
+        {"name": facts.name, "architecture": facts.architecture, "max_context": facts.max_context, "takes_images": facts.takes_images}
+        for facts in (hub.base_models.all() if hub.engine.is_ready else [])
+    ]
+    engine = {"state": hub.engine.state, "reason": hub.engine.reason}
+    return json_reply({"version": __version__, "engine": engine, "base_models": bases, **hub.activity.describe()})
