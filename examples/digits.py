@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.error import HTTPError
+from urllib.error import URLError
 from urllib.request import urlopen
 
 import numpy as np
@@ -175,7 +175,7 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", log: Path) -> str:
     while server.poll() is None:
         time.sleep(0.1)
         if listening := re.search(r"listening on (http://\S+),", log.read_text()):
-            with contextlib.suppress(HTTPError):  # 503 until the model is loaded
+            with contextlib.suppress(URLError):  # 503 until the model is loaded; refused if the server has just ended
                 urlopen(f"{listening[1]}/api/v1/healthz").close()
                 return listening[1]
     raise SystemExit(f"the server did not start:\n{log.read_text()}")
