@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from tinsmith.config import Config, base_model_sources
-from tinsmith.engine.checkpoints import Checkpoints
+from tinsmith.engine.checkpoints import CHECKPOINTS_DIR, Checkpoints
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.link import EngineLink
 from tinsmith.engine.messages import Bye, Done, EndSession, Message, ModelFacts, Ready, Sample, Shutdown, Wake
@@ -30,6 +30,9 @@ from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 
 log = logging.getLogger(__name__)
+
+READ_AT_ONCE = 1000
+"""Commands taken from the log in one read."""
 
 IDLE_S = 1.0
 """How long an idle engine sleeps before it looks whether its server still lives."""
@@ -51,7 +54,7 @@ class Engine:
             check_base_model(base, samples=config.sampling.sampler != "none")
             log.info("%s passes its self-check, %.1f s", base.name, time.monotonic() - started)
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
-        self.checkpoints = Checkpoints(self.store, Path(config.data_dir) / "checkpoints")
+        self.checkpoints = Checkpoints(self.store, Path(config.data_dir) / CHECKPOINTS_DIR)
         self.checkpoints.drop_orphans()
         limit = config.sampling.snapshot_gib * 2**30
         snapshots = Snapshots(self.bases, self.checkpoints, Path(config.data_dir) / "snapshots", limit)
@@ -130,10 +133,13 @@ class Engine:
 
     def _take_commands(self) -> None:
         """File everything that is new in the log."""
-        while commands := self.store.read_new(self.last_command):
+        more = True
+        while more:  # a read that is not full was the last: what is appended after it comes with a wake-up of its own
+            commands = self.store.read_new(self.last_command, READ_AT_ONCE)
             for command in commands:
                 self.trainer.add(command)
-            self.last_command = commands[-1].id
+                self.last_command = command.id
+            more = len(commands) == READ_AT_ONCE
 
     def _sample_until(self, deadline: float) -> None:
         """At least one sampling step, and more until `deadline` (monotonic); new requests join between steps."""

@@ -21,6 +21,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.lora import Adapter, LoraShape, Segment, new_adapter
+from tinsmith.models.threads import threads_for
 from tinsmith.rendering.packing import pack, packing_order
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.checkpoint import About, read_adapter, read_moments, write_checkpoint
@@ -145,7 +146,8 @@ class LocalBackend:
     def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
         """See `Backend`. A pass that runs out of memory is split; another that fails is run again model by model."""
         try:
-            return PassResult([*self._run(work, backward)], {})
+            with threads_for(self.base, sum(len(datum.rendered) for datum in work)):
+                return PassResult([*self._run(work, backward)], {})
         except (RuntimeError, MemoryError) as error:  # what torch raises, out of memory included, and numpy
             reason, starved = str(error), is_out_of_memory(error)
         # Outside of the handler, where the failed pass holds no tensors any more.

@@ -1,0 +1,24 @@
+"""Threads of small and large passes."""
+
+import pytest
+import torch
+
+from tests.bases import DEVICE
+from tinsmith.models.base import BaseModel
+from tinsmith.models.threads import SMALL_PASS, threads_for
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="threads only matter on a CPU")
+@pytest.mark.parametrize(("size", "threads"), [(0.5, 1), (2.0, 2)])
+def test_a_small_pass_takes_one_thread_and_leaves_the_number_as_it_was(text_base: BaseModel, size: float, threads: int) -> None:
+    weights = text_base.lm_head.numel() + sum(inputs * outputs for inputs, outputs in text_base.linears.values())
+    with threads_for(text_base, int(size * SMALL_PASS / weights)):
+        assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="threads only matter on a CPU")
+def test_a_small_pass_that_fails_leaves_the_number_as_it_was(text_base: BaseModel) -> None:
+    with pytest.raises(RuntimeError), threads_for(text_base, 1):
+        raise RuntimeError
+    assert torch.get_num_threads() == 2
