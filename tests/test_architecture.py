@@ -25,6 +25,7 @@ RANKS = {
     "engine": 7,
     "server": 8,
     "doctor": 9,
+    "status": 9,
     "cli": 10,
 }
 """A room imports rooms of a lower rank only, or itself."""

@@ -115,5 +115,17 @@ def tiny_model(
     typer.echo(f"wrote a random {kind} model to {directory}; serve it with: tinsmith serve --base-model tiny={directory}")
 
 
+@app.command()
+def status(
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+) -> None:
+    """Show a running server: its models, their queues, tokens per second and memory."""
+    from rich.console import Console
+
+    from tinsmith.status import fetch_status, print_status
+
+    print_status(fetch_status(url), Console(highlight=False))
+
+
 if __name__ == "__main__":
     main()

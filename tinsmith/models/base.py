@@ -22,7 +22,6 @@ from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, Family, fam
 from tinsmith.models.lora import ActiveSegments, LoraShape, Segment
 from tinsmith.models.lora_linear import attach
 from tinsmith.models.norms import fuse_norms
-from tinsmith.models.norms import fuse_norms
 
 LM_HEAD = "lm_head"
 """Name of the output projection among an adapter's modules."""
@@ -192,7 +191,6 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
     network.to(device).eval().requires_grad_(False)
     use_attention(network, family, ATTENTION)
     language_model = network.model.language_model if family.takes_images else network.base_model
-    fuse_norms(language_model)
     fuse_norms(language_model)
     active = ActiveSegments()
     limit = model_config.get_text_config().max_position_embeddings

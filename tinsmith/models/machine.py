@@ -55,6 +55,14 @@ def is_supported(library: str) -> bool:
     return first <= (int(major), int(minor)) < beyond
 
 
+def memory_held() -> dict[str, int]:
+    """Bytes that this process holds: in memory, and on each CUDA device that it uses."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    on_devices = {f"cuda:{index}": torch.cuda.memory_reserved(index) for index in devices}
+    return {"resident": resident, **{device: size for device, size in on_devices.items() if size}}
+
+
 def _gpu(index: int) -> Gpu:
     free, total = torch.cuda.mem_get_info(index)
     return Gpu(index, torch.cuda.get_device_name(index), total, free, torch.cuda.get_device_capability(index))

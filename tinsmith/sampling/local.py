@@ -36,6 +36,11 @@ class Sampler(Protocol):
         """Whether a `step` would do something."""
         ...
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many sequences are being decoded, and how many wait."""
+        ...
+
     def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, adapter: Adapter | None) -> None:
         """Accept a request. Raises UserError if it can never run."""
         ...
@@ -67,6 +72,11 @@ class LocalSampler:
     def has_work(self) -> bool:
         """See `Sampler`."""
         return bool(self.waiting or self.running)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """See `Sampler`."""
+        return len(self.running), sum(s.job.num_samples if s.starts_job else 1 for s in self.waiting)
 
     def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, adapter: Adapter | None) -> None:
         """See `Sampler`."""

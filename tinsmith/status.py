@@ -1,0 +1,56 @@
+"""`tinsmith status`: what a running server serves and does, from its status route."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+from rich.console import Console
+from rich.table import Table
+
+from tinsmith.errors import ConfigError
+
+TIMEOUT_S = 10.0
+
+
+def fetch_status(url: str) -> dict[str, Any]:
+    """The answer of the status route. Raises ConfigError if no Tinsmith server answers at `url`."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"url={url!r} must begin with http:// or https://")
+    try:
+        with urlopen(f"{url.rstrip('/')}/api/v1/status", timeout=TIMEOUT_S) as reply:
+            content: dict[str, Any] = json.load(reply)
+    except HTTPError as error:
+        raise ConfigError(f"{url} answers {error.code}: is it a Tinsmith server?") from error
+    except (URLError, TimeoutError, ValueError) as error:
+        raise ConfigError(f"no Tinsmith server answers at {url}: {getattr(error, 'reason', error)}") from error
+    return content
+
+
+def print_status(status: dict[str, Any], console: Console) -> None:
+    """Print what `fetch_status` returned."""
+    engine, samples, rates = status["engine"], status["samples"], status["tokens_per_second"]
+    console.print(
+        f"Tinsmith {status['version']}, engine {engine['state']}{': ' if engine['reason'] else ''}{engine['reason']}", markup=False
+    )
+    console.print(_table("base models", ("name", "architecture", "context", "images"), [_base(base) for base in status["base_models"]]))
+    rows = [(m["model_id"], m["base_model"], f"{m['queued']:,}", f"{m['trained_tokens']:,}") for m in status["models"]]
+    console.print(_table("loaded models", ("model", "base model", "queued", "tokens trained"), rows))
+    console.print(f"samples: {samples['running']:,} running, {samples['waiting']:,} waiting")
+    console.print(f"tokens per second, last minute: {rates['training']:,.1f} training, {rates['sampling']:,.1f} sampling")
+    memory = ", ".join(f"{size / 2**20:,.0f} MiB {place}" for place, size in status["memory_bytes"].items())
+    console.print(f"engine memory: {memory or 'not reported yet'}")
+
+
+def _base(base: dict[str, Any]) -> tuple[str, ...]:
+    return base["name"], base["architecture"], f"{base['max_context']:,}", "yes" if base["takes_images"] else "no"
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(title=title if rows else f"{title}: none", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column if rows else "", overflow="fold", header_style="dim")
+    for row in rows:
+        table.add_row(*row)
+    return table
