@@ -25,6 +25,7 @@ RANKS = {
     "engine": 7,
     "server": 8,
     "doctor": 9,
+    "exchange": 9,
     "status": 9,
     "cli": 10,
 }

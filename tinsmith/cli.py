@@ -14,7 +14,7 @@ import typer
 
 from tinsmith import __version__
 from tinsmith.config import Knob, base_model_sources, knobs, load
-from tinsmith.errors import ConfigError
+from tinsmith.errors import TinsmithError
 
 app = typer.Typer(
     name="tinsmith",
@@ -27,10 +27,10 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line. A configuration that cannot work ends in one line on standard error and exit code 2."""
+    """Run the command line. What cannot work ends in one line on standard error and exit code 2."""
     try:
         app()
-    except ConfigError as error:
+    except TinsmithError as error:
         print(f"tinsmith: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -125,6 +125,38 @@ def status(
     from tinsmith.status import fetch_status, print_status
 
     print_status(fetch_status(url), Console(highlight=False))
+
+
+_DataDir = Annotated[Path, typer.Option("--data-dir", help="The server's data directory.")]
+
+
+@app.command("export")
+def export_checkpoint(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: tinker://MODEL_ID/weights/NAME or .../sampler_weights/NAME.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; created if it is not there.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Write a whole transformers model, not a PEFT adapter.")] = False,
+    base_model: Annotated[str | None, typer.Option(help="Where its base model is now, if it has moved: path or Hub id.")] = None,
+    data_dir: _DataDir = Path("tinsmith-data"),
+) -> None:
+    """Write a checkpoint as a PEFT adapter, or merged into its base model."""
+    from tinsmith.exchange import export_checkpoint
+
+    export_checkpoint(data_dir, path, directory, merge, base_model)
+    typer.echo(f"wrote {'a transformers model' if merge else 'a PEFT adapter'} to {directory}")
+
+
+@app.command("import")
+def import_adapter(
+    adapter: Annotated[Path, typer.Argument(metavar="DIR", help="A PEFT adapter: adapter_config.json and adapter_model.safetensors.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the checkpoint that it becomes.")],
+    base_model: Annotated[str, typer.Option(help="Its base model as [NAME=]PATH_OR_HUB_ID, just as the server is given it.")],
+    data_dir: _DataDir = Path("tinsmith-data"),
+) -> None:
+    """Make a PEFT adapter a checkpoint to start from, for training and for sampling."""
+    from tinsmith.exchange import import_adapter
+
+    for path in import_adapter(data_dir, adapter, name, base_model):
+        typer.echo(path)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from tinsmith.training.backend import Backend
 from tinsmith.training.checkpoint import has_moments, read_about
 from tinsmith.wire.paths import CheckpointKind, CheckpointPath
 
+CHECKPOINTS_DIR = "checkpoints"
+"""Where the files lie below a data directory."""
 _ORPHAN_S = 3600.0
 
 log = logging.getLogger(__name__)

@@ -71,7 +71,7 @@ def read_about(directory: Path) -> About:
 def read_adapter(directory: Path, base: BaseModel) -> Adapter:
     """The adapter of a checkpoint, on the device of `base`. Raises UserError if it does not fit that model."""
     about = read_about(directory)
-    adapter = stored_adapter(directory, about, base.device, base.dtype)
+    adapter = stored_adapter(directory, about, str(base.device), base.dtype)
     sizes = {name: (pair.a.shape[1], pair.b.shape[0]) for name, pair in adapter.masters.items()}
     targets = base.lora_targets(about.shape)
     if about.architecture != base.family.model_type or sizes != targets:
@@ -83,9 +83,9 @@ def read_adapter(directory: Path, base: BaseModel) -> Adapter:
     return Adapter(adapter.shape, {name: adapter.masters[name] for name in targets}, adapter.dtype)
 
 
-def stored_adapter(directory: Path, about: About, device: torch.device, dtype: torch.dtype) -> Adapter:
+def stored_adapter(directory: Path, about: About, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Adapter:
     """The adapter as it lies in `directory`, whatever its base."""
-    tensors = load_file(directory / _ADAPTER, device=str(device))
+    tensors = load_file(directory / _ADAPTER, device=device)
     names = dict.fromkeys(key.rpartition(".")[0] for key in tensors)
     return Adapter(about.shape, {name: LoraPair(tensors[f"{name}.a"], tensors[f"{name}.b"]) for name in names}, dtype)
 

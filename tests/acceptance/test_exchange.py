@@ -1,0 +1,85 @@
+"""`tinsmith export` and `tinsmith import` beside a running server."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from peft import PeftModel
+from tinker import types
+from transformers import AutoModelForCausalLM
+
+from tests.acceptance.talking import RAW_STEP, datum, numbers, scores, text_input, train, with_inputs
+from tests.running import Server
+
+TOKENS = text_input(5, 10).to_ints()
+ITEM = with_inputs(types.ModelInput.from_ints(TOKENS[:-1]), target_tokens=TOKENS[1:], weights=[1.0] * 9)
+
+
+def tinsmith(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from tinsmith.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@torch.no_grad()
+def transformers_logprobs(network: Any) -> np.ndarray:
+    logits = network.eval()(input_ids=torch.tensor([TOKENS[:-1]])).logits[0]
+    logprobs: np.ndarray = logits.log_softmax(-1).gather(-1, torch.tensor(TOKENS[1:]).unsqueeze(-1)).squeeze(-1).numpy()
+    return logprobs
+
+
+@pytest.fixture
+def data(server: Server) -> list[str]:
+    """The option that names the server's data directory."""
+    return ["--data-dir", str(server.log.parent / "data")]
+
+
+def test_a_checkpoint_leaves_and_comes_back(
+    service: tinker.ServiceClient, data: list[str], family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    client = train(service, "text")
+    client.forward_backward([datum(text_input(0, 12))], "cross_entropy")
+    client.optim_step(RAW_STEP).result()
+    expected = scores(client, [ITEM])[0]
+    base = family_dir("qwen3")
+    path = client.save_weights_for_sampler("out").result().path
+    done = tinsmith("export", path, str(tmp_path / "adapter"), *data)
+    assert done.returncode == 0, done.stderr
+    network = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"))
+    np.testing.assert_allclose(transformers_logprobs(network), expected, atol=1e-4)
+    state = client.save_state("out").result().path
+    done = tinsmith("export", state, str(tmp_path / "merged"), "--merge", *data)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected, atol=1e-4)
+
+    done = tinsmith("import", str(tmp_path / "adapter"), "back", "--base-model", f"text={base}", *data)
+    assert done.stdout.split() == ["tinker://imported/weights/back", "tinker://imported/sampler_weights/back"], done.stderr
+    training, sampling = done.stdout.split()
+    again = service.create_training_client_from_state(training).result()
+    assert scores(again, [ITEM])[0].tolist() == expected.tolist()
+    again.optim_step(RAW_STEP).result()
+    sampler = service.create_sampling_client(model_path=sampling).result()
+    got = sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
+    np.testing.assert_allclose(numbers(got[1:]), expected, atol=1e-4)
+    with pytest.raises(Exception, match="holds no optimizer state"):
+        service.create_training_client_from_state_with_optimizer(training).result()
+
+
+def test_what_cannot_be_exchanged_is_said_in_one_line(data: list[str], tmp_path: Path) -> None:
+    for arguments, message in (
+        (["export", "tinker://x/weights/y", str(tmp_path / "out"), *data], "tinker://x/weights/y does not exist"),
+        (["export", "x", str(tmp_path / "out"), *data], "is not tinker://MODEL_ID"),
+        (["export", "tinker://x/weights/y", str(tmp_path / "out"), "--data-dir", str(tmp_path)], "holds no data of a server"),
+        (["import", str(tmp_path), "a/b", "--base-model", "text=x/y", *data], "cannot name a checkpoint"),
+    ):
+        done = tinsmith(*arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("tinsmith: ")
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,106 @@
+"""PEFT adapters and merged models load in transformers to the same log-probabilities, and come back."""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tests.bases import datum, picture_chunks, random_adapter, random_tokens, renderer, shifted
+from tests.training.test_against_peft import twin_logprobs
+from tinsmith.config import TrainingConfig
+from tinsmith.errors import UserError
+from tinsmith.models.base import BaseModel
+from tinsmith.models.lora import Adapter
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.training.backend import LocalBackend
+from tinsmith.training.optimizer import ModelOptimizer
+from tinsmith.training.peft_format import outline, read_peft, write_merged, write_peft
+
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"]
+Bases = Callable[[str], BaseModel]
+Dirs = Callable[[str], Path]
+
+
+def network(base: BaseModel, directory: Path) -> Any:
+    auto: Any = AutoModelForImageTextToText if base.family.takes_images else AutoModelForCausalLM
+    return auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def ours(base: BaseModel, adapter: Adapter, rendered: RenderedInput) -> np.ndarray:
+    backend = LocalBackend(base, TrainingConfig())
+    backend.optimizers["a"] = ModelOptimizer(adapter)
+    result = backend.run_pass([datum("a", rendered)], backward=False).results[0]
+    assert result is not None
+    return result.logprobs
+
+
+def example(base: BaseModel) -> RenderedInput:
+    return renderer(base).render(picture_chunks(base, 1, 10) if base.family.takes_images else [random_tokens(1, 12)])
+
+
+@torch.no_grad()
+def theirs(twin: Any, base: BaseModel, rendered: RenderedInput) -> np.ndarray:
+    logprobs: np.ndarray = twin_logprobs(twin, base, rendered, shifted(rendered)).numpy()
+    return logprobs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_loads_an_adapter_to_the_same_logprobs(family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str) -> None:
+    base, source = family_base(family), family_dir(family)
+    adapter, rendered = random_adapter(base, rank=4, seed=1), example(base)
+    write_peft(adapter, outline(str(source)), str(source), tmp_path)
+    keys = load_file(tmp_path / "adapter_model.safetensors")
+    assert len(keys) == 2 * len(adapter.masters)
+    assert all(key.endswith(("lora_A.weight", "lora_B.weight")) for key in keys)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # PEFT warns of keys that it misses
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        twin = PeftModel.from_pretrained(network(base, source), str(tmp_path)).eval()
+    np.testing.assert_allclose(theirs(twin, base, rendered), ours(base, adapter, rendered), atol=1e-4)
+    again = read_peft(tmp_path, outline(str(source)))
+    assert list(again.masters) == list(adapter.masters)
+    assert all(torch.equal(one, other) for one, other in zip(again.tensors(), adapter.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_a_merged_model_to_the_same_logprobs(family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str) -> None:
+    base, source = family_base(family), family_dir(family)
+    adapter, rendered = random_adapter(base, rank=4, seed=1), example(base)
+    write_merged(adapter, outline(str(source)), str(source), tmp_path)
+    np.testing.assert_allclose(theirs(network(base, tmp_path), base, rendered), ours(base, adapter, rendered), atol=1e-4)
+    assert (tmp_path / "tokenizer.json").is_file()
+    assert (tmp_path / "preprocessor_config.json").is_file() == base.family.takes_images
+
+
+def test_an_adapter_that_peft_saved_is_read_with_its_scale(text_base: BaseModel, family_dir: Dirs, tmp_path: Path) -> None:
+    source = family_dir("qwen3")
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    twin: Any = get_peft_model(network(text_base, source), config)
+    twin.save_pretrained(tmp_path)
+    adapter = read_peft(tmp_path, outline(str(source)))
+    assert (adapter.shape.train_attn, adapter.shape.train_mlp, adapter.shape.train_unembed) == (True, False, False)
+    rendered = example(text_base)
+    np.testing.assert_allclose(ours(text_base, adapter, rendered), theirs(twin.eval(), text_base, rendered), atol=1e-4)
+
+
+def test_what_is_no_plain_lora_of_this_base_is_refused(text_base: BaseModel, family_dir: Dirs, tmp_path: Path) -> None:
+    base = outline(str(family_dir("qwen3")))
+    with pytest.raises(UserError, match="is no PEFT adapter"):
+        read_peft(tmp_path, base)
+    write_peft(random_adapter(text_base, rank=4), base, "x", tmp_path)
+    with pytest.raises(UserError, match=r"is no LoRA matrix of this base model|does not fit rank 4"):
+        read_peft(tmp_path, outline(str(family_dir("qwen3_vl"))))
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    for option, value in (("use_dora", True), ("rank_pattern", {"q_proj": 2}), ("bias", "all")):
+        path.write_text(json.dumps(config | {option: value}))
+        with pytest.raises(UserError, match=f"{option} of PEFT cannot be used"):
+            read_peft(tmp_path, base)

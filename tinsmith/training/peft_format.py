@@ -1,0 +1,160 @@
+"""Adapters as PEFT keeps them, and merged into their base model.
+
+A PEFT adapter holds lora_A and lora_B of each module under the name that transformers gives it, nothing of the base. Ours are named
+from the language model on, so both sides meet in an `Outline` of the base, which is made without reading a weight.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+from tinsmith.errors import UserError
+from tinsmith.models.base import LM_HEAD
+from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, family_of
+from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, LoraShape, new_adapter
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ROOT = "base_model.model."
+"""What PEFT puts before the name of every module."""
+_UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "target_parameters")
+"""Options of PEFT that change what an adapter computes, or its size."""
+
+_GROUPS = ("train_attn", "train_mlp", "train_unembed")
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Names and sizes of what LoRA can train in a base model."""
+
+    architecture: str
+    takes_images: bool
+    language_model: str
+    """Name of the language model inside the transformers model."""
+    head: str
+    """Name of the output projection."""
+    sizes: dict[str, tuple[int, int]]
+    """(in_features, out_features) by our names."""
+
+    def full_name(self, name: str) -> str:
+        """The name that transformers gives a module."""
+        return self.head if name == LM_HEAD else f"{self.language_model}.{name}"
+
+
+def outline(source: str) -> Outline:
+    """The outline of a model in a local directory or of a Hub id. Raises ConfigError for what could not be served."""
+    config = AutoConfig.from_pretrained(source)
+    family = family_of(source, config)
+    auto: Any = AutoModelForImageTextToText if family.takes_images else AutoModelForCausalLM
+    with torch.device("meta"):
+        network: Any = auto.from_config(config)
+    language_model = network.model.language_model if family.takes_images else network.base_model
+    head = network.get_output_embeddings()
+    names = {module: name for name, module in network.named_modules()}
+    trained = {
+        name: (module.in_features, module.out_features)
+        for name, module in language_model.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in ATTENTION_TARGETS + MLP_TARGETS
+    }
+    sizes = trained | {LM_HEAD: (head.in_features, head.out_features)}
+    return Outline(family.model_type, family.takes_images, names[language_model], names[head], sizes)
+
+
+def write_peft(adapter: Adapter, base: Outline, base_source: str, directory: Path) -> None:
+    """Write a PEFT adapter folder, created if it is not there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {}
+    for name, pair in adapter.masters.items():
+        tensors[f"{_ROOT}{base.full_name(name)}.lora_A.weight"] = pair.a
+        tensors[f"{_ROOT}{base.full_name(name)}.lora_B.weight"] = pair.b
+    save_file(tensors, directory / _WEIGHTS, metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_source,
+        "r": adapter.shape.rank,
+        "lora_alpha": LORA_ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        # Whole names: a part of a name would also reach the vision tower.
+        "target_modules": [base.full_name(name) for name in adapter.masters],
+        "inference_mode": True,
+    }
+    (directory / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+@torch.no_grad()
+def write_merged(adapter: Adapter, base: Outline, base_source: str, directory: Path) -> None:
+    """Write a transformers model with the adapter added to its weights, in the dtype of the base, with tokenizer and image processor.
+
+    A model whose output projection shares the embedding's weights gets one of its own if the adapter changes it.
+    """
+    auto: Any = AutoModelForImageTextToText if base.takes_images else AutoModelForCausalLM
+    network: Any = auto.from_pretrained(base_source, dtype="auto")
+    head = network.get_submodule(base.head)
+    if LM_HEAD in adapter.masters and head.weight is network.get_input_embeddings().weight:
+        head.weight = nn.Parameter(head.weight.clone())
+        network.config.tie_word_embeddings = network.config.get_text_config().tie_word_embeddings = False
+    for name, pair in adapter.masters.items():
+        weight = network.get_submodule(base.full_name(name)).weight
+        weight.copy_(weight.float() + adapter.scale * (pair.b @ pair.a))
+    network.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(base_source).save_pretrained(directory)
+    if base.takes_images:
+        AutoImageProcessor.from_pretrained(base_source).save_pretrained(directory)
+
+
+def read_peft(directory: Path, base: Outline) -> Adapter:
+    """The adapter of a PEFT folder, with its scale taken into B.
+
+    It trains attention, MLP and output projection, each wholly or not at all: a group that the folder covers in part is completed with
+    modules that change nothing yet. Raises UserError for what LoRA on this base cannot be.
+    """
+    if not (directory / _CONFIG).is_file() or not (directory / _WEIGHTS).is_file():
+        raise UserError(f"{directory} is no PEFT adapter: it must hold {_CONFIG} and {_WEIGHTS}")
+    config = json.loads((directory / _CONFIG).read_text())
+    wrong = [name for name in _UNSUPPORTED if config.get(name)] + (["bias"] if config.get("bias", "none") != "none" else [])
+    if config.get("peft_type") != "LORA" or wrong:
+        raise UserError(f"{directory}: {', '.join(wrong) or config.get('peft_type')} of PEFT cannot be used, only plain LoRA of one rank")
+    rank = config["r"]
+    scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    pairs = _pairs(load_file(directory / _WEIGHTS), base, rank)
+    groups = {_group(name) for name in pairs}
+    shape = LoraShape(rank, seed=0, **{group: group in groups for group in _GROUPS})
+    targets = {name: size for name, size in base.sizes.items() if _group(name) in groups}
+    adapter = new_adapter(shape, targets, torch.device("cpu"), torch.float32)
+    ratio = scale / (LORA_ALPHA / rank)
+    scaled = {name: LoraPair(pair.a.float(), pair.b.float() * ratio) for name, pair in pairs.items()}
+    return Adapter(shape, adapter.masters | scaled, torch.float32)
+
+
+def _pairs(tensors: Mapping[str, Tensor], base: Outline, rank: int) -> dict[str, LoraPair]:
+    """The matrices by our names. Raises UserError naming a tensor that has no place in the base, or not the right shape."""
+    pairs = {}
+    rest = set(tensors)
+    for name, (in_features, out_features) in base.sizes.items():
+        key = f"{_ROOT}{base.full_name(name)}"
+        a, b = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
+        if a in tensors and b in tensors:
+            if tensors[a].shape != (rank, in_features) or tensors[b].shape != (out_features, rank):
+                sizes = f"{tuple(tensors[a].shape)} and {tuple(tensors[b].shape)}"
+                raise UserError(f"{key}: lora_A and lora_B are {sizes}, which does not fit rank {rank} and this base model")
+            pairs[name] = LoraPair(tensors[a], tensors[b])
+            rest -= {a, b}
+    if rest or not pairs:
+        raise UserError(f"the adapter holds {min(rest, default='nothing')}, which is no LoRA matrix of this base model's language model")
+    return pairs
+
+
+def _group(name: str) -> str:
+    """Which of the switches of LoraShape a module belongs to."""
+    if name == LM_HEAD:
+        return "train_unembed"
+    return "train_attn" if name.rpartition(".")[2] in ATTENTION_TARGETS else "train_mlp"
