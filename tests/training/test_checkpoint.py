@@ -9,7 +9,7 @@ import torch
 
 from tests.bases import datum, random_tokens, renderer
 from tinsmith.config import TrainingConfig
-from tinsmith.errors import UserError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraShape
 from tinsmith.training.backend import LocalBackend
@@ -71,7 +71,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(text_base: BaseModel
     adapter = trained(text_base).snapshot("a")
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "other").touch()
-    with pytest.raises(OSError, match="not empty"):
+    with pytest.raises(TinsmithError, match="could not be written to"):
         write_checkpoint(tmp_path / "c", About.of(text_base, adapter.shape), adapter)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 

@@ -111,7 +111,7 @@ class Operations:
             self.models[model_id].spoiled = reason
 
     def keep(self, model_id: str) -> None:
-        """Save a model whose session has ended, if it was ever created. Raises OSError."""
+        """Save a model whose session has ended, if it was ever created. Raises TinsmithError."""
         if model_id in self.models:
             path = CheckpointPath(model_id, "training", SESSION_END)
             saved = self.checkpoints.save(path, self.models[model_id].served.backend, self.ended_ttl_s, overwrite=True)

@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinsmith.errors import UserError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import Adapter, LoraPair, LoraShape
 
@@ -46,7 +47,19 @@ class About:
 
 
 def write_checkpoint(directory: Path, about: About, adapter: Adapter, moments: dict[str, Tensor] | None = None) -> None:
-    """Write an adapter, and what its optimizer remembers, to `directory`, which must not exist. Raises OSError; then nothing is there."""
+    """Write an adapter, and what its optimizer remembers, to `directory`, which must not exist.
+
+    Raises TinsmithError if the disk does not take it; then nothing is there.
+    """
+    try:
+        _write(directory, about, adapter, moments)
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a disk that is full
+        raise TinsmithError(
+            f"the checkpoint could not be written to {directory.parent}: {error}; make room there and save again"
+        ) from error
+
+
+def _write(directory: Path, about: About, adapter: Adapter, moments: dict[str, Tensor] | None) -> None:
     with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=directory.parent, ignore_cleanup_errors=True) as temporary:
         files = Path(temporary)
         save_file(adapter.named_tensors(), files / _ADAPTER)
