@@ -1,6 +1,6 @@
 """Logits -> the next token of each sequence and its log-probability."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinsmith.sampling.randomness import uniforms
+
+ROWS = 64
+"""Sequences that are chosen for at a time: with a large vocabulary their float64 probabilities take more memory than the logits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +29,10 @@ class Choice:
     position: NDArray[np.uint64]
     """How many tokens the sequence has generated."""
 
+    def of(self, rows: slice) -> "Choice":
+        """The choices of some of the sequences."""
+        return Choice(*(getattr(self, field.name)[rows] for field in fields(self)))
+
 
 def choose(logits: Tensor, how: Choice) -> tuple[list[int], list[float]]:
     """Next token and log-probability for each row of `logits` [n, vocabulary] (float32).
@@ -33,6 +40,17 @@ def choose(logits: Tensor, how: Choice) -> tuple[list[int], list[float]]:
     The log-probability is the token's under the whole distribution at the request's temperature, before top-k and top-p; for temperature
     0 it is taken at temperature 1.
     """
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for start in range(0, len(logits), ROWS):
+        rows = slice(start, start + ROWS)
+        chosen, scored = _choose_rows(logits[rows], how.of(rows))
+        tokens += chosen
+        logprobs += scored
+    return tokens, logprobs
+
+
+def _choose_rows(logits: Tensor, how: Choice) -> tuple[list[int], list[float]]:
     temperature = torch.from_numpy(how.temperature).to(logits.device).unsqueeze(1)
     greedy = temperature == 0
     # The likeliest token is moved to 0 first: no temperature, however small, can divide it to infinity.

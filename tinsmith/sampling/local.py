@@ -4,6 +4,7 @@
 snapshots they belong to. When blocks run out, the youngest sequence gives its back and is computed again later.
 """
 
+import logging
 import secrets
 from collections import deque
 from collections.abc import Sequence as Items
@@ -24,8 +25,11 @@ from tinsmith.sampling.choose import Choice, choose
 from tinsmith.sampling.kv_cache import BLOCK, CacheShape, DecodePlan, KVCache, PrefillPlan, blocks_for
 from tinsmith.sampling.sequence import SampleJob, SampleResult, Sequence, StopRuleState
 from tinsmith.sampling.stopping import StopIds, StopStrings
+from tinsmith.training.backend import is_out_of_memory
 from tinsmith.training.logprobs import head_logits, head_lora, target_logprobs
 from tinsmith.wire.sample import SampledSequence, SampleRequest
+
+log = logging.getLogger(__name__)
 
 
 class Sampler(Protocol):
@@ -59,7 +63,8 @@ class LocalSampler:
 
     def __init__(self, base: BaseModel, config: SamplingConfig, logits_chunk: int) -> None:
         self.base = base
-        self.config = config
+        self.max_running = config.max_running
+        self.prefill_tokens = config.prefill_tokens
         self.logits_chunk = logits_chunk
         shape = CacheShape.of(base.text_config, base.dtype, base.device)
         self.cache = KVCache(shape, max(1, int(config.kv_cache_gib * 2**30) // shape.block_bytes))
@@ -98,8 +103,15 @@ class LocalSampler:
     def step(self) -> list[SampleResult]:
         """See `Sampler`."""
         admitted = self._admit()
-        with torch.no_grad():
-            return self._prefill(admitted) if admitted else self._decode()
+        try:
+            with torch.no_grad():
+                return self._prefill(admitted) if admitted else self._decode()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or len(admitted or self.running) < 2:
+                raise
+        # Outside of the handler, where the failed step holds no tensors any more.
+        self._retreat(admitted)
+        return []
 
     def abandon(self) -> None:
         """See `Sampler`."""
@@ -141,8 +153,8 @@ class LocalSampler:
             blocks += blocks_for(sequence.length + 1) + forks
             tokens += sequence.length
             running += 1 + forks
-            crowded = running > self.config.max_running or blocks > len(self.cache.free)
-            if (crowded and (admitted or self.running)) or (tokens > self.config.prefill_tokens and admitted):
+            crowded = running > self.max_running or blocks > len(self.cache.free)
+            if (crowded and (admitted or self.running)) or (tokens > self.prefill_tokens and admitted):
                 break
             admitted.append(self.waiting.popleft())
         return admitted
@@ -153,6 +165,22 @@ class LocalSampler:
         self.cache.give_back(sequence.blocks)
         sequence.blocks = []
         self.waiting.appendleft(sequence)
+
+    def _retreat(self, admitted: list[Sequence]) -> None:
+        """The step ran out of memory: undo it, and take half as much from now on."""
+        if admitted:
+            self.prefill_tokens = max(1, sum(sequence.length for sequence in admitted) // 2)
+            for sequence in reversed(admitted):
+                self.cache.give_back(sequence.blocks)
+                sequence.blocks = []
+                self.waiting.appendleft(sequence)
+        else:
+            self.max_running = len(self.running) // 2
+            while len(self.running) > self.max_running:
+                self._preempt()
+        log.warning("out of memory: steps take %d prompt tokens and %d sequences now", self.prefill_tokens, self.max_running)
+        if self.base.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     # Prompts
 
@@ -166,8 +194,8 @@ class LocalSampler:
         hidden = self.base.hidden_states(row, self._prefill_plan(row, sequences))
         self._prompt_logprobs(sequences, row, hidden)
         last = torch.tensor(row.lengths).cumsum(0).to(hidden.device) - 1
-        started = [self._fork(sequence) for sequence in sequences]
         logits = self._logits(hidden[last], [s.job.adapter for s in sequences])
+        started = [self._fork(sequence) for sequence in sequences]
         repeats = torch.tensor([len(group) for group in started], device=hidden.device)
         return self._append([s for group in started for s in group], logits.repeat_interleave(repeats, dim=0))
 
@@ -183,7 +211,7 @@ class LocalSampler:
         others = sequence.job.sequences[1:] if sequence.starts_job else []
         full, rest = divmod(sequence.length, BLOCK)
         for position, other in enumerate(others):
-            if len(self.running) + len(started) >= self.config.max_running or (rest and not self.cache.free):
+            if len(self.running) + len(started) >= self.max_running or (rest and not self.cache.free):
                 self.waiting.extendleft(reversed(others[position:]))
                 break
             other.blocks = [self.cache.share(block) for block in sequence.blocks[:full]]
