@@ -1,6 +1,6 @@
 """What it takes to fetch a result that is there: retrieve_future of a finished forward, raw HTTP on one connection. Median of 600 calls.
 
-taskset -c 0,1 python -m benchmarks.finished_future
+Run it with: taskset -c 0,1 python -m benchmarks.finished_future
 """
 
 import statistics

@@ -1,6 +1,6 @@
 """Latency of one small forward: 8 tokens, tiny model, through the SDK and the server. Median of 300 calls, after 30.
 
-    taskset -c 0,1 python -m benchmarks.forward_latency
+Run it with: taskset -c 0,1 python -m benchmarks.forward_latency
 
 The same calls to the instant stub, in turn with these, show how much of it is the SDK's own.
 """

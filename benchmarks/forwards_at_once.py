@@ -1,6 +1,6 @@
 """How many small forwards a second one SDK process gets: 64 of 8 tokens sent at once, until the last result. Median of 9 such bursts.
 
-    taskset -c 0,1 python -m benchmarks.forwards_at_once
+Run it with: taskset -c 0,1 python -m benchmarks.forwards_at_once
 
 The same bursts to the instant stub, in turn with these, show what the SDK and HTTP allow on the same cores.
 """

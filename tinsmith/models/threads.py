@@ -1,7 +1,7 @@
 """How many CPU threads a pass is worth.
 
-A pass of a few million multiply-adds is over before a second thread has woken up. Where other processes need the cores too, as the server
-and its clients do, threads that wait for each other make it several times slower, and their waiting takes the cores from the others.
+A small pass is a row of operations that are each over before a second thread has woken up. Where other processes need the cores too, as the
+server and its clients do, threads that wait for each other make it several times slower, and their waiting takes the cores from the others.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ import torch
 
 from tinsmith.models.base import BaseModel
 
-SMALL_PASS = 2**24
-"""Multiply-adds of a forward pass, below which one thread is enough: 60 tokens of the tiny model, less than one of a real one."""
+SMALL_PASS = 2**27
+"""Multiply-adds of a forward pass, below which one thread is enough: 500 tokens of the tiny model, less than one token of a real one."""
 
 
 @contextmanager
