@@ -21,13 +21,13 @@ from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.lora import Adapter
 from tinsmith.rendering.packing import pack, packing_order, segments_of
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.choose import Choice, choose
+from tinsmith.sampling.choose import choose
 from tinsmith.sampling.kv_cache import BLOCK, CacheShape, DecodePlan, KVCache, PrefillPlan, blocks_for
-from tinsmith.sampling.sequence import SampleJob, SampleResult, Sequence, StopRuleState
+from tinsmith.sampling.sequence import SampleJob, SampleResult, Sequence, StopRuleState, choice_of
 from tinsmith.sampling.stopping import StopIds, StopStrings
 from tinsmith.training.backend import is_out_of_memory
 from tinsmith.training.logprobs import head_logits, head_lora, target_logprobs
-from tinsmith.wire.sample import SampledSequence, SampleRequest
+from tinsmith.wire.sample import SampleRequest
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class LocalSampler:
         sequences = [admitted[i] for i in order]
         for sequence in sequences:
             sequence.blocks = self.cache.take(blocks_for(sequence.length))
-        row = pack([_continued(sequence) for sequence in sequences], [s.job.adapter for s in sequences], self.base.device)
+        row = pack([sequence.so_far() for sequence in sequences], [s.job.adapter for s in sequences], self.base.device)
         hidden = self.base.hidden_states(row, self._prefill_plan(row, sequences))
         self._prompt_logprobs(sequences, row, hidden)
         last = torch.tensor(row.lengths).cumsum(0).to(hidden.device) - 1
@@ -275,7 +275,7 @@ class LocalSampler:
 
     def _append(self, sequences: list[Sequence], logits: Tensor) -> list[SampleResult]:
         """Choose the next token of each sequence, and hand back the requests that are complete."""
-        tokens, logprobs = choose(logits, _choice(sequences))
+        tokens, logprobs = choose(logits, choice_of(sequences))
         ended = []
         for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             sequence.tokens.append(token)
@@ -292,38 +292,7 @@ class LocalSampler:
             sequence.blocks = []
             sequence.job.unfinished -= 1
             if sequence.job.unfinished == 0:
-                results.append(_result(sequence.job))
+                results.append(sequence.job.result())
         if ended:
             self.running = [sequence for sequence in self.running if sequence.reason is None]
         return results
-
-
-def _continued(sequence: Sequence) -> RenderedInput:
-    """The prompt with what was generated after it: what a preempted sequence is computed from again."""
-    rendered = sequence.job.rendered
-    if not sequence.tokens:
-        return rendered
-    where = torch.arange(len(sequence.tokens)) + rendered.next_position
-    return RenderedInput(
-        token_ids=np.concatenate([rendered.token_ids, np.array(sequence.tokens, dtype=np.int32)]),
-        spans=rendered.spans,
-        pictures=rendered.pictures,
-        positions=torch.cat([rendered.positions, where.expand(rendered.positions.shape[0], -1)], dim=1),
-    )
-
-
-def _choice(sequences: list[Sequence]) -> Choice:
-    params = [s.job.params for s in sequences]
-    return Choice(
-        temperature=np.array([p.temperature for p in params], dtype=np.float32),
-        top_k=np.array([p.top_k for p in params], dtype=np.int64),
-        top_p=np.array([p.top_p for p in params], dtype=np.float32),
-        seed=np.array([s.job.seed for s in sequences], dtype=np.uint64),
-        sample=np.array([s.index for s in sequences], dtype=np.uint64),
-        position=np.array([len(s.tokens) for s in sequences], dtype=np.uint64),
-    )
-
-
-def _result(job: SampleJob) -> SampleResult:
-    sequences = [SampledSequence(s.tokens, s.logprobs, s.reason or "length") for s in job.sequences]
-    return SampleResult(job.request_id, sequences, job.prompt_logprobs, len(job.rendered))

@@ -4,10 +4,12 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tinsmith.models.lora import Adapter
 from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.sampling.choose import Choice
 from tinsmith.wire.sample import SampledSequence, SamplingParams
 
 
@@ -39,6 +41,11 @@ class SampleJob:
     unfinished: int = 0
     sequences: list["Sequence"] = field(default_factory=list)
 
+    def result(self) -> "SampleResult":
+        """What the client gets, once every sequence has ended."""
+        sequences = [SampledSequence(s.tokens, s.logprobs, s.reason or "length") for s in self.sequences]
+        return SampleResult(self.request_id, sequences, self.prompt_logprobs, len(self.rendered))
+
 
 @dataclass(eq=False)
 class Sequence:
@@ -65,6 +72,19 @@ class Sequence:
         """Whether it is the first sample of its job and has not begun, so that the others can share its prompt."""
         return self.index == 0 and not self.tokens
 
+    def so_far(self) -> RenderedInput:
+        """The prompt with what was generated after it: what a preempted sequence is computed from again."""
+        rendered = self.job.rendered
+        if not self.tokens:
+            return rendered
+        where = torch.arange(len(self.tokens)) + rendered.next_position
+        return RenderedInput(
+            token_ids=np.concatenate([rendered.token_ids, np.array(self.tokens, dtype=np.int32)]),
+            spans=rendered.spans,
+            pictures=rendered.pictures,
+            positions=torch.cat([rendered.positions, where.expand(rendered.positions.shape[0], -1)], dim=1),
+        )
+
     def finished_as(self, token: int) -> Literal["stop", "length"] | None:
         """The stop reason if `token`, just appended, ends the sequence."""
         if self.stop.stops(token):
@@ -80,3 +100,16 @@ class SampleResult:
     sequences: list[SampledSequence]
     prompt_logprobs: NDArray[np.float32] | None
     prompt_tokens: int
+
+
+def choice_of(sequences: list[Sequence]) -> Choice:
+    """How each of them wants its next token chosen."""
+    params = [s.job.params for s in sequences]
+    return Choice(
+        temperature=np.array([p.temperature for p in params], dtype=np.float32),
+        top_k=np.array([p.top_k for p in params], dtype=np.int64),
+        top_p=np.array([p.top_p for p in params], dtype=np.float32),
+        seed=np.array([s.job.seed for s in sequences], dtype=np.uint64),
+        sample=np.array([s.index for s in sequences], dtype=np.uint64),
+        position=np.array([len(s.tokens) for s in sequences], dtype=np.uint64),
+    )
