@@ -47,10 +47,12 @@ def _base(base: dict[str, Any]) -> tuple[str, ...]:
     return base["name"], base["architecture"], f"{base['max_context']:,}", "yes" if base["takes_images"] else "no"
 
 
-def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(title=title if rows else f"{title}: none", title_justify="left", title_style="bold", box=None, pad_edge=False)
+def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Table | str:
+    if not rows:
+        return f"{title}: none"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column if rows else "", overflow="fold", header_style="dim")
+        table.add_column(column, overflow="fold", header_style="dim")
     for row in rows:
         table.add_row(*row)
     return table

@@ -40,6 +40,7 @@ def test_a_running_server_shows_what_it_does(family_dir: Callable[[str], Path], 
         assert (idle["models"], idle["tokens_per_second"]) == ([], {"training": 0, "sampling": 0})
         assert idle["engine"] == {"state": "ready", "reason": ""}
         assert idle["base_models"] == [{"name": "text", "architecture": "qwen3", "max_context": 32768, "takes_images": False}]
+        assert "loaded models: none\nsamples: 0 running, 0 waiting\n" in tinsmith_status(server.url).stdout
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
             client = train(service, "text")
             client.forward([datum(text_input(1, 50))], "cross_entropy").result()
