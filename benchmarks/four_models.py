@@ -1,0 +1,60 @@
+"""Four SDK processes that train four models at once, against the same four on the instant stub: steps a second, as a ratio.
+
+Tiny model, LoRA of rank 8, a batch of 4 sequences of 32 tokens, 40 steps for each process after 5. Both servers take turns; median of 3.
+Run it with: taskset -c 0,1 python -m benchmarks.four_models
+"""
+
+import multiprocessing
+from multiprocessing.synchronize import Barrier
+
+from tinker import types
+
+from benchmarks.servers import random_datums, stub_server, tinsmith_server, training_client
+from benchmarks.timing import report, seconds
+
+PROCESSES, WARM_UP, STEPS, ROUNDS = 4, 5, 40, 3
+STEP = types.AdamParams(learning_rate=1e-4)
+
+
+def train(url: str, start: Barrier, end: Barrier) -> None:
+    """One process: a model of its own, and steps between the two barriers."""
+    data = random_datums([32] * 4)
+    with training_client(url) as client:
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                futures = client.forward_backward(data, "cross_entropy"), client.optim_step(STEP)
+                for future in futures:
+                    future.result()
+
+        steps(WARM_UP)
+        start.wait()
+        steps(STEPS)
+        end.wait()
+
+
+def steps_per_s(url: str) -> float:
+    """Of all processes together, from the moment when all are warm until the last has finished."""
+    context = multiprocessing.get_context("spawn")
+    start, end = context.Barrier(PROCESSES + 1), context.Barrier(PROCESSES + 1)
+    workers = [context.Process(target=train, args=(url, start, end)) for _ in range(PROCESSES)]
+    for worker in workers:
+        worker.start()
+    start.wait(timeout=120)
+    elapsed = seconds(lambda: end.wait(timeout=300))
+    for worker in workers:
+        worker.join()
+    return PROCESSES * STEPS / elapsed
+
+
+def main() -> None:
+    """Measure and print the line."""
+    with tinsmith_server() as ours, stub_server() as stub:
+        rounds = sorted((steps_per_s(ours), steps_per_s(stub)) for _ in range(ROUNDS))
+    ratios = sorted(mine / its for mine, its in rounds)
+    mine, its = rounds[ROUNDS // 2]
+    report("four_models", ratios[ROUNDS // 2], "at least 0.85 of the stub's", ours_steps_per_s=mine, stub_steps_per_s=its)
+
+
+if __name__ == "__main__":
+    main()
