@@ -9,26 +9,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from typer.testing import CliRunner
 
 from tests.bases import load, write_decoder
+from tinsmith.cli import app
 from tinsmith.config import ModelsConfig, TrainingConfig
 from tinsmith.models.lora import LoraShape
 from tinsmith.models.machine import SUPPORTED
 from tinsmith.models.sizing import size_of
 from tinsmith.training.backend import LocalBackend
 
+WIDE = {"COLUMNS": "400"}
+"""A screen that is wide enough for every line."""
+
 
 def doctor(*arguments: str) -> tuple[int, str]:
-    """Exit code and output, on a screen that is wide enough for every line."""
-    command = [sys.executable, "-m", "tinsmith.cli", "doctor", *arguments]
-    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, env=os.environ | {"COLUMNS": "400"})
+    """Exit code and output."""
+    ran = CliRunner().invoke(app, ["doctor", *arguments], env=WIDE)
     assert ran.stderr == ""
-    return ran.returncode, ran.stdout
+    return ran.exit_code, ran.stdout
 
 
 def test_a_machine_that_can_serve_misses_nothing(tmp_path: Path) -> None:
-    code, report = doctor("--data-dir", str(tmp_path / "new"))
-    assert code == 0
+    command = [sys.executable, "-m", "tinsmith.cli", "doctor", "--data-dir", str(tmp_path / "new")]
+    report = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100, env=os.environ | WIDE).stdout
     assert re.search(rf"^torch +ok +{re.escape(torch.__version__)} \(needs >= 2.11, < 2.14\)", report, re.MULTILINE)
     assert re.search(r"^data directory +ok +\S+/new: [\d.]+ GiB free on its disk", report, re.MULTILINE)
     assert re.search(r"^memory +ok +[\d.]+ GiB of [\d.]+ GiB available", report, re.MULTILINE)
