@@ -195,7 +195,7 @@ class LocalBackend:
         row = pack([work[i].rendered for i in order], [adapters[i] for i in order], self.base.device)
         with torch.set_grad_enabled(backward):
             parts = self._logprobs(row, [work[i] for i in order], [adapters[i] for i in order])
-            losses = torch.stack([work[i].loss.function(part, self._inputs(work[i])) for i, part in zip(order, parts, strict=True)])
+            losses = torch.stack([work[i].loss.compute(part, self._inputs(work[i])) for i, part in zip(order, parts, strict=True)])
         if backward:
             self._accumulate(losses.sum(), list(dict.fromkeys(optimizers)))
         results: dict[int, DatumResult] = {}

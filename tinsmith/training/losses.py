@@ -1,55 +1,167 @@
-"""Losses: pure functions of the target log-probabilities and the datum's inputs, summed over positions. One each, by name in `LOSSES`.
+"""Losses: pure functions of the target log-probabilities, the datum's inputs and the loss's settings. One each, by name in `LOSSES`.
 
-Reductions are sums, never means, so that however a batch is split its gradients stay the same.
+Notation of the formulas: lp the log-probabilities that the model in training gives its targets, q those of the policy that sampled them
+(input "logprobs"), A the input "advantages", r = exp(lp - q) the ratio of the two policies, sg what no gradient flows through, and clip(r)
+= r held in [clip_low_threshold, clip_high_threshold], which are bounds of the ratio itself. Sums go over the positions of one datum.
+
+Reductions are sums, never means, so that however a batch is split its gradients stay the same. A position whose weight or advantage is 0
+contributes exactly 0 to value and gradient, also where lp is -inf, and also in dro, whose penalty would pull at the padding of prompts.
+
+The formulas are those of the public documentation of the Tinker API ("Loss functions"); papers are named where a loss has one.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from tinsmith.errors import NotBuiltError, UserError
 
-LossFunction = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-"""(logprobs [N] or [N, K], inputs by name with the same shape) -> scalar loss."""
+LossFunction = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
+"""(logprobs [N] or [N, K], inputs by name with the same shape, settings by name) -> scalar loss."""
 
 
-def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """-Σ weights · logprobs, with weights of any sign; for K targets a position, summed over them too.
+def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """-Σ weights · lp, with weights of any sign; for K targets a position, summed over them too. Source: "cross_entropy"."""
+    return -_weighted_sum(inputs["weights"], logprobs)
 
-    A position of weight 0 contributes exactly 0, also where its log-probability is -inf.
-    Source: the public documentation of the Tinker API, "cross_entropy".
+
+def importance_sampling(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """-Σ r · A. Source: "importance_sampling"."""
+    return _surrogate(logprobs - inputs["logprobs"], inputs["advantages"])
+
+
+def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """-Σ min(r · A, clip(r) · A). Source: "ppo"; Schulman et al. 2017, arXiv:1707.06347, equation 7."""
+    return _surrogate(_clipped(logprobs - inputs["logprobs"], inputs, config), inputs["advantages"])
+
+
+def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """-Σ sg(clip(r)) · A · lp. Source: "cispo"; MiniMax 2025, arXiv:2506.13585, equation 4."""
+    low, high = _thresholds(logprobs, inputs, config)
+    ratio = (logprobs.detach() - inputs["logprobs"]).exp()
+    return -_weighted_sum(ratio.clamp(low, high) * inputs["advantages"], logprobs)
+
+
+def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """-Σ (lp · A - beta / 2 · (lp - q)²). Source: "dro"; Richemond et al. 2024, arXiv:2405.19107."""
+    advantages, sampled = inputs["advantages"], inputs["logprobs"]
+    logprobs = torch.where(advantages == 0, sampled, logprobs)
+    return -(logprobs * advantages - 0.5 * config["beta"] * (logprobs - sampled).square()).sum()
+
+
+def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """-Σ min(r_t · A, clip(r_t) · A), where r_t = sg(s / exp(lp)) · exp(lp) has the value of the sequence's ratio and its token's gradient.
+
+    s = exp(mean of lp - q over the positions whose sequence_ratio_mask is not 0).
+    Source: "gspo"; Zheng et al. 2025, arXiv:2507.18071, section 4.3 (GSPO-token).
     """
-    weights = inputs["weights"]
-    return -torch.where(weights == 0, torch.zeros_like(logprobs), weights * logprobs).sum()
+    counted = inputs["sequence_ratio_mask"] != 0
+    drift = torch.where(counted, logprobs.detach() - inputs["logprobs"], 0.0)
+    own = (logprobs - logprobs.detach()).masked_fill(logprobs.isinf(), 0.0)  # 0, and the gradient of lp
+    return _surrogate(_clipped(drift.sum() / counted.sum() + own, inputs, config), inputs["advantages"])
+
+
+def _weighted_sum(weights: Tensor, logprobs: Tensor) -> Tensor:
+    """Σ weights · lp over the positions whose weight is not 0."""
+    return torch.where(weights == 0, torch.zeros_like(logprobs), weights * logprobs).sum()
+
+
+def _surrogate(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """-Σ exp(log_ratio) · A over the positions whose A is not 0."""
+    return -(log_ratio.masked_fill(advantages == 0, 0.0).exp() * advantages).sum()
+
+
+def _clipped(log_ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """Log r', where min(r · A, clip(r) · A) = r' · A: r held below the upper bound where A > 0, above the lower one where A < 0.
+
+    Clipped before exp: a ratio that float32 cannot hold would leave 0 · inf in the gradient.
+    """
+    low, high = _thresholds(log_ratio, inputs, config)
+    return torch.where(inputs["advantages"] > 0, log_ratio.clamp(max=high.log()), log_ratio.clamp(min=low.log()))
+
+
+def _thresholds(like: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+    """Lower and upper bound of the ratio at every position: the datum's own where it brings some, else the setting."""
+    low, high = (inputs[name] if name in inputs else torch.full_like(like, config[name]) for name in CLIP_THRESHOLDS)
+    return low, high
+
+
+CLIP_THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
+"""Settings of the losses that clip. As inputs of a datum they hold for each position and go before the settings."""
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss that clients can name."""
+    """A loss with its settings."""
 
     function: LossFunction
     inputs: tuple[str, ...]
-    """loss_fn_inputs it reads besides target_tokens, each of the shape of target_tokens."""
-    config: tuple[str, ...] = ()
-    """loss_fn_config keys it knows."""
+    """loss_fn_inputs that it needs besides target_tokens, each of the shape of target_tokens."""
+    config: Mapping[str, float] = field(default_factory=dict)
+    """Its settings, all of them: in `LOSSES` the defaults."""
+    many_targets: bool = False
+    """Whether it takes K targets a position."""
+
+    @property
+    def name(self) -> str:
+        """What clients call it."""
+        return self.function.__name__
+
+    @property
+    def optional_inputs(self) -> tuple[str, ...]:
+        """loss_fn_inputs that it reads where a datum has them."""
+        return tuple(name for name in CLIP_THRESHOLDS if name in self.config)
+
+    def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The scalar loss of one datum from `logprobs`, in the shape of its targets, and its inputs by name, of the same shape."""
+        return self.function(logprobs, inputs, self.config)
 
 
-LOSSES = {"cross_entropy": Loss(cross_entropy, ("weights",))}
+_POLICY = ("logprobs", "advantages")
 
-NOT_BUILT = ("importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce", "custom")
-"""Losses of the Tinker API that this version does not compute."""
+LOSSES: Mapping[str, Loss] = {
+    loss.name: loss
+    for loss in (
+        Loss(cross_entropy, ("weights",), many_targets=True),
+        Loss(importance_sampling, _POLICY),
+        Loss(ppo, _POLICY, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+        Loss(cispo, _POLICY, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+        Loss(dro, _POLICY, {"beta": 0.05}),
+        Loss(gspo, (*_POLICY, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    )
+}
+"""What clients can name, with default settings. Those of ppo and cispo are documented. For dro, the documented example is the default here,
+and for gspo the bounds of ppo: what the hosted service takes is not public."""
+
+NOT_BUILT = {
+    "stable_reinforce": "its formula is not public; use importance_sampling, or ppo, cispo or gspo for samples of older weights",
+    "custom": "losses are not uploaded here; pass the function itself to forward_backward_custom, and the SDK computes it in the client",
+}
+"""Losses of the Tinker API that are refused, and what to use instead."""
 
 
 def find_loss(name: str, config: Mapping[str, float | str]) -> Loss:
-    """The loss of that name. Raises NotBuiltError or UserError for a name or a config key that it does not know."""
+    """The loss of that name with these settings, and defaults for the others. Raises NotBuiltError or UserError naming key and value."""
     if name in NOT_BUILT:
-        raise NotBuiltError(f"loss_fn {name!r} is not built yet; this version computes {', '.join(LOSSES)}")
+        raise NotBuiltError(f"loss_fn {name!r} is not built: {NOT_BUILT[name]}")
     if name not in LOSSES:
         raise UserError(f"loss_fn {name!r} is unknown; this version computes {', '.join(LOSSES)}")
     loss = LOSSES[name]
-    for key in config:
-        if key not in loss.config:
-            raise UserError(f"loss_fn_config key {key!r} is not one of {name}'s: {', '.join(loss.config) or 'it takes none'}")
-    return loss
+    settings = dict(loss.config)
+    for key, value in config.items():
+        if key not in settings:
+            raise UserError(f"loss_fn_config key {key!r} is not one of {name}'s: {', '.join(settings) or 'it takes none'}")
+        settings[key] = _checked_setting(key, value)
+    if loss.optional_inputs and settings["clip_low_threshold"] > settings["clip_high_threshold"]:
+        bounds = ", ".join(f"{key}={settings[key]}" for key in CLIP_THRESHOLDS)
+        raise UserError(f"loss_fn_config leaves no ratio between its bounds: {bounds}; the low one must not be above the high one")
+    return replace(loss, config=settings)
+
+
+def _checked_setting(key: str, value: float | str) -> float:
+    if isinstance(value, str) or not math.isfinite(value) or value < 0:
+        raise UserError(f"loss_fn_config[{key!r}] is {value!r}; it must be a finite number, at least 0")
+    return value
