@@ -7,6 +7,7 @@ rendering computed; the outer transformers `forward`, which looks for placeholde
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import ATTENTION, AttentionPlan
 from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, Family, family_of
+from tinsmith.models.full import HEAD_WEIGHT, FullWeights, Weights
 from tinsmith.models.lora import ActiveSegments, LoraShape, Segment
 from tinsmith.models.lora_linear import attach
 from tinsmith.models.norms import fuse_norms
@@ -54,7 +56,7 @@ class PictureFeatures:
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """Sequences laid end to end, sorted by adapter."""
+    """Sequences laid end to end, sorted by adapter; or all of one model that has weights of its own (`full`)."""
 
     token_ids: Tensor
     """[tokens] int64"""
@@ -67,6 +69,8 @@ class PackedRow:
     picture_index: Tensor
     """[image tokens] int64: row indices that take picture features, in the order of `pictures`."""
     pictures: list[PictureInput]
+    full: FullWeights | None = None
+    """What to compute the whole row with in place of the base's weights; no segment has an adapter then."""
 
 
 @dataclass
@@ -121,9 +125,40 @@ class BaseModel:
             targets[LM_HEAD] = (self.lm_head.shape[1], self.lm_head.shape[0])
         return targets
 
+    def full_targets(self, shape: LoraShape) -> dict[str, Tensor]:
+        """The base's parameters that full-parameter training of this shape trains copies of, by their names inside the language model.
+
+        A switch that is off leaves out all of the attention blocks or MLPs, or the output projection, which is the embedding too where
+        the model ties them. The rest (embedding and norms) is always trained.
+        """
+        frozen = [] if shape.train_unembed else [self.head_name]
+        for train, suffixes in ((shape.train_attn, ATTENTION_TARGETS), (shape.train_mlp, MLP_TARGETS)):
+            if not train:
+                frozen += [f"{name.rpartition('.')[0]}." for name in self.linears if name.rpartition(".")[2] in suffixes]
+        parameters = dict(self.language_model.named_parameters()) | {self.head_name: self.lm_head}
+        return {name: parameter for name, parameter in parameters.items() if not name.startswith(tuple(frozen))}
+
+    @cached_property
+    def embedding_name(self) -> str:
+        """Name of the embedding inside the language model."""
+        embedding = self.language_model.get_input_embeddings()
+        names: dict[Any, str] = {module: name for name, module in self.language_model.named_modules()}
+        return names[embedding]
+
+    @cached_property
+    def head_name(self) -> str:
+        """Name of the output projection among full weights: the embedding's, where they are tied."""
+        tied = self.lm_head is self.language_model.get_input_embeddings().weight
+        return f"{self.embedding_name}.weight" if tied else HEAD_WEIGHT
+
+    def head(self, owner: Weights | None) -> Tensor:
+        """The output projection [vocabulary, hidden] of a model: its own, or the base's, to which an adapter adds its part."""
+        return owner.working.get(self.head_name, self.lm_head) if isinstance(owner, FullWeights) else self.lm_head
+
     def hidden_states(self, row: PackedRow, plan: AttentionPlan) -> Tensor:
         """Final hidden states [tokens, hidden] of a packed row, after the last norm."""
-        embeddings = self.language_model.get_input_embeddings()(row.token_ids)
+        embedding = self.language_model.get_input_embeddings()
+        embeddings = self._call(row, embedding, f"{self.embedding_name}.", row.token_ids)
         extra: dict[str, Any] = {}
         if row.pictures:
             features = self.picture_features(row.pictures)
@@ -131,11 +166,16 @@ class BaseModel:
             extra = _deepstack_arguments(row, features)
         positions = row.positions if not self.family.mrope else row.positions.unsqueeze(1)
         self.active.segments = row.segments
-        output = self.language_model(
-            inputs_embeds=embeddings.unsqueeze(0), position_ids=positions, attention=plan, use_cache=False, **extra
-        )
+        inputs: dict[str, Any] = {"inputs_embeds": embeddings.unsqueeze(0), "position_ids": positions, "attention": plan}
+        output = self._call(row, self.language_model, "", use_cache=False, **inputs, **extra)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def _call(self, row: PackedRow, module: Any, prefix: str, *arguments: Any, **keywords: Any) -> Any:
+        """Call the language model, or the part of it below `prefix`, with the weights that the row belongs to."""
+        if row.full is None:
+            return module(*arguments, **keywords)
+        return row.full.call(module, prefix, *arguments, **keywords)
 
     @torch.no_grad()
     def picture_features(self, pictures: Sequence[PictureInput]) -> list[PictureFeatures]:

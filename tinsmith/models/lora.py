@@ -8,6 +8,7 @@ A packed row is sorted by adapter, so each adapter owns one slice of it (a `Segm
 masked by multiplication, so a NaN in one model cannot reach another.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,10 @@ from torch import Tensor
 
 LORA_ALPHA = 32.0
 """Fixed, independent of the rank: the scale of an adapter is 32 / rank."""
+
+
+next_uid = itertools.count(1).__next__
+"""Numbers sets of weights, of whatever kind, as long as the process lives: what was computed with one is never taken for another's."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Adapter:
     masters: dict[str, LoraPair]
     dtype: torch.dtype
     working: dict[str, LoraPair] = field(init=False)
+    uid: int = field(init=False, default_factory=next_uid)
 
     def __post_init__(self) -> None:
         self.working = {name: LoraPair(*(t.detach().to(self.dtype).requires_grad_() for t in pair)) for name, pair in self.masters.items()}

@@ -1,9 +1,10 @@
-"""A frozen linear layer with LoRA: one multiplication by the base for the whole row, then each adapter on its own slice of it.
+"""A linear layer with LoRA: one multiplication by the base for the whole row, then each adapter on its own slice of it.
 
     y = x W^T + bias,     y[slice] += (scale · x[slice] A^T) B^T
 
 The backward is written by hand. What adapters add, forward and backward, is added in place, so that a layer with LoRA reads and writes
-its row no more often than one without; autograd would copy the row and add up two gradients of it.
+its row no more often than one without; autograd would copy the row and add up two gradients of it. Weight and bias are frozen, unless
+full-parameter training has put a model's own in their place for a pass.
 """
 
 from typing import Any, NamedTuple
@@ -23,11 +24,12 @@ class Part(NamedTuple):
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer plus, on each segment of the row, that segment's adapter."""
+    """A linear layer plus, on each segment of the row, that segment's adapter. Its parameters are those of the layer that it replaces."""
 
     def __init__(self, base: nn.Linear, name: str, active: ActiveSegments) -> None:
         super().__init__()
-        self.base = base
+        self.weight = base.weight
+        self.bias: nn.Parameter | None = base.bias
         self.name = name
         self.active = active
 
@@ -35,7 +37,7 @@ class LoraLinear(nn.Module):
         """Map x [1, tokens, in_features] to [1, tokens, out_features]."""
         parts, matrices = pairs_of(self.name, self.active.segments)
         compute: Any = _LoraLinear.apply if torch.is_grad_enabled() else _forward
-        y: Tensor = compute(x[0], self.base.weight, self.base.bias, parts, *matrices)
+        y: Tensor = compute(x[0], self.weight, self.bias, parts, *matrices)
         return y.unsqueeze(0)
 
 
@@ -77,17 +79,19 @@ class _LoraLinear(torch.autograd.Function):
         count = len(ctx.parts)
         matrices, reduced = saved[: 2 * count], saved[2 * count :]
         dx = dy @ weight if ctx.needs_input_grad[0] else None
+        dweight = dy.t() @ x if ctx.needs_input_grad[1] else None
+        dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
         found: list[Tensor | None] = []
         for (rows, scale), a, b, u in zip(ctx.parts, matrices[::2], matrices[1::2], reduced, strict=True):
             du = (dy[rows] @ b).mul_(scale)
             found += [du.t() @ x[rows], dy[rows].t() @ u]
             if dx is not None:
                 dx[rows].addmm_(du, a)
-        return dx, None, None, None, *found
+        return dx, dweight, dbias, None, *found
 
 
 def attach(model: nn.Module, suffixes: tuple[str, ...], active: ActiveSegments) -> dict[str, tuple[int, int]]:
-    """Wrap every linear layer of `model` whose last name part is in `suffixes`; return (in_features, out_features) by module name."""
+    """Replace every linear layer of `model` whose last name part is in `suffixes`; return (in_features, out_features) by module name."""
     found = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name.rpartition(".")[2] in suffixes
     }

@@ -1,4 +1,4 @@
-"""Rendered sequences -> one packed row, sorted by adapter, with the pictures of all of them beside it."""
+"""Rendered sequences -> one packed row, sorted by owner, with the pictures of all of them beside it."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,32 @@ import numpy as np
 import torch
 
 from tinsmith.models.base import PackedRow
+from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter, Segment
 from tinsmith.rendering.rendered import RenderedInput
 
 
-def packing_order(lengths: Sequence[int], adapters: Sequence[Adapter | None]) -> list[int]:
-    """The order in which to pack: by adapter (first come first), inside it by length, so that equal lengths can share an attention call."""
+def packing_order(lengths: Sequence[int], owners: Sequence[Weights | None]) -> list[int]:
+    """The order in which to pack: by owner (first come first), inside it by length, so that equal lengths can share an attention call."""
     rank: dict[int, int] = {}
-    for adapter in adapters:
-        rank.setdefault(id(adapter), len(rank))
-    return sorted(range(len(lengths)), key=lambda i: (rank[id(adapters[i])], lengths[i]))
+    for owner in owners:
+        rank.setdefault(id(owner), len(rank))
+    return sorted(range(len(lengths)), key=lambda i: (rank[id(owners[i])], lengths[i]))
 
 
-def pack(sequences: Sequence[RenderedInput], adapters: Sequence[Adapter | None], device: torch.device) -> PackedRow:
-    """One row of `sequences` in the given order, which must keep each adapter's sequences together (`packing_order`)."""
+def shared_rows(owners: Sequence[Weights | None]) -> list[list[int]]:
+    """Which owners (indices, in order) may share a row: all adapters and the bare base one, each model with full weights one of its own."""
+    rows: dict[int, list[int]] = {}
+    for index, owner in enumerate(owners):
+        rows.setdefault(id(owner) if isinstance(owner, FullWeights) else 0, []).append(index)
+    return list(rows.values())
+
+
+def pack(sequences: Sequence[RenderedInput], owners: Sequence[Weights | None], device: torch.device) -> PackedRow:
+    """One row of `sequences` in the given order, which must keep each owner's together (`packing_order`).
+
+    The owners are those of one of `shared_rows`: a model with full weights is alone.
+    """
     lengths = [len(s) for s in sequences]
     starts = [0, *np.cumsum(lengths).tolist()]
     places = [
@@ -31,17 +43,19 @@ def pack(sequences: Sequence[RenderedInput], adapters: Sequence[Adapter | None],
         token_ids=torch.from_numpy(np.concatenate([s.token_ids for s in sequences])).to(device, torch.int64),
         positions=torch.cat([s.positions for s in sequences], dim=1).to(device),
         lengths=lengths,
-        segments=segments_of(lengths, adapters),
+        segments=segments_of(lengths, owners),
         picture_index=torch.from_numpy(np.concatenate(places) if places else np.empty(0, np.int64)).to(device),
         pictures=[picture for s in sequences for picture in s.pictures],
+        full=owners[0] if isinstance(owners[0], FullWeights) else None,
     )
 
 
-def segments_of(lengths: Sequence[int], adapters: Sequence[Adapter | None]) -> list[Segment]:
-    """Join neighbouring sequences of the same adapter into segments that cover the row."""
+def segments_of(lengths: Sequence[int], owners: Sequence[Weights | None]) -> list[Segment]:
+    """Join neighbouring sequences of the same adapter into segments that cover the row; full weights are no adapter."""
     segments: list[Segment] = []
     start = 0
-    for length, adapter in zip(lengths, adapters, strict=True):
+    for length, owner in zip(lengths, owners, strict=True):
+        adapter = owner if isinstance(owner, Adapter) else None
         end = start + length
         if segments and segments[-1].adapter is adapter:
             segments[-1] = Segment(segments[-1].start, end, adapter)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tinsmith.models.base import LM_HEAD
+from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter, Segment
 
 
@@ -31,11 +32,11 @@ def target_logprobs(hidden: Tensor, lm_head: Tensor, targets: Tensor, segments: 
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def head_lora(adapter: Adapter | None) -> tuple[Tensor | None, Tensor | None, float]:
-    """A, B and scale of an adapter's LM head; (None, None, 0) where it has none."""
-    if adapter is None or LM_HEAD not in adapter.working:
+def head_lora(owner: Weights | None) -> tuple[Tensor | None, Tensor | None, float]:
+    """A, B and scale of an adapter's LM head; (None, None, 0) where there is none."""
+    if not isinstance(owner, Adapter) or LM_HEAD not in owner.working:
         return None, None, 0.0
-    return (*adapter.working[LM_HEAD], adapter.scale)
+    return (*owner.working[LM_HEAD], owner.scale)
 
 
 def head_logits(hidden: Tensor, lm_head: Tensor, a: Tensor | None, b: Tensor | None, scale: float) -> Tensor:
@@ -67,7 +68,7 @@ class _TargetLogprobs(torch.autograd.Function):
         hidden, lm_head, a, b, targets, lse = ctx.saved_tensors
         (grad,) = grads
         grad_hidden = torch.zeros_like(hidden)
-        grad_head = torch.zeros_like(lm_head) if ctx.needs_input_grad[1] else None
+        grad_head = torch.zeros_like(lm_head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_a = torch.zeros_like(a) if a is not None else None
         grad_b = torch.zeros_like(b) if b is not None else None
         wanted = grad.ne(0).any(-1).nonzero().squeeze(-1)
@@ -85,4 +86,5 @@ class _TargetLogprobs(torch.autograd.Function):
             if grad_head is not None:
                 grad_head += dz.t() @ h
             grad_hidden[rows] = dh
+        grad_head = grad_head.to(lm_head.dtype) if grad_head is not None else None
         return grad_hidden, grad_head, grad_a, grad_b, None, None, None
