@@ -63,7 +63,7 @@ class PackedPlan:
         if self.cu_seqlens is not None:
             return varlen_attention(query, key, value, self.cu_seqlens, self.max_length, scale, window)
         sizes = [run.count * run.length for run in self.runs]
-        # Split, not sliced: backward then joins the gradients of the pieces once, instead of adding up rows that are zero but for one piece.
+        # Split, not sliced: backward then joins the gradients of the pieces once, instead of adding up rows of zeros with one piece each.
         pieces = zip(self.runs, query.split(sizes, dim=1), key.split(sizes, dim=1), value.split(sizes, dim=1), strict=True)
         parts = [attend_run(run, q, k, v, scale, window) for run, q, k, v in pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
