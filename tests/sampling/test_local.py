@@ -11,11 +11,13 @@ import torch
 from tests.bases import datum, picture_chunks, random_adapter, random_tokens, renderer, text
 from tinsmith.config import SamplingConfig, TrainingConfig
 from tinsmith.errors import UserError
-from tinsmith.models.base import BaseModel
+from tinsmith.models.attention import AttentionPlan
+from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.lora import Adapter
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.kv_cache import BLOCK, CacheShape
+from tinsmith.sampling.kv_cache import CacheShape
 from tinsmith.sampling.local import LocalSampler
+from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.sequence import SampleResult
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer
@@ -42,8 +44,8 @@ def run(sampler: LocalSampler) -> dict[str, SampleResult]:
     while sampler.has_work:
         for result in sampler.step():
             done[result.request_id] = result
-    assert sorted(sampler.cache.free) == list(range(1, sampler.cache.total + 1))
-    assert not sampler.running
+    assert sorted([*sampler.cache.free, *sampler.cache.idle]) == list(range(1, sampler.cache.total + 1))
+    assert not any(sampler.cache.users)
     return done
 
 
@@ -72,10 +74,13 @@ def prompts(base: BaseModel) -> list[list[Chunk]]:
     return [*plain, picture_chunks(base, 20, 6), [*picture_chunks(base, 22, 4, width=64, height=160), *picture_chunks(base, 24, 5)]]
 
 
+@pytest.mark.parametrize("prefill_tokens", [4096, 7])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
-def test_logprobs_equal_the_trainers_for_many_weights_in_one_batch(family_base: Callable[[str], BaseModel], family: str) -> None:
+def test_logprobs_equal_the_trainers_for_many_weights_in_one_batch(
+    family_base: Callable[[str], BaseModel], family: str, prefill_tokens: int
+) -> None:
     base = family_base(family)
-    sampler, render = sampler_of(base), renderer(base)
+    sampler, render = sampler_of(base, prefill_tokens=prefill_tokens), renderer(base)
     weights = [
         None,
         random_adapter(base, 4, 1),
@@ -160,13 +165,18 @@ def test_a_small_cache_preempts_and_changes_nothing(text_base: BaseModel, blocks
         np.testing.assert_allclose(again, scored, atol=1e-4)
 
 
-def test_prompts_longer_than_a_step_run_together(text_base: BaseModel) -> None:
-    sampler = sampler_of(text_base, prefill_tokens=16)
-    for i in range(3):
-        sampler.add(str(i), ask(), renderer(text_base).render([random_tokens(i, 20)]), None)
-    for _ in range(3):
+def test_a_long_prompt_is_computed_in_pieces_while_others_run(text_base: BaseModel) -> None:
+    sampler, render = sampler_of(text_base, prefill_tokens=16), renderer(text_base)
+    sampler.add("short", ask(), render.render([random_tokens(0, 10)]), None)
+    sampler.step()
+    (short,) = sampler.schedule.running
+    sampler.add("long", ask(), render.render([random_tokens(1, 40)]), None)
+    for tokens in (2, 3):
         sampler.step()
-    assert [sequence.job.request_id for sequence in sampler.running] == ["0", "1", "2"]
+        assert len(short.tokens) == tokens
+        assert [s.job.request_id for s in sampler.schedule.running] == ["short"]
+    sampler.step()
+    assert [s.job.request_id for s in sampler.schedule.running] == ["short", "long"]
 
 
 def test_what_can_never_fit_is_refused_with_both_numbers(text_base: BaseModel) -> None:
@@ -238,3 +248,99 @@ def test_a_prompt_of_one_token_has_one_missing_logprob(text_base: BaseModel) -> 
     assert logprobs is not None
     assert logprobs.shape == (1,)
     assert np.isnan(logprobs[0])
+
+
+# What begins alike is computed once
+
+
+def count_tokens(sampler: LocalSampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The list of how many tokens each pass of the sampler computes from now on."""
+    passes: list[int] = []
+    inner = sampler.base.hidden_states
+
+    def hidden_states(row: PackedRow, plan: AttentionPlan) -> torch.Tensor:
+        passes.append(len(row.token_ids))
+        return inner(row, plan)
+
+    monkeypatch.setattr(sampler.base, "hidden_states", hidden_states)
+    return passes
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "qwen2_5_vl", "qwen3_vl"])
+def test_a_conversation_that_grows_computes_only_its_tail(
+    family_base: Callable[[str], BaseModel], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = family_base(family)
+    sampler, render, adapter = sampler_of(base), renderer(base), random_adapter(base, 4, 1)
+    chunks: list[Chunk] = [random_tokens(0, 27)]
+    passes = count_tokens(sampler, monkeypatch)
+    before = 0
+    for turn in range(3):
+        if base.family.takes_images:
+            chunks += picture_chunks(base, turn, 3, width=96, height=128)
+        rendered = render.render(chunks)
+        sampler.add("x", ask(replace(PARAMS, seed=turn, max_tokens=20)), rendered, adapter)
+        result = run(sampler)["x"]
+        assert result.cached_tokens == before // BLOCK * BLOCK
+        assert passes[0] == len(rendered) - result.cached_tokens
+        passes.clear()
+        (sequence,) = result.sequences
+        _, expected = forward_logprobs(base, adapter, rendered, sequence.tokens)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
+        passes.clear()
+        before = len(rendered) + len(sequence.tokens) - 1  # the last token was never computed
+        chunks += [text(*sequence.tokens), random_tokens(turn + 1, 9)]
+
+
+def test_equal_prompts_that_come_at_once_are_computed_once(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, rendered = sampler_of(text_base), renderer(text_base).render([random_tokens(0, 70)])
+    passes = count_tokens(sampler, monkeypatch)
+    for i in range(8):
+        sampler.add(str(i), ask(replace(PARAMS, seed=i)), rendered, None)
+    done = run(sampler)
+    assert passes[:2] == [70, 1 + 7 * 6]
+    assert [done[str(i)].cached_tokens for i in range(8)] == [0] + [64] * 7
+    for result in done.values():
+        _, expected = forward_logprobs(text_base, None, rendered, result.sequences[0].tokens)
+        np.testing.assert_allclose(result.sequences[0].logprobs, expected, atol=1e-4)
+
+
+def test_prompt_logprobs_are_computed_whatever_is_cached(text_base: BaseModel) -> None:
+    sampler, rendered = sampler_of(text_base), renderer(text_base).render([random_tokens(0, 70)])
+    for name in "ab":
+        sampler.add(name, ask(prompt_logprobs=True), rendered, None)
+        scored = run(sampler)[name]
+        prompt, _ = forward_logprobs(text_base, None, rendered, scored.sequences[0].tokens)
+        assert scored.cached_tokens == 0
+        assert scored.prompt_logprobs is not None
+        np.testing.assert_allclose(scored.prompt_logprobs[1:], prompt, atol=1e-4)
+
+
+def test_nothing_is_shared_between_weights(text_base: BaseModel) -> None:
+    """Not even between a snapshot and the next of the same model, nor with one that takes the place of a freed one in memory."""
+    sampler, rendered = sampler_of(text_base), renderer(text_base).render([random_tokens(0, 70)])
+    for seed in range(4):
+        adapter = random_adapter(text_base, 4, seed).snapshot()
+        sampler.add("x", ask(), rendered, adapter)
+        result = run(sampler)["x"]
+        assert result.cached_tokens == 0
+        _, expected = forward_logprobs(text_base, adapter, rendered, result.sequences[0].tokens)
+        np.testing.assert_allclose(result.sequences[0].logprobs, expected, atol=1e-4)
+        del adapter
+
+
+def test_pictures_are_told_apart_by_content_and_from_text_of_the_same_ids(vision_base: BaseModel) -> None:
+    sampler, render = sampler_of(vision_base), renderer(vision_base)
+    before = random_tokens(0, 2)
+    pictures = [picture_chunks(vision_base, seed, 5, width=160, height=160)[1:4] for seed in (0, 1)]
+    asked = [render.render([before, *picture, random_tokens(1, 20)]) for picture in pictures]
+    assert (asked[0].token_ids == asked[1].token_ids).all()
+    asked.append(render.render([text(*asked[0].token_ids.tolist())]))
+    for rendered in asked:
+        sampler.add("x", ask(), rendered, None)
+        result = run(sampler)["x"]
+        assert result.cached_tokens == 0
+        _, expected = forward_logprobs(vision_base, None, rendered, result.sequences[0].tokens)
+        np.testing.assert_allclose(result.sequences[0].logprobs, expected, atol=1e-4)
+    sampler.add("x", ask(), asked[0], None)
+    assert run(sampler)["x"].cached_tokens > 0

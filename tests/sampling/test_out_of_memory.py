@@ -41,8 +41,8 @@ for spare in (1, 2, 4, 8, 16):  # MiB: too little for even one prompt at first; 
     finally:
         resource.setrlimit(resource.RLIMIT_AS, unlimited)
     assert {name: result.sequences[0].tokens for name, result in done.items()} == expected
-    if sampler.prefill_tokens < 40_000:
-        print("retreated to", sampler.prefill_tokens)
+    if sampler.schedule.prefill_tokens < 40_000:
+        print("retreated to", sampler.schedule.prefill_tokens)
         break
 """
 

@@ -37,6 +37,8 @@ class PictureInput:
     pixel_values: Tensor
     """[patches, patch_dim] float32, on the CPU."""
     grid_thw: tuple[int, int, int]
+    rows: slice
+    """Which of its image tokens lie in the sequence: all, unless the sequence is a part of one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +54,10 @@ class PictureFeatures:
     def nbytes(self) -> int:
         """Memory held, in bytes."""
         return sum(t.nbytes for t in (self.embeddings, *self.deepstack))
+
+    def part(self, rows: slice) -> "PictureFeatures":
+        """Those of some of its image tokens."""
+        return PictureFeatures(self.embeddings[rows], tuple(layer[rows] for layer in self.deepstack))
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,14 +185,14 @@ class BaseModel:
 
     @torch.no_grad()
     def picture_features(self, pictures: Sequence[PictureInput]) -> list[PictureFeatures]:
-        """Features of each picture, in order; each distinct picture goes through the tower once and is remembered by its hash."""
+        """Features of the rows of each picture, in order; each distinct picture goes through the tower once and is remembered by its hash."""
         missing = {p.sha256: p for p in pictures if p.sha256 not in self.features}
         fresh = dict(zip(missing, self._run_tower(list(missing.values())), strict=True)) if missing else {}
         known = [fresh.get(p.sha256) or self.features[p.sha256] for p in pictures]
         for digest, features in fresh.items():
             if features.nbytes <= self.features.maxsize:
                 self.features[digest] = features
-        return known
+        return [features.part(p.rows) for features, p in zip(known, pictures, strict=True)]
 
     def _run_tower(self, pictures: list[PictureInput]) -> list[PictureFeatures]:
         pixels = torch.cat([p.pixel_values for p in pictures]).to(self.device, self.dtype)

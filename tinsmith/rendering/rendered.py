@@ -1,9 +1,10 @@
 """What rendering produces: one sequence of token ids, with the pictures that lie in it and the rotary positions of every token."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -34,3 +35,24 @@ class RenderedInput:
     def next_position(self) -> int:
         """The rotary position of the token that follows. Asked for at every decoding step, so it is remembered."""
         return int(self.positions.max()) + 1
+
+    def part(self, start: int, end: int) -> "RenderedInput":
+        """Tokens [start, end). Of a picture that is cut, the span and the rows of its features that lie inside remain."""
+        spans, pictures = [], []
+        for span, picture in zip(self.spans, self.pictures, strict=True):
+            first, last = max(span.offset, start), min(span.offset + span.length, end)
+            if first < last:
+                spans.append(replace(span, offset=first - start, length=last - first))
+                skipped = picture.rows.start + first - span.offset
+                pictures.append(replace(picture, rows=slice(skipped, skipped + last - first)))
+        return RenderedInput(self.token_ids[start:end], tuple(spans), tuple(pictures), self.positions[:, start:end])
+
+    def followed_by(self, tail: "RenderedInput") -> "RenderedInput":
+        """This and then `tail`, whose positions go on from here."""
+        moved = (replace(span, offset=span.offset + len(self)) for span in tail.spans)
+        return RenderedInput(
+            np.concatenate([self.token_ids, tail.token_ids]),
+            (*self.spans, *moved),
+            self.pictures + tail.pictures,
+            torch.cat([self.positions, tail.positions], dim=1),
+        )

@@ -85,11 +85,11 @@ class Renderer:
             raise UserError(f"chunk {index}: {error}") from error
         output = self.processor(images=[image], return_tensors="pt")
         time, height, width = output["image_grid_thw"][0].tolist()
-        return PictureInput(chunk.sha256, output["pixel_values"].to(torch.float32), (time, height, width))
+        tokens = time * height * width // self.base.merge_size**2
+        return PictureInput(chunk.sha256, output["pixel_values"].to(torch.float32), (time, height, width), slice(0, tokens))
 
     def _count(self, index: int, chunk: ImageChunk, picture: PictureInput) -> int:
-        time, height, width = picture.grid_thw
-        count = time * height * width // self.base.merge_size**2
+        count: int = picture.rows.stop
         if chunk.expected_tokens is not None and chunk.expected_tokens != count:
             raise UserError(
                 f"chunk {index}: expected_tokens is {chunk.expected_tokens}, but the image takes {count} tokens in {self.base.name}; "

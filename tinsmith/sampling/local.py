@@ -1,35 +1,34 @@
 """The local sampler: continuous batching over the training weights, with a paged cache.
 
-`add` takes requests; each `step` either computes prompts that wait or decodes one token of every running sequence, whatever models and
-snapshots they belong to. When blocks run out, the youngest sequence gives its back and is computed again later.
+`add` takes requests; each `step` is one pass, which computes the next token of every running sequence and a piece of the prompts that wait,
+whatever models and snapshots they belong to. `sampling/schedule.py` decides what goes into a pass.
 """
 
-import logging
 import secrets
-from collections import deque
 from collections.abc import Sequence as Items
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.config import SamplingConfig
 from tinsmith.errors import UserError
-from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel, PackedRow
-from tinsmith.models.lora import Adapter
-from tinsmith.rendering.packing import pack, packing_order, segments_of
+from tinsmith.models.full import FullWeights, Weights
+from tinsmith.models.threads import threads_for
+from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.sampling.cached_attention import CachedPlan, Window
 from tinsmith.sampling.choose import choose
-from tinsmith.sampling.kv_cache import BLOCK, CacheShape, DecodePlan, KVCache, PrefillPlan, blocks_for
+from tinsmith.sampling.kv_cache import CacheShape, KVCache
+from tinsmith.sampling.prefix import BLOCK
+from tinsmith.sampling.prompt_scores import PromptScores
+from tinsmith.sampling.schedule import Schedule
 from tinsmith.sampling.sequence import SampleJob, SampleResult, Sequence, StopRuleState, choice_of
 from tinsmith.sampling.stopping import StopIds, StopStrings
 from tinsmith.training.backend import is_out_of_memory
 from tinsmith.training.logprobs import head_logits, head_lora, target_logprobs
 from tinsmith.wire.sample import SampleRequest
-
-log = logging.getLogger(__name__)
 
 
 class Sampler(Protocol):
@@ -45,7 +44,7 @@ class Sampler(Protocol):
         """How many sequences are being decoded, and how many wait."""
         ...
 
-    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, adapter: Adapter | None) -> None:
+    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None) -> None:
         """Accept a request. Raises UserError if it can never run."""
         ...
 
@@ -63,61 +62,55 @@ class LocalSampler:
 
     def __init__(self, base: BaseModel, config: SamplingConfig, logits_chunk: int) -> None:
         self.base = base
-        self.max_running = config.max_running
-        self.prefill_tokens = config.prefill_tokens
         self.logits_chunk = logits_chunk
         shape = CacheShape.of(base.text_config, base.dtype, base.device)
         self.cache = KVCache(shape, max(1, int(config.kv_cache_gib * 2**30) // shape.block_bytes))
-        self.waiting: deque[Sequence] = deque()
-        """The first sequence of each job that has not started, and sequences that gave their blocks back."""
-        self.running: list[Sequence] = []
-        """Oldest first."""
+        self.schedule = Schedule(self.cache, config.max_running, config.prefill_tokens)
 
     @property
     def has_work(self) -> bool:
         """See `Sampler`."""
-        return bool(self.waiting or self.running)
+        return bool(self.schedule.waiting or self.schedule.filling or self.schedule.running)
 
     @property
     def load(self) -> tuple[int, int]:
         """See `Sampler`."""
-        return len(self.running), sum(s.job.num_samples if s.starts_job else 1 for s in self.waiting)
+        return len(self.schedule.running), sum(1 + s.forks for s in (*self.schedule.filling, *self.schedule.waiting))
 
-    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, adapter: Adapter | None) -> None:
+    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None) -> None:
         """See `Sampler`."""
         params = request.params
         job = SampleJob(
             request_id=request_id,
             rendered=rendered,
-            adapter=adapter,
+            weights=weights,
             params=params,
             num_samples=request.num_samples,
-            wants_prompt_logprobs=request.prompt_logprobs,
+            scores=PromptScores(rendered) if request.prompt_logprobs else None,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             max_new=self._max_new(len(rendered), params.max_tokens),
             unfinished=request.num_samples,
         )
         job.sequences = [Sequence(job, index, self._stop_rule(job)) for index in range(job.num_samples)]
-        self.waiting.append(job.sequences[0])
+        self.schedule.waiting.append(job.sequences[0])
 
     def step(self) -> list[SampleResult]:
-        """See `Sampler`."""
-        admitted = self._admit()
+        """See `Sampler`. A pass that runs out of memory leaves no trace, and the next one is smaller."""
+        windows = self.schedule.next_pass()
         try:
-            with torch.no_grad():
-                return self._prefill(admitted) if admitted else self._decode()
+            with torch.no_grad(), threads_for(self.base, sum(len(window) for _, window in windows)):
+                return self._pass(windows)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or len(admitted or self.running) < 2:
+            if not is_out_of_memory(error) or not self.schedule.retreat(windows):
                 raise
-        # Outside of the handler, where the failed step holds no tensors any more.
-        self._retreat(admitted)
+        # Outside of the handler, where the failed pass holds no tensors any more.
+        if self.base.device.type == "cuda":
+            torch.cuda.empty_cache()
         return []
 
     def abandon(self) -> None:
         """See `Sampler`."""
-        self.waiting.clear()
-        self.running.clear()
-        self.cache.clear()
+        self.schedule.clear()
 
     def _max_new(self, prompt: int, wanted: int | None) -> int:
         room = min(self.base.max_context, self.cache.total * BLOCK) - prompt
@@ -136,163 +129,88 @@ class LocalSampler:
         ids = (*rule.token_ids, *(self.base.eos_token_ids() if rule.eos else ()))
         return StopStrings(ids, rule.strings, self.base.tokenizer) if rule.strings else StopIds(ids)
 
-    # Admission
+    # One pass
 
-    def _admit(self) -> list[Sequence]:
-        """Waiting sequences, in order, whose prompts fit into this step, the running set and the free blocks.
+    def _pass(self, windows: list[tuple[Sequence, Window]]) -> list[SampleResult]:
+        """Compute the windows and choose the tokens that follow. No sequence is changed before all of that has succeeded."""
+        ready: list[Sequence] = []
+        logits: list[Tensor] = []
+        for group in shared_rows([sequence.job.weights for sequence, _ in windows]):
+            complete, following = self._compute([windows[i] for i in group])
+            ready += complete
+            logits.append(following)
+        samples = [s.job.sequences if s.starts_job else [s] for s in ready]
+        chosen = [s for group in samples for s in group]
+        repeats = torch.tensor([len(group) for group in samples], device=self.base.device)
+        tokens, logprobs = choose(torch.cat(logits).repeat_interleave(repeats, dim=0), choice_of(chosen)) if ready else ([], [])
+        for sequence, window in windows:
+            self.schedule.computed(sequence, window.end)
+        for sequence, token, logprob in zip(chosen, tokens, logprobs, strict=True):
+            sequence.append(token, logprob)
+        return self._retire([s for s in chosen if s.reason])
 
-        A prompt that is longer than a step has one of its own. A job that is larger than the running set or the cache waits until it is
-        alone, and starts what fits.
-        """
-        admitted: list[Sequence] = []
-        tokens = blocks = 0
-        running = len(self.running)
-        while self.waiting:
-            sequence = self.waiting[0]
-            forks = sequence.job.num_samples - 1 if sequence.starts_job else 0
-            blocks += blocks_for(sequence.length + 1) + forks
-            tokens += sequence.length
-            running += 1 + forks
-            crowded = running > self.max_running or blocks > len(self.cache.free)
-            if (crowded and (admitted or self.running)) or (tokens > self.prefill_tokens and admitted):
-                break
-            admitted.append(self.waiting.popleft())
-        return admitted
+    def _compute(self, windows: list[tuple[Sequence, Window]]) -> tuple[list[Sequence], Tensor]:
+        """One row of windows -> the sequences that have been computed to their end, and the logits [sequences, vocabulary] behind them."""
+        order = packing_order([len(window) for _, window in windows], [s.job.weights for s, _ in windows])
+        windows = [windows[i] for i in order]
+        row = self._row(windows)
+        hidden = self.base.hidden_states(row, CachedPlan(self.cache, [window for _, window in windows]))
+        ready, last, start = [], [], 0
+        for sequence, window in windows:
+            if sequence.job.scores:
+                self._score(sequence, window.start, hidden[start : start + len(window)])
+            start += len(window)
+            if window.end == sequence.length:
+                ready.append(sequence)
+                last.append(start - 1)
+        rows = torch.tensor(last, dtype=torch.int64, device=hidden.device)
+        return ready, self._logits(hidden[rows], [s.job.weights for s in ready])
 
-    def _preempt(self) -> None:
-        """The youngest running sequence gives its blocks back and waits to be computed again."""
-        sequence = self.running.pop()
-        self.cache.give_back(sequence.blocks)
-        sequence.blocks = []
-        self.waiting.appendleft(sequence)
+    def _row(self, windows: list[tuple[Sequence, Window]]) -> PackedRow:
+        owners = [sequence.job.weights for sequence, _ in windows]
+        if all(sequence.tokens and len(window) == 1 for sequence, window in windows):
+            return self._answers_row([sequence for sequence, _ in windows], owners)
+        return pack([sequence.part(window.start, window.end) for sequence, window in windows], owners, self.base.device)
 
-    def _retreat(self, admitted: list[Sequence]) -> None:
-        """The step ran out of memory: undo it, and take half as much from now on."""
-        if admitted:
-            self.prefill_tokens = max(1, sum(sequence.length for sequence in admitted) // 2)
-            for sequence in reversed(admitted):
-                self.cache.give_back(sequence.blocks)
-                sequence.blocks = []
-                self.waiting.appendleft(sequence)
-        else:
-            self.max_running = len(self.running) // 2
-            while len(self.running) > self.max_running:
-                self._preempt()
-        log.warning("out of memory: steps take %d prompt tokens and %d sequences now", self.prefill_tokens, self.max_running)
-        if self.base.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    # Prompts
-
-    def _prefill(self, admitted: list[Sequence]) -> list[SampleResult]:
-        adapters = [sequence.job.adapter for sequence in admitted]
-        order = packing_order([sequence.length for sequence in admitted], adapters)
-        sequences = [admitted[i] for i in order]
-        for sequence in sequences:
-            sequence.blocks = self.cache.take(blocks_for(sequence.length))
-        row = pack([sequence.so_far() for sequence in sequences], [s.job.adapter for s in sequences], self.base.device)
-        hidden = self.base.hidden_states(row, self._prefill_plan(row, sequences))
-        self._prompt_logprobs(sequences, row, hidden)
-        last = torch.tensor(row.lengths).cumsum(0).to(hidden.device) - 1
-        logits = self._logits(hidden[last], [s.job.adapter for s in sequences])
-        started = [self._fork(sequence) for sequence in sequences]
-        repeats = torch.tensor([len(group) for group in started], device=hidden.device)
-        return self._append([s for group in started for s in group], logits.repeat_interleave(repeats, dim=0))
-
-    def _prefill_plan(self, row: PackedRow, sequences: list[Sequence]) -> PrefillPlan:
-        slots = [block * BLOCK + offset for s in sequences for block in s.blocks for offset in range(BLOCK)]
-        keep = np.concatenate([np.arange(len(s.blocks) * BLOCK) < s.length for s in sequences])
-        packed = PackedPlan(row.lengths, self.base.device, self.base.dtype)
-        return PrefillPlan(self.cache, packed, torch.from_numpy(np.array(slots)[keep]).to(self.base.device))
-
-    def _fork(self, sequence: Sequence) -> list[Sequence]:
-        """Start the sequences that share this prompt: all samples of a new job, of which those that find no room wait."""
-        started = [sequence]
-        others = sequence.job.sequences[1:] if sequence.starts_job else []
-        full, rest = divmod(sequence.length, BLOCK)
-        for position, other in enumerate(others):
-            if len(self.running) + len(started) >= self.max_running or (rest and not self.cache.free):
-                self.waiting.extendleft(reversed(others[position:]))
-                break
-            other.blocks = [self.cache.share(block) for block in sequence.blocks[:full]]
-            if rest:
-                other.blocks.append(self.cache.copy(sequence.blocks[full]))
-            started.append(other)
-        self.running.extend(started)
-        return started
-
-    def _prompt_logprobs(self, sequences: list[Sequence], row: PackedRow, hidden: Tensor) -> None:
-        start = 0
-        for sequence, length in zip(sequences, row.lengths, strict=True):
-            job = sequence.job
-            if job.wants_prompt_logprobs and job.prompt_logprobs is None:
-                prompt = len(job.rendered)
-                targets = row.token_ids[start + 1 : start + prompt].unsqueeze(1)
-                segments = segments_of([prompt - 1], [job.adapter])
-                rows = hidden[start : start + prompt - 1]
-                scored = target_logprobs(rows, self.base.lm_head, targets, segments, self.logits_chunk).squeeze(1)
-                job.prompt_logprobs = np.concatenate([np.full(1, np.nan, np.float32), scored.cpu().numpy()])
-                for span in job.rendered.spans:
-                    job.prompt_logprobs[span.offset : span.offset + span.length] = 0.0
-            start += length
-
-    # Decoding
-
-    def _decode(self) -> list[SampleResult]:
-        self._grow()
-        sequences = self.running
-        order = packing_order([0] * len(sequences), [s.job.adapter for s in sequences])
-        sequences = [sequences[i] for i in order]
-        adapters = [s.job.adapter for s in sequences]
+    def _answers_row(self, sequences: list[Sequence], owners: list[Weights | None]) -> PackedRow:
+        """The last token of each sequence: what `pack` would make of most passes, in a fraction of its time."""
         where = torch.tensor([s.job.rendered.next_position + len(s.tokens) - 1 for s in sequences])
-        row = PackedRow(
+        lengths = [1] * len(sequences)
+        return PackedRow(
             token_ids=torch.tensor([s.tokens[-1] for s in sequences]).to(self.base.device),
             positions=where.expand(3 if self.base.family.mrope else 1, -1).to(self.base.device),
-            lengths=[1] * len(sequences),
-            segments=segments_of([1] * len(sequences), adapters),
+            lengths=lengths,
+            segments=segments_of(lengths, owners),
             picture_index=torch.empty(0, dtype=torch.int64),
             pictures=[],
+            full=owners[0] if isinstance(owners[0], FullWeights) else None,
         )
-        plan = DecodePlan(self.cache, [s.blocks for s in sequences], [s.length for s in sequences])
-        return self._append(sequences, self._logits(self.base.hidden_states(row, plan), adapters))
 
-    def _grow(self) -> None:
-        """Give every running sequence a block for its newest token; when there is none, preempt the youngest."""
-        for sequence in list(self.running):
-            while sequence.blocks and len(sequence.blocks) < blocks_for(sequence.length):
-                if self.cache.free:
-                    sequence.blocks += self.cache.take(1)
-                else:
-                    self._preempt()
+    def _score(self, sequence: Sequence, start: int, hidden: Tensor) -> None:
+        """Let the prompt's scores take what a window from `start` on gives them."""
+        weights = sequence.job.weights
 
-    def _logits(self, hidden: Tensor, adapters: Items[Adapter | None]) -> Tensor:
-        """[sequences, vocabulary] float32, each sequence with its adapter's LM head."""
-        parts = []
-        for segment in segments_of([1] * len(adapters), adapters):
+        def score(rows: Tensor, targets: Tensor) -> Tensor:
+            segments = segments_of([len(rows)], [weights])
+            return target_logprobs(rows, self.base.head(weights), targets, segments, self.logits_chunk)
+
+        if sequence.job.scores:
+            sequence.job.scores.add(start, hidden, score)
+
+    def _logits(self, hidden: Tensor, owners: Items[Weights | None]) -> Tensor:
+        """[sequences, vocabulary] float32, each sequence with its own LM head; their owners share a row."""
+        parts = [torch.empty(0, self.base.vocab_size, device=hidden.device)]
+        for segment in segments_of([1] * len(owners), owners):
             rows = hidden[segment.start : segment.end]
-            parts.append(head_logits(rows, self.base.lm_head, *head_lora(segment.adapter)))
+            parts.append(head_logits(rows, self.base.head(owners[segment.start]), *head_lora(segment.adapter)))
         return torch.cat(parts)
-
-    def _append(self, sequences: list[Sequence], logits: Tensor) -> list[SampleResult]:
-        """Choose the next token of each sequence, and hand back the requests that are complete."""
-        tokens, logprobs = choose(logits, choice_of(sequences))
-        ended = []
-        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.reason = sequence.finished_as(token)
-            if sequence.reason:
-                ended.append(sequence)
-        return self._retire(ended)
 
     def _retire(self, ended: list[Sequence]) -> list[SampleResult]:
         results = []
         for sequence in ended:
-            self.cache.give_back(sequence.blocks)
-            sequence.blocks = []
             sequence.job.unfinished -= 1
             if sequence.job.unfinished == 0:
                 results.append(sequence.job.result())
         if ended:
-            self.running = [sequence for sequence in self.running if sequence.reason is None]
+            self.schedule.drop_ended()
         return results

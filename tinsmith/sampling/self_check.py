@@ -4,7 +4,7 @@ On random sequences of several lengths, with random LoRA adapters whose B is not
 
     each sequence alone      =  transformers' own outer forward with its own attention (final soft caps, logit scales, masks, positions)
     all of them in one row   =  each alone
-    sampled step by step     =  each alone (the real sampler: prompts into the paged cache, then decoding)
+    sampled step by step     =  each alone (the real sampler: prompts into the paged cache, some in pieces, then decoding)
 
 A few hundred tokens in all. Sliding windows are shortened meanwhile, so that the sequences are longer than they are. What differs
 is refused with a ConfigError that says what and by how much.
@@ -46,6 +46,8 @@ WINDOW = 16
 """Length of sliding windows during the check."""
 CHUNK = 64
 """Rows of logits that exist at a time."""
+PIECE = 60
+"""Prompt tokens that the sampler computes at a time, so that some prompts come in pieces."""
 ROOM = 4096
 """Context window during the check."""
 PIXELS = 64
@@ -252,7 +254,8 @@ def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], al
     """Sample an answer to every probe, all at once, and compute prompt and answer again without a cache."""
     shape = CacheShape.of(base.text_config, base.dtype, base.device)
     blocks = sum(blocks_for(len(probe.rendered) + ANSWER) + 1 for probe in probes)
-    sampler = LocalSampler(base, SamplingConfig(kv_cache_gib=(blocks + 1) * shape.block_bytes / 2**30), CHUNK)
+    config = SamplingConfig(kv_cache_gib=(blocks + 1) * shape.block_bytes / 2**30, prefill_tokens=PIECE)
+    sampler = LocalSampler(base, config, CHUNK)
     for index, probe in enumerate(probes):
         sampler.add(str(index), _request(), probe.rendered, probe.adapter)
     finished: dict[int, SampleResult] = {}

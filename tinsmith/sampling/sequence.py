@@ -7,9 +7,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tinsmith.models.lora import Adapter
+from tinsmith.models.full import Weights
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.choose import Choice
+from tinsmith.sampling.prefix import prompt_keys, weights_key
+from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.wire.sample import SampledSequence, SamplingParams
 
 
@@ -27,24 +29,26 @@ class SampleJob:
 
     request_id: str
     rendered: RenderedInput
-    adapter: Adapter | None
+    weights: Weights | None
     """The snapshot to sample from; None is the bare base."""
     params: SamplingParams
     num_samples: int
-    wants_prompt_logprobs: bool
     seed: int
     """Of all samples together; each sample differs by its index."""
     max_new: int
     """Longest answer, in tokens."""
-    prompt_logprobs: NDArray[np.float32] | None = None
-    """[prompt tokens]: NaN first, 0.0 at image positions."""
+    scores: PromptScores | None
+    """What is wanted of the prompt's own tokens; None if nothing is."""
     unfinished: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that another request had computed before."""
     sequences: list["Sequence"] = field(default_factory=list)
 
     def result(self) -> "SampleResult":
         """What the client gets, once every sequence has ended."""
         sequences = [SampledSequence(s.tokens, s.logprobs, s.reason or "length") for s in self.sequences]
-        return SampleResult(self.request_id, sequences, self.prompt_logprobs, len(self.rendered))
+        logprobs = self.scores.logprobs if self.scores else None
+        return SampleResult(self.request_id, sequences, logprobs, len(self.rendered), self.cached_tokens)
 
 
 @dataclass(eq=False)
@@ -59,6 +63,10 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     """Its cache blocks, in order; empty while it waits."""
+    stored: int = 0
+    """Tokens of it whose keys and values lie in `blocks`."""
+    keys: list[bytes] = field(default_factory=list)
+    """Of its first full blocks, as far as they were asked for."""
     reason: Literal["stop", "length"] | None = None
     """Why it ended; None while it has not."""
 
@@ -72,24 +80,43 @@ class Sequence:
         """Whether it is the first sample of its job and has not begun, so that the others can share its prompt."""
         return self.index == 0 and not self.tokens
 
-    def so_far(self) -> RenderedInput:
-        """The prompt with what was generated after it: what a preempted sequence is computed from again."""
-        rendered = self.job.rendered
-        if not self.tokens:
-            return rendered
-        where = torch.arange(len(self.tokens)) + rendered.next_position
-        return RenderedInput(
-            token_ids=np.concatenate([rendered.token_ids, np.array(self.tokens, dtype=np.int32)]),
-            spans=rendered.spans,
-            pictures=rendered.pictures,
-            positions=torch.cat([rendered.positions, where.expand(rendered.positions.shape[0], -1)], dim=1),
-        )
+    @property
+    def forks(self) -> int:
+        """Samples that start with it, as soon as their common prompt is computed."""
+        return self.job.num_samples - 1 if self.starts_job else 0
 
-    def finished_as(self, token: int) -> Literal["stop", "length"] | None:
-        """The stop reason if `token`, just appended, ends the sequence."""
+    @property
+    def needed_from(self) -> int:
+        """The first position that has to be computed, whatever is cached: the last one gives the next token."""
+        scores = self.job.scores
+        return self.length - 1 if scores is None or scores.complete else scores.needed_from
+
+    def keys_of(self, blocks: int) -> list[bytes]:
+        """The keys of its first full blocks, that many."""
+        if blocks > len(self.keys):
+            first = weights_key(self.job.weights.uid if self.job.weights else 0)
+            self.keys = prompt_keys(first, self.job.rendered, self.tokens, self.keys, blocks)
+        return self.keys[:blocks]
+
+    def part(self, start: int, end: int) -> RenderedInput:
+        """Tokens [start, end) of prompt and answer together."""
+        rendered = self.job.rendered
+        prompt = len(rendered)
+        if end <= prompt:
+            return rendered.part(start, end)
+        answer = slice(max(0, start - prompt), end - prompt)
+        where = torch.arange(answer.start, answer.stop) + rendered.next_position
+        tail = RenderedInput(np.array(self.tokens[answer], dtype=np.int32), (), (), where.expand(rendered.positions.shape[0], -1))
+        return tail if start >= prompt else rendered.part(start, prompt).followed_by(tail)
+
+    def append(self, token: int, logprob: float) -> None:
+        """Take the next token; it may end the sequence."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
         if self.stop.stops(token):
-            return "stop"
-        return "length" if len(self.tokens) >= self.job.max_new else None
+            self.reason = "stop"
+        elif len(self.tokens) >= self.job.max_new:
+            self.reason = "length"
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +126,10 @@ class SampleResult:
     request_id: str
     sequences: list[SampledSequence]
     prompt_logprobs: NDArray[np.float32] | None
+    """[prompt tokens]: NaN first, 0.0 at image positions."""
     prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that had not to be computed."""
 
 
 def choice_of(sequences: list[Sequence]) -> Choice:

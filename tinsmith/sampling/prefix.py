@@ -1,0 +1,50 @@
+"""What a cache block holds, as a key: two sequences that begin alike have equal keys for the blocks that they have in common.
+
+The key of a block is a hash over the key of the block before it, its tokens, and the pictures that reach into it by their content's hash.
+The first block follows the key of the weights, so nothing is ever shared between two versions of a model.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tinsmith.rendering.rendered import RenderedInput
+
+BLOCK = 16
+"""Tokens in a block."""
+
+
+def weights_key(uid: int) -> bytes:
+    """What the first block of a sequence follows; `uid` is the number of the weights, 0 for the bare base."""
+    return struct.pack("<Q", uid).rjust(32, b"\0")
+
+
+def block_key(previous: bytes, tokens: NDArray[np.int32], pictures: bytes) -> bytes:
+    """The key [32 bytes] of a block of `BLOCK` tokens behind the block `previous`; `pictures` as `pictures_in` gives them."""
+    return hashlib.blake2b(previous + tokens.tobytes() + pictures, digest_size=32).digest()
+
+
+def pictures_in(rendered: RenderedInput, start: int) -> bytes:
+    """Content hash and place, relative to `start`, of the pictures that reach into the block beginning there; empty without any."""
+    parts = [
+        picture.sha256 + struct.pack("<q", span.offset - start)
+        for span, picture in zip(rendered.spans, rendered.pictures, strict=True)
+        if span.offset < start + BLOCK and span.offset + span.length > start
+    ]
+    return b"".join(parts)
+
+
+def prompt_keys(first: bytes, rendered: RenderedInput, answer: Sequence[int], known: list[bytes], blocks: int) -> list[bytes]:
+    """The keys of the first `blocks` full blocks of a prompt followed by `answer`, of which `known` have been computed before."""
+    keys = list(known)
+    prompt = len(rendered)
+    for block in range(len(keys), blocks):
+        start, end = block * BLOCK, (block + 1) * BLOCK
+        tokens = rendered.token_ids[start:end]
+        if end > prompt:
+            tokens = np.concatenate([tokens, np.array(answer[max(0, start - prompt) : end - prompt], dtype=np.int32)])
+        keys.append(block_key(keys[-1] if keys else first, tokens, pictures_in(rendered, start) if rendered.spans else b""))
+    return keys
