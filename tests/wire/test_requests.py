@@ -17,7 +17,11 @@ from tinker.types.save_weights_for_sampler_request import SaveWeightsForSamplerR
 from tinker.types.session_heartbeat_request import SessionHeartbeatRequest as SdkHeartbeat
 
 from tinsmith.errors import NotBuiltError, UserError
-from tinsmith.wire import requests
+from tinsmith.wire import checkpoint_requests as checkpoint
+from tinsmith.wire import service_requests as service
+from tinsmith.wire import training_requests as training
+from tinsmith.wire.json_body import parse_json
+from tinsmith.wire.operations import OPERATIONS
 
 
 def sent(request: BaseModel) -> bytes:
@@ -27,29 +31,32 @@ def sent(request: BaseModel) -> bytes:
 @pytest.mark.parametrize(
     ("model", "request_of_the_sdk"),
     [
-        (requests.CreateSessionRequest, SdkCreateSession(tags=["a"], user_metadata={"k": [1]}, sdk_version="0.38.0")),
-        (requests.SessionHeartbeatRequest, SdkHeartbeat(session_id="s")),
-        (requests.GetInfoRequest, SdkGetInfo(model_id="m")),
-        (requests.RetrieveFutureRequest, SdkRetrieve(request_id="r", allow_metadata_only=True)),
-        (requests.CreateModelRequest, SdkCreateModel(session_id="s", model_seq_id=0, base_model="b", lora_config=types.LoraConfig(rank=8))),
-        (requests.SaveWeightsForSamplerRequest, SdkSaveForSampler(model_id="m", seq_id=3, sampling_session_seq_id=0)),
-        (requests.CreateSamplingSessionRequest, SdkSamplingSession(session_id="s", sampling_session_seq_id=0, base_model="b")),
+        (service.CreateSessionRequest, SdkCreateSession(tags=["a"], user_metadata={"k": [1]}, sdk_version="0.38.0")),
+        (service.SessionHeartbeatRequest, SdkHeartbeat(session_id="s")),
+        (training.GetInfoRequest, SdkGetInfo(model_id="m")),
+        (service.RetrieveFutureRequest, SdkRetrieve(request_id="r", allow_metadata_only=True)),
+        (
+            training.CreateModelRequest,
+            SdkCreateModel(session_id="s", model_seq_id=0, base_model="b", lora_config=types.LoraConfig(rank=8)),
+        ),
+        (checkpoint.SaveWeightsForSamplerRequest, SdkSaveForSampler(model_id="m", seq_id=3, sampling_session_seq_id=0)),
+        (service.CreateSamplingSessionRequest, SdkSamplingSession(session_id="s", sampling_session_seq_id=0, base_model="b")),
     ],
 )
 def test_bodies_of_the_sdk_are_read(model: type[BaseModel], request_of_the_sdk: Any) -> None:
-    parsed = requests.parse_json(model, sent(request_of_the_sdk)).model_dump(exclude_none=True)
+    parsed = parse_json(model, sent(request_of_the_sdk)).model_dump(exclude_none=True)
     wire = orjson.loads(sent(request_of_the_sdk))
     assert {name: wire[name] for name in parsed if name in wire} == parsed
 
 
 def test_an_optim_step_of_the_sdk_is_read() -> None:
     body = sent(SdkOptimStep(model_id="m", seq_id=2, optim_params=types.AdamParams(learning_rate=0.5, grad_clip_norm=1.0)))
-    parsed = requests.parse_json(requests.OptimStepRequest, body)
-    assert parsed.adam_params == requests.AdamParams(learning_rate=0.5, grad_clip_norm=1.0)
+    parsed = parse_json(training.OptimStepRequest, body)
+    assert parsed.adam_params == training.AdamParams(learning_rate=0.5, grad_clip_norm=1.0)
 
 
 def test_defaults_of_adam() -> None:
-    ours, theirs = requests.AdamParams(), types.AdamParams()
+    ours, theirs = training.AdamParams(), types.AdamParams()
     assert ours.model_dump() == theirs.model_dump()
 
 
@@ -71,65 +78,69 @@ def operation(**fields: Any) -> bytes:
 )
 def test_wrong_hyper_parameters_are_named(params: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        requests.parse_json(requests.OptimStepRequest, operation(adam_params=params))
+        parse_json(training.OptimStepRequest, operation(adam_params=params))
 
 
 def test_numbers_must_be_finite() -> None:
     with pytest.raises(UserError, match="learning_rate"):
-        requests.parse_json(requests.OptimStepRequest, b'{"model_id":"m","seq_id":1,"adam_params":{"learning_rate":Infinity}}')
+        parse_json(training.OptimStepRequest, b'{"model_id":"m","seq_id":1,"adam_params":{"learning_rate":Infinity}}')
 
 
 @pytest.mark.parametrize("seq_id", [0, -1, 2**31, 2**70, "1", 1.5, None])
 def test_keys_out_of_range_are_refused(seq_id: Any) -> None:
     with pytest.raises(UserError, match="seq_id"):
-        requests.parse_json(requests.OperationKey, json.dumps({"model_id": "m", "seq_id": seq_id}).encode())
+        parse_json(training.OperationKey, json.dumps({"model_id": "m", "seq_id": seq_id}).encode())
 
 
 @pytest.mark.parametrize(
     ("model", "body"),
     [
-        (requests.OptimStepRequest, operation(optimizer_params={"type": "dimuon", "learning_rate": 1})),
-        (requests.SaveWeightsForSamplerRequest, operation(sampling_session_seq_id=0, kind="inflight")),
-        (requests.CreateModelRequest, orjson.dumps({"session_id": "s", "model_seq_id": 0, "base_model": "b"})),
-        (requests.OPERATIONS["save_weights_external"], operation(type="save_weights_external", path="x")),
+        (training.OptimStepRequest, operation(optimizer_params={"type": "dimuon", "learning_rate": 1})),
+        (checkpoint.SaveWeightsForSamplerRequest, operation(sampling_session_seq_id=0, kind="inflight")),
+        (training.CreateModelRequest, orjson.dumps({"session_id": "s", "model_seq_id": 0, "base_model": "b"})),
+        (OPERATIONS["save_weights_external"], operation(type="save_weights_external", path="x")),
     ],
 )
 def test_what_is_not_built_is_refused(model: type[BaseModel], body: bytes) -> None:
     with pytest.raises(NotBuiltError, match="not built"):
-        requests.parse_json(model, body)
+        parse_json(model, body)
 
 
 @pytest.mark.parametrize(
     ("model", "body", "message"),
     [
-        (requests.SaveWeightsForSamplerRequest, operation(), "either path"),
-        (requests.SaveWeightsForSamplerRequest, operation(path="a", sampling_session_seq_id=0), "either path"),
-        (requests.SaveWeightsForSamplerRequest, operation(sampling_session_seq_id=0, ttl_seconds=3600), "belong to a checkpoint"),
-        (requests.SaveWeightsRequest, operation(path="a", ttl_seconds=3599), "ttl_seconds"),
-        (requests.SaveWeightsRequest, operation(path="a", ttl_seconds=400_000_000), "ttl_seconds"),
-        (requests.SaveWeightsRequest, operation(path="a\nb"), "cannot name a checkpoint"),
-        (requests.LoadWeightsRequest, operation(path="a", optimizer=True, weights_access_token="t"), "weights_access_token"),
+        (checkpoint.SaveWeightsForSamplerRequest, operation(), "either path"),
+        (checkpoint.SaveWeightsForSamplerRequest, operation(path="a", sampling_session_seq_id=0), "either path"),
         (
-            requests.CreateFromCheckpointRequest,
+            checkpoint.SaveWeightsForSamplerRequest,
+            operation(sampling_session_seq_id=0, ttl_seconds=3600),
+            "belong to a checkpoint",
+        ),
+        (checkpoint.SaveWeightsRequest, operation(path="a", ttl_seconds=3599), "ttl_seconds"),
+        (checkpoint.SaveWeightsRequest, operation(path="a", ttl_seconds=400_000_000), "ttl_seconds"),
+        (checkpoint.SaveWeightsRequest, operation(path="a\nb"), "cannot name a checkpoint"),
+        (checkpoint.LoadWeightsRequest, operation(path="a", optimizer=True, weights_access_token="t"), "weights_access_token"),
+        (
+            checkpoint.CreateFromCheckpointRequest,
             orjson.dumps({"session_id": "s", "model_seq_id": 0, "path": "a", "optimizer": True, "optimizer_config": {"type": "adamw"}}),
             "optimizer_config cannot replace",
         ),
-        (requests.CreateSamplingSessionRequest, orjson.dumps({"session_id": "s", "sampling_session_seq_id": 0}), "is needed"),
+        (service.CreateSamplingSessionRequest, orjson.dumps({"session_id": "s", "sampling_session_seq_id": 0}), "is needed"),
     ],
 )
 def test_impossible_savings_and_loadings_are_refused(model: type[BaseModel], body: bytes, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        requests.parse_json(model, body)
+        parse_json(model, body)
 
 
 def test_a_model_must_train_something() -> None:
     lora = {"rank": 8, "train_unembed": False, "train_mlp": False, "train_attn": False}
     body = orjson.dumps({"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": lora})
     with pytest.raises(UserError, match="one of train_unembed"):
-        requests.parse_json(requests.CreateModelRequest, body)
+        parse_json(training.CreateModelRequest, body)
 
 
 def test_long_values_are_cut_in_messages() -> None:
     with pytest.raises(UserError) as caught:
-        requests.parse_json(requests.RetrieveFutureRequest, orjson.dumps({"request_id": ["x" * 10_000]}))
+        parse_json(service.RetrieveFutureRequest, orjson.dumps({"request_id": ["x" * 10_000]}))
     assert len(str(caught.value)) < 300

@@ -15,18 +15,16 @@ from tinsmith.rendering.renderer import Renderer
 from tinsmith.store.records import REJECTED, SESSION_END, Command
 from tinsmith.training.backend import Backend
 from tinsmith.training.optimizer import AdamSettings
-from tinsmith.wire.paths import CheckpointPath
-from tinsmith.wire.requests import (
-    OPERATIONS,
-    AdamParams,
+from tinsmith.wire.checkpoint_requests import (
     CreateFromCheckpointRequest,
-    CreateModelRequest,
     LoadWeightsRequest,
-    OptimStepRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
-    parse_json,
 )
+from tinsmith.wire.json_body import parse_json
+from tinsmith.wire.operations import OPERATIONS
+from tinsmith.wire.paths import CheckpointPath
+from tinsmith.wire.training_requests import AdamParams, CreateModelRequest, OptimStepRequest
 
 log = logging.getLogger(__name__)
 

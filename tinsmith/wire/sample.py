@@ -13,7 +13,7 @@ from pydantic import FailFast, Field, model_validator
 from tinsmith.errors import NotBuiltError, UserError
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
-from tinsmith.wire.requests import CountFromZero, FiniteFloat, StrictModel, parse_json
+from tinsmith.wire.json_body import CountFromZero, FiniteFloat, StrictModel, parse_json
 
 MAX_SAMPLES = 1024
 """Largest num_samples of one request."""

@@ -10,7 +10,8 @@ from tinsmith.server.replies import GoneError, failed_reply, json_reply, protobu
 from tinsmith.store import ids
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
-from tinsmith.wire.requests import RetrieveFutureRequest, parse_json
+from tinsmith.wire.json_body import parse_json
+from tinsmith.wire.service_requests import RetrieveFutureRequest
 
 router = APIRouter()
 

@@ -13,8 +13,9 @@ from tinsmith.server.samples import PendingSample
 from tinsmith.store import ids
 from tinsmith.store.records import SamplingSession
 from tinsmith.store.store import Store
-from tinsmith.wire.requests import CreateSamplingSessionRequest, parse_json
+from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.sample import SampleRequest, parse_sample_request
+from tinsmith.wire.service_requests import CreateSamplingSessionRequest
 
 router = APIRouter()
 

@@ -10,7 +10,8 @@ from tinsmith.server.body import read_body
 from tinsmith.server.hub import hub_of
 from tinsmith.server.replies import GoneError, json_reply
 from tinsmith.store.store import Store
-from tinsmith.wire.requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest, parse_json
+from tinsmith.wire.json_body import parse_json
+from tinsmith.wire.service_requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import logging
 from fastapi import APIRouter, Request, Response
 
 from tinsmith.engine.messages import Wake
-from tinsmith.errors import NotFoundError, UserError
+from tinsmith.errors import NotBuiltError, NotFoundError, UserError
 from tinsmith.server.base_models import check_fits
 from tinsmith.server.body import parse_aside, read_body
 from tinsmith.server.hub import Hub, hub_of
@@ -18,17 +18,9 @@ from tinsmith.store import ids
 from tinsmith.store.records import Model, NewCommand, SamplingSession
 from tinsmith.store.store import Store
 from tinsmith.wire import forward_backward as wire_forward_backward
-from tinsmith.wire.requests import (
-    MAX_SEQ_ID,
-    CreateFromCheckpointRequest,
-    CreateModelRequest,
-    GetInfoRequest,
-    LoadWeightsAddress,
-    OperationKey,
-    OptimizerConfig,
-    SaveWeightsForSamplerRequest,
-    parse_json,
-)
+from tinsmith.wire.checkpoint_requests import CreateFromCheckpointRequest, LoadWeightsAddress, SaveWeightsForSamplerRequest
+from tinsmith.wire.json_body import MAX_SEQ_ID, parse_json
+from tinsmith.wire.training_requests import CreateModelRequest, GetInfoRequest, OperationKey, OptimizerConfig
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +97,15 @@ def _forward_backward_command(body: bytes) -> NewCommand:
         raise UserError(f"model_id={message.model_id!r}, seq_id={message.seq_id}: both are needed, and seq_id counts from 1")
     stored, images = wire_forward_backward.move_images_out(message)
     return NewCommand(message.model_id, message.seq_id, "forward_backward", stored, images)
+
+
+@router.post("/create_custom_loss")
+async def create_custom_loss() -> Response:
+    """Refused: the SDK computes a custom loss in the client, as long as client/config does not ask for uploads."""
+    raise NotBuiltError(
+        "create_custom_loss: losses are not uploaded here; pass the function itself to forward_backward_custom, "
+        "and the SDK computes it in the client"
+    )
 
 
 @router.post("/optim_step")

@@ -1,0 +1,97 @@
+"""JSON bodies about saving and loading weights."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from tinsmith.errors import NotBuiltError
+from tinsmith.wire.json_body import CountFromZero, SeqId, StrictModel, TolerantModel
+from tinsmith.wire.paths import check_name
+from tinsmith.wire.training_requests import OptimizerConfig
+
+CheckpointName = Annotated[str, AfterValidator(check_name)]
+TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
+"""From one hour to ten years."""
+
+
+class SaveWeightsRequest(StrictModel):
+    """POST save_weights: all that training goes on from."""
+
+    model_id: str
+    seq_id: SeqId
+    path: CheckpointName
+    """Name of the checkpoint."""
+    ttl_seconds: TtlSeconds | None = None
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    type: Literal["save_weights"] = "save_weights"
+
+
+class SaveWeightsForSamplerRequest(StrictModel):
+    """POST save_weights_for_sampler: a checkpoint named `path`, or an ephemeral snapshot addressed by `sampling_session_seq_id`."""
+
+    model_id: str
+    seq_id: SeqId
+    sampling_session_seq_id: CountFromZero | None = None
+    path: CheckpointName | None = None
+    kind: Literal["snapshot"] = "snapshot"
+    ttl_seconds: TtlSeconds | None = None
+    user_metadata: dict[str, str] | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_built(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("kind") == "inflight":
+            raise NotBuiltError("kind='inflight' is not built yet; use 'snapshot'")
+        return values
+
+    @model_validator(mode="after")
+    def _check_form(self) -> Self:
+        if (self.path is None) == (self.sampling_session_seq_id is None):
+            raise ValueError("send either path (a checkpoint) or sampling_session_seq_id (an ephemeral snapshot)")
+        if self.path is None and (self.ttl_seconds is not None or self.user_metadata is not None):
+            raise ValueError("ttl_seconds and user_metadata belong to a checkpoint: send path, or leave them out")
+        return self
+
+
+class LoadWeightsRequest(StrictModel):
+    """POST load_weights into a model that was just created."""
+
+    model_id: str
+    seq_id: SeqId
+    path: str
+    """tinker:// path of a checkpoint for training."""
+    optimizer: bool
+    """Whether to go on with the saved state of the optimizer."""
+    optimizer_config: None = None
+    weights_access_token: None = None
+    """Refused: it would name somebody else's account, and this server has none."""
+    type: Literal["load_weights"] = "load_weights"
+
+
+class CreateFromCheckpointRequest(StrictModel):
+    """POST load_weights as the first request of a new model, which takes its LoRA configuration from the checkpoint."""
+
+    session_id: str
+    model_seq_id: CountFromZero
+    path: str
+    optimizer: bool
+    base_model: str | None = None
+    """Another name of a base model of the same architecture and sizes; None takes the one that the checkpoint names."""
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: None = None
+    type: Literal["load_weights"] = "load_weights"
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> Self:
+        if self.optimizer and self.optimizer_config is not None:
+            raise ValueError("optimizer_config cannot replace the optimizer of the checkpoint; leave it out or send optimizer=false")
+        return self
+
+
+class LoadWeightsAddress(TolerantModel):
+    """Which of the two forms of load_weights a request has: into a model that exists, or, without `model_id`, into a new one."""
+
+    model_id: str | None = None

@@ -1,0 +1,59 @@
+"""JSON bodies about sessions, sampling sessions and futures."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tinsmith.wire.json_body import CountFromZero, StrictModel, TolerantModel
+
+
+class CreateSessionRequest(TolerantModel):
+    """POST create_session."""
+
+    tags: Annotated[list[str], Field(default_factory=list)]
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class SessionHeartbeatRequest(TolerantModel):
+    """POST session_heartbeat."""
+
+    session_id: str
+
+
+class FinishReason(TolerantModel):
+    """How a session ended."""
+
+    type: str
+
+
+class FinishSessionRequest(TolerantModel):
+    """POST sessions/{session_id}/finish."""
+
+    reason: FinishReason
+    detail: str | None = None
+
+
+class RetrieveFutureRequest(StrictModel):
+    """POST retrieve_future. `allow_metadata_only` permits a reply without the payload; the whole payload is always allowed, too."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class CreateSamplingSessionRequest(StrictModel):
+    """POST create_sampling_session: from a base model, or from a checkpoint, whose base `base_model` may rename."""
+
+    session_id: str
+    sampling_session_seq_id: CountFromZero
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if self.base_model is None and self.model_path is None:
+            raise ValueError("base_model or model_path is needed")
+        return self

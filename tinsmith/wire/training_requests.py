@@ -1,0 +1,103 @@
+"""JSON bodies about models and their steps."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tinsmith.errors import NotBuiltError
+from tinsmith.wire.json_body import CountFromZero, FiniteFloat, SeqId, StrictModel, TolerantModel
+
+
+class LoraConfig(StrictModel):
+    """Size, seed and places of a LoRA adapter."""
+
+    rank: Annotated[int, Field(ge=1)]
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> Self:
+        if not (self.train_unembed or self.train_mlp or self.train_attn):
+            raise ValueError("one of train_unembed, train_mlp and train_attn must be true")
+        return self
+
+
+class OptimizerConfig(StrictModel):
+    """The optimizer of a model for its whole life."""
+
+    type: Literal["adamw"] = "adamw"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_built(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("type", "adamw") != "adamw":
+            raise NotBuiltError(f"optimizer_config.type={values['type']!r} is not built yet; use 'adamw'")
+        return values
+
+
+class CreateModelRequest(StrictModel):
+    """POST create_model. Without a LoRA configuration the request asks for full-parameter training."""
+
+    session_id: str
+    model_seq_id: CountFromZero
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    type: Literal["create_model"] = "create_model"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_built(cls, values: Any) -> Any:
+        if isinstance(values, dict) and _asks_for_full_parameters(values.get("lora_config")):
+            raise NotBuiltError("full-parameter training (no lora_config, or rank 0) is not built yet; send lora_config with a rank")
+        return values
+
+
+def _asks_for_full_parameters(lora_config: Any) -> bool:
+    return lora_config is None or (isinstance(lora_config, dict) and lora_config.get("rank") == 0)
+
+
+class GetInfoRequest(StrictModel):
+    """POST get_info."""
+
+    model_id: str
+    type: Literal["get_info"] = "get_info"
+
+
+class OperationKey(TolerantModel):
+    """What every training operation carries; enough to put it into the log whatever the rest of it is."""
+
+    model_id: str
+    seq_id: SeqId
+
+
+class AdamParams(StrictModel):
+    """Hyper-parameters of one AdamW step."""
+
+    learning_rate: Annotated[FiniteFloat, Field(ge=0)] = 1e-4
+    beta1: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[FiniteFloat, Field(ge=0)] = 1e-12
+    weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    """Decoupled from the gradient, times the learning rate."""
+    grad_clip_norm: FiniteFloat = 0.0
+    """Largest global norm of the gradient; 0 or less does not clip."""
+
+
+class OptimStepRequest(StrictModel):
+    """POST optim_step."""
+
+    model_id: str
+    seq_id: SeqId
+    adam_params: AdamParams
+    type: Literal["optim_step"] = "optim_step"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_built(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "optimizer_params" in values:
+            raise NotBuiltError("optimizer_params (an optimizer other than Adam) is not built yet; send adam_params")
+        return values
