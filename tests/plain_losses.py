@@ -1,0 +1,53 @@
+"""The policy losses as the Tinker documentation writes them, in a few lines of plain torch, to compare ours with."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+Formula = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
+"""(logprobs, inputs, settings) -> scalar loss. All shapes [N]."""
+
+
+def importance_sampling(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    return -(torch.exp(logprobs - inputs["logprobs"]) * inputs["advantages"]).sum()
+
+
+def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    return _smaller(torch.exp(logprobs - inputs["logprobs"]), inputs["advantages"], config)
+
+
+def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    ratio = torch.exp(logprobs - inputs["logprobs"])
+    return -(_clip(ratio, config).detach() * logprobs * inputs["advantages"]).sum()
+
+
+def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    penalty = 0.5 * config["beta"] * (logprobs - inputs["logprobs"]) ** 2
+    return -(logprobs * inputs["advantages"] - penalty)[inputs["advantages"] != 0].sum()
+
+
+def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    marked = inputs["sequence_ratio_mask"] != 0
+    ratio = torch.exp((logprobs.detach() - inputs["logprobs"])[marked].mean())
+    return _smaller(ratio * torch.exp(logprobs - logprobs.detach()), inputs["advantages"], config)
+
+
+def _clip(ratio: Tensor, config: Mapping[str, float]) -> Tensor:
+    return torch.clamp(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
+
+
+def _smaller(ratio: Tensor, advantages: Tensor, config: Mapping[str, float]) -> Tensor:
+    return -torch.min(ratio * advantages, _clip(ratio, config) * advantages).sum()
+
+
+FORMULAS: dict[str, Formula] = {f.__name__: f for f in (importance_sampling, ppo, cispo, dro, gspo)}
+
+DEFAULTS: dict[str, dict[str, float]] = {
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "dro": {"beta": 0.05},
+    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+}
+"""Settings where a client sends none."""
