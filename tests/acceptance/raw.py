@@ -26,8 +26,11 @@ class RawModel:
         request = types.ForwardBackwardRequest(forward_backward_input=body, model_id=self.model_id, seq_id=seq_id)
         message = forward_backward_request_to_proto(request)
         message.forward_only = forward_only
-        headers = {"Content-Type": "application/x-protobuf"}
-        reply = self.http.post("forward_backward", content=message.SerializeToString(), headers=headers)
+        return self.submit_protobuf(message.SerializeToString())
+
+    def submit_protobuf(self, body: bytes) -> str:
+        """Submit a forward_backward that names its model and seq_id; returns the request id."""
+        reply = self.http.post("forward_backward", content=body, headers={"Content-Type": "application/x-protobuf"})
         assert reply.status_code == 200, reply.text
         request_id: str = reply.json()["request_id"]
         return request_id

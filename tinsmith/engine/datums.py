@@ -37,7 +37,7 @@ def _prepare_datum(model_id: str, datum: Datum, loss: Loss, renderer: Renderer) 
         if name not in KNOWN_INPUTS:
             raise UserError(f"loss_fn_inputs has an unknown key {name!r}; known are {', '.join(KNOWN_INPUTS)}")
     rendered = renderer.render(datum.chunks)
-    targets = _targets(datum, len(rendered), loss.many_targets, renderer.base.vocab_size)
+    targets = _targets(datum, loss, len(rendered), renderer.base.vocab_size)
     optional = [name for name in loss.optional_inputs if name in datum.loss_fn_inputs]
     inputs = {name: _loss_input(datum, loss, name, targets.shape) for name in (*loss.inputs, *optional)}
     _check_thresholds(datum, loss, inputs)
@@ -47,15 +47,17 @@ def _prepare_datum(model_id: str, datum: Datum, loss: Loss, renderer: Renderer) 
     return DatumWork(model_id, rendered, targets, loss, inputs)
 
 
-def _targets(datum: Datum, length: int, many_targets: bool, vocab_size: int) -> NDArray[np.int64]:
+def _targets(datum: Datum, loss: Loss, length: int, vocab_size: int) -> NDArray[np.int64]:
     if "target_tokens" not in datum.loss_fn_inputs:
-        raise UserError("loss_fn_inputs has no target_tokens")
+        raise UserError("loss_fn_inputs has no target_tokens; send one for every position of the model input")
     targets = datum.loss_fn_inputs["target_tokens"]
     if targets.dtype != np.int64:
-        raise UserError(f"target_tokens must be int64, got {targets.dtype}")
-    if targets.ndim not in ((1, 2) if many_targets else (1,)) or targets.shape[0] != length or 0 in targets.shape:
-        wanted = f"({length},) or ({length}, K)" if many_targets else f"({length},)"
+        raise UserError(f"target_tokens is {targets.dtype}; send token ids as int64")
+    if targets.ndim not in (1, 2) or targets.shape[0] != length or 0 in targets.shape:
+        wanted = f"({length},) or ({length}, K)" if loss.many_targets else f"({length},)"
         raise UserError(f"target_tokens has shape {targets.shape}, but the model input has {length} positions: send {wanted}")
+    if targets.ndim == 2 and not loss.many_targets:
+        raise UserError(f"target_tokens has shape {targets.shape}, but {loss.name} takes one target a position: send ({length},)")
     check_token_ids(targets, vocab_size, "target_tokens")
     return targets.astype(np.int64, copy=False)
 
