@@ -4,16 +4,17 @@ Both work beside a running server: the files of a checkpoint are written once an
 """
 
 import contextlib
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from tinsmith.config import Config, base_model_sources
-from tinsmith.engine.checkpoints import CHECKPOINTS_DIR, Checkpoints, describe
+from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.errors import ConfigError, UserError
+from tinsmith.models.full import FullWeights
 from tinsmith.store.database import FILE_NAME
+from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
-from tinsmith.training.checkpoint import About, read_about, stored_adapter, write_checkpoint
+from tinsmith.training.checkpoint import About, read_about, stored_weights, write_checkpoint
 from tinsmith.training.peft_format import outline, read_peft, write_merged, write_peft
 from tinsmith.wire.paths import CheckpointKind, CheckpointPath, check_name, parse_path
 
@@ -22,22 +23,29 @@ IMPORTED = "imported"
 
 
 def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, base_source: str | None) -> None:
-    """Write a checkpoint as a PEFT adapter, or merged into its base as a transformers model.
+    """Write a checkpoint as a PEFT adapter, or merged into its base as a transformers model, as full weights always are.
 
     `base_source` is where the base model is now, if it is not where the checkpoint was trained. Raises TinsmithError: no such checkpoint,
-    `directory` is in use, another base model.
+    `directory` is in use, another base model, full weights without `merge`.
     """
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} is not empty; name a new directory")
-    with _opened(data_dir) as checkpoints:
-        _, files = checkpoints.find(path, parse_path(path).kind)
+    kind = parse_path(path).kind
+    if kind == "external":
+        raise UserError(f"{path} holds files to download: tinker checkpoint download; export a path of weights or sampler_weights")
+    with _opened(data_dir) as checkpoints, checkpoints.opened(path, kind) as (_, files):
         about = read_about(files)
-        source = base_source or about.base_source
-        base = outline(source)
-        if base.architecture != about.architecture:
-            raise UserError(f"{source} is of architecture {base.architecture}; {path} was saved for {about.architecture}")
-        adapter = stored_adapter(files, about)
-    (write_merged if merge else write_peft)(adapter, base, source, directory)
+        weights = stored_weights(files, about)
+    source = base_source or about.base_source
+    base = outline(source)
+    if base.architecture != about.architecture:
+        raise UserError(f"{source} is of architecture {base.architecture}; {path} was saved for {about.architecture}")
+    if merge:
+        write_merged(weights, base, source, directory)
+    elif isinstance(weights, FullWeights):
+        raise UserError(f"{path} is of rank 0: all parameters were trained, and there is no adapter to write; add --merge")
+    else:
+        write_peft(weights, base, source, directory)
 
 
 def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str) -> list[str]:
@@ -52,14 +60,16 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
     about = About(base_name, source, base.architecture, adapter.shape)
     kinds: tuple[CheckpointKind, ...] = ("training", "sampler")
     paths = [CheckpointPath(IMPORTED, kind, name) for kind in kinds]
+
+    def write(directory: Path) -> About:
+        write_checkpoint(directory, about, adapter)
+        return about
+
     with _opened(data_dir) as checkpoints:
         for path in paths:
-            if checkpoints.store.checkpoint(str(path)) is not None:
-                raise UserError(f"{path} exists already; use another name")
+            checkpoints.check_free(path)
         for path in paths:
-            files = checkpoints.root / uuid.uuid4().hex
-            write_checkpoint(files, about, adapter)
-            checkpoints.store.put_checkpoint(describe(path, files, None, None))
+            checkpoints.add(path, write)
     return [str(path) for path in paths]
 
 
@@ -68,4 +78,4 @@ def _opened(data_dir: Path) -> Iterator[Checkpoints]:
     if not (data_dir / FILE_NAME).is_file():
         raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it)")
     with contextlib.closing(Store.open(data_dir)) as store:
-        yield Checkpoints(store, data_dir / CHECKPOINTS_DIR)
+        yield Checkpoints(store, CheckpointFiles(data_dir))

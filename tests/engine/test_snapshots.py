@@ -10,12 +10,13 @@ from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.lora import Adapter
+from tinsmith.models.full import Weights
+from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 
 
 def make(base: BaseModel, data_dir: Path, limit_bytes: float = 2**30) -> Snapshots:
-    checkpoints = Checkpoints(Store.open(data_dir), data_dir / "checkpoints")
+    checkpoints = Checkpoints(Store.open(data_dir), CheckpointFiles(data_dir))
     return Snapshots({"tiny": base}, checkpoints, data_dir / "snapshots", limit_bytes)
 
 
@@ -23,7 +24,7 @@ def files(data_dir: Path) -> int:
     return len(list((data_dir / "snapshots").iterdir()))
 
 
-def equal(one: Adapter, other: Adapter) -> bool:
+def equal(one: Weights, other: Weights) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.tensors(), other.tensors(), strict=True))
 
 

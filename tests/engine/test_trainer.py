@@ -16,6 +16,7 @@ from tinsmith.engine.operations import Operations, Served
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.trainer import Trainer
 from tinsmith.models.base import BaseModel
+from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import REJECTED, Command, Outcome
 from tinsmith.store.store import Store
 from tinsmith.training.backend import DatumWork, LocalBackend, PassResult
@@ -39,7 +40,7 @@ class Bench:
         self.outcomes: dict[str, Outcome] = {}
         self.backend = CountingBackend(base, TrainingConfig(tokens_per_pass=tokens_per_pass))
         self.backend.passes = []
-        checkpoints = Checkpoints(Store.open(data_dir), data_dir / "checkpoints")
+        checkpoints = Checkpoints(Store.open(data_dir), CheckpointFiles(data_dir))
         self.snapshots = Snapshots({"tiny": base}, checkpoints, data_dir / "snapshots", 2**30)
         operations = Operations({"tiny": Served("tiny", self.backend, renderer(base))}, 64, checkpoints, self.snapshots, 60.0)
         self.trainer = Trainer(operations, CommandQueue(held_s), tokens_per_pass, self._finish)
@@ -158,8 +159,8 @@ def test_a_failed_contribution_refuses_the_step_and_clears_it(bench: Bench) -> N
     assert bench.error("a", 2) == "datum 0: target_tokens at position 0 is 5000, which is not in the vocabulary of 2048"
     assert "the step was refused and the gradients are cleared, because an operation before it failed: seq_id 2" in str(bench.error("a", 3))
     assert bench.error("a", 5) is None
-    adapter = bench.backend.optimizers["s:train:a"].adapter
-    assert bench.backend.optimizers["s:train:a"].adamw.state[adapter.tensors()[0]]["step"].item() == 1
+    weights = bench.backend.optimizers["s:train:a"].weights
+    assert bench.backend.optimizers["s:train:a"].adamw.state[weights.tensors()[0]]["step"].item() == 1
 
 
 def test_a_failed_forward_leaves_the_step_alone(bench: Bench) -> None:
@@ -305,7 +306,7 @@ def test_a_snapshot_is_taken_in_order(bench: Bench) -> None:
         bench.add("a", 3 * seq, "save_weights_for_sampler", body)
     bench.settle()
     first, second = bench.snapshots.find("tiny", "s:train:a/3"), bench.snapshots.find("tiny", "s:train:a/6")
-    live = bench.backend.optimizers["s:train:a"].adapter
+    live = bench.backend.optimizers["s:train:a"].weights
     assert orjson.loads(bench.outcomes["s:train:a/3"].result or b"") == {"sampling_session_id": "s:sample:1"}
     assert not (first.tensors()[1] == second.tensors()[1]).all()
     assert (second.tensors()[1] == live.tensors()[1]).all()

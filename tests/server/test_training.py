@@ -147,7 +147,7 @@ def test_create_model_is_checked_at_once(tmp_path: Path) -> None:
             assert "max_lora_rank is 16" in await detail_of(server, "create_model", good | {"lora_config": {"rank": 17}}, 400)
             dimuon = good | {"optimizer_config": {"type": "dimuon", "version": 1}}
             assert "'dimuon' is not built" in await detail_of(server, "create_model", dimuon, 400)
-            assert "full-parameter" in await detail_of(server, "create_model", good | {"lora_config": {"rank": 0}}, 400)
+            assert "lora_config.rank" in await detail_of(server, "create_model", good | {"lora_config": {"rank": -1}}, 400)
             assert server.store.read_new(0) == []
 
     asyncio.run(run())
@@ -161,6 +161,10 @@ def test_get_info_reports_the_model(tmp_path: Path) -> None:
             assert info["model_data"] == {"arch": "qwen3", "model_name": "tiny", "tokenizer_id": "/models/tiny"}
             assert (info["model_id"], info["model_name"], info["is_lora"], info["lora_rank"]) == (model_id, "tiny", True, 8)
             assert "does not exist" in await detail_of(server, "get_info", {"model_id": "x"}, 404)
+            full = {"session_id": await server.new_session(), "model_seq_id": 0, "base_model": "tiny"}
+            model_id = (await server.post("create_model", full)).json()["model_id"]
+            info = (await server.post("get_info", {"model_id": model_id, "type": "get_info"})).json()
+            assert (info["is_lora"], info["lora_rank"]) == (False, None)
 
     asyncio.run(run())
 

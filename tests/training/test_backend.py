@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.bases import datum, picture_chunks, random_tokens, renderer, text
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
-from tinsmith.models.lora import LoraShape
+from tinsmith.models.lora import Adapter, LoraShape
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.optimizer import AdamSettings
 
@@ -27,10 +27,17 @@ def backend_with(base: BaseModel, **ranks: int) -> LocalBackend:
     for seed, (name, rank) in enumerate(ranks.items()):
         backend.create_model(name, LoraShape(rank, seed))
         generator = torch.Generator().manual_seed(seed)
-        for pair in backend.optimizers[name].adapter.masters.values():
+        for pair in adapter_of(backend, name).masters.values():
             pair.b.copy_(torch.randn(pair.b.shape, generator=generator) * 0.05)
-        backend.optimizers[name].adapter.refresh()
+        backend.optimizers[name].weights.refresh()
     return backend
+
+
+def adapter_of(backend: LocalBackend, name: str) -> Adapter:
+    """What a LoRA model trains."""
+    weights = backend.optimizers[name].weights
+    assert isinstance(weights, Adapter)
+    return weights
 
 
 def gradients(backend: LocalBackend, name: str) -> list[Tensor]:
@@ -157,9 +164,9 @@ def test_a_nan_in_one_model_does_not_reach_another(text_base: BaseModel) -> None
     work = [datum(name, render.render([random_tokens(i, 9)]), i) for i, name in enumerate(["sick", "well", "sick", "well"])]
     run_alone(backend, [work[1], work[3]])
     expected = gradients(backend, "well")
-    for pair in backend.optimizers["sick"].adapter.masters.values():
+    for pair in adapter_of(backend, "sick").masters.values():
         pair.b.fill_(float("nan"))
-    backend.optimizers["sick"].adapter.refresh()
+    backend.optimizers["sick"].weights.refresh()
     results = backend.run_pass(work, backward=True).results
     assert results[0] is not None
     assert np.isnan(results[0].logprobs).all()
@@ -195,7 +202,7 @@ def test_one_seed_gives_one_adapter(text_base: BaseModel) -> None:
     backend = LocalBackend(text_base, TrainingConfig())
     for name, seed in {"a": 5, "b": 5, "c": 6}.items():
         backend.create_model(name, LoraShape(8, seed))
-    a, b, c = (backend.optimizers[name].adapter.tensors() for name in "abc")
+    a, b, c = (backend.optimizers[name].weights.tensors() for name in "abc")
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     assert not torch.equal(a[0], c[0])
 
@@ -212,7 +219,7 @@ def test_one_seed_gives_one_adapter(text_base: BaseModel) -> None:
 def test_the_client_chooses_what_is_trained(vision_base: BaseModel, shape: LoraShape, trained: set[str]) -> None:
     backend = LocalBackend(vision_base, TrainingConfig())
     backend.create_model("a", shape)
-    names = backend.optimizers["a"].adapter.masters
+    names = backend.optimizers["a"].weights.masters
     assert {name.rpartition(".")[2] for name in names} == trained
     assert not any("visual" in name for name in names)
 

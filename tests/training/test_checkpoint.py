@@ -13,7 +13,7 @@ from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraShape
 from tinsmith.training.backend import LocalBackend
-from tinsmith.training.checkpoint import About, read_about, read_adapter, write_checkpoint
+from tinsmith.training.checkpoint import About, read_about, read_weights, write_checkpoint
 from tinsmith.training.optimizer import AdamSettings
 
 SETTINGS = AdamSettings(0.01, (0.9, 0.95), 1e-8, 0.1, 0.5)
@@ -38,11 +38,11 @@ def test_training_goes_on_exactly(text_base: BaseModel, tmp_path: Path) -> None:
     backend = trained(text_base)
     backend.save("a", tmp_path / "c", optimizer=True)
     backend.restore("b", tmp_path / "c", optimizer=True)
-    assert list(backend.optimizers["b"].adapter.masters) == list(backend.optimizers["a"].adapter.masters)
+    assert list(backend.optimizers["b"].weights.masters) == list(backend.optimizers["a"].weights.masters)
     for step in range(2, 5):
         assert advance(backend, "a", step) == advance(backend, "b", step)
     one, other = backend.optimizers["a"], backend.optimizers["b"]
-    assert all(torch.equal(a, b) for a, b in zip(one.adapter.tensors(), other.adapter.tensors(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one.weights.tensors(), other.weights.tensors(), strict=True))
     moments = other.moments()
     assert all(torch.equal(value, moments[name]) for name, value in one.moments().items())
     assert moments["lm_head.a.step"] == 5
@@ -55,7 +55,7 @@ def test_what_was_saved_does_not_change_with_its_model(text_base: BaseModel, tmp
     backend.restore("b", tmp_path / "c", optimizer=False)
     advance(backend, "a", 2)
     advance(backend, "b", 3)
-    again = read_adapter(tmp_path / "c", text_base)
+    again = read_weights(tmp_path / "c", text_base)
     assert all(torch.equal(a, b) for a, b in zip(before.tensors(), again.tensors(), strict=True))
 
 
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(text_base: BaseModel
 def test_another_base_model_is_refused(family_base: Callable[[str], BaseModel], tmp_path: Path) -> None:
     trained(family_base("qwen3")).save("a", tmp_path / "c", optimizer=True)
     with pytest.raises(UserError, match=r"was made for tiny \(qwen3\) and does not fit base model tiny \(llama\)"):
-        read_adapter(tmp_path / "c", family_base("llama"))
+        read_weights(tmp_path / "c", family_base("llama"))
 
 
 def test_a_format_of_tomorrow_is_refused(text_base: BaseModel, tmp_path: Path) -> None:

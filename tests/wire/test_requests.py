@@ -97,7 +97,6 @@ def test_keys_out_of_range_are_refused(seq_id: Any) -> None:
     [
         (training.OptimStepRequest, operation(optimizer_params={"type": "dimuon", "learning_rate": 1})),
         (checkpoint.SaveWeightsForSamplerRequest, operation(sampling_session_seq_id=0, kind="inflight")),
-        (training.CreateModelRequest, orjson.dumps({"session_id": "s", "model_seq_id": 0, "base_model": "b"})),
         (OPERATIONS["save_weights_external"], operation(type="save_weights_external", path="x")),
     ],
 )
@@ -131,6 +130,12 @@ def test_what_is_not_built_is_refused(model: type[BaseModel], body: bytes) -> No
 def test_impossible_savings_and_loadings_are_refused(model: type[BaseModel], body: bytes, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_json(model, body)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_config": None}, {"lora_config": {"rank": 0}}])
+def test_without_a_rank_all_parameters_are_trained(lora: dict[str, Any]) -> None:
+    body = orjson.dumps({"session_id": "s", "model_seq_id": 0, "base_model": "b"} | lora)
+    assert parse_json(training.CreateModelRequest, body).lora_config == training.LoraConfig(rank=0)
 
 
 def test_a_model_must_train_something() -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.lora import Adapter
-from tinsmith.training.checkpoint import About, read_adapter, write_checkpoint
+from tinsmith.models.full import Weights, snapshot_bytes
+from tinsmith.models.machine import require_memory
+from tinsmith.training.checkpoint import About, read_about, read_weights, write_checkpoint
 from tinsmith.wire.paths import is_path
 
 log = logging.getLogger(__name__)
@@ -30,13 +31,13 @@ Key = tuple[str, str]
 class Held:
     """Weights in memory."""
 
-    adapter: Adapter
+    weights: Weights
     expires_at: float | None = None
     """Unix time from which a checkpoint may not be sampled any more."""
 
 
 class Snapshots:
-    """Frozen adapters by base model and id."""
+    """Frozen weights by base model and id."""
 
     def __init__(self, bases: Mapping[str, BaseModel], checkpoints: Checkpoints, spill: Path, limit_bytes: float) -> None:
         """What a former engine left in the directory `spill` is deleted: its snapshots ended with it."""
@@ -51,9 +52,9 @@ class Snapshots:
         shutil.rmtree(spill, ignore_errors=True)
         spill.mkdir(parents=True)
 
-    def publish(self, base_model: str, snapshot_id: str, adapter: Adapter) -> None:
-        """Keep a frozen adapter for the sampling session that is bound to it."""
-        self._hold((base_model, snapshot_id), Held(adapter))
+    def publish(self, base_model: str, snapshot_id: str, weights: Weights) -> None:
+        """Keep frozen weights for the sampling session that is bound to it."""
+        self._hold((base_model, snapshot_id), Held(weights))
 
     def withdraw(self, model_id: str) -> None:
         """Forget the model's snapshots. What is being sampled from them goes on."""
@@ -62,45 +63,57 @@ class Snapshots:
             if key in self.written:
                 shutil.rmtree(self.written.pop(key))
 
-    def find(self, base_model: str, weights_id: str) -> Adapter:
-        """The adapter of that snapshot or path. Raises NotFoundError if it is gone, UserError if it does not fit the base model."""
+    def find(self, base_model: str, weights_id: str) -> Weights:
+        """The weights of that snapshot or path. Raises NotFoundError if they are gone, UserError if they fit neither base nor memory."""
         key = (base_model, weights_id)
         held = self.held.get(key) or self._load(key)
         if held.expires_at is not None and held.expires_at <= time.time():
             del self.held[key]
             raise NotFoundError(f"{weights_id} has expired")
         self.held.move_to_end(key)
-        return held.adapter
+        return held.weights
 
     def _load(self, key: Key) -> Held:
-        base_model, weights_id = key
-        expires_at = None
+        weights_id = key[1]
         if is_path(weights_id):
-            checkpoint, directory = self.checkpoints.find(weights_id, "sampler")
-            expires_at = checkpoint.expires_at
+            with self.checkpoints.opened(weights_id, "sampler") as (checkpoint, directory):
+                held = Held(self._read(key, directory), checkpoint.expires_at)
         elif key in self.written:
-            directory = self.written[key]
+            held = Held(self._read(key, self.written[key]))
         else:
             raise NotFoundError(f"the weights of snapshot {weights_id} are gone; save them again")
-        held = Held(read_adapter(directory, self.bases[base_model]), expires_at)
         self._hold(key, held)
         return held
 
+    def _read(self, key: Key, directory: Path) -> Weights:
+        base_model, weights_id = key
+        base = self.bases[base_model]
+        shape = read_about(directory).shape
+        if shape.rank == 0:
+            size = snapshot_bytes(sum(parameter.numel() for parameter in base.full_targets(shape).values()), base.dtype)
+            require_memory(f"sampling from {weights_id}", size, base.device)
+        return read_weights(directory, base, frozen=True)
+
+    def forget(self, path: str) -> None:
+        """Look a checkpoint up again when it is next sampled: it was deleted, or expires at another time."""
+        for key in [key for key in self.held if key[1] == path]:
+            del self.held[key]
+
     def _hold(self, key: Key, held: Held) -> None:
         self.held[key] = held
-        used = sum(other.adapter.nbytes for other in self.held.values())
+        used = sum(other.weights.nbytes for other in self.held.values())
         for oldest in list(self.held)[:-1]:
             if used <= self.limit_bytes:
                 return
             self._write(oldest)
-            used -= self.held.pop(oldest).adapter.nbytes
+            used -= self.held.pop(oldest).weights.nbytes
 
     def _write(self, key: Key) -> None:
         """Put an ephemeral snapshot on the disk, unless it is there or can be had again."""
         base_model, weights_id = key
         if is_path(weights_id) or key in self.written:
             return
-        adapter, directory = self.held[key].adapter, self.spill / uuid.uuid4().hex
-        write_checkpoint(directory, About.of(self.bases[base_model], adapter.shape), adapter)
+        weights, directory = self.held[key].weights, self.spill / uuid.uuid4().hex
+        write_checkpoint(directory, About.of(self.bases[base_model], weights.shape), weights)
         self.written[key] = directory
         log.info("snapshot %s goes to disk: snapshots take more than %.3g GiB", weights_id, self.limit_bytes / 2**30)

@@ -185,7 +185,7 @@ class BaseModel:
 
     @torch.no_grad()
     def picture_features(self, pictures: Sequence[PictureInput]) -> list[PictureFeatures]:
-        """Features of the rows of each picture, in order; each distinct picture goes through the tower once and is remembered by its hash."""
+        """Features of the rows of each picture, in order; each distinct picture goes through the tower once and is kept by its hash."""
         missing = {p.sha256: p for p in pictures if p.sha256 not in self.features}
         fresh = dict(zip(missing, self._run_tower(list(missing.values())), strict=True)) if missing else {}
         known = [fresh.get(p.sha256) or self.features[p.sha256] for p in pictures]

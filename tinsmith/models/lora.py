@@ -27,9 +27,10 @@ next_uid = itertools.count(1).__next__
 
 @dataclass(frozen=True)
 class LoraShape:
-    """What a client may choose of an adapter at create_model."""
+    """What a client may choose of an adapter at create_model. All of it but rank and seed holds for full weights too."""
 
     rank: int
+    """0 means that there is no adapter: all the parameters are trained (`models/full.py`)."""
     seed: int
     train_attn: bool = True
     train_mlp: bool = True

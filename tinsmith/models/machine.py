@@ -1,11 +1,14 @@
 """What this machine offers to the rooms that compute: processors, memory, CUDA devices, and libraries of versions that we run on."""
 
 import os
+import resource
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+
+from tinsmith.errors import UserError
 
 SUPPORTED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 20))}
 """First version of each library that the code runs on, and the first that it was not tried on; as in pyproject.toml."""
@@ -55,9 +58,26 @@ def is_supported(library: str) -> bool:
     return first <= (int(major), int(minor)) < beyond
 
 
+def require_memory(purpose: str, needed: int, device: torch.device, promised: int = 0) -> None:
+    """Raise UserError unless `needed` bytes can be had on a device, beside `promised` ones that are not taken yet."""
+    free = free_memory(device) - promised
+    if needed > free:
+        raise UserError(
+            f"{purpose} needs {needed / 2**30:.4g} GiB of memory on {device}, of which {max(free, 0) / 2**30:.4g} GiB are free; "
+            "end other models, train with LoRA (lora_config.rank of 1 or more), or serve the model on a larger machine"
+        )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process can still have on a device."""
+    if device.type == "cpu":
+        return _memory()[1]
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def memory_held() -> dict[str, int]:
     """Bytes that this process holds: in memory, and on each CUDA device that it uses."""
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    resident = _pages_of_this_process()[1] * os.sysconf("SC_PAGE_SIZE")
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     on_devices = {f"cuda:{index}": torch.cuda.memory_reserved(index) for index in devices}
     return {"resident": resident, **{device: size for device, size in on_devices.items() if size}}
@@ -75,15 +95,25 @@ def _why_no_gpu() -> str:
 
 
 def _memory() -> tuple[int, int]:
-    """Memory in all and available, in bytes: the machine's, or what the control group of a container leaves of it."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Memory in all and available, in bytes: the machine's, or what a container or a limit on this process (ulimit -v) leaves of it."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    available = os.sysconf("SC_AVPHYS_PAGES") * page
     known = Path("/proc/meminfo")
     if known.is_file():  # counts what the page cache would give back as available
         fields = dict(line.split(":", 1) for line in known.read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    limit, used, parts = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current", "memory.stat"))
     if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
         total = min(total, int(limit.read_text()))
-        available = min(available, total - int(used.read_text()))
+        cached = dict(line.split() for line in parts.read_text().splitlines()).get("inactive_file", "0")
+        available = min(available, total - int(used.read_text()) + int(cached))
+    addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if addresses != resource.RLIM_INFINITY:
+        available = min(available, addresses - _pages_of_this_process()[0] * page)
     return total, available
+
+
+def _pages_of_this_process() -> list[int]:
+    """Pages of its address space, resident ones, and so on, as Linux counts them."""
+    return [int(number) for number in Path("/proc/self/statm").read_text().split()]

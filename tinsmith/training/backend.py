@@ -20,11 +20,13 @@ from tinsmith.config import TrainingConfig
 from tinsmith.errors import NotFoundError
 from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel, PackedRow
-from tinsmith.models.lora import Adapter, LoraShape, Segment, new_adapter
+from tinsmith.models.full import FullWeights, Weights, new_full_weights, snapshot_bytes, training_bytes
+from tinsmith.models.lora import LoraShape, new_adapter
+from tinsmith.models.machine import require_memory
 from tinsmith.models.threads import threads_for
-from tinsmith.rendering.packing import pack, packing_order
+from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.training.checkpoint import About, read_adapter, read_moments, write_checkpoint
+from tinsmith.training.checkpoint import About, read_about, read_moments, read_weights, write_checkpoint
 from tinsmith.training.logprobs import target_logprobs
 from tinsmith.training.losses import Loss
 from tinsmith.training.optimizer import AdamSettings, ModelOptimizer
@@ -63,13 +65,16 @@ class PassResult:
 
 
 class Backend(Protocol):
-    """What the engine needs of a trainer. Adapters given out by `snapshot` stay as they are whatever happens later."""
+    """What the engine needs of a trainer. Weights given out by `snapshot` stay as they are whatever happens later.
+
+    What makes a copy of full weights raises UserError, with both numbers, if they do not fit into the memory.
+    """
 
     tokens_per_pass: int
     """Most tokens to give to one pass. It falls when memory runs out."""
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
-        """A new LoRA model with gradient accumulators and a fresh optimizer."""
+        """A new model, of LoRA or of rank 0 with all its parameters, with gradient accumulators and a fresh optimizer."""
         ...
 
     def delete_model(self, model_id: str) -> None:
@@ -88,7 +93,7 @@ class Backend(Protocol):
         """Forget the accumulated gradients."""
         ...
 
-    def snapshot(self, model_id: str) -> Adapter:
+    def snapshot(self, model_id: str) -> Weights:
         """A frozen copy of the model's weights."""
         ...
 
@@ -112,8 +117,14 @@ class LocalBackend:
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
         """See `Backend`."""
-        adapter = new_adapter(shape, self.base.lora_targets(shape), self.base.device, self.base.dtype)
-        self.optimizers[model_id] = ModelOptimizer(adapter)
+        base = self.base
+        weights: Weights
+        if shape.rank == 0:
+            self._require_memory_to_train(shape)
+            weights = new_full_weights(shape, base.full_targets(shape), base.dtype)
+        else:
+            weights = new_adapter(shape, base.lora_targets(shape), base.device, base.dtype)
+        self.optimizers[model_id] = ModelOptimizer(weights)
 
     def delete_model(self, model_id: str) -> None:
         """See `Backend`."""
@@ -127,24 +138,36 @@ class LocalBackend:
         """See `Backend`."""
         self._optimizer(model_id).clear()
 
-    def snapshot(self, model_id: str) -> Adapter:
+    def snapshot(self, model_id: str) -> Weights:
         """See `Backend`."""
-        return self._optimizer(model_id).adapter.snapshot()
+        weights = self._optimizer(model_id).weights
+        if isinstance(weights, FullWeights):
+            self._require_memory("a snapshot of full weights", snapshot_bytes(weights.parameter_count, weights.dtype))
+        return weights.snapshot()
 
     def save(self, model_id: str, directory: Path, optimizer: bool) -> LoraShape:
         """See `Backend`."""
         model = self._optimizer(model_id)
-        shape = model.adapter.shape
-        write_checkpoint(directory, About.of(self.base, shape), model.adapter, model.moments() if optimizer else None)
+        shape = model.weights.shape
+        write_checkpoint(directory, About.of(self.base, shape), model.weights, model.moments() if optimizer else None)
         return shape
 
     def restore(self, model_id: str, directory: Path, optimizer: bool) -> None:
         """See `Backend`."""
+        shape = read_about(directory).shape
+        if shape.rank == 0:
+            self._require_memory_to_train(shape)
         moments = read_moments(directory, self.base.device) if optimizer else None
-        self.optimizers[model_id] = ModelOptimizer(read_adapter(directory, self.base), moments)
+        self.optimizers[model_id] = ModelOptimizer(read_weights(directory, self.base), moments)
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
-        """See `Backend`. A pass that runs out of memory is split; another that fails is run again model by model."""
+        """See `Backend`.
+
+        Full weights have passes of their own. A pass that runs out of memory is split; another that fails is run again model by model.
+        """
+        rows = shared_rows([self._optimizer(datum.model_id).weights for datum in work])
+        if len(rows) > 1:
+            return self._run_apart(work, backward, rows)
         try:
             with threads_for(self.base, sum(len(datum.rendered) for datum in work)):
                 return PassResult([*self._run(work, backward)], {})
@@ -188,13 +211,22 @@ class LocalBackend:
             raise NotFoundError(f"model {model_id} is not loaded; create it anew")
         return self.optimizers[model_id]
 
+    def _require_memory_to_train(self, shape: LoraShape) -> None:
+        parameters = sum(parameter.numel() for parameter in self.base.full_targets(shape).values())
+        self._require_memory(f"full-parameter training of {self.base.name}", training_bytes(parameters, self.base.dtype))
+
+    def _require_memory(self, purpose: str, needed: int) -> None:
+        """Raise UserError if the device has not so many bytes free, beside what the models here will still take."""
+        promised = sum(model.unclaimed for model in self.optimizers.values())
+        require_memory(purpose, needed, self.base.device, promised)
+
     def _run(self, work: Sequence[DatumWork], backward: bool) -> list[DatumResult]:
         optimizers = [self._optimizer(datum.model_id) for datum in work]
-        adapters = [optimizer.adapter for optimizer in optimizers]
-        order = packing_order([len(datum.rendered) for datum in work], adapters)
-        row = pack([work[i].rendered for i in order], [adapters[i] for i in order], self.base.device)
+        owners = [optimizer.weights for optimizer in optimizers]
+        order = packing_order([len(datum.rendered) for datum in work], owners)
+        row = pack([work[i].rendered for i in order], [owners[i] for i in order], self.base.device)
         with torch.set_grad_enabled(backward):
-            parts = self._logprobs(row, [work[i] for i in order], [adapters[i] for i in order])
+            parts = self._logprobs(row, [work[i] for i in order], [owners[i] for i in order])
             losses = torch.stack([work[i].loss.compute(part, self._inputs(work[i])) for i, part in zip(order, parts, strict=True)])
         if backward:
             self._accumulate(losses.sum(), list(dict.fromkeys(optimizers)))
@@ -203,21 +235,21 @@ class LocalBackend:
             results[i] = DatumResult(logprobs, loss)
         return [results[i] for i in range(len(work))]
 
-    def _logprobs(self, row: PackedRow, work: Sequence[DatumWork], adapters: Sequence[Adapter]) -> list[Tensor]:
+    def _logprobs(self, row: PackedRow, work: Sequence[DatumWork], owners: Sequence[Weights]) -> list[Tensor]:
         """Of each datum of the row, in the shape of its targets.
 
-        Neighbours of one adapter and one K are scored together. None is filled up to the K of another, which may be in the millions.
+        Neighbours of one owner and one K are scored together. None is filled up to the K of another, which may be in the millions.
         """
         hidden = self.base.hidden_states(row, PackedPlan(row.lengths, self.base.device, self.base.dtype))
         parts: list[Tensor] = []
         start = 0
-        for _, group in groupby(zip(work, adapters, strict=True), key=lambda pair: (id(pair[1]), _width(pair[0]))):
-            datums, owners = zip(*group, strict=True)
+        for _, group in groupby(zip(work, owners, strict=True), key=lambda pair: (id(pair[1]), _width(pair[0]))):
+            datums, (owner, *_) = zip(*group, strict=True)
             columns = np.concatenate([datum.target_tokens.reshape(len(datum.rendered), -1) for datum in datums])
             targets = torch.from_numpy(columns).to(self.base.device)
-            segments = [Segment(0, len(targets), owners[0])]
+            segments = segments_of([len(targets)], [owner])
             rows = hidden[start : start + len(targets)]
-            scored = target_logprobs(rows, self.base.lm_head, targets, segments, self.config.logits_chunk)
+            scored = target_logprobs(rows, self.base.head(owner), targets, segments, self.config.logits_chunk)
             cut = scored.split([len(datum.rendered) for datum in datums])
             parts += [part.view(datum.target_tokens.shape) for datum, part in zip(datums, cut, strict=True)]
             start += len(targets)
@@ -227,11 +259,11 @@ class LocalBackend:
         return {name: torch.from_numpy(array).to(self.base.device) for name, array in datum.loss_inputs.items()}
 
     def _accumulate(self, loss: Tensor, optimizers: list[ModelOptimizer]) -> None:
-        leaves = [leaf for optimizer in optimizers for leaf in optimizer.adapter.leaves()]
+        leaves = [leaf for optimizer in optimizers for leaf in optimizer.weights.leaves()]
         gradients: tuple[Any, ...] = torch.autograd.grad(loss, leaves, allow_unused=True)
         start = 0
         for optimizer in optimizers:
-            count = len(optimizer.adapter.leaves())
+            count = len(optimizer.weights.leaves())
             optimizer.accumulate(list(gradients[start : start + count]))
             start += count
 

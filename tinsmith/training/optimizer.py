@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tinsmith.errors import UserError
-from tinsmith.models.lora import Adapter
+from tinsmith.models.full import Weights, training_bytes
 
 
 @dataclass(frozen=True)
@@ -25,36 +25,42 @@ class AdamSettings:
 
 
 class ModelOptimizer:
-    """Gradient accumulators and AdamW moments of one adapter, all float32."""
+    """What one model trains, with gradient accumulators and AdamW's moments, all float32."""
 
-    def __init__(self, adapter: Adapter, moments: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(self, weights: Weights, moments: Mapping[str, Tensor] | None = None) -> None:
         """Start anew, or from what the optimizer of a saved model remembered (`moments`)."""
-        self.adapter = adapter
+        self.weights = weights
         self.gradients: list[Tensor] | None = None
-        self.adamw = torch.optim.AdamW(adapter.tensors(), lr=0.0, fused=True)
-        tensors = adapter.named_tensors()
+        self.adamw = torch.optim.AdamW(weights.tensors(), lr=0.0, fused=True)
+        tensors = weights.named_tensors()
         for key, value in (moments or {}).items():
             name, _, entry = key.rpartition(".")
             self.adamw.state[tensors[name]][entry] = value
 
     def moments(self) -> dict[str, Tensor]:
-        """What AdamW remembers, as MODULE.a.exp_avg, MODULE.a.exp_avg_sq, MODULE.a.step and so on; empty before the first step.
+        """What AdamW remembers, as TENSOR.exp_avg, TENSOR.exp_avg_sq and TENSOR.step; empty before the first step.
 
         These are the optimizer's own tensors: the next step changes them.
         """
-        tensors = self.adapter.named_tensors()
+        tensors = self.weights.named_tensors()
         return {f"{name}.{entry}": value for name, tensor in tensors.items() for entry, value in self.adamw.state[tensor].items()}
 
+    @property
+    def unclaimed(self) -> int:
+        """Bytes that the model will take when it is trained, beyond what it holds now."""
+        held = (*(self.gradients or []), *self.moments().values())
+        return training_bytes(self.weights.parameter_count, self.weights.dtype) - self.weights.nbytes - sum(t.nbytes for t in held)
+
     def accumulate(self, gradients: list[Tensor | None]) -> None:
-        """Add the gradients of one successful pass, in the order of `Adapter.tensors`; None where the pass did not reach a tensor.
+        """Add the gradients of one successful pass, in the order of `Weights.tensors`; None where the pass did not reach a tensor.
 
         They belong to the optimizer from then on, and may be changed in place.
         """
         if self.gradients is None:
-            pairs = zip(self.adapter.tensors(), gradients, strict=True)
+            pairs = zip(self.weights.tensors(), gradients, strict=True)
             self.gradients = [torch.zeros_like(tensor) if gradient is None else gradient.float() for tensor, gradient in pairs]
             return
-        reached = [(total, gradient.float()) for total, gradient in zip(self.gradients, gradients, strict=True) if gradient is not None]
+        reached = [(total, gradient) for total, gradient in zip(self.gradients, gradients, strict=True) if gradient is not None]
         torch._foreach_add_([total for total, _ in reached], [gradient for _, gradient in reached])
 
     def clear(self) -> None:
@@ -76,18 +82,18 @@ class ModelOptimizer:
                 "look for infinite weights, -inf log-probabilities or a learning rate that is too high"
             )
         if settings.grad_clip_norm > 0:
-            for tensor, gradient in zip(self.adapter.tensors(), gradients, strict=True):
+            for tensor, gradient in zip(self.weights.tensors(), gradients, strict=True):
                 tensor.grad = gradient
-            clip_grads_with_norm_(self.adapter.tensors(), settings.grad_clip_norm, norm)
+            clip_grads_with_norm_(self.weights.tensors(), settings.grad_clip_norm, norm)
         self._update(gradients, settings)
         return {"grad_norm": norm.item(), "learning_rate": settings.lr}
 
     def _update(self, gradients: list[Tensor], settings: AdamSettings) -> None:
-        tensors = self.adapter.tensors()
+        tensors = self.weights.tensors()
         for tensor, gradient in zip(tensors, gradients, strict=True):
             tensor.grad = gradient
         self.adamw.param_groups[0].update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
         self.adamw.step()
         for tensor in tensors:
             tensor.grad = None
-        self.adapter.refresh()
+        self.weights.refresh()

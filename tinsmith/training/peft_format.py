@@ -1,4 +1,4 @@
-"""Adapters as PEFT keeps them, and merged into their base model.
+"""Adapters as PEFT keeps them, and adapters and full weights merged into their base model.
 
 A PEFT adapter holds lora_A and lora_B of each module under the name that transformers gives it, nothing of the base. Ours are named
 from the language model on, so both sides meet in an `Outline` of the base, which is made without reading a weight.
@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, A
 from tinsmith.errors import UserError
 from tinsmith.models.base import LM_HEAD
 from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, family_of
+from tinsmith.models.full import HEAD_WEIGHT, FullWeights, Weights
 from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, LoraShape, new_adapter
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -42,6 +43,10 @@ class Outline:
     """Name of the output projection."""
     sizes: dict[str, tuple[int, int]]
     """(in_features, out_features) by our names."""
+
+    def parameter_name(self, name: str) -> str:
+        """The name that transformers gives a parameter of `FullWeights`."""
+        return f"{self.head}.weight" if name == HEAD_WEIGHT else f"{self.language_model}.{name}"
 
     def full_name(self, name: str) -> str:
         """The name that transformers gives a module."""
@@ -91,13 +96,35 @@ def write_peft(adapter: Adapter, base: Outline, base_source: str, directory: Pat
 
 
 @torch.no_grad()
-def write_merged(adapter: Adapter, base: Outline, base_source: str, directory: Path) -> None:
-    """Write a transformers model with the adapter added to its weights, in the dtype of the base, with tokenizer and image processor.
+def write_merged(weights: Weights, base: Outline, base_source: str, directory: Path) -> None:
+    """Write a transformers model with what was trained, in the dtype of the base, with tokenizer and image processor.
 
-    A model whose output projection shares the embedding's weights gets one of its own if the adapter changes it.
+    Raises UserError for full weights of other sizes than those of the base.
     """
     auto: Any = AutoModelForImageTextToText if base.takes_images else AutoModelForCausalLM
     network: Any = auto.from_pretrained(base_source, dtype="auto")
+    if isinstance(weights, FullWeights):
+        _replace(network, weights, base)
+    else:
+        _add(network, weights, base)
+    network.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(base_source).save_pretrained(directory)
+    if base.takes_images:
+        AutoImageProcessor.from_pretrained(base_source).save_pretrained(directory)
+
+
+def _replace(network: Any, weights: FullWeights, base: Outline) -> None:
+    """Put full weights into the place of the base's."""
+    parameters = dict(network.named_parameters())
+    for name, master in weights.masters.items():
+        parameter = parameters.get(base.parameter_name(name))
+        if parameter is None or parameter.shape != master.shape:
+            raise UserError(f"the checkpoint holds {name} of shape {tuple(master.shape)}, which this base model does not have")
+        parameter.copy_(master)
+
+
+def _add(network: Any, adapter: Adapter, base: Outline) -> None:
+    """Add an adapter to the weights that it changes. An output projection among them becomes the model's own, if it was the embedding."""
     head = network.get_submodule(base.head)
     if LM_HEAD in adapter.masters and head.weight is network.get_input_embeddings().weight:
         head.weight = nn.Parameter(head.weight.clone())
@@ -105,10 +132,6 @@ def write_merged(adapter: Adapter, base: Outline, base_source: str, directory: P
     for name, pair in adapter.masters.items():
         weight = network.get_submodule(base.full_name(name)).weight
         weight.copy_(weight.float() + adapter.scale * (pair.b @ pair.a))
-    network.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(base_source).save_pretrained(directory)
-    if base.takes_images:
-        AutoImageProcessor.from_pretrained(base_source).save_pretrained(directory)
 
 
 def read_peft(directory: Path, base: Outline) -> Adapter:

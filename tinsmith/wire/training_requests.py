@@ -2,16 +2,16 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tinsmith.errors import NotBuiltError
 from tinsmith.wire.json_body import CountFromZero, FiniteFloat, SeqId, StrictModel, TolerantModel
 
 
 class LoraConfig(StrictModel):
-    """Size, seed and places of a LoRA adapter."""
+    """Size, seed and places of a LoRA adapter. A rank of 0 asks for full-parameter training, in which nothing depends on the seed."""
 
-    rank: Annotated[int, Field(ge=1)]
+    rank: Annotated[int, Field(ge=0)]
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -38,26 +38,20 @@ class OptimizerConfig(StrictModel):
 
 
 class CreateModelRequest(StrictModel):
-    """POST create_model. Without a LoRA configuration the request asks for full-parameter training."""
+    """POST create_model. Without a LoRA configuration the request asks for full-parameter training, as with a rank of 0."""
 
     session_id: str
     model_seq_id: CountFromZero
     base_model: str
     user_metadata: dict[str, Any] | None = None
-    lora_config: LoraConfig
+    lora_config: LoraConfig = LoraConfig(rank=0)
     optimizer_config: OptimizerConfig = OptimizerConfig()
     type: Literal["create_model"] = "create_model"
 
-    @model_validator(mode="before")
+    @field_validator("lora_config", mode="before")
     @classmethod
-    def _check_built(cls, values: Any) -> Any:
-        if isinstance(values, dict) and _asks_for_full_parameters(values.get("lora_config")):
-            raise NotBuiltError("full-parameter training (no lora_config, or rank 0) is not built yet; send lora_config with a rank")
-        return values
-
-
-def _asks_for_full_parameters(lora_config: Any) -> bool:
-    return lora_config is None or (isinstance(lora_config, dict) and lora_config.get("rank") == 0)
+    def _null_is_absent(cls, value: Any) -> Any:
+        return LoraConfig(rank=0) if value is None else value
 
 
 class GetInfoRequest(StrictModel):

@@ -43,7 +43,7 @@ async def _submit(hub: Hub, command: NewCommand) -> Response:
 
 @router.post("/create_model")
 async def create_model(request: Request) -> Response:
-    """A new LoRA model. Nothing can wait for it yet, so what is wrong is answered at once."""
+    """A new model. Nothing can wait for it yet, so what is wrong is answered at once."""
     hub = hub_of(request)
     body = await _body(request, hub)
     asked = parse_json(CreateModelRequest, body)
@@ -74,8 +74,8 @@ async def get_info(request: Request) -> Response:
             "type": "get_info",
             "model_id": model.model_id,
             "model_data": {"arch": facts.architecture, "model_name": facts.name, "tokenizer_id": facts.tokenizer_id},
-            "is_lora": True,
-            "lora_rank": model.lora_config["rank"],
+            "is_lora": model.lora_config["rank"] > 0,
+            "lora_rank": model.lora_config["rank"] or None,
             "model_name": facts.name,
             "optimizer_config": model.optimizer_config,
         }
