@@ -27,8 +27,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(PYTHON) examples/digits.py
 
+# Two processes, each with a file at a time, in order: the slow files, acceptance, come first.
 test: $(STAMP)
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check

@@ -1,29 +1,50 @@
-"""`tinsmith serve` as a process of its own, on a port of its own choice."""
+"""The program as a person runs it: `tinsmith serve` as a process on a port of its own choice, and the commands that come to an end."""
 
+import io
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import IO, TypeVar
 
 import httpx
+import pytest
+
+from tinsmith.cli import main
 
 T = TypeVar("T")
 
 START_S = 90.0
 """How long a server may take to load its models on a busy machine."""
 
+PROGRAM = [sys.executable, "-c", "from tinsmith.cli import main; main()"]
+"""The program, as the installed script starts it."""
+
+
+def tinsmith(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The program in a process of its own. A command that needs torch then takes seconds to import it: see `tinsmith_here`."""
+    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, check=False, timeout=100)
+
+
+def tinsmith_here(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The program in this process: the same `main`, the same lines, the same exit code."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["tinsmith", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return subprocess.CompletedProcess(["tinsmith", *arguments], int(ended.value.code or 0), out.getvalue(), err.getvalue())
+
 
 class Server:
     """A server process and its log."""
 
     def __init__(self, log: IO[str], data_dir: Path, options: list[str]) -> None:
-        command = [sys.executable, "-c", "from tinsmith.cli import main; main()", "serve", "--port", "0", "--data-dir", str(data_dir)]
         self.log = Path(log.name)
-        self.process = subprocess.Popen([*command, *options], stdout=log, stderr=log)
+        self.process = subprocess.Popen([*PROGRAM, "serve", "--port", "0", "--data-dir", str(data_dir), *options], stdout=log, stderr=log)
 
     @property
     def url(self) -> str:

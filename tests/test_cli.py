@@ -1,22 +1,17 @@
-"""The command line, typed as a person types it: each test runs the real program."""
+"""The command line, as a person types it."""
 
 import re
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.running import tinsmith, tinsmith_here
 from tinsmith import __version__
 from tinsmith.cli import app, option_name
 from tinsmith.config import knobs
-
-
-def tinsmith(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", "tinsmith.cli", *arguments], check=False, capture_output=True, text=True, timeout=60)
 
 
 def test_version() -> None:
@@ -75,7 +70,7 @@ def test_tiny_model_writes_a_model_and_says_how_to_serve_it(tmp_path: Path) -> N
 
 
 def test_tiny_model_refuses_a_vocabulary_without_room_for_every_byte(tmp_path: Path) -> None:
-    ran = tinsmith("tiny-model", "qwen3", str(tmp_path / "model"), "--vocab", "100")
+    ran = tinsmith_here("tiny-model", "qwen3", str(tmp_path / "model"), "--vocab", "100")
     assert ran.returncode == 2
     assert ran.stderr == "tinsmith: vocab=100 is too small: 256 bytes and the special tokens need at least 282\n"
 

@@ -1,7 +1,5 @@
 """`tinsmith export` and `tinsmith import` beside a running server."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,10 @@ from tinker import types
 from transformers import AutoModelForCausalLM
 
 from tests.acceptance.talking import RAW_STEP, datum, numbers, scores, text_input, train, with_inputs
-from tests.running import Server
+from tests.running import Server, tinsmith, tinsmith_here
 
 TOKENS = text_input(5, 10).to_ints()
 ITEM = with_inputs(types.ModelInput.from_ints(TOKENS[:-1]), target_tokens=TOKENS[1:], weights=[1.0] * 9)
-
-
-def tinsmith(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from tinsmith.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @torch.no_grad()
@@ -53,11 +46,11 @@ def test_a_checkpoint_leaves_and_comes_back(
     network = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"))
     np.testing.assert_allclose(transformers_logprobs(network), expected, atol=1e-4)
     state = client.save_state("out").result().path
-    done = tinsmith("export", state, str(tmp_path / "merged"), "--merge", *data)
+    done = tinsmith_here("export", state, str(tmp_path / "merged"), "--merge", *data)
     assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(transformers_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected, atol=1e-4)
 
-    done = tinsmith("import", str(tmp_path / "adapter"), "back", "--base-model", f"text={base}", *data)
+    done = tinsmith_here("import", str(tmp_path / "adapter"), "back", "--base-model", f"text={base}", *data)
     assert done.stdout.split() == ["tinker://imported/weights/back", "tinker://imported/sampler_weights/back"], done.stderr
     training, sampling = done.stdout.split()
     again = service.create_training_client_from_state(training).result()
@@ -71,13 +64,14 @@ def test_a_checkpoint_leaves_and_comes_back(
 
 
 def test_what_cannot_be_exchanged_is_said_in_one_line(data: list[str], tmp_path: Path) -> None:
-    for arguments, message in (
-        (["export", "tinker://x/weights/y", str(tmp_path / "out"), *data], "tinker://x/weights/y does not exist"),
-        (["export", "x", str(tmp_path / "out"), *data], "is not tinker://MODEL_ID"),
-        (["export", "tinker://x/weights/y", str(tmp_path / "out"), "--data-dir", str(tmp_path)], "holds no data of a server"),
-        (["import", str(tmp_path), "a/b", "--base-model", "text=x/y", *data], "cannot name a checkpoint"),
+    out = str(tmp_path / "out")
+    for run, arguments, message in (
+        (tinsmith, ["export", "tinker://x/weights/y", out, *data], "tinker://x/weights/y does not exist"),
+        (tinsmith_here, ["export", "x", out, *data], "is not tinker://MODEL_ID"),
+        (tinsmith_here, ["export", "tinker://x/weights/y", out, "--data-dir", str(tmp_path)], "holds no data of a server"),
+        (tinsmith_here, ["import", str(tmp_path), "a/b", "--base-model", "text=x/y", *data], "cannot name a checkpoint"),
     ):
-        done = tinsmith(*arguments)
+        done = run(*arguments)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("tinsmith: ")
         assert message in done.stderr
