@@ -114,6 +114,20 @@ def test_bounds_that_come_for_each_position_are_obeyed(service: tinker.ServiceCl
     assert losses[0] != pytest.approx(losses[2], rel=1e-3)
 
 
+def test_a_ratio_beyond_float32_is_clipped_or_refused_with_the_step(service: tinker.ServiceClient) -> None:
+    client, twin = train(service, "text"), train(service, "text")
+    model_input = text_input(0, 6)
+    item = with_inputs(model_input, target_tokens=[1] * 6, logprobs=[-200.0] * 6, advantages=[1.0] * 6)
+    before = scores(client, [item])
+    assert client.forward_backward([item], "importance_sampling").result().metrics["loss:sum"] == -np.inf
+    with pytest.raises(tinker.RequestFailedError, match="the gradient norm is nan: the step was refused"):
+        step(client)
+    assert_close(scores(client, [item]), before, 0.0)
+    for model in (client, twin):
+        assert model.forward_backward([item], "cispo").result().metrics["loss:sum"] == pytest.approx(-4 * before[0].sum(), rel=1e-5)
+    assert step(client) == pytest.approx(step(twin), rel=1e-6)
+
+
 def test_provenance_spans_change_nothing(service: tinker.ServiceClient) -> None:
     client = train(service, "text")
     data = policy_data(client, "text")
