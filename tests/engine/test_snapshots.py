@@ -1,18 +1,22 @@
 """Frozen weights in memory and on disk."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.bases import random_adapter
+from tests.bases import load, random_adapter
+from tinsmith.config import TrainingConfig
 from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
+from tinsmith.models.lora import LoraShape
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
+from tinsmith.training.backend import LocalBackend
 
 
 def make(base: BaseModel, data_dir: Path, limit_bytes: float = 2**30) -> Snapshots:
@@ -53,6 +57,22 @@ def test_the_least_recently_sampled_go_to_disk_and_come_back(text_base: BaseMode
             assert equal(snapshots.find("tiny", snapshot_id), adapter)
         assert len(snapshots.held) == 2
     assert files(tmp_path) == 3
+
+
+def test_full_weights_go_to_disk_and_come_back_in_the_precision_of_the_base(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    base = load(family_dir("llama"), dtype="bfloat16")
+    snapshots = make(base, tmp_path, limit_bytes=0)
+    backend = LocalBackend(base, TrainingConfig())
+    taken = {}
+    for number, switch in enumerate(("train_attn", "train_mlp")):
+        backend.create_model("m", LoraShape(0, 0, **{switch: False}))
+        taken[f"m/{number}"] = backend.snapshot("m")
+        snapshots.publish("tiny", f"m/{number}", taken[f"m/{number}"])
+    assert files(tmp_path) == 1
+    again = snapshots.find("tiny", "m/0")
+    assert again is not taken["m/0"]
+    assert (again.shape, again.nbytes) == (taken["m/0"].shape, taken["m/0"].nbytes)
+    assert equal(again, taken["m/0"])
 
 
 def test_a_new_engine_starts_without_the_snapshots_of_the_last(text_base: BaseModel, tmp_path: Path) -> None:

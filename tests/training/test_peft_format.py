@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from tests.training.test_against_peft import twin_logprobs
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.lora import Adapter
+from tinsmith.models.full import FullWeights, Weights, new_full_weights
+from tinsmith.models.lora import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer
@@ -34,9 +36,9 @@ def network(base: BaseModel, directory: Path) -> Any:
     return auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def ours(base: BaseModel, adapter: Adapter, rendered: RenderedInput) -> np.ndarray:
+def ours(base: BaseModel, weights: Weights, rendered: RenderedInput) -> np.ndarray:
     backend = LocalBackend(base, TrainingConfig())
-    backend.optimizers["a"] = ModelOptimizer(adapter)
+    backend.optimizers["a"] = ModelOptimizer(weights)
     result = backend.run_pass([datum("a", rendered)], backward=False).results[0]
     assert result is not None
     return result.logprobs
@@ -70,14 +72,35 @@ def test_peft_loads_an_adapter_to_the_same_logprobs(family_base: Bases, family_d
     assert all(torch.equal(one, other) for one, other in zip(again.tensors(), adapter.tensors(), strict=True))
 
 
+def random_full(base: BaseModel) -> FullWeights:
+    """Full weights that all differ from the base's."""
+    shape = LoraShape(0, 0)
+    weights = new_full_weights(shape, base.full_targets(shape), base.dtype)
+    generator = torch.Generator().manual_seed(0)
+    for tensor in weights.tensors():
+        tensor.add_(torch.randn(tensor.shape, generator=generator) * 0.02)
+    weights.refresh()
+    return weights
+
+
+@pytest.mark.parametrize("make", [partial(random_adapter, rank=4, seed=1), random_full], ids=["adapter", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_loads_a_merged_model_to_the_same_logprobs(family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str) -> None:
+def test_transformers_loads_a_merged_model_to_the_same_logprobs(
+    family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str, make: Callable[[BaseModel], Weights]
+) -> None:
     base, source = family_base(family), family_dir(family)
-    adapter, rendered = random_adapter(base, rank=4, seed=1), example(base)
-    write_merged(adapter, outline(str(source)), str(source), tmp_path)
-    np.testing.assert_allclose(theirs(network(base, tmp_path), base, rendered), ours(base, adapter, rendered), atol=1e-4)
+    weights, rendered = make(base), example(base)
+    write_merged(weights, outline(str(source)), str(source), tmp_path)
+    np.testing.assert_allclose(theirs(network(base, tmp_path), base, rendered), ours(base, weights, rendered), atol=1e-4)
     assert (tmp_path / "tokenizer.json").is_file()
     assert (tmp_path / "preprocessor_config.json").is_file() == base.family.takes_images
+
+
+def test_full_weights_of_another_base_are_not_merged(family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:
+    source = str(family_dir("llama"))
+    with pytest.raises(UserError, match=r"holds layers.0.self_attn.q_proj.bias of shape \(64,\), which this base model does not have"):
+        write_merged(random_full(family_base("qwen2")), outline(source), source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_that_peft_saved_is_read_with_its_scale(text_base: BaseModel, family_dir: Dirs, tmp_path: Path) -> None:
