@@ -20,6 +20,7 @@ from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.local import LocalSampler
 from tinsmith.wire.chunks import TextChunk
+from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 
 UNIFORM = [(64, 64)] * 64
@@ -42,7 +43,7 @@ def sample_all(sampler: LocalSampler, asked: Sequence[Prompt]) -> None:
 def _request(prompt: Prompt) -> SampleRequest:
     stop = StopRule(eos=False, strings=(), token_ids=())
     params = SamplingParams(max_tokens=prompt.max_tokens, temperature=1.0, top_p=1.0, top_k=-1, seed=None, stop=stop)
-    return SampleRequest("benchmark", 1, 1, [TextChunk(prompt.tokens)], params, prompt_logprobs=False)
+    return SampleRequest("benchmark", 1, 1, [TextChunk(prompt.tokens)], params, PromptQuestions())
 
 
 def compare(name: str, wanted: float, sampler: LocalSampler, model: Any, sizes: Sequence[tuple[int, int]]) -> None:

@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 import tinker
+import torch
 from tinker import types
 from transformers import AutoTokenizer
 
@@ -60,6 +61,89 @@ def test_prompt_logprobs_with_an_image(service: tinker.ServiceClient) -> None:
     expected = scores(client, [item])[0]
     np.testing.assert_allclose(numbers(got[1:4]), expected[:3], atol=1e-4)
     np.testing.assert_allclose(numbers(got[10:]), expected[9:-1], atol=1e-4)
+
+
+def test_everything_that_can_be_asked_about_a_prompt(service: tinker.ServiceClient) -> None:
+    client = train(service, "text")
+    learn(client, [datum(text_input(0, 9))])
+    sampler = sampling_client(client)
+    prompt = text_input(1, 30)
+    own = numbers(sampler.compute_logprobs(prompt).result()[1:])
+    tokens = prompt.to_ints()
+    ids = torch.full((29, 40), -1)
+    ids[torch.arange(5, 29), torch.arange(5, 29)] = torch.tensor(tokens[6:])
+    response = sampler.sample(
+        prompt=prompt,
+        num_samples=2,
+        sampling_params=types.SamplingParams(max_tokens=6, stop=[], seed=2**64 - 1),
+        include_prompt_logprobs=True,
+        prompt_logprobs_last_n=10,
+        topk_prompt_logprobs=3,
+        topk_sample_logprobs=2,
+        target_prompt_logprobs=types.TensorData.from_torch_sparse(ids, pad_value=-1),
+        prompt_alt_tokens_k=5,
+    ).result()
+    assert response.prompt_logprobs is not None
+    assert response.prompt_logprobs[:20] == [None] * 20
+    np.testing.assert_allclose(numbers(response.prompt_logprobs[20:]), own[19:], atol=1e-4)
+    assert response.topk_prompt_logprobs is not None
+    assert response.topk_prompt_logprobs[:20] == [None] * 20
+    for (position, top), token in zip(enumerate(response.topk_prompt_logprobs[20:], 20), tokens[20:], strict=True):
+        assert top is not None
+        assert len(top) == 3
+        assert top[0][1] >= own[position - 1] - 1e-4
+        assert all(abs(logprob - own[position - 1]) < 1e-4 for likely, logprob in top if likely == token)
+    targets = response.target_prompt_logprobs
+    assert targets is not None
+    assert targets.sparse_crow_indices is not None
+    scored = targets.to_torch().to_dense()[torch.arange(5, 29), torch.arange(5, 29)]
+    np.testing.assert_allclose(scored, own[5:], atol=1e-4)
+    alternatives = response.prompt_alt_tokens
+    assert alternatives is not None
+    drawn, logprobs = alternatives.tokens.to_torch(), alternatives.logprobs.to_torch()
+    assert drawn.shape == logprobs.shape == (29, 5)
+    same = drawn == torch.tensor(tokens[1:]).unsqueeze(1)
+    np.testing.assert_allclose(logprobs[same], np.repeat(own, same.sum(1)), atol=1e-4)
+    for sequence in response.sequences:
+        assert sequence.topk_logprobs is not None
+        assert [len(top or []) for top in sequence.topk_logprobs] == [2] * 6
+
+
+def test_the_next_turn_of_a_conversation_is_computed_from_the_cache(service: tinker.ServiceClient) -> None:
+    client = train(service, "vision")
+    sampler = sampling_client(client)
+    prompt = image_input(client, 5)
+    hits = []
+    for turn in range(3):
+        params = types.SamplingParams(max_tokens=20, stop=[], seed=turn)
+        response = sampler.sample(prompt=prompt, num_samples=1, sampling_params=params).result()
+        answer = list(response.sequences[0].tokens)
+        np.testing.assert_allclose(numbers(response.sequences[0].logprobs), forward_logprobs(client, prompt, answer), atol=1e-4)
+        hits.append((prompt.length, response.prompt_cache_hit_tokens))
+        prompt = types.ModelInput(chunks=[*prompt.chunks, types.EncodedTextChunk(tokens=answer), *text_input(turn, 7).chunks])
+    (first, nothing), *later = hits
+    assert nothing == 0
+    for (length, hit), (before, _) in zip(later, hits, strict=False):
+        assert hit == (before + 19) // 16 * 16 < length
+    assert first < later[0][1]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"include_prompt_logprobs": True, "prompt_logprobs_last_n": 5}, "prompt_logprobs_last_n is 5; .* between 1 and 4"),
+        ({"topk_prompt_logprobs": 2000}, "topk_prompt_logprobs: .* got 2000"),
+        ({"topk_sample_logprobs": 2000}, "topk_sample_logprobs: .* got 2000"),
+        (
+            {"target_prompt_logprobs": types.TensorData(data=[1, 2], dtype="int64", shape=[2, 1])},
+            "has 2 rows; a prompt of 5 tokens needs 4",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_at_once(service: tinker.ServiceClient, more: dict[str, Any], message: str) -> None:
+    sampler = service.create_sampling_client(base_model="text").result()
+    with pytest.raises(tinker.BadRequestError, match=message):
+        sampler.sample(text_input(1, 5), 1, types.SamplingParams(max_tokens=2), **more).result()
 
 
 def test_a_snapshot_stays_frozen_while_training_goes_on(service: tinker.ServiceClient) -> None:

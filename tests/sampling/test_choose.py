@@ -19,7 +19,23 @@ def same_for_all(count: int, temperature: float = 1.0, top_k: int = -1, top_p: f
         seed=np.full(count, seed, np.uint64),
         sample=np.zeros(count, np.uint64),
         position=np.arange(count, dtype=np.uint64),
+        topk=np.zeros(count, np.int64),
     )
+
+
+def chosen(logits: torch.Tensor, how: Choice) -> tuple[list[int], list[float]]:
+    """Tokens and their log-probabilities."""
+    found = choose(logits, how)
+    return [c.token for c in found], [c.logprob for c in found]
+
+
+def test_each_row_reports_as_many_of_the_likeliest_as_it_asks_for() -> None:
+    how = replace(same_for_all(3, temperature=0.5), topk=np.array([2, 0, 3]))
+    expected = (LOGITS / 0.5).log_softmax(-1).sort(descending=True)
+    tops = [c.top for c in choose(LOGITS.expand(3, -1), how)]
+    for (ids, logprobs), k in zip(tops, [2, 0, 3], strict=True):
+        assert ids == expected.indices[:k].tolist()
+        np.testing.assert_allclose(logprobs, expected.values[:k], atol=1e-6)
 
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -30.0])
@@ -28,7 +44,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -30.0])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_tempered_distribution(temperature: float) -> None:
     draws = 40_000
-    tokens, logprobs = choose(LOGITS.expand(draws, -1), same_for_all(draws, temperature))
+    tokens, logprobs = chosen(LOGITS.expand(draws, -1), same_for_all(draws, temperature))
     expected = (LOGITS / temperature).softmax(-1)
     counts = np.bincount(tokens, minlength=6) / draws
     np.testing.assert_allclose(counts, expected.numpy(), atol=0.01)
@@ -36,13 +52,13 @@ def test_frequencies_follow_the_tempered_distribution(temperature: float) -> Non
 
 
 def test_temperature_zero_takes_the_likeliest_with_its_logprob_at_one() -> None:
-    tokens, logprobs = choose(LOGITS.expand(3, -1), same_for_all(3, temperature=0.0))
+    tokens, logprobs = chosen(LOGITS.expand(3, -1), same_for_all(3, temperature=0.0))
     assert tokens == [0, 0, 0]
     np.testing.assert_allclose(logprobs, LOGITS.log_softmax(-1)[0].item(), atol=1e-6)
 
 
 def test_the_smallest_temperature_takes_the_likeliest() -> None:
-    tokens, logprobs = choose(LOGITS.expand(3, -1), same_for_all(3, temperature=1e-40))
+    tokens, logprobs = chosen(LOGITS.expand(3, -1), same_for_all(3, temperature=1e-40))
     assert (tokens, logprobs) == ([0, 0, 0], [0.0, 0.0, 0.0])
 
 
@@ -63,7 +79,7 @@ def test_truncation_keeps_exactly_these(top_k: int, top_p: float, kept: set[int]
     logprobs = LOGITS.log_softmax(-1).unsqueeze(0)
     rest = truncate(logprobs, np.array([top_k]), np.array([top_p], np.float32))[0]
     assert set(rest.isfinite().nonzero().squeeze(1).tolist()) == kept
-    tokens, reported = choose(LOGITS.expand(500, -1), same_for_all(500, top_k=top_k, top_p=top_p))
+    tokens, reported = chosen(LOGITS.expand(500, -1), same_for_all(500, top_k=top_k, top_p=top_p))
     assert set(tokens) <= kept
     np.testing.assert_allclose(reported, logprobs[0][tokens].numpy(), atol=1e-6)  # over the whole vocabulary, before truncation
 
@@ -76,9 +92,9 @@ def test_top_p_is_taken_among_what_top_k_left() -> None:
 
 def test_one_row_does_not_care_about_its_neighbours() -> None:
     how = same_for_all(8)
-    alone, _ = choose(LOGITS.unsqueeze(0), Choice(*(getattr(how, f)[3:4] for f in how.__dataclass_fields__)))
+    alone, _ = chosen(LOGITS.unsqueeze(0), Choice(*(getattr(how, f)[3:4] for f in how.__dataclass_fields__)))
     mixed = replace(how, top_k=np.array([1, 2, 3, -1, 1, 1, 1, 1]), temperature=np.array([0, 2, 1, 1, 0, 0, 0, 0], np.float32))
-    together, _ = choose(LOGITS.expand(8, -1), mixed)
+    together, _ = chosen(LOGITS.expand(8, -1), mixed)
     assert together[3] == alone[0]
 
 

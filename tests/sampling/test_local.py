@@ -22,6 +22,7 @@ from tinsmith.sampling.sequence import SampleResult
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.wire.chunks import Chunk
+from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 
 NO_STOP = StopRule(eos=False, strings=(), token_ids=())
@@ -29,7 +30,7 @@ PARAMS = SamplingParams(max_tokens=12, temperature=1.0, top_p=1.0, top_k=-1, see
 
 
 def ask(params: SamplingParams = PARAMS, num_samples: int = 1, prompt_logprobs: bool = False) -> SampleRequest:
-    return SampleRequest("s:sample:0", 0, num_samples, [], params, prompt_logprobs)
+    return SampleRequest("s:sample:0", 0, num_samples, [], params, PromptQuestions(logprobs=prompt_logprobs))
 
 
 def sampler_of(base: BaseModel, blocks: int = 400, **knobs: Any) -> LocalSampler:
@@ -97,13 +98,13 @@ def test_logprobs_equal_the_trainers_for_many_weights_in_one_batch(
         assert len(sequence.tokens) == 20
         prompt, answer = forward_logprobs(base, adapter, rendered, sequence.tokens)
         np.testing.assert_allclose(sequence.logprobs, answer, atol=1e-4)
-        assert result.prompt_logprobs is not None
-        assert np.isnan(result.prompt_logprobs[0])
+        assert result.answers.logprobs is not None
+        assert np.isnan(result.answers.logprobs[0])
         pictures = np.zeros(len(rendered), dtype=bool)
         for span in rendered.spans:
             pictures[span.offset : span.offset + span.length] = True
-        assert (result.prompt_logprobs[pictures] == 0.0).all()
-        np.testing.assert_allclose(result.prompt_logprobs[1:][~pictures[1:]], prompt[~pictures[1:]], atol=1e-4)
+        assert (result.answers.logprobs[pictures] == 0.0).all()
+        np.testing.assert_allclose(result.answers.logprobs[1:][~pictures[1:]], prompt[~pictures[1:]], atol=1e-4)
 
 
 def test_long_and_short_sequences_in_one_step_equal_the_trainers(text_base: BaseModel) -> None:
@@ -159,7 +160,7 @@ def test_a_small_cache_preempts_and_changes_nothing(text_base: BaseModel, blocks
         assert [s.tokens for s in got[name].sequences] == [s.tokens for s in result.sequences]
         for mine, other in zip(got[name].sequences, result.sequences, strict=True):
             np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=1e-4)
-        scored, again = result.prompt_logprobs, got[name].prompt_logprobs
+        scored, again = result.answers.logprobs, got[name].answers.logprobs
         assert scored is not None
         assert again is not None
         np.testing.assert_allclose(again, scored, atol=1e-4)
@@ -244,7 +245,7 @@ def test_a_broken_model_does_not_reach_another_through_the_cache(text_base: Base
 def test_a_prompt_of_one_token_has_one_missing_logprob(text_base: BaseModel) -> None:
     sampler = sampler_of(text_base)
     sampler.add("x", ask(prompt_logprobs=True), renderer(text_base).render([text(3)]), None)
-    logprobs = run(sampler)["x"].prompt_logprobs
+    logprobs = run(sampler)["x"].answers.logprobs
     assert logprobs is not None
     assert logprobs.shape == (1,)
     assert np.isnan(logprobs[0])
@@ -312,8 +313,8 @@ def test_prompt_logprobs_are_computed_whatever_is_cached(text_base: BaseModel) -
         scored = run(sampler)[name]
         prompt, _ = forward_logprobs(text_base, None, rendered, scored.sequences[0].tokens)
         assert scored.cached_tokens == 0
-        assert scored.prompt_logprobs is not None
-        np.testing.assert_allclose(scored.prompt_logprobs[1:], prompt, atol=1e-4)
+        assert scored.answers.logprobs is not None
+        np.testing.assert_allclose(scored.answers.logprobs[1:], prompt, atol=1e-4)
 
 
 def test_nothing_is_shared_between_weights(text_base: BaseModel) -> None:

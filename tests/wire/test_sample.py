@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+import torch
 from tinker import types
+from tinker.lib.public_interfaces.sampling_client import _tensor_data_to_model
 from tinker.proto.response_conv import deserialize_sample_response
 from tinker.types.sample_request import SampleRequest as SdkRequest
 
 from tinsmith.errors import NotBuiltError, UserError
 from tinsmith.wire.chunks import ImageChunk, TextChunk
+from tinsmith.wire.prompt_scores import Alternatives, PromptAnswers, PromptQuestions, TargetIds, TargetLogprobs, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, StopRule, encode_sample_response, parse_sample_request
 
 
@@ -38,7 +41,7 @@ def body(**changes: Any) -> bytes:
 def test_a_body_of_the_sdk_is_read() -> None:
     params = types.SamplingParams(max_tokens=5, seed=2**64 - 1, temperature=0.5, top_p=0.9, top_k=7)
     request = parse_sample_request(sdk_body(params, num_samples=2, prompt_logprobs=True))
-    assert (request.sampling_session_id, request.seq_id, request.num_samples, request.prompt_logprobs) == ("s:sample:0", 3, 2, True)
+    assert (request.sampling_session_id, request.seq_id, request.num_samples, request.questions.logprobs) == ("s:sample:0", 3, 2, True)
     ours = request.params
     assert (ours.max_tokens, ours.seed, ours.temperature, ours.top_p, ours.top_k) == (5, 2**64 - 1, 0.5, 0.9, 7)
     text, image = request.prompt
@@ -49,9 +52,14 @@ def test_a_body_of_the_sdk_is_read() -> None:
 
 def test_defaults_of_the_sdk() -> None:
     request = parse_sample_request(sdk_body(types.SamplingParams()))
-    assert (request.num_samples, request.prompt_logprobs) == (1, False)
+    assert (request.num_samples, request.questions.logprobs) == (1, False)
     params = request.params
     assert (params.max_tokens, params.seed, params.temperature, params.top_p, params.top_k) == (None, None, 1.0, 1.0, -1)
+
+
+def csr(data: list[int], crow: list[int], col: list[int] | None) -> dict[str, Any]:
+    """A matrix [2, 3] in JSON."""
+    return {"data": data, "dtype": "int64", "shape": [2, 3], "sparse_crow_indices": crow, "sparse_col_indices": col}
 
 
 @pytest.mark.parametrize(
@@ -106,28 +114,49 @@ def test_wrong_fields_are_named_with_their_value(changes: dict[str, Any], messag
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
-        {"topk_prompt_logprobs": 5},
-        {"topk_sample_logprobs": 5},
-        {"target_prompt_logprobs": {"data": [1], "dtype": "int64"}},
-        {"prompt_alt_tokens_k": 1},
-        {"prompt_logprobs_last_n": 1},
-        {"record_stability_info": True},
-        {"base_model": "tiny"},
-        {"model_path": "tinker://x"},
-        {"prompt": {"chunks": [{"type": "image_asset_pointer", "location": "x", "format": "png"}]}},
-        {"prompt": {"chunks": [{"type": "dmel", "dmel": ""}]}},
+        ({"record_stability_info": True}, "stable_reinforce.*use ppo"),
+        ({"base_model": "tiny"}, "fixed by the sampling session"),
+        ({"model_path": "tinker://x"}, "fixed by the sampling session"),
+        ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs: .* got -1"),
+        ({"topk_sample_logprobs": 5000}, "topk_sample_logprobs: .* got 5000"),
+        ({"prompt_alt_tokens_k": -1}, "prompt_alt_tokens_k: .* got -1"),
+        ({"prompt_logprobs_last_n": 1}, "set prompt_logprobs"),
+        ({"prompt_logprobs_last_n": 0, "prompt_logprobs": True}, "prompt_logprobs_last_n: .* got 0"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, r"shape must be \[prompt length - 1, K\], got None"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "float32", "shape": [1, 1]}}, "target_prompt_logprobs.dtype"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 1]}}, "has 1 ids"),
+        ({"target_prompt_logprobs": {"data": [2**63], "dtype": "int64", "shape": [1, 1]}}, "data holds a number of more than 64 bits"),
+        ({"target_prompt_logprobs": csr([5], [0, 1, 1], [3])}, r"target_prompt_logprobs: col_indices must lie in \[0, 3\)"),
+        ({"target_prompt_logprobs": csr([5], [0, 2, 1], [1])}, "target_prompt_logprobs: crow_indices must rise"),
+        ({"target_prompt_logprobs": csr([5], [0, 1, 1], None)}, "all indices of a CSR matrix"),
     ],
 )
-def test_what_is_not_built_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(NotBuiltError, match="not built"):
+def test_questions_about_the_prompt_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
         parse_sample_request(body(**changes))
 
 
-def test_defaults_of_what_is_not_built_are_accepted() -> None:
-    unused = {"topk_prompt_logprobs": 0, "topk_sample_logprobs": 0, "prompt_alt_tokens_k": 0, "record_stability_info": False}
-    assert parse_sample_request(body(**unused)).seq_id == 0
+@pytest.mark.parametrize(
+    ("questions", "message"),
+    [
+        (PromptQuestions(logprobs=True, last_n=4), "prompt_logprobs_last_n is 4; for this prompt it must be between 1 and 3"),
+        (PromptQuestions(topk=101), "topk_prompt_logprobs is 101; the vocabulary has 100"),
+        (PromptQuestions(targets=TargetIds((2, 1), np.array([0, 1]), np.array([5, 6]))), "has 2 rows; a prompt of 4 tokens needs 3"),
+        (PromptQuestions(targets=TargetIds((3, 1), np.arange(3), np.array([5, 100, 6]))), "holds 100 in row 1; send ids below 100"),
+        (PromptQuestions(targets=TargetIds((3, 1), np.arange(3), np.array([5, -2, 6]))), "holds -2 in row 1"),
+    ],
+)
+def test_questions_are_checked_against_the_prompt(questions: PromptQuestions, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        questions.check(4, 100)
+
+
+def test_what_is_not_built_is_refused() -> None:
+    for chunk in ({"type": "image_asset_pointer", "location": "x", "format": "png"}, {"type": "dmel", "dmel": ""}):
+        with pytest.raises(NotBuiltError, match="not built"):
+            parse_sample_request(body(prompt={"chunks": [chunk]}))
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b'{"sampling_params": {"temperature": NaN}}'])
@@ -145,13 +174,41 @@ def test_a_long_prompt_is_read_in_milliseconds() -> None:
 
 
 def test_the_sdk_reads_our_response() -> None:
-    sequences = [SampledSequence([5, 6], [-0.5, -1.0], "stop"), SampledSequence([7], [-2.0], "length")]
-    prompt_logprobs = np.array([math.nan, -0.25, 0.0], dtype=np.float32)
-    read = deserialize_sample_response(encode_sample_response(sequences, prompt_logprobs, 2))
+    top = TopLogprobs(np.array([[5, 3], [6, 5]], dtype=np.int32), np.array([[-0.5, -2.0], [-1.0, -1.5]], dtype=np.float32))
+    sequences = [SampledSequence([5, 6], [-0.5, -1.0], "stop", top), SampledSequence([7], [-2.0], "length")]
+    logprobs = np.array([math.nan, -0.25, 0.0], dtype=np.float32)
+    prompt_top = TopLogprobs.empty(3, 1)
+    prompt_top.token_ids[1], prompt_top.logprobs[1] = 9, -0.125
+    alternatives = Alternatives(np.array([[4], [8]], dtype=np.int32), np.array([[-3.0], [-4.0]], dtype=np.float32))
+    dense = TargetLogprobs(TargetIds((2, 2), np.array([0, 0, 1, 1]), np.array([1, -1, 2, 3])), np.array([-1, 0, -2, -3], dtype=np.float32))
+    read = deserialize_sample_response(
+        encode_sample_response(sequences, PromptAnswers(logprobs, prompt_top, dense, alternatives), prompt_cache_hit_tokens=2)
+    )
     assert [(s.tokens, s.logprobs, s.stop_reason) for s in read.sequences] == [([5, 6], [-0.5, -1.0], "stop"), ([7], [-2.0], "length")]
+    assert [s.topk_logprobs for s in read.sequences] == [[[(5, -0.5), (3, -2.0)], [(6, -1.0), (5, -1.5)]], None]
     assert read.prompt_logprobs == [None, -0.25, 0.0]
+    assert read.topk_prompt_logprobs == [None, [(9, -0.125)], None]
+    assert read.target_prompt_logprobs is not None
+    assert read.target_prompt_logprobs.to_torch().tolist() == [[-1, 0], [-2, -3]]
+    assert read.prompt_alt_tokens is not None
+    assert read.prompt_alt_tokens.tokens.tolist() == [[4], [8]]
+    assert read.prompt_alt_tokens.logprobs.tolist() == [[-3.0], [-4.0]]
     assert read.prompt_cache_hit_tokens == 2
-    assert deserialize_sample_response(encode_sample_response(sequences, None, 0)).prompt_logprobs is None
+
+
+def test_the_sdk_reads_target_logprobs_in_the_layout_it_sent() -> None:
+    ids = torch.full((3, 5), -1)
+    ids[1, 2], ids[2, 0], ids[2, 3] = 7, 8, 9
+    sent = types.TensorData.from_torch_sparse(ids, pad_value=-1)
+    request = parse_sample_request(sdk_body(types.SamplingParams(), target_prompt_logprobs=_tensor_data_to_model(sent)))
+    asked = request.questions.targets
+    assert asked is not None
+    assert (asked.rows.tolist(), asked.ids.tolist(), asked.first_row) == ([1, 2, 2], [7, 8, 9], 1)
+    answers = PromptAnswers(targets=TargetLogprobs(asked, np.array([-1, -2, -3], dtype=np.float32)))
+    read = deserialize_sample_response(encode_sample_response([], answers, 0))
+    assert read.prompt_logprobs is None
+    assert read.target_prompt_logprobs is not None
+    assert read.target_prompt_logprobs.to_torch().to_dense().tolist() == [[0] * 5, [0, 0, -1, 0, 0], [-2, 0, 0, -3, 0]]
 
 
 def test_base64_is_read_as_the_sdk_writes_it() -> None:

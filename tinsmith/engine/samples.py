@@ -77,7 +77,7 @@ class Samples:
 
     def _finish(self, result: SampleResult) -> None:
         message, started_at = self.started.pop(result.request_id)
-        self.send(SampleDone(result.request_id, encode_sample_response(result.sequences, result.prompt_logprobs, result.cached_tokens)))
+        self.send(SampleDone(result.request_id, encode_sample_response(result.sequences, result.answers, result.cached_tokens)))
         tokens = sum(len(sequence.tokens) for sequence in result.sequences)
         self.sampled_tokens += tokens
         log.info(

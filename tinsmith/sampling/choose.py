@@ -28,36 +28,53 @@ class Choice:
     """Index among the samples of one request."""
     position: NDArray[np.uint64]
     """How many tokens the sequence has generated."""
+    topk: NDArray[np.int64]
+    """How many of the likeliest tokens to report; 0 is none."""
 
     def of(self, rows: slice) -> "Choice":
         """The choices of some of the sequences."""
         return Choice(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
-def choose(logits: Tensor, how: Choice) -> tuple[list[int], list[float]]:
-    """Next token and log-probability for each row of `logits` [n, vocabulary] (float32).
+@dataclass(frozen=True)
+class Chosen:
+    """The next token of one sequence."""
 
-    The log-probability is the token's under the whole distribution at the request's temperature, before top-k and top-p; for temperature
-    0 it is taken at temperature 1.
-    """
-    tokens: list[int] = []
-    logprobs: list[float] = []
+    token: int
+    logprob: float
+    """Under the whole distribution at the request's temperature, before top-k and top-p; for temperature 0 at temperature 1."""
+    top: tuple[list[int], list[float]]
+    """The likeliest tokens and their log-probabilities, likeliest first, as many as were asked for."""
+
+
+def choose(logits: Tensor, how: Choice) -> list[Chosen]:
+    """The next token for each row of `logits` [n, vocabulary] (float32)."""
+    chosen: list[Chosen] = []
     for start in range(0, len(logits), ROWS):
         rows = slice(start, start + ROWS)
-        chosen, scored = _choose_rows(logits[rows], how.of(rows))
-        tokens += chosen
-        logprobs += scored
-    return tokens, logprobs
+        chosen += _choose_rows(logits[rows], how.of(rows))
+    return chosen
 
 
-def _choose_rows(logits: Tensor, how: Choice) -> tuple[list[int], list[float]]:
+def _choose_rows(logits: Tensor, how: Choice) -> list[Chosen]:
     temperature = torch.from_numpy(how.temperature).to(logits.device).unsqueeze(1)
     greedy = temperature == 0
     # The likeliest token is moved to 0 first: no temperature, however small, can divide it to infinity.
     logprobs = ((logits - logits.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
-    drawn = _draw(truncate(logprobs, how.top_k, how.top_p), how)
+    u = uniforms(how.seed, how.sample, how.position)[:, np.newaxis]
+    drawn = draw(truncate(logprobs, how.top_k, how.top_p), u).squeeze(1)
     tokens = torch.where(greedy.squeeze(1), logits.argmax(-1), drawn)
-    return tokens.tolist(), logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+    chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    tops = _tops(logprobs, how.topk)
+    return [Chosen(*parts) for parts in zip(tokens.tolist(), chosen.tolist(), tops, strict=True)]
+
+
+def _tops(logprobs: Tensor, topk: NDArray[np.int64]) -> list[tuple[list[int], list[float]]]:
+    largest = int(topk.max())
+    if largest == 0:
+        return [([], [])] * len(topk)
+    values, ids = logprobs.topk(largest)
+    return [(row[:k], own[:k]) for k, row, own in zip(topk.tolist(), ids.tolist(), values.tolist(), strict=True)]
 
 
 def truncate(logprobs: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
@@ -78,9 +95,11 @@ def truncate(logprobs: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float
     return logprobs.index_copy(0, index, torch.empty_like(ordered).scatter_(1, columns, ordered))
 
 
-def _draw(logprobs: Tensor, how: Choice) -> Tensor:
-    """Inverse transform sampling, in float64 so that the tail of a large vocabulary keeps its share -> [n] token ids."""
+def draw(logprobs: Tensor, u: NDArray[np.float64]) -> Tensor:
+    """Inverse transform sampling: token ids [n, k] from log-probabilities [n, vocabulary] (not normalized) and `u` [n, k] in [0, 1).
+
+    In float64, so that the tail of a large vocabulary keeps its share.
+    """
     cumulative = logprobs.double().exp().cumsum(-1)
-    u = torch.from_numpy(uniforms(how.seed, how.sample, how.position)).to(logprobs.device)
-    target = (u * cumulative[:, -1]).unsqueeze(1)
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=logprobs.shape[1] - 1)
+    target = torch.from_numpy(u).to(logprobs.device) * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).clamp_(max=logprobs.shape[1] - 1)

@@ -6,6 +6,7 @@ whatever models and snapshots they belong to. `sampling/schedule.py` decides wha
 
 import secrets
 from collections.abc import Sequence as Items
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from tinsmith.config import SamplingConfig
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.full import FullWeights, Weights
+from tinsmith.models.lora import Adapter
 from tinsmith.models.threads import threads_for
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
@@ -27,7 +29,7 @@ from tinsmith.sampling.schedule import Schedule
 from tinsmith.sampling.sequence import SampleJob, SampleResult, Sequence, StopRuleState, choice_of
 from tinsmith.sampling.stopping import StopIds, StopStrings
 from tinsmith.training.backend import is_out_of_memory
-from tinsmith.training.logprobs import head_logits, head_lora, target_logprobs
+from tinsmith.training.logprobs import head_logits, head_lora
 from tinsmith.wire.sample import SampleRequest
 
 
@@ -80,14 +82,17 @@ class LocalSampler:
     def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None) -> None:
         """See `Sampler`."""
         params = request.params
+        request.questions.check(len(rendered), self.base.vocab_size)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
         job = SampleJob(
             request_id=request_id,
             rendered=rendered,
             weights=weights,
             params=params,
             num_samples=request.num_samples,
-            scores=PromptScores(rendered) if request.prompt_logprobs else None,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            scores=PromptScores(rendered, request.questions, params, seed) if request.questions else None,
+            topk=request.topk_sample_logprobs,
+            seed=seed,
             max_new=self._max_new(len(rendered), params.max_tokens),
             unfinished=request.num_samples,
         )
@@ -136,18 +141,18 @@ class LocalSampler:
         ready: list[Sequence] = []
         logits: list[Tensor] = []
         for group in shared_rows([sequence.job.weights for sequence, _ in windows]):
-            complete, following = self._compute([windows[i] for i in group])
+            complete, behind = self._compute([windows[i] for i in group])
             ready += complete
-            logits.append(following)
+            logits.append(behind)
         samples = [s.job.sequences if s.starts_job else [s] for s in ready]
-        chosen = [s for group in samples for s in group]
+        growing = [s for group in samples for s in group]
         repeats = torch.tensor([len(group) for group in samples], device=self.base.device)
-        tokens, logprobs = choose(torch.cat(logits).repeat_interleave(repeats, dim=0), choice_of(chosen)) if ready else ([], [])
+        following = choose(torch.cat(logits).repeat_interleave(repeats, dim=0), choice_of(growing)) if ready else []
         for sequence, window in windows:
             self.schedule.computed(sequence, window.end)
-        for sequence, token, logprob in zip(chosen, tokens, logprobs, strict=True):
-            sequence.append(token, logprob)
-        return self._retire([s for s in chosen if s.reason])
+        for sequence, token in zip(growing, following, strict=True):
+            sequence.append(token)
+        return self._retire([s for s in growing if s.reason])
 
     def _compute(self, windows: list[tuple[Sequence, Window]]) -> tuple[list[Sequence], Tensor]:
         """One row of windows -> the sequences that have been computed to their end, and the logits [sequences, vocabulary] behind them."""
@@ -158,7 +163,8 @@ class LocalSampler:
         ready, last, start = [], [], 0
         for sequence, window in windows:
             if sequence.job.scores:
-                self._score(sequence, window.start, hidden[start : start + len(window)])
+                head = partial(self._head_logits, sequence.job.weights)
+                sequence.job.scores.add(window.start, hidden[start : start + len(window)], head, self.logits_chunk)
             start += len(window)
             if window.end == sequence.length:
                 ready.append(sequence)
@@ -186,24 +192,14 @@ class LocalSampler:
             full=owners[0] if isinstance(owners[0], FullWeights) else None,
         )
 
-    def _score(self, sequence: Sequence, start: int, hidden: Tensor) -> None:
-        """Let the prompt's scores take what a window from `start` on gives them."""
-        weights = sequence.job.weights
-
-        def score(rows: Tensor, targets: Tensor) -> Tensor:
-            segments = segments_of([len(rows)], [weights])
-            return target_logprobs(rows, self.base.head(weights), targets, segments, self.logits_chunk)
-
-        if sequence.job.scores:
-            sequence.job.scores.add(start, hidden, score)
-
     def _logits(self, hidden: Tensor, owners: Items[Weights | None]) -> Tensor:
         """[sequences, vocabulary] float32, each sequence with its own LM head; their owners share a row."""
         parts = [torch.empty(0, self.base.vocab_size, device=hidden.device)]
-        for segment in segments_of([1] * len(owners), owners):
-            rows = hidden[segment.start : segment.end]
-            parts.append(head_logits(rows, self.base.head(owners[segment.start]), *head_lora(segment.adapter)))
+        parts += [self._head_logits(owners[s.start], hidden[s.start : s.end]) for s in segments_of([1] * len(owners), owners)]
         return torch.cat(parts)
+
+    def _head_logits(self, weights: Weights | None, hidden: Tensor) -> Tensor:
+        return head_logits(hidden, self.base.head(weights), *head_lora(weights if isinstance(weights, Adapter) else None))
 
     def _retire(self, ended: list[Sequence]) -> list[SampleResult]:
         results = []

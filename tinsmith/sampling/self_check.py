@@ -36,6 +36,7 @@ from tinsmith.sampling.local import LocalSampler
 from tinsmith.sampling.sequence import SampleResult
 from tinsmith.training.logprobs import target_logprobs
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
+from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 
 LENGTHS = (40, 7, 25, 25)
@@ -264,9 +265,9 @@ def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], al
     prompts, answers, again = [], [], []
     for index, probe in enumerate(probes):
         result = finished[index]
-        assert result.prompt_logprobs is not None
+        assert result.answers.logprobs is not None
         answer = result.sequences[0]
-        prompts.append(torch.from_numpy(result.prompt_logprobs[1:]))
+        prompts.append(torch.from_numpy(result.answers.logprobs[1:]))
         answers.append(torch.tensor(answer.logprobs))
         longer = Probe(_followed(base, probe.rendered, answer.tokens), probe.adapter)
         again.append(_logprobs(base, [longer])[0][-len(answer.tokens) :])
@@ -277,7 +278,7 @@ def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], al
 
 def _request() -> SampleRequest:
     params = SamplingParams(max_tokens=ANSWER, temperature=1.0, top_p=1.0, top_k=-1, seed=0, stop=StopRule(False, (), ()))
-    return SampleRequest("", 0, 1, [], params, prompt_logprobs=True)
+    return SampleRequest("", 0, 1, [], params, PromptQuestions(logprobs=True))
 
 
 def _as_sampler(probe: Probe, logprobs: Tensor) -> Tensor:

@@ -5,13 +5,13 @@ from typing import Literal, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tinsmith.models.full import Weights
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.choose import Choice
+from tinsmith.sampling.choose import Choice, Chosen
 from tinsmith.sampling.prefix import prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
+from tinsmith.wire.prompt_scores import PromptAnswers, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, SamplingParams
 
 
@@ -38,7 +38,9 @@ class SampleJob:
     max_new: int
     """Longest answer, in tokens."""
     scores: PromptScores | None
-    """What is wanted of the prompt's own tokens; None if nothing is."""
+    """What is asked about the prompt's own tokens; None if nothing is."""
+    topk: int
+    """Likeliest tokens to report at each sampled position."""
     unfinished: int = 0
     cached_tokens: int = 0
     """Prompt tokens that another request had computed before."""
@@ -46,9 +48,8 @@ class SampleJob:
 
     def result(self) -> "SampleResult":
         """What the client gets, once every sequence has ended."""
-        sequences = [SampledSequence(s.tokens, s.logprobs, s.reason or "length") for s in self.sequences]
-        logprobs = self.scores.logprobs if self.scores else None
-        return SampleResult(self.request_id, sequences, logprobs, len(self.rendered), self.cached_tokens)
+        answers = self.scores.answers if self.scores else PromptAnswers()
+        return SampleResult(self.request_id, [s.sampled() for s in self.sequences], answers, len(self.rendered), self.cached_tokens)
 
 
 @dataclass(eq=False)
@@ -61,6 +62,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     """What it generated so far."""
     logprobs: list[float] = field(default_factory=list)
+    tops: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    """The likeliest tokens at each position and their log-probabilities, as many as were asked for."""
     blocks: list[int] = field(default_factory=list)
     """Its cache blocks, in order; empty while it waits."""
     stored: int = 0
@@ -109,14 +112,24 @@ class Sequence:
         tail = RenderedInput(np.array(self.tokens[answer], dtype=np.int32), (), (), where.expand(rendered.positions.shape[0], -1))
         return tail if start >= prompt else rendered.part(start, prompt).followed_by(tail)
 
-    def append(self, token: int, logprob: float) -> None:
+    def append(self, chosen: Chosen) -> None:
         """Take the next token; it may end the sequence."""
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if self.stop.stops(token):
+        self.tokens.append(chosen.token)
+        self.logprobs.append(chosen.logprob)
+        if self.job.topk:
+            self.tops.append(chosen.top)
+        if self.stop.stops(chosen.token):
             self.reason = "stop"
         elif len(self.tokens) >= self.job.max_new:
             self.reason = "length"
+
+    def sampled(self) -> SampledSequence:
+        """What the client gets of it."""
+        top = None
+        if self.job.topk:
+            ids, logprobs = zip(*self.tops, strict=True)
+            top = TopLogprobs(np.array(ids, dtype=np.int32), np.array(logprobs, dtype=np.float32))
+        return SampledSequence(self.tokens, self.logprobs, self.reason or "length", top)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,8 +138,8 @@ class SampleResult:
 
     request_id: str
     sequences: list[SampledSequence]
-    prompt_logprobs: NDArray[np.float32] | None
-    """[prompt tokens]: NaN first, 0.0 at image positions."""
+    answers: PromptAnswers
+    """What was asked about the prompt."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that had not to be computed."""
@@ -142,4 +155,5 @@ def choice_of(sequences: list[Sequence]) -> Choice:
         seed=np.array([s.job.seed for s in sequences], dtype=np.uint64),
         sample=np.array([s.index for s in sequences], dtype=np.uint64),
         position=np.array([len(s.tokens) for s in sequences], dtype=np.uint64),
+        topk=np.array([s.job.topk for s in sequences], dtype=np.int64),
     )

@@ -5,12 +5,17 @@ from tinsmith.engine.messages import ModelFacts
 from tinsmith.errors import UserError
 from tinsmith.wire.chunks import ImageChunk, TextChunk
 from tinsmith.wire.images import read_header
+from tinsmith.wire.prompt_scores import MAX_CELLS
 from tinsmith.wire.sample import SampleRequest
 
 
 def check_sample(request: SampleRequest, facts: ModelFacts, limits: ImagesConfig) -> None:
-    """Raise UserError for token ids outside the vocabulary, unusable images, an empty prompt, or more tokens than the model can take."""
-    length = 0
+    """Raise UserError for what can be known to be wrong.
+
+    Token ids outside the vocabulary, unusable images, an empty prompt, more tokens than the model can take, questions that do not fit the
+    prompt.
+    """
+    length, known = 0, True
     for index, chunk in enumerate(request.prompt):
         if isinstance(chunk, TextChunk):
             _check_tokens(index, chunk, facts)
@@ -18,12 +23,28 @@ def check_sample(request: SampleRequest, facts: ModelFacts, limits: ImagesConfig
         else:
             _check_image(index, chunk, facts, limits)
             length += chunk.expected_tokens or 1
+            known &= chunk.expected_tokens is not None
     if length == 0:
         raise UserError("the prompt is empty; send at least one token")
-    new_tokens = request.params.max_tokens or 1
+    new_tokens = request.params.max_tokens or max(1, facts.max_context - length)
     if length + new_tokens > facts.max_context:
         raise UserError(
             f"prompt length plus max_tokens exceeds the context window of {facts.name}: {length} + {new_tokens} > {facts.max_context}"
+        )
+
+    if known:  # else the engine knows the length of the prompt
+        request.questions.check(length, facts.vocab_size)
+    _check_topk(request, new_tokens, facts)
+
+
+def _check_topk(request: SampleRequest, new_tokens: int, facts: ModelFacts) -> None:
+    k = request.topk_sample_logprobs
+    if k > facts.vocab_size:
+        raise UserError(f"topk_sample_logprobs is {k}; the vocabulary of {facts.name} has {facts.vocab_size} tokens")
+    if k * request.num_samples * new_tokens > MAX_CELLS:
+        raise UserError(
+            f"topk_sample_logprobs={k} for {request.num_samples} samples of up to {new_tokens} tokens is more than {MAX_CELLS} numbers; "
+            "ask for fewer"
         )
 
 

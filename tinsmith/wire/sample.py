@@ -14,6 +14,7 @@ from tinsmith.errors import NotBuiltError, UserError
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.json_body import CountFromZero, FiniteFloat, StrictModel, parse_json
+from tinsmith.wire.prompt_scores import MAX_TOPK, PromptAnswers, PromptQuestions, TensorBody, TopLogprobs, parse_targets
 
 MAX_SAMPLES = 1024
 """Largest num_samples of one request."""
@@ -57,8 +58,10 @@ class SampleRequest:
     num_samples: int
     prompt: list[Chunk]
     params: SamplingParams
-    prompt_logprobs: bool
-    """Return the log-probability of every prompt token as well."""
+    questions: PromptQuestions
+    """What to return about the prompt as well."""
+    topk_sample_logprobs: int = 0
+    """Return so many of the likeliest tokens at each sampled position."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class SampledSequence:
     logprobs: list[float]
     """Of each token, at the temperature of the request."""
     stop_reason: Literal["stop", "length"]
+    topk: TopLogprobs | None = None
+    """Of each position, at the temperature of the request; None if it was not asked for."""
 
 
 class _TextBody(StrictModel):
@@ -129,25 +134,32 @@ class _SampleBody(StrictModel):
     prompt_logprobs: bool | None = None
     base_model: str | None = None
     model_path: str | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
-    target_prompt_logprobs: Any = None
-    prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=MAX_TOPK)] = 0
+    target_prompt_logprobs: TensorBody | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MAX_TOPK)] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     record_stability_info: bool | None = None
     type: Literal["sample"] = "sample"
 
     @model_validator(mode="after")
-    def _check_built(self) -> Self:
-        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
-            if getattr(self, name):
-                raise NotBuiltError(f"{name}={getattr(self, name)} is not built yet; leave it at its default")
-        for name in ("target_prompt_logprobs", "prompt_logprobs_last_n"):
-            if getattr(self, name) is not None:
-                raise NotBuiltError(f"{name} is not built yet; leave it out")
+    def _check_values(self) -> Self:
+        if self.record_stability_info:
+            raise UserError("record_stability_info=True serves the loss stable_reinforce, which is not offered; leave it out and use ppo")
+        if self.prompt_logprobs_last_n is not None and not self.prompt_logprobs:
+            raise ValueError("prompt_logprobs_last_n applies to prompt logprobs; set prompt_logprobs")
         if self.base_model is not None or self.model_path is not None:
-            raise NotBuiltError("addressing a sample by base_model or model_path is not built; create a sampling session")
+            raise UserError("base_model and model_path are fixed by the sampling session; create one for other weights")
         return self
+
+    def questions(self) -> PromptQuestions:
+        return PromptQuestions(
+            logprobs=bool(self.prompt_logprobs),
+            topk=self.topk_prompt_logprobs,
+            last_n=self.prompt_logprobs_last_n,
+            targets=None if self.target_prompt_logprobs is None else parse_targets(self.target_prompt_logprobs),
+            alternatives=self.prompt_alt_tokens_k,
+        )
 
 
 def parse_sample_request(body: bytes) -> SampleRequest:
@@ -162,7 +174,8 @@ def parse_sample_request(body: bytes) -> SampleRequest:
         num_samples=parsed.num_samples,
         prompt=chunks,
         params=_decode_params(parsed.sampling_params),
-        prompt_logprobs=bool(parsed.prompt_logprobs),
+        questions=parsed.questions(),
+        topk_sample_logprobs=parsed.topk_sample_logprobs,
     )
 
 
@@ -203,17 +216,15 @@ def _decode_stop(stop: str | list[str] | list[int] | None) -> StopRule:
     return StopRule(eos=bool(stop), strings=strings, token_ids=token_ids)
 
 
-def encode_sample_response(
-    sequences: Sequence[SampledSequence], prompt_logprobs: NDArray[np.float32] | None, prompt_cache_hit_tokens: int
-) -> bytes:
-    """The protobuf SampleResponse. `prompt_logprobs` is [prompt length] with NaN where nothing was computed."""
+def encode_sample_response(sequences: Sequence[SampledSequence], answers: PromptAnswers, prompt_cache_hit_tokens: int) -> bytes:
+    """The protobuf SampleResponse."""
     response = tinker_pb2.SampleResponse(prompt_cache_hit_tokens=prompt_cache_hit_tokens)
     for sequence in sequences:
         response.sequences.add(
             stop_reason=tinker_pb2.STOP_REASON_STOP if sequence.stop_reason == "stop" else tinker_pb2.STOP_REASON_LENGTH,
             tokens=np.array(sequence.tokens, dtype="<i4").tobytes(),
             logprobs=np.array(sequence.logprobs, dtype="<f4").tobytes(),
+            topk_sampled_logprobs=None if sequence.topk is None else sequence.topk.encode(),
         )
-    if prompt_logprobs is not None:
-        response.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
+    answers.encode_into(response)
     return response.SerializeToString()

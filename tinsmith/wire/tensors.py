@@ -66,17 +66,24 @@ def _from_csr(csr: tinker_pb2.SparseCsr, dtype: np.dtype[Any], shape: tuple[int,
     values = _from_bytes(csr.values, dtype, "values")
     crow = _from_bytes(csr.crow_indices, _INDEX, "crow_indices")
     col = _from_bytes(csr.col_indices, _INDEX, "col_indices")
-    if len(crow) != rows + 1:
-        raise UserError(f"crow_indices has {len(crow)} entries; {rows} rows need {rows + 1}")
-    if len(col) != len(values):
-        raise UserError(f"col_indices has {len(col)} entries for {len(values)} values")
-    if crow[0] != 0 or crow[-1] != len(values) or np.any(crow[1:] < crow[:-1]):
-        raise UserError(f"crow_indices must rise from 0 to the number of values, {len(values)}")
-    if len(col) and (col.min() < 0 or col.max() >= columns):
-        raise UserError(f"col_indices must lie in [0, {columns}), got values from {col.min()} to {col.max()}")
-    row = np.repeat(np.arange(rows), np.diff(crow))
-    if np.any((row[1:] == row[:-1]) & (col[1:] <= col[:-1])):
-        raise UserError("col_indices must rise within each row")
+    row = csr_rows(crow, col, len(values), (rows, columns))
     dense: Array = np.zeros(shape, dtype=dtype)
     dense[row, col] = values
     return dense
+
+
+def csr_rows(crow: NDArray[np.int64], col: NDArray[np.int64], values: int, shape: tuple[int, int]) -> NDArray[np.int64]:
+    """The row of each of the `values` entries of a CSR matrix. Raises UserError for indices that do not fit its shape or each other."""
+    rows, columns = shape
+    if len(crow) != rows + 1:
+        raise UserError(f"crow_indices has {len(crow)} entries; {rows} rows need {rows + 1}")
+    if len(col) != values:
+        raise UserError(f"col_indices has {len(col)} entries for {values} values")
+    if crow[0] != 0 or crow[-1] != values or np.any(crow[1:] < crow[:-1]):
+        raise UserError(f"crow_indices must rise from 0 to the number of values, {values}")
+    if len(col) and (col.min() < 0 or col.max() >= columns):
+        raise UserError(f"col_indices must lie in [0, {columns}), got values from {col.min()} to {col.max()}")
+    row: NDArray[np.int64] = np.repeat(np.arange(rows), np.diff(crow))
+    if np.any((row[1:] == row[:-1]) & (col[1:] <= col[:-1])):
+        raise UserError("col_indices must rise within each row")
+    return row
