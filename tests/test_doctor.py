@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -48,6 +49,8 @@ def test_a_model_is_sized_without_loading_it(family_dir: Callable[[str], Path], 
     # Keys and values of 2 layers, 2 heads of width 32, in 4 bytes.
     assert re.search(r"a cached token +ok +1.0 KiB; the cache holds 131,072 tokens", report)
     assert re.search(r"key/value cache \(--kv-cache-gib\) +ok +128.0 MiB", report)
+    full = rf"tiny, all parameters \(rank 0\) +ok +{20 * parameters / 2**20:.1f} MiB a model, a snapshot {4 * parameters / 2**10:.1f} KiB; "
+    assert re.search(full + r"\d+\.\d GiB left for it", report)
 
 
 def test_what_does_not_fit_is_missing(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
@@ -55,6 +58,7 @@ def test_what_does_not_fit_is_missing(family_dir: Callable[[str], Path], tmp_pat
     code, report = doctor("--base-model", f"tiny={family_dir('qwen3')}", *options)
     assert code == 1
     assert re.search(r"memory for all of it +missing +about 9000\.\d GiB needed, [\d.]+ GiB free", report)
+    assert re.search(r"tiny, all parameters \(rank 0\) +note +does not fit: [\d.]+ MiB a model, .+; 0.0 GiB left for it", report)
     assert report.endswith("missing: memory for all of it\n")
 
 
@@ -82,3 +86,13 @@ def test_the_estimate_of_a_trained_model_is_what_it_takes(family_dir: Callable[[
     held = 4 * backend.snapshot("a").parameter_count
     assert sizes.adapter_bytes(32) == held
     assert sizes.training_bytes(32) == 4 * held  # gradients and two moments
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
+def test_the_estimate_of_full_training_is_what_it_takes(family_dir: Callable[[str], Path], family: str) -> None:
+    backend = LocalBackend(load(family_dir(family), device="cpu"), TrainingConfig())
+    backend.create_model("a", LoraShape(0, 0))
+    sizes = size_of(str(family_dir(family)), ModelsConfig(device="cpu", dtype="float32"))
+    model = backend.optimizers["a"]
+    assert sizes.full_bytes == model.weights.nbytes + model.unclaimed
+    assert sizes.full_snapshot_bytes == backend.snapshot("a").nbytes

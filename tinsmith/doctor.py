@@ -93,6 +93,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     from tinsmith.sampling.prefix import BLOCK
 
     needed = 0
+    known: dict[str, Sizes] = {}
     place, free = "memory", machine.memory_available
     for name, source in base_model_sources(config).items():
         try:
@@ -103,6 +104,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
         if sizes.device.type == "cuda":
             gpu = machine.gpus[sizes.device.index or 0]
             place, free = f"cuda:{gpu.index}", gpu.free
+        known[name] = sizes
         parts = _parts(sizes, config)
         needed += sum(parts.values())
         yield Finding(name, "ok", f"{sizes.parameters:,} parameters, {str(sizes.dtype).removeprefix('torch.')} on {sizes.device.type}")
@@ -116,6 +118,11 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     if needed:
         fits: State = "ok" if needed <= free else "missing"
         yield Finding(f"{place} for all of it", fits, f"about {_gib(needed)} needed, {_gib(free)} free")
+    for name, sizes in known.items():
+        left = free - needed
+        room: State = "ok" if sizes.full_bytes <= left else "note"
+        detail = f"{_size(sizes.full_bytes)} a model, a snapshot {_size(sizes.full_snapshot_bytes)}; {_gib(max(left, 0))} left for it"
+        yield Finding(f"{name}, all parameters (rank 0)", room, detail if room == "ok" else f"does not fit: {detail}")
 
 
 def _parts(sizes: "Sizes", config: Config) -> dict[str, int]:

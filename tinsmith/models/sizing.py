@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from tinsmith.config import ModelsConfig
 from tinsmith.models.base import pick_device, pick_dtype
 from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, family_of
+from tinsmith.models.full import snapshot_bytes, training_bytes
 
 SAVED_WIDTHS, SAVED_MLP_WIDTHS = 12, 4
 """What a layer keeps of a token for the backward pass, about: so many times the hidden width, and so many times the width of its MLP."""
@@ -24,6 +25,8 @@ class Sizes:
     device: torch.device
     dtype: torch.dtype
     parameters: int
+    language_parameters: int
+    """Those that full-parameter training trains: of the language model, with its LM head."""
     adapter_widths: int
     """Sum of in_features + out_features over all modules that LoRA trains, the LM head included."""
 
@@ -40,6 +43,16 @@ class Sizes:
         """An adapter that is trained: with accumulated gradients and Adam's two moments in float32."""
         return self.adapter_bytes(rank) + self.adapter_widths * rank * 3 * 4
 
+    @property
+    def full_bytes(self) -> int:
+        """A model that is trained with all its parameters (rank 0)."""
+        return training_bytes(self.language_parameters, self.dtype)
+
+    @property
+    def full_snapshot_bytes(self) -> int:
+        """A snapshot of such a model."""
+        return snapshot_bytes(self.language_parameters, self.dtype)
+
     def pass_bytes(self, tokens: int, logits_chunk: int) -> int:
         """What a forward_backward pass of that many tokens keeps, roughly, with `logits_chunk` rows of logits and their gradient."""
         text = self.text_config
@@ -55,12 +68,15 @@ def size_of(source: str, config: ModelsConfig) -> Sizes:
     auto: Any = AutoModelForImageTextToText if family.takes_images else AutoModelForCausalLM
     with torch.device("meta"):
         network: Any = auto.from_config(model_config)
+    language_model: nn.Module = network.model.language_model if family.takes_images else network.base_model
+    trained = {*language_model.parameters(), *network.get_output_embeddings().parameters()}  # a tied head is there already
     return Sizes(
         text_config=model_config.get_text_config(),
         device=device,
         dtype=pick_dtype(config.dtype, device),
         parameters=sum(parameter.numel() for parameter in network.parameters()),
-        adapter_widths=_adapter_widths(network.model.language_model if family.takes_images else network.base_model, network),
+        language_parameters=sum(parameter.numel() for parameter in trained),
+        adapter_widths=_adapter_widths(language_model, network),
     )
 
 
