@@ -25,11 +25,19 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., hidden]."""
-        if torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype == torch.float32:
-            compute: Any = _CpuRMSNorm.apply
-            y: Tensor = compute(x, self.weight, self.eps)
-            return y
-        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            return rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not torch.is_grad_enabled():
+            return _normalised(x, self.weight, self.eps)[0]
+        compute: Any = _CpuRMSNorm.apply
+        y: Tensor = compute(x, self.weight, self.eps)
+        return y
+
+
+def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The result, and 1 / sqrt(mean(x²) + eps) [..., 1]."""
+    r: Tensor = vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * r).mul_(weight), r
 
 
 class _CpuRMSNorm(torch.autograd.Function):
@@ -37,9 +45,9 @@ class _CpuRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        r: Tensor = vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y, r = _normalised(x, weight, eps)
         ctx.save_for_backward(x, weight, r)
-        return (x * r).mul_(weight)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
