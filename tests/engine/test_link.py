@@ -11,14 +11,16 @@ from tinsmith.engine.link import EngineLink, ServerLink
 from tinsmith.engine.messages import Done, Message, Ready, Sample, SampleDone, Shutdown, Wake
 from tinsmith.errors import EngineUnavailableError
 
+DONE = Done("m/1", "protobuf", None, None, b"\x0a\x00")
+
 
 def test_messages_arrive_in_order_both_ways() -> None:
     async def run() -> None:
         server = ServerLink()
         engine = EngineLink(server.address)
-        for message in (Ready([{"name": "tiny"}]), Done(["m/1"]), SampleDone("s/0", b"\x00\xff")):
+        for message in (Ready([{"name": "tiny"}]), DONE, SampleDone("s/0", b"\x00\xff")):
             engine.send(message)
-        assert [await server.receive() for _ in range(3)] == [Ready([{"name": "tiny"}]), Done(["m/1"]), SampleDone("s/0", b"\x00\xff")]
+        assert [await server.receive() for _ in range(3)] == [Ready([{"name": "tiny"}]), DONE, SampleDone("s/0", b"\x00\xff")]
         sent = [Wake(), Sample("s/0", "tiny", None, b"body"), Shutdown()]
         for reply in sent:
             await server.send(reply)

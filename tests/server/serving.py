@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 
 from tinsmith.config import Config
-from tinsmith.engine.messages import ModelFacts
+from tinsmith.engine.messages import Done, ModelFacts
 from tinsmith.server.app import create_app
 from tinsmith.server.hub import Hub
+from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
 FACTS = ModelFacts(
@@ -26,6 +27,11 @@ class Served:
     hub: Hub
     store: Store
     client: httpx.AsyncClient
+
+    def finish(self, outcome: Outcome) -> None:
+        """End an operation as an engine does: in the log first, then by message."""
+        self.store.record([outcome])
+        self.hub.take(Done.of(outcome))
 
     async def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """POST JSON to a path below /api/v1."""

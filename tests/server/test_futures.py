@@ -17,12 +17,40 @@ def test_a_poll_is_answered_as_soon_as_the_operation_is_done(tmp_path: Path) -> 
             await asyncio.sleep(0.2)
             assert not poll.done()
             started = time.monotonic()
-            server.store.record([Outcome(request_id, b'{"model_id":"m"}', "json", None, None)])
-            server.hub.waiters.wake([request_id])
+            server.finish(Outcome(request_id, b'{"model_id":"m"}', "json", None, None))
             reply = await poll
             assert time.monotonic() - started < 1
             assert reply.json() == {"model_id": "m"}
             assert (await server.post("retrieve_future", {"request_id": request_id})).json() == {"model_id": "m"}
+
+    asyncio.run(run())
+
+
+def test_a_lost_report_costs_one_poll(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            server.hub.config.server.long_poll_s = 0.1
+            request_id = f"{await server.new_model(await server.new_session())}/0"
+            server.store.record([Outcome(request_id, b'{"model_id":"m"}', "json", None, None)])
+            replies = [await server.post("retrieve_future", {"request_id": request_id}) for _ in range(2)]
+            assert [reply.status_code for reply in replies] == [408, 200]
+            assert replies[1].json() == {"model_id": "m"}
+
+    asyncio.run(run())
+
+
+def test_a_repeated_submit_leaves_the_result_where_it_is(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            model_id = await server.new_model(await server.new_session())
+            step = {"model_id": model_id, "seq_id": 1, "adam_params": {}}
+            await server.post("optim_step", step)
+            server.finish(Outcome(f"{model_id}/1", b'{"metrics":{}}', "json", None, None))
+            again = asyncio.create_task(server.post("optim_step", step))
+            await asyncio.sleep(0)
+            reply = await asyncio.wait_for(server.post("retrieve_future", {"request_id": f"{model_id}/1"}), 1)
+            assert reply.json() == {"metrics": {}}
+            await again
 
     asyncio.run(run())
 
@@ -44,8 +72,8 @@ def test_results_keep_their_type_and_failures_are_final_answers(tmp_path: Path) 
             model_id = await server.new_model(await server.new_session())
             for seq_id in (1, 2):
                 await server.post("optim_step", {"model_id": model_id, "seq_id": seq_id, "adam_params": {}})
-            server.store.record([Outcome(f"{model_id}/1", b"\x0a\x01x", "protobuf", None, None)])
-            server.store.record([Outcome(f"{model_id}/2", None, None, "datum 1: bad", "user")])
+            server.finish(Outcome(f"{model_id}/1", b"\x0a\x01x", "protobuf", None, None))
+            server.finish(Outcome(f"{model_id}/2", None, None, "datum 1: bad", "user"))
             protobuf = await server.post("retrieve_future", {"request_id": f"{model_id}/1"})
             assert protobuf.headers["content-type"] == "application/x-protobuf"
             assert protobuf.content == b"\x0a\x01x"

@@ -111,7 +111,7 @@ def test_the_outcome_of_create_model_decides_its_status(store: Store) -> None:
 def test_operations_on_dead_models_fail_at_once(store: Store) -> None:
     store.record([done(0)])
     store.set_model_status(MODEL, "unloaded")
-    assert store.append([step(1)]) == [True]
+    assert store.append([step(1)]) == [False]
     outcome = store.outcome(f"{MODEL}/1")
     assert outcome is not None
     assert outcome.category == "user"

@@ -152,7 +152,8 @@ class Engine:
     def _finish(self, outcomes: list[Outcome]) -> None:
         if outcomes:
             self.store.record(outcomes)
-            self.link.send(Done([outcome.request_id for outcome in outcomes]))
+            for outcome in outcomes:
+                self.link.send(Done.of(outcome))
 
     def _read_blob(self, sha256: bytes) -> bytes:
         data = self.store.read_blob(sha256)

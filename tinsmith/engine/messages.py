@@ -7,11 +7,12 @@ Nothing here is needed to recover data: what must last is in the store.
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import orjson
 
 from tinsmith.errors import NotFoundError
+from tinsmith.store.records import Category, Outcome
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,24 @@ class Ready(Message):
 
 @dataclass(frozen=True)
 class Done(Message):
-    """These training operations have their result in the log."""
+    """A training operation has ended, and how is in the log. It rides along, so that the server need not look for it there."""
 
-    request_ids: list[str]
+    request_id: str
+    result_type: Literal["protobuf", "json"] | None
+    error: str | None
+    category: Category | None
+    payload: bytes
+    """The result; empty for a failure."""
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> Self:
+        """The message for `outcome`."""
+        return cls(outcome.request_id, outcome.result_type, outcome.error, outcome.category, outcome.result or b"")
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome as it is in the log."""
+        return Outcome(self.request_id, None if self.result_type is None else self.payload, self.result_type, self.error, self.category)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from tinsmith.server.lifetimes import Lifetimes
 from tinsmith.server.samples import SampleBook
 from tinsmith.server.sampling_sessions import SamplingSessions
 from tinsmith.server.waiters import Waiters
+from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
 
@@ -23,26 +24,26 @@ class Hub:
         """Nothing runs yet; `engine.run` starts the engine. Must be made in the event loop."""
         self.config = config
         self.store = AsyncStore(store)
-        self.waiters = Waiters()
+        self.waiters: Waiters[Outcome | SampleDone | SampleFailed] = Waiters()
         self.samples = SampleBook(config.server.max_pending_samples, config.server.sample_result_ttl_s)
         self.sampling_sessions = SamplingSessions(self.store)
         self.lifetimes = Lifetimes(config.server, self.store)
         self.base_models = BaseModels()
-        self.engine = EngineProcess(config, self._on_message, self._on_absent)
+        self.engine = EngineProcess(config, self.take, self._on_absent)
         self.activity = Activity()
         self._known_models: set[str] = set()
 
-    def _on_message(self, message: Message) -> None:
+    def take(self, message: Message) -> None:
         """Take in a message of the engine."""
         if isinstance(message, Ready):
             self.base_models.replace(message.models)
         elif isinstance(message, Done):
-            self.waiters.wake(message.request_ids)
+            self.waiters.deliver(message.request_id, message.outcome)
         elif isinstance(message, Status):
             self.activity.take(message)
         elif isinstance(message, SampleDone | SampleFailed):
             self.samples.finish(message)
-            self.waiters.wake([message.request_id])
+            self.waiters.deliver(message.request_id, message)
 
     async def _on_absent(self, reason: str) -> None:
         """There is no engine: what was queued or running for it is over."""
@@ -50,7 +51,7 @@ class Hub:
         self.activity.clear()
         self.samples.lose_running()
         self.sampling_sessions.forget_snapshots()
-        self.waiters.wake_all()
+        self.waiters.all_look_again()
 
     async def end_session(self, session_id: str, save: bool) -> None:
         """The session is finished in the store: unload its models, with `save` as checkpoints, and drop its snapshots."""

@@ -1,60 +1,81 @@
-"""Long polls that wait for a request id, and waking them."""
+"""Long polls that wait for a request id, and how they learn what became of it.
+
+What the engine reports reaches the polls with its result, so they need not look it up. The store stays what counts: a poll of which
+nothing is known, or whose engine went away, looks there, and one whose report was lost finds it there the next time.
+"""
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-Found = TypeVar("Found")
+Ended = TypeVar("Ended")
 
 
-class Waiters:
-    """All polls that wait now."""
+class Waiters(Generic[Ended]):
+    """All polls that wait now, and the requests that need no looking up because they are known to run."""
 
     def __init__(self) -> None:
         """Nobody waits yet."""
-        self._events: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._polls: defaultdict[str, set[asyncio.Future[Ended | None]]] = defaultdict(set)
+        self._running: set[str] = set()
         self._closed = False
 
-    async def wait_for(self, request_id: str, look: Callable[[], Awaitable[Found | None]], timeout_s: float) -> Found | None:
-        """What `look` finds, looking again whenever `request_id` is woken; None after `timeout_s` seconds or `close`."""
+    def expect(self, request_id: str) -> None:
+        """The engine will report how this request ends: polls for it need not look until then."""
+        self._running.add(request_id)
+
+    async def wait_for(self, request_id: str, look: Callable[[], Awaitable[Ended | None]], timeout_s: float) -> Ended | None:
+        """How the request ended, as it is delivered or as `look` finds it; None after `timeout_s` seconds or `close`."""
         deadline = asyncio.get_running_loop().time() + timeout_s
-        with self._registered(request_id) as woken:
-            while True:
-                # Cleared before looking: what becomes known while we look wakes us again.
-                woken.clear()
-                found = await look()
-                if found is not None or self._closed:
+        while True:
+            with self._registered(request_id) as poll:  # before looking: what is delivered while we look is not lost
+                if request_id not in self._running and (found := await look()) is not None:
                     return found
+                if self._closed:
+                    return None
                 try:
                     async with asyncio.timeout_at(deadline):
-                        await woken.wait()
+                        ended = await poll
                 except TimeoutError:
+                    self._running.discard(request_id)  # should the report have been lost, the next poll finds it
                     return None
+            if ended is not None:
+                return ended
 
     @contextmanager
-    def _registered(self, request_id: str) -> Iterator[asyncio.Event]:
-        event = asyncio.Event()
-        self._events[request_id].add(event)
+    def _registered(self, request_id: str) -> Iterator[asyncio.Future[Ended | None]]:
+        poll: asyncio.Future[Ended | None] = asyncio.get_running_loop().create_future()
+        self._polls[request_id].add(poll)
         try:
-            yield event
+            yield poll
         finally:
-            self._events[request_id].discard(event)
-            if not self._events[request_id]:
-                del self._events[request_id]
+            self._polls[request_id].discard(poll)
+            if not self._polls[request_id]:
+                del self._polls[request_id]
 
-    def wake(self, request_ids: Iterable[str]) -> None:
-        """Make the polls for these ids look again."""
-        for request_id in request_ids:
-            for event in self._events.get(request_id, ()):
-                event.set()
+    def deliver(self, request_id: str, ended: Ended) -> None:
+        """Answer the polls for this request."""
+        self._end(request_id, ended)
 
-    def wake_all(self) -> None:
-        """Make every poll look again."""
-        self.wake(list(self._events))
+    def look_again(self, request_id: str) -> None:
+        """Make the polls for this request look: it is not known to run any more."""
+        self._end(request_id, None)
+
+    def _end(self, request_id: str, ended: Ended | None) -> None:
+        self._running.discard(request_id)
+        for poll in self._polls.get(request_id, ()):
+            if not poll.done():  # its time may just have run out
+                poll.set_result(ended)
+
+    def all_look_again(self) -> None:
+        """Make every poll look."""
+        self._running.clear()
+        for request_id in self._polls:
+            self.look_again(request_id)
 
     def close(self) -> None:
         """Let every poll, now and later, look once more and return."""
         self._closed = True
-        self.wake_all()
+        self.all_look_again()

@@ -51,9 +51,9 @@ _BLOB = select(blobs.c.data).where(blobs.c.sha256 == bindparam("digest"))
 
 
 def append(connection: Connection, new: NewCommand, now: float) -> bool:
-    """Append one command, with its images and the rows that come with it. False, and nothing is changed, if its key is in the log.
+    """Append one command, with its images and the rows that come with it; whether it is queued. Nothing changes if its key is in the log.
 
-    An operation on a model that no longer takes any is recorded as failed. Raises NotFoundError if there is no such model.
+    An operation on a model that no longer takes any is recorded as failed, not queued. Raises NotFoundError if there is no such model.
     """
     if new.model is not None:
         insert_model(connection, new.model, now)
@@ -62,7 +62,8 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
     if refusal is not None:
         error, category = refusal
         row |= {"status": "failed", "finished_at": now, "error": error, "category": category}
-        return connection.execute(_INSERT, row).first() is not None
+        connection.execute(_INSERT, row)
+        return False
     inserted = connection.execute(_INSERT, row | {"status": "queued", "payload": new.payload}).first()
     if inserted is None:
         return False

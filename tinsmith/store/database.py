@@ -47,7 +47,9 @@ def _prepare(connection: sqlite3.Connection, _record: Any) -> None:
 
 
 def _begin(connection: Connection) -> None:
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("write") else "BEGIN")
+    driver = connection.connection.driver_connection
+    assert driver is not None
+    driver.execute("BEGIN IMMEDIATE" if connection.get_execution_options().get("write") else "BEGIN")
 
 
 def _bring_to_our_version(connection: Connection, path: Path) -> None:

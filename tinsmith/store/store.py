@@ -39,9 +39,9 @@ class Store:
     # ---- The command log
 
     def append(self, new: Sequence[NewCommand]) -> list[bool]:
-        """Append commands in one transaction. False for each whose (model_id, seq_id) is in the log already; it is left as it is.
+        """Append commands in one transaction; True for each that is queued now. One whose (model_id, seq_id) is in the log changes nothing.
 
-        An operation on a model that takes none any more (lost, unloaded, failed, or its session finished) is recorded as failed.
+        An operation on a model that takes none any more (lost, unloaded, failed, its session finished) is recorded as failed, not queued.
         Raises NotFoundError, and appends none, if a model does not exist.
         """
         now = time.time()

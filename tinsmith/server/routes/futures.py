@@ -1,8 +1,10 @@
 """retrieve_future: waiting for the outcome of an operation or sample."""
 
+from functools import partial
+
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.engine.messages import SampleDone
+from tinsmith.engine.messages import SampleDone, SampleFailed
 from tinsmith.errors import NotFoundError
 from tinsmith.server.body import read_body
 from tinsmith.server.hub import Hub, hub_of
@@ -25,17 +27,17 @@ async def retrieve_future(request: Request) -> Response:
     request_id = parse_json(RetrieveFutureRequest, await read_body(request, _MAX_BODY_BYTES)).request_id
     hub.lifetimes.saw(request_id)
 
-    async def look() -> Response | None:
-        return await (_look_for_sample if ids.is_sample(request_id) else _look_for_operation)(hub, request_id)
+    look = partial(_look_for_sample if ids.is_sample(request_id) else _look_for_operation, hub, request_id)
+    ended = await hub.waiters.wait_for(request_id, look, hub.config.server.long_poll_s)
+    if isinstance(ended, Outcome):
+        return _operation_reply(ended)
+    return json_reply({"queue_state": "active"}, 408) if ended is None else _sample_reply(ended)
 
-    reply = await hub.waiters.wait_for(request_id, look, hub.config.server.long_poll_s)
-    return reply or json_reply({"queue_state": "active"}, 408)
 
-
-async def _look_for_operation(hub: Hub, request_id: str) -> Response | None:
+async def _look_for_operation(hub: Hub, request_id: str) -> Outcome | None:
     outcome = await hub.store.read(Store.outcome, request_id)
     if outcome is not None:
-        return _outcome_reply(outcome)
+        return outcome
     status = await hub.store.read(Store.status, request_id)
     if status is None:
         raise NotFoundError(f"request_id={request_id!r} does not exist")
@@ -44,7 +46,7 @@ async def _look_for_operation(hub: Hub, request_id: str) -> Response | None:
     return None
 
 
-def _outcome_reply(outcome: Outcome) -> Response:
+def _operation_reply(outcome: Outcome) -> Response:
     if outcome.error is not None:
         return failed_reply(outcome.error, outcome.category or "unknown")
     content = outcome.result or b""
@@ -53,18 +55,19 @@ def _outcome_reply(outcome: Outcome) -> Response:
     return Response(content, media_type="application/json")
 
 
-async def _look_for_sample(hub: Hub, request_id: str) -> Response | None:
+async def _look_for_sample(hub: Hub, request_id: str) -> SampleDone | SampleFailed | None:
     sample = hub.samples.find(request_id)
     if sample is None:
         raise await _reason_unknown(hub, request_id)
-    outcome = sample.outcome
-    if outcome is None:
-        return None
-    if isinstance(outcome, SampleDone):
-        return protobuf_reply(outcome.payload)
-    if outcome.gone:
-        raise NotFoundError(outcome.error)
-    return failed_reply(outcome.error, outcome.category)
+    return sample.outcome
+
+
+def _sample_reply(ended: SampleDone | SampleFailed) -> Response:
+    if isinstance(ended, SampleDone):
+        return protobuf_reply(ended.payload)
+    if ended.gone:
+        raise NotFoundError(ended.error)
+    return failed_reply(ended.error, ended.category)
 
 
 async def _reason_unknown(hub: Hub, request_id: str) -> Exception:

@@ -36,9 +36,13 @@ async def _submit(hub: Hub, command: NewCommand) -> Response:
     hub.lifetimes.saw(command.model_id)
     if command.model is None:
         await hub.require_model(command.model_id)
+    request_id = ids.request_id(command.model_id, command.seq_id)
+    hub.waiters.expect(request_id)  # before it is in the log: the engine may be done with it, or dead, before we hear that it is
     if await hub.store.append(command):
         await hub.engine.notify(Wake())
-    return future_reply(ids.request_id(command.model_id, command.seq_id), model_id=command.model_id)
+    else:
+        hub.waiters.look_again(request_id)
+    return future_reply(request_id, model_id=command.model_id)
 
 
 @router.post("/create_model")
