@@ -5,7 +5,7 @@ import torch
 
 from tests.bases import DEVICE
 from tinsmith.models.base import BaseModel
-from tinsmith.models.threads import SMALL_PASS, threads_for
+from tinsmith.models.threads import SMALL_PASS, SMALL_STEP, threads_for, threads_for_step
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="threads only matter on a CPU")
@@ -21,4 +21,11 @@ def test_a_small_pass_takes_one_thread_and_leaves_the_number_as_it_was(text_base
 def test_a_small_pass_that_fails_leaves_the_number_as_it_was(text_base: BaseModel) -> None:
     with pytest.raises(RuntimeError), threads_for(text_base, 1):
         raise RuntimeError
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("parameters", "threads"), [(SMALL_STEP - 1, 1), (SMALL_STEP, 2)])
+def test_small_optimizer_steps_take_one_thread(parameters: int, threads: int) -> None:
+    with threads_for_step(parameters):
+        assert torch.get_num_threads() == threads
     assert torch.get_num_threads() == 2

@@ -1,11 +1,11 @@
-"""How many CPU threads a pass is worth.
+"""How many CPU threads a pass or an optimizer step is worth.
 
 A small pass is a row of operations that are each over before a second thread has woken up. Where other processes need the cores too, as the
 server and its clients do, threads that wait for each other make it several times slower, and their waiting takes the cores from the others.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -14,14 +14,23 @@ from tinsmith.models.base import BaseModel
 SMALL_PASS = 2**27
 """Multiply-adds of a forward pass, below which one thread is enough: 500 tokens of the tiny model, less than one token of a real one."""
 
+SMALL_STEP = 2**22
+"""Parameters below which one thread is enough for an optimizer step: torch's fused AdamW lets all threads meet at every tensor."""
 
-@contextmanager
-def threads_for(base: BaseModel, tokens: int) -> Iterator[None]:
+
+def threads_for(base: BaseModel, tokens: int) -> AbstractContextManager[None]:
     """Run a pass over that many tokens with one thread if it is small; afterwards the number of threads is as it was."""
     weights = base.lm_head.numel() + sum(inputs * outputs for inputs, outputs in base.linears.values())
-    if base.device.type != "cpu" or tokens * weights >= SMALL_PASS:
-        yield
-        return
+    return _one_thread() if base.device.type == "cpu" and tokens * weights < SMALL_PASS else nullcontext()
+
+
+def threads_for_step(parameters: int) -> AbstractContextManager[None]:
+    """Run an optimizer step over that many parameters with one thread if it is small; afterwards as `threads_for`."""
+    return _one_thread() if parameters < SMALL_STEP else nullcontext()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -23,7 +23,7 @@ from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.full import FullWeights, Weights, new_full_weights, snapshot_bytes, training_bytes
 from tinsmith.models.lora import LoraShape, new_adapter
 from tinsmith.models.machine import require_memory
-from tinsmith.models.threads import threads_for
+from tinsmith.models.threads import threads_for, threads_for_step
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.checkpoint import About, read_about, read_moments, read_weights, write_checkpoint
@@ -132,7 +132,9 @@ class LocalBackend:
 
     def optim_step(self, model_id: str, settings: AdamSettings) -> dict[str, float]:
         """See `Backend`."""
-        return self._optimizer(model_id).step(settings)
+        optimizer = self._optimizer(model_id)
+        with threads_for_step(optimizer.weights.parameter_count):
+            return optimizer.step(settings)
 
     def clear_gradients(self, model_id: str) -> None:
         """See `Backend`."""
