@@ -251,6 +251,23 @@ def test_a_prompt_of_one_token_has_one_missing_logprob(text_base: BaseModel) -> 
     assert np.isnan(logprobs[0])
 
 
+def test_a_cancelled_request_is_forgotten_wherever_it_is(text_base: BaseModel) -> None:
+    sampler, render = sampler_of(text_base, blocks=30, prefill_tokens=20, max_running=3), renderer(text_base)
+    for i in range(4):
+        sampler.add(str(i), ask(replace(PARAMS, seed=i), num_samples=2), render.render([random_tokens(i, 30)]), None)
+    for _ in range(3):
+        sampler.step()
+    alone = sampler_of(text_base)
+    alone.add("1", ask(replace(PARAMS, seed=1), num_samples=2), render.render([random_tokens(1, 30)]), None)
+    expected = run(alone)["1"]
+    for request_id in ("0", "2", "3", "unknown"):
+        sampler.cancel(request_id)
+    done = run(sampler)
+    assert [s.tokens for s in done["1"].sequences] == [s.tokens for s in expected.sequences]
+    assert list(done) == ["1"]
+    sampler.cancel("1")
+
+
 # What begins alike is computed once
 
 

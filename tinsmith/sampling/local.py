@@ -54,6 +54,10 @@ class Sampler(Protocol):
         """Do a small piece of work; returns the requests that it finished."""
         ...
 
+    def cancel(self, request_id: str) -> None:
+        """Forget a request that nobody waits for any more. One that has ended, or was never added, is no error."""
+        ...
+
     def abandon(self) -> None:
         """Forget every request, after a `step` that raised."""
         ...
@@ -112,6 +116,10 @@ class LocalSampler:
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
         return []
+
+    def cancel(self, request_id: str) -> None:
+        """See `Sampler`."""
+        self.schedule.drop(lambda sequence: sequence.job.request_id == request_id)
 
     def abandon(self) -> None:
         """See `Sampler`."""
@@ -208,5 +216,5 @@ class LocalSampler:
             if sequence.job.unfinished == 0:
                 results.append(sequence.job.result())
         if ended:
-            self.schedule.drop_ended()
+            self.schedule.drop(lambda sequence: sequence.reason is not None)
         return results

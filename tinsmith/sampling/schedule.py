@@ -8,6 +8,7 @@ gives its own back and waits to be computed again, of which little is left to do
 
 import logging
 from collections import deque
+from collections.abc import Callable
 
 from tinsmith.sampling.cached_attention import Window
 from tinsmith.sampling.kv_cache import KVCache, blocks_for
@@ -52,15 +53,15 @@ class Schedule:
             if end == sequence.length:
                 self._start(sequence)
 
-    def drop_ended(self) -> None:
-        """Free what ended sequences held, wherever they are: the answer of one stays in the cache for the next turn of its conversation."""
+    def drop(self, gone: Callable[[Sequence], bool]) -> None:
+        """Forget sequences, wherever they are, and free their blocks: what they computed stays in the cache for who begins alike."""
         for sequence in (*self.running, *self.filling):
-            if sequence.reason:
+            if gone(sequence):
                 self._release(sequence)
-        self.running = [s for s in self.running if s.reason is None]
-        self.filling = [s for s in self.filling if s.reason is None]
-        if any(s.reason for s in self.waiting):
-            self.waiting = deque(s for s in self.waiting if s.reason is None)
+        self.running = [s for s in self.running if not gone(s)]
+        self.filling = [s for s in self.filling if not gone(s)]
+        if any(gone(s) for s in self.waiting):
+            self.waiting = deque(s for s in self.waiting if not gone(s))
 
     def retreat(self, windows: list[tuple[Sequence, Window]]) -> bool:
         """The pass ran out of memory: take half as much from now on. False if it was as small as can be."""
