@@ -53,7 +53,7 @@ def test_the_tree_survives_the_way_to_the_engine() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("prot: 1\n", "unknown key 'prot'; known here: base_models, data_dir, server"),
+        ("prot: 1\n", "unknown key 'prot'; known here: base_models, data_dir, checkpoint_root, server"),
         ("server: {prot: 1}\n", "server: unknown key 'prot'; known here: host, port"),
         ("server: 8000\n", "server is a section and must hold keys, got 8000"),
         ("- 1\n", "must hold sections such as 'server:', not a list"),
@@ -79,7 +79,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown option 'prot'; the options are base_models, data_dir, host"):
+    with pytest.raises(ConfigError, match="unknown option 'prot'; the options are base_models, data_dir, checkpoint_root, host"):
         load(options={"prot": 1})
 
 

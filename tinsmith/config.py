@@ -96,6 +96,7 @@ class Config:
 
     base_models: list[str] = knob([], "Base model to serve, as [NAME=]PATH_OR_HUB_ID; repeat for several")
     data_dir: str = knob("tinsmith-data", "Directory of the command log and everything else that outlives the process")
+    checkpoint_root: str = knob("", "Where new checkpoints go, if not into data_dir: a directory, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
     server: ServerConfig = field(default_factory=ServerConfig)
     models: ModelsConfig = field(default_factory=ModelsConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)

@@ -13,6 +13,7 @@ from tinsmith.engine.snapshots import Snapshots
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraPair
 from tinsmith.sampling.local import LocalSampler
+from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 
 
@@ -34,7 +35,7 @@ def settle(samples: Samples) -> None:
 def test_a_step_that_fails_ends_its_requests_and_not_the_engine(text_base: BaseModel, tmp_path: Path) -> None:
     sampler = LocalSampler(text_base, SamplingConfig(kv_cache_gib=0.01), logits_chunk=16)
     sent: list[Message] = []
-    snapshots = Snapshots({"tiny": text_base}, Checkpoints(Store.open(tmp_path), tmp_path / "checkpoints"), tmp_path / "snapshots", 2**30)
+    snapshots = Snapshots({"tiny": text_base}, Checkpoints(Store.open(tmp_path), CheckpointFiles(tmp_path)), tmp_path / "snapshots", 2**30)
     samples = Samples({"tiny": Sampled(sampler, renderer(text_base))}, snapshots, sent.append)
     misshapen = random_adapter(text_base)
     misshapen.working["lm_head"] = LoraPair(*(tensor[:, :1] for tensor in misshapen.working["lm_head"]))

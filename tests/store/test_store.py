@@ -48,9 +48,10 @@ def test_the_file_is_in_wal_mode(tmp_path: Path) -> None:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-def test_a_database_of_yesterday_is_migrated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", range(1, schema.SCHEMA_VERSION))
+def test_a_database_of_yesterday_is_migrated(version: int, tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "tinsmith.db")) as connection:
-        connection.executescript((Path(__file__).parent / "schema_1.sql").read_text())
+        connection.executescript((Path(__file__).parent / f"schema_{version}.sql").read_text())
         connection.execute("INSERT INTO sessions (session_id, tags, sdk_version, created_at, last_seen_at) VALUES ('s', '[]', '0', 1, 1)")
         connection.commit()
     store = Store.open(tmp_path)
@@ -62,6 +63,18 @@ def test_a_database_of_yesterday_is_migrated(tmp_path: Path) -> None:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, schema.metadata) == []
         assert connection.execute(select(schema.schema_version.c.version)).scalars().all() == [schema.SCHEMA_VERSION]
+
+
+def test_checkpoints_of_yesterday_are_found(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "tinsmith.db")) as connection:
+        connection.executescript((Path(__file__).parent / "schema_2.sql").read_text())
+        row = "'tinker://m/weights/a', 'm', 'training', 'a', 'd', 'tiny', 'qwen3', '{}', 1, 10, NULL, 1.0, NULL"
+        connection.execute(f"INSERT INTO checkpoints VALUES ({row})")
+        connection.commit()
+    store = Store.open(tmp_path)
+    found = store.require_checkpoint("tinker://m/weights/a", "training")
+    assert (found.directory, found.public, found.has_optimizer) == ("d", False, True)
+    store.close()
 
 
 def test_a_database_of_tomorrow_is_refused(tmp_path: Path) -> None:
@@ -113,13 +126,17 @@ def test_checkpoints_are_found_by_path_and_kind_until_they_expire(tmp_path: Path
         store.require_checkpoint("tinker://m/weights/a", "sampler")
     with pytest.raises(NotFoundError, match="tinker://m/sampler_weights/b does not exist"):
         store.require_checkpoint("tinker://m/sampler_weights/b", "sampler")
-    assert store.checkpoint_directories() == {"d", "e"}
+    assert store.expired_checkpoints() == [expired]
+    assert store.discarded_directories() == []
     assert store.drop_expired_checkpoints() == [expired]
-    assert store.checkpoint_directories() == {"d"}
+    assert store.discarded_directories() == ["e"]
 
 
 def test_a_checkpoint_replaces_the_one_of_its_path(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     for directory in ("d", "e"):
+        store.announce_checkpoint(directory)
         store.put_checkpoint(checkpoint("tinker://m/weights/a", directory=directory))
-    assert store.checkpoint_directories() == {"e"}
+    assert store.discarded_directories() == ["d"]
+    store.forget_directory("d")
+    assert store.discarded_directories() == []

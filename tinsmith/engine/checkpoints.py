@@ -1,38 +1,30 @@
-"""Saved checkpoints: their rows in the store, their files below the data directory, and what a client may ask of them.
+"""Saved checkpoints: their rows in the store, their files, and what a client may ask of them.
 
-The directory of a checkpoint has a name of its own that no client chose, is written once and never changed. The row points to it, so a
-checkpoint is replaced by a new directory and a new row.
+The files of a checkpoint lie at a place of their own that no client chose, are written once and never changed. The row points to them, so
+a checkpoint is replaced by new files and a new row.
 """
 
-import logging
-import shutil
 import time
-import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from tinsmith.errors import UserError
+from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
 from tinsmith.training.backend import Backend
-from tinsmith.training.checkpoint import has_moments, read_about
+from tinsmith.training.checkpoint import About, has_moments, read_about
 from tinsmith.wire.paths import CheckpointKind, CheckpointPath
-
-CHECKPOINTS_DIR = "checkpoints"
-"""Where the files lie below a data directory."""
-_ORPHAN_S = 3600.0
-
-log = logging.getLogger(__name__)
 
 
 class Checkpoints:
     """All checkpoints of a data directory."""
 
-    def __init__(self, store: Store, root: Path) -> None:
-        """Their files lie in `root`, which is made if it is not there."""
+    def __init__(self, store: Store, files: CheckpointFiles) -> None:
         self.store = store
-        self.root = root
-        root.mkdir(parents=True, exist_ok=True)
+        self.files = files
 
     def save(
         self,
@@ -43,53 +35,59 @@ class Checkpoints:
         user_metadata: dict[str, str] | None = None,
     ) -> str:
         """Save the model of `path` as it is now; returns the path. Raises UserError if the path is taken and `overwrite` is not set."""
-        key = str(path)
-        former = self.store.checkpoint(key)
-        if not overwrite and former is not None:
-            raise UserError(f"{key} exists already; use another name" + (", or overwrite=True" if path.kind == "training" else ""))
-        directory = self.root / uuid.uuid4().hex
-        backend.save(path.model_id, directory, optimizer=path.kind == "training")
-        self.store.put_checkpoint(describe(path, directory, ttl_seconds, user_metadata))
-        if former is not None:
-            shutil.rmtree(self.root / former.directory)
-        return key
+        if not overwrite:
+            self.check_free(path)
 
-    def find(self, text: str, kind: CheckpointKind) -> tuple[Checkpoint, Path]:
-        """A checkpoint and the directory of its files. Raises UserError for a path of the other kind, NotFoundError if there is none."""
+        def write(directory: Path) -> About:
+            backend.save(path.model_id, directory, optimizer=path.kind == "training")
+            return read_about(directory)
+
+        return self.add(path, write, ttl_seconds, user_metadata).tinker_path
+
+    def check_free(self, path: CheckpointPath) -> None:
+        """Raise UserError if there is a checkpoint of this path."""
+        if self.store.checkpoint(str(path)) is not None:
+            raise UserError(f"{path} exists already; use another name" + (", or overwrite=True" if path.kind == "training" else ""))
+
+    def add(
+        self,
+        path: CheckpointPath,
+        write: Callable[[Path], About],
+        ttl_seconds: float | None = None,
+        user_metadata: dict[str, str] | None = None,
+    ) -> Checkpoint:
+        """A new checkpoint; one of the same path is replaced. `write` makes a directory of its files, complete, and says what they are."""
+        place = self.files.new_place()
+        self.store.announce_checkpoint(place)
+        with self.files.written(place) as directory:
+            about = write(directory)
+            size_bytes = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+            has_optimizer = has_moments(directory)
+        now = time.time()
+        checkpoint = Checkpoint(
+            tinker_path=str(path),
+            model_id=path.model_id,
+            kind=path.kind,
+            name=path.name,
+            directory=place,
+            base_model=about.base_model,
+            architecture=about.architecture,
+            lora_config=asdict(about.shape),
+            has_optimizer=has_optimizer,
+            size_bytes=size_bytes,
+            user_metadata=user_metadata,
+            created_at=now,
+            expires_at=None if ttl_seconds is None else now + ttl_seconds,
+        )
+        self.store.put_checkpoint(checkpoint)
+        return checkpoint
+
+    @contextmanager
+    def opened(self, text: str, kind: CheckpointKind) -> Iterator[tuple[Checkpoint, Path]]:
+        """A checkpoint and a directory of its files, to read while the body runs.
+
+        Raises UserError for a path of another kind, NotFoundError if there is no such checkpoint, or it is deleted meanwhile.
+        """
         checkpoint = self.store.require_checkpoint(text, kind)
-        return checkpoint, self.root / checkpoint.directory
-
-    def drop_expired(self) -> None:
-        """Delete the checkpoints whose time is over."""
-        for checkpoint in self.store.drop_expired_checkpoints():
-            shutil.rmtree(self.root / checkpoint.directory)
-            log.info("%s has expired and is deleted", checkpoint.tinker_path)
-
-    def drop_orphans(self) -> None:
-        """Delete what a process that died left behind: directories that belong to no checkpoint and that nobody can be writing now."""
-        directories = list(self.root.iterdir())
-        kept = self.store.checkpoint_directories()
-        for directory in directories:
-            if directory.name not in kept and directory.stat().st_mtime < time.time() - _ORPHAN_S:
-                shutil.rmtree(directory)
-
-
-def describe(path: CheckpointPath, directory: Path, ttl_seconds: float | None, user_metadata: dict[str, str] | None) -> Checkpoint:
-    """The row of a checkpoint whose files are in `directory`."""
-    about = read_about(directory)
-    now = time.time()
-    return Checkpoint(
-        tinker_path=str(path),
-        model_id=path.model_id,
-        kind=path.kind,
-        name=path.name,
-        directory=directory.name,
-        base_model=about.base_model,
-        architecture=about.architecture,
-        lora_config=asdict(about.shape),
-        has_optimizer=has_moments(directory),
-        size_bytes=sum(file.stat().st_size for file in directory.iterdir()),
-        user_metadata=user_metadata,
-        created_at=now,
-        expires_at=None if ttl_seconds is None else now + ttl_seconds,
-    )
+        with self.files.fetched(checkpoint.directory) as directory:
+            yield checkpoint, directory

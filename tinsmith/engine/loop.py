@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 from tinsmith.config import Config, base_model_sources
-from tinsmith.engine.checkpoints import CHECKPOINTS_DIR, Checkpoints
+from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.link import EngineLink
-from tinsmith.engine.messages import Bye, Done, EndSession, Message, ModelFacts, Ready, Sample, Shutdown, Wake
+from tinsmith.engine.messages import Bye, Done, EndSession, ForgetCheckpoint, Message, ModelFacts, Ready, Sample, Shutdown, Wake
 from tinsmith.engine.operations import Operations, Served
 from tinsmith.engine.samples import Sampled, Samples
 from tinsmith.engine.snapshots import Snapshots
@@ -25,6 +25,7 @@ from tinsmith.models.base import BaseModel, load_base_model
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local import LocalSampler
 from tinsmith.sampling.self_check import check_base_model
+from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
@@ -36,9 +37,6 @@ READ_AT_ONCE = 1000
 
 IDLE_S = 1.0
 """How long an idle engine sleeps before it looks whether its server still lives."""
-
-SWEEP_S = 60.0
-"""How often expired checkpoints are deleted. They cannot be used from the moment that they expire."""
 
 
 class Engine:
@@ -54,20 +52,18 @@ class Engine:
             check_base_model(base, samples=config.sampling.sampler != "none")
             log.info("%s passes its self-check, %.1f s", base.name, time.monotonic() - started)
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
-        self.checkpoints = Checkpoints(self.store, Path(config.data_dir) / CHECKPOINTS_DIR)
-        self.checkpoints.drop_orphans()
+        checkpoints = Checkpoints(self.store, CheckpointFiles(Path(config.data_dir), config.checkpoint_root))
         limit = config.sampling.snapshot_gib * 2**30
-        snapshots = Snapshots(self.bases, self.checkpoints, Path(config.data_dir) / "snapshots", limit)
+        snapshots = Snapshots(self.bases, checkpoints, Path(config.data_dir) / "snapshots", limit)
+        self.snapshots = snapshots
         self.samples = Samples(self._sampled(renderers), snapshots, link.send)
         backends = {name: LocalBackend(base, config.training) for name, base in self.bases.items()}
         served = {name: Served(name, backends[name], renderers[name]) for name in self.bases}
-        operations = Operations(served, config.models.max_lora_rank, self.checkpoints, snapshots, config.training.ended_model_ttl_s)
+        operations = Operations(served, config.models.max_lora_rank, checkpoints, snapshots, config.training.ended_model_ttl_s)
         queue = CommandQueue(config.training.held_operation_s)
         self.trainer = Trainer(operations, queue, config.training.tokens_per_pass, self._finish)
         self.status = StatusReporter(self.trainer, self.samples, link.send)
         self.last_command = 0
-        self.next_sweep = 0.0
-        """Monotonic time at which expired checkpoints are deleted."""
         self.stopping = False
 
     def run(self, server_pid: int) -> None:
@@ -117,9 +113,6 @@ class Engine:
         if woken:
             self._take_commands()
         self.trainer.fail_overdue()
-        if time.monotonic() >= self.next_sweep:
-            self.checkpoints.drop_expired()
-            self.next_sweep = time.monotonic() + SWEEP_S
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -128,6 +121,8 @@ class Engine:
             case EndSession():
                 self._take_commands()
                 self.trainer.end_session(message.session_id, message.save)
+            case ForgetCheckpoint():
+                self.snapshots.forget(message.path)
             case Shutdown():
                 self.stopping = True
 

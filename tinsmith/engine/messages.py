@@ -1,6 +1,7 @@
 """What server and engine say to each other. Each message is a list of ZeroMQ frames: its name, a JSON header, and for some raw bytes.
 
-Server to engine: Wake, Sample, EndSession, Shutdown. Engine to server: Ready, Done, SampleDone, SampleFailed, Status, Bye.
+Server to engine: Wake, Sample, EndSession, ForgetCheckpoint, Shutdown.
+Engine to server: Ready, Done, SampleDone, SampleFailed, Status, Bye.
 Nothing here is needed to recover data: what must last is in the store.
 """
 
@@ -64,6 +65,13 @@ class EndSession(Message):
     session_id: str
     save: bool
     """Whether to keep its models as checkpoints: their client just went away."""
+
+
+@dataclass(frozen=True)
+class ForgetCheckpoint(Message):
+    """The checkpoint of this path was deleted, or expires at another time: what is kept of it in memory counts no more."""
+
+    path: str
 
 
 @dataclass(frozen=True)

@@ -160,14 +160,15 @@ class Operations:
         backend = self.model(request.model_id).served.backend
         path = CheckpointPath(request.model_id, "sampler", request.path or "")
         saved = self.checkpoints.save(path, backend, request.ttl_seconds, user_metadata=request.user_metadata)
+        self.snapshots.forget(saved)
         return {"path": saved, "type": "save_weights_for_sampler"}
 
     def _create_from_checkpoint(self, model_id: str, request: CreateFromCheckpointRequest) -> dict[str, Any]:
-        checkpoint, directory = self.checkpoints.find(request.path, "training")
-        served = self.bases[find_base(request.base_model or checkpoint.base_model, self.bases)]
-        shape = LoraShape(**checkpoint.lora_config)
-        self._check_rank(shape.rank)
-        served.backend.restore(model_id, directory, request.optimizer)
+        with self.checkpoints.opened(request.path, "training") as (checkpoint, directory):
+            served = self.bases[find_base(request.base_model or checkpoint.base_model, self.bases)]
+            shape = LoraShape(**checkpoint.lora_config)
+            self._check_rank(shape.rank)
+            served.backend.restore(model_id, directory, request.optimizer)
         self.models[model_id] = LoadedModel(model_id, served, shape)
         return {"path": request.path, "model_id": model_id, "type": "load_weights"}
 
@@ -179,11 +180,11 @@ class Operations:
                 f"load_weights must be the first request of a model, this one is seq_id {request.seq_id}; "
                 "use create_training_client_from_state, which makes a new model"
             )
-        checkpoint, directory = self.checkpoints.find(request.path, "training")
-        saved = LoraShape(**checkpoint.lora_config)
-        if replace(saved, seed=model.shape.seed) != model.shape:
-            raise UserError(f"{request.path} was saved with {saved}, the model was created with {model.shape}; their sizes must agree")
-        model.served.backend.restore(request.model_id, directory, request.optimizer)
+        with self.checkpoints.opened(request.path, "training") as (checkpoint, directory):
+            saved = LoraShape(**checkpoint.lora_config)
+            if replace(saved, seed=model.shape.seed) != model.shape:
+                raise UserError(f"{request.path} was saved with {saved}, the model was created with {model.shape}; their sizes must agree")
+            model.served.backend.restore(request.model_id, directory, request.optimizer)
         return {"path": request.path, "model_id": request.model_id, "type": "load_weights"}
 
 

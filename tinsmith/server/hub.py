@@ -13,6 +13,7 @@ from tinsmith.server.lifetimes import Lifetimes
 from tinsmith.server.samples import SampleBook
 from tinsmith.server.sampling_sessions import SamplingSessions
 from tinsmith.server.waiters import Waiters
+from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
@@ -20,14 +21,15 @@ from tinsmith.store.store import Store
 class Hub:
     """The state of a running server."""
 
-    def __init__(self, config: Config, store: Store) -> None:
+    def __init__(self, config: Config, store: Store, files: CheckpointFiles) -> None:
         """Nothing runs yet; `engine.run` starts the engine. Must be made in the event loop."""
         self.config = config
         self.store = AsyncStore(store)
+        self.files = files
         self.waiters: Waiters[Outcome | SampleDone | SampleFailed] = Waiters()
         self.samples = SampleBook(config.server.max_pending_samples, config.server.sample_result_ttl_s)
         self.sampling_sessions = SamplingSessions(self.store)
-        self.lifetimes = Lifetimes(config.server, self.store)
+        self.lifetimes = Lifetimes(config.server, self.store, files)
         self.base_models = BaseModels()
         self.engine = EngineProcess(config, self.take, self._on_absent)
         self.activity = Activity()

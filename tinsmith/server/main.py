@@ -20,6 +20,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.server.app import create_app
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
+from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -43,8 +44,9 @@ def run_server(config: Config) -> None:
     if not config.base_models:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
     _allow_open_files()
-    with _listening(config) as listener, contextlib.closing(Store.open(Path(config.data_dir))) as store, _only_user(config):
-        uvloop.run(_serve(config, store, listener))
+    data_dir = Path(config.data_dir)
+    with _listening(config) as listener, contextlib.closing(Store.open(data_dir)) as store, _only_user(config):
+        uvloop.run(_serve(config, store, CheckpointFiles(data_dir, config.checkpoint_root), listener))
 
 
 def _allow_open_files() -> None:
@@ -85,8 +87,8 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-async def _serve(config: Config, store: Store, listener: socket.socket) -> None:
-    hub = Hub(config, store)
+async def _serve(config: Config, store: Store, files: CheckpointFiles, listener: socket.socket) -> None:
+    hub = Hub(config, store, files)
     http = _HttpServer(
         uvicorn.Config(
             create_app(hub),

@@ -1,25 +1,45 @@
 """Saved checkpoints in SQL. Each function is part of a transaction.
 
 A row is what makes a checkpoint exist: its files lie complete under `directory` before the row is written, and nothing changes them.
+Several rows may share a directory: a copy is a row of its own. A directory that no row refers to any more is noted as discarded in the
+same transaction, as is one that is going to be written, with a date far ahead: whatever dies when, no directory is forgotten.
 """
 
-from sqlalchemy import Connection, bindparam, delete, or_, select
+from collections.abc import Iterable
+
+from sqlalchemy import Connection, bindparam, delete, exists, or_, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.schema import checkpoints
+from tinsmith.store.schema import checkpoints, discarded
 
-_COLUMNS = [checkpoints.c[name] for name in Checkpoint.__dataclass_fields__]
-_ALIVE = or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > bindparam("now"))
-_FIND = select(*_COLUMNS).where(checkpoints.c.tinker_path == bindparam("key"), _ALIVE)
-_INSERT = insert(checkpoints).prefix_with("OR REPLACE")
-_DROP_EXPIRED = delete(checkpoints).where(checkpoints.c.expires_at <= bindparam("now")).returning(*_COLUMNS)
-_DIRECTORIES = select(checkpoints.c.directory)
+COLUMNS = [checkpoints.c[name] for name in Checkpoint.__dataclass_fields__]
+ALIVE = or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > bindparam("now"))
+"""Which rows exist for clients; takes `now`."""
+
+_BY_PATH = checkpoints.c.tinker_path == bindparam("key")
+_FIND = select(*COLUMNS).where(_BY_PATH, ALIVE)
+_INSERT = insert(checkpoints)
+_SET_PUBLIC = update(checkpoints).where(_BY_PATH, ALIVE).values(public=bindparam("value"))
+_SET_EXPIRY = update(checkpoints).where(_BY_PATH, ALIVE).values(expires_at=bindparam("value"))
+_DROP = delete(checkpoints).where(_BY_PATH, ALIVE).returning(checkpoints.c.directory)
+_REPLACE = delete(checkpoints).where(_BY_PATH).returning(checkpoints.c.directory)
+_EXPIRED = checkpoints.c.expires_at <= bindparam("now")
+_DROP_EXPIRED = delete(checkpoints).where(_EXPIRED).returning(*COLUMNS)
+_FIND_EXPIRED = select(*COLUMNS).where(_EXPIRED).order_by(checkpoints.c.expires_at)
+
+_DISCARD = insert(discarded).prefix_with("OR REPLACE")
+_KEEP = delete(discarded).where(discarded.c.directory == bindparam("key"))
+_USED = select(exists().where(checkpoints.c.directory == bindparam("key")))
+_DUE = select(discarded.c.directory).where(discarded.c.due_at <= bindparam("now")).order_by(discarded.c.due_at)
 
 
-def put(connection: Connection, checkpoint: Checkpoint) -> None:
+def put(connection: Connection, checkpoint: Checkpoint, now: float) -> None:
     """Add a checkpoint; one of the same path is replaced."""
+    replaced = connection.execute(_REPLACE, {"key": checkpoint.tinker_path}).scalars().all()
     connection.execute(_INSERT, vars(checkpoint))
+    connection.execute(_KEEP, {"key": checkpoint.directory})
+    _discard_unused(connection, replaced, now)
 
 
 def find(connection: Connection, tinker_path: str, now: float) -> Checkpoint | None:
@@ -28,11 +48,51 @@ def find(connection: Connection, tinker_path: str, now: float) -> Checkpoint | N
     return None if row is None else Checkpoint(*row)
 
 
+def set_public(connection: Connection, tinker_path: str, public: bool, now: float) -> bool:
+    """Publish or unpublish. False if there is no such checkpoint."""
+    return connection.execute(_SET_PUBLIC, {"key": tinker_path, "value": public, "now": now}).rowcount == 1
+
+
+def set_expiry(connection: Connection, tinker_path: str, expires_at: float | None, now: float) -> bool:
+    """Change when a checkpoint expires. False if there is no such checkpoint."""
+    return connection.execute(_SET_EXPIRY, {"key": tinker_path, "value": expires_at, "now": now}).rowcount == 1
+
+
+def drop(connection: Connection, tinker_path: str, now: float) -> bool:
+    """Remove a checkpoint. False if there is none."""
+    directories = connection.execute(_DROP, {"key": tinker_path, "now": now}).scalars().all()
+    _discard_unused(connection, directories, now)
+    return bool(directories)
+
+
+def find_expired(connection: Connection, now: float) -> list[Checkpoint]:
+    """The rows whose time is over, oldest first."""
+    return [Checkpoint(*row) for row in connection.execute(_FIND_EXPIRED, {"now": now})]
+
+
 def drop_expired(connection: Connection, now: float) -> list[Checkpoint]:
     """Remove the rows whose time is over and return them."""
-    return [Checkpoint(*row) for row in connection.execute(_DROP_EXPIRED, {"now": now})]
+    expired = [Checkpoint(*row) for row in connection.execute(_DROP_EXPIRED, {"now": now})]
+    _discard_unused(connection, [checkpoint.directory for checkpoint in expired], now)
+    return expired
 
 
-def directories(connection: Connection) -> set[str]:
-    """The directory names that belong to a checkpoint."""
-    return set(connection.execute(_DIRECTORIES).scalars())
+def discard(connection: Connection, directory: str, due_at: float) -> None:
+    """Note a directory to delete from then on, unless a checkpoint takes it before."""
+    connection.execute(_DISCARD, {"directory": directory, "due_at": due_at})
+
+
+def due(connection: Connection, now: float) -> list[str]:
+    """The directories to delete now."""
+    return list(connection.execute(_DUE, {"now": now}).scalars())
+
+
+def forget(connection: Connection, directory: str) -> None:
+    """A discarded directory is deleted."""
+    connection.execute(_KEEP, {"key": directory})
+
+
+def _discard_unused(connection: Connection, directories: Iterable[str], now: float) -> None:
+    for directory in set(directories):
+        if not connection.execute(_USED, {"key": directory}).scalar():
+            discard(connection, directory, now)

@@ -83,6 +83,11 @@ def _refusal(connection: Connection, model_id: str, now: float) -> tuple[str, Ca
         raise NotFoundError(f"model {model_id!r} does not exist")
     if owner.status == "lost":
         return f"model {model_id} was lost when the engine stopped; create a new one", "server"
+    if owner.status == "copied":
+        return (
+            f"model {model_id} holds copied weights only; load them into a new model to train it",
+            "user",
+        )
     if owner.finished_at is not None or owner.status == "unloaded":
         return f"model {model_id} is unloaded: its session is finished; create a new one{_kept(connection, model_id, now)}", "user"
     if owner.status == "failed":

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
-from sqlalchemy import JSON, Boolean, Column, Connection, Float, Integer, Text, text
+from sqlalchemy import JSON, Boolean, Column, Connection, Float, Integer, Text, false, text
 
 
 def migrate(connection: Connection, version: int) -> None:
@@ -38,5 +38,13 @@ def _add_checkpoints(op: Operations) -> None:
     op.add_column("sampling_sessions", Column("model_path", Text))
 
 
-_STEPS: tuple[Callable[[Operations], None], ...] = (_add_checkpoints,)
+def _add_catalog(op: Operations) -> None:
+    op.add_column("checkpoints", Column("public", Boolean, nullable=False, server_default=false()))
+    op.create_table("discarded", Column("directory", Text, primary_key=True), Column("due_at", Float, nullable=False, index=True))
+    op.create_index("ix_checkpoints_directory", "checkpoints", ["directory"])
+    op.create_index("ix_models_session_id", "models", ["session_id"])
+    op.create_index("ix_sessions_created_at", "sessions", ["created_at"])
+
+
+_STEPS: tuple[Callable[[Operations], None], ...] = (_add_checkpoints, _add_catalog)
 """The step at index n - 1 leads from version n to n + 1."""

@@ -13,7 +13,8 @@ of the UserError that its future ends with."""
 SESSION_END = "session-end"
 """Name of the checkpoint that is made of a model whose session just went away."""
 
-ModelStatus = Literal["creating", "ready", "failed", "lost", "unloaded"]
+ModelStatus = Literal["creating", "ready", "failed", "lost", "unloaded", "copied"]
+"""A copied model only holds the copies of checkpoints; it was never loaded."""
 Category = Literal["user", "server"]
 
 
@@ -74,7 +75,7 @@ class Checkpoint:
     kind: CheckpointKind
     name: str
     directory: str
-    """Name of the directory of its files, below the data directory's `checkpoints`."""
+    """Where its files are: a name below the data directory's `checkpoints`, or a URL. A copy shares it with its source."""
     base_model: str
     """Name of the base model as it was configured."""
     architecture: str
@@ -86,6 +87,18 @@ class Checkpoint:
     created_at: float
     expires_at: float | None
     """None keeps it for ever."""
+    public: bool = False
+    """What publish and unpublish set. There is one owner, so nobody else is let in by it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, in training or gone, as the training runs of the API show it."""
+
+    model: Model
+    last_request_at: float
+    last_training: Checkpoint | None
+    last_sampler: Checkpoint | None
 
 
 @dataclass(frozen=True)

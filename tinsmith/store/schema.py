@@ -3,9 +3,24 @@
 A change of any table needs a new SCHEMA_VERSION and a step in `migrations.py` that brings a database of the version before to it.
 """
 
-from sqlalchemy import JSON, Boolean, Column, Float, ForeignKey, Index, Integer, LargeBinary, MetaData, Table, Text, UniqueConstraint, text
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+    false,
+    text,
+)
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 metadata = MetaData()
 
@@ -20,7 +35,7 @@ sessions = Table(
     Column("sdk_version", Text, nullable=False),
     Column("project_id", Text),
     Column("display_name", Text),
-    Column("created_at", Float, nullable=False),
+    Column("created_at", Float, nullable=False, index=True),
     Column("last_seen_at", Float, nullable=False),
     Column("finished_at", Float),
     Column("finish_reason", Text),
@@ -31,7 +46,7 @@ models = Table(
     "models",
     metadata,
     Column("model_id", Text, primary_key=True),
-    Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False, index=True),
     Column("base_model", Text, nullable=False),
     Column("lora_config", JSON, nullable=False),
     Column("optimizer_config", JSON, nullable=False),
@@ -97,7 +112,7 @@ checkpoints = Table(
     Column("model_id", Text, nullable=False, index=True),
     Column("kind", Text, nullable=False),
     Column("name", Text, nullable=False),
-    Column("directory", Text, nullable=False),
+    Column("directory", Text, nullable=False, index=True),
     Column("base_model", Text, nullable=False),
     Column("architecture", Text, nullable=False),
     Column("lora_config", JSON, nullable=False),
@@ -106,4 +121,13 @@ checkpoints = Table(
     Column("user_metadata", JSON(none_as_null=True)),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float, index=True),
+    Column("public", Boolean, nullable=False, server_default=false()),
+)
+
+# Directories to delete once `due_at` is reached: of checkpoints that are no more, and, far ahead, of those being written.
+discarded = Table(
+    "discarded",
+    metadata,
+    Column("directory", Text, primary_key=True),
+    Column("due_at", Float, nullable=False, index=True),
 )

@@ -94,9 +94,9 @@ def finish_idle_sessions(connection: Connection, before: float, detail: str, now
     return idle
 
 
-def insert_model(connection: Connection, new: Model, now: float) -> None:
-    """Add a model unless its id exists."""
-    connection.execute(_INSERT_MODEL, vars(new) | {"created_at": now})
+def insert_model(connection: Connection, new: Model, now: float) -> bool:
+    """Add a model. False, and nothing is changed, if its id exists."""
+    return connection.execute(_INSERT_MODEL, vars(new) | {"created_at": now}).rowcount == 1
 
 
 def model(connection: Connection, model_id: str) -> Model | None:

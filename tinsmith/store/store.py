@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store import checkpoints, commands, sessions
@@ -13,10 +14,14 @@ from tinsmith.store.database import open_database
 from tinsmith.store.records import Checkpoint, Command, Model, ModelStatus, NewCommand, Outcome, SamplingSession, Session
 from tinsmith.wire.paths import CheckpointKind, parse_path
 
-_WRONG_KIND: dict[CheckpointKind, str] = {
-    "training": "these weights were saved for sampling; training goes on from a path of save_state (tinker://MODEL_ID/weights/NAME)",
-    "sampler": "these weights were saved for training; sample from a path of save_weights_for_sampler (tinker://MODEL_ID/sampler_weights/NAME)",
+_SAVED_FOR: dict[CheckpointKind, str] = {"training": "for training", "sampler": "for sampling", "external": "to be downloaded"}
+_REMEDY: dict[CheckpointKind, str] = {
+    "training": "training goes on from a path of save_state (tinker://MODEL_ID/weights/NAME)",
+    "sampler": "sample from a path of save_weights_for_sampler (tinker://MODEL_ID/sampler_weights/NAME)",
+    "external": "download a path of save_weights_external (tinker://MODEL_ID/external_weights/NAME)",
 }
+_WRITING_S = 86400.0
+"""Nobody writes a checkpoint for so long: what is there then was left behind."""
 
 
 class Store:
@@ -35,6 +40,14 @@ class Store:
     def close(self) -> None:
         """Close all connections."""
         self._read.dispose()
+
+    def reading(self) -> AbstractContextManager[Connection]:
+        """A transaction that only reads, for the functions of `catalog.py`."""
+        return self._read.begin()
+
+    def writing(self) -> AbstractContextManager[Connection]:
+        """A transaction that writes, for the functions of `catalog.py`."""
+        return self._write.begin()
 
     # ---- The command log
 
@@ -147,34 +160,56 @@ class Store:
 
     # ---- Checkpoints
 
-    def put_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Make a checkpoint exist, whose files are complete; one of the same path is replaced."""
+    def announce_checkpoint(self, directory: str) -> None:
+        """The files of a checkpoint are going to be written there. If no row follows within a day, they are to be deleted."""
+        now = time.time()
         with self._write.begin() as connection:
-            checkpoints.put(connection, checkpoint)
+            checkpoints.discard(connection, directory, now + _WRITING_S)
+
+    def put_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Make a checkpoint exist, whose files are complete; one of the same path is replaced, and its files are to be deleted."""
+        with self._write.begin() as connection:
+            checkpoints.put(connection, checkpoint, time.time())
 
     def checkpoint(self, tinker_path: str) -> Checkpoint | None:
         """The checkpoint of this path, if there is one that has not expired."""
         with self._read.begin() as connection:
             return checkpoints.find(connection, tinker_path, time.time())
 
-    def require_checkpoint(self, tinker_path: str, kind: CheckpointKind) -> Checkpoint:
+    def require_checkpoint(self, tinker_path: str, kind: CheckpointKind | None = None) -> Checkpoint:
         """The checkpoint of this path.
 
-        Raises UserError: malformed, or saved for the other purpose. Raises NotFoundError: never saved, or expired.
+        Raises UserError: malformed, or saved for another purpose than `kind`. Raises NotFoundError: never saved, or expired.
         """
-        if parse_path(tinker_path).kind != kind:
-            raise UserError(f"{tinker_path}: {_WRONG_KIND[kind]}")
+        saved_for = parse_path(tinker_path).kind
+        if kind is not None and saved_for != kind:
+            raise UserError(f"{tinker_path}: these weights were saved {_SAVED_FOR[saved_for]}; {_REMEDY[kind]}")
         checkpoint = self.checkpoint(tinker_path)
         if checkpoint is None:
-            raise NotFoundError(f"{tinker_path} does not exist: it was never saved here, is being saved now, or has expired")
+            raise absent(tinker_path)
         return checkpoint
 
+    def expired_checkpoints(self) -> list[Checkpoint]:
+        """The checkpoints whose time is over and whose rows are still there."""
+        with self._read.begin() as connection:
+            return checkpoints.find_expired(connection, time.time())
+
     def drop_expired_checkpoints(self) -> list[Checkpoint]:
-        """Remove the rows of checkpoints whose time is over and return them. Their files remain for the caller to delete."""
+        """Remove the rows of checkpoints whose time is over and return them. Their files are to be deleted."""
         with self._write.begin() as connection:
             return checkpoints.drop_expired(connection, time.time())
 
-    def checkpoint_directories(self) -> set[str]:
-        """Names of the directories that belong to a checkpoint."""
+    def discarded_directories(self) -> list[str]:
+        """The directories to delete now: no checkpoint has them."""
         with self._read.begin() as connection:
-            return checkpoints.directories(connection)
+            return checkpoints.due(connection, time.time())
+
+    def forget_directory(self, directory: str) -> None:
+        """A discarded directory is deleted."""
+        with self._write.begin() as connection:
+            checkpoints.forget(connection, directory)
+
+
+def absent(tinker_path: str) -> NotFoundError:
+    """The error for a path of no checkpoint."""
+    return NotFoundError(f"{tinker_path} does not exist: it was never saved here, is being saved now, was deleted, or has expired")

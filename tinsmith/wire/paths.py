@@ -1,15 +1,20 @@
-"""Where a saved checkpoint is found: tinker://MODEL_ID/weights/NAME to train on, tinker://MODEL_ID/sampler_weights/NAME to sample from."""
+"""Where a saved checkpoint is found: tinker://MODEL_ID/SEGMENT/NAME.
+
+The segment is `weights` for what training goes on from, `sampler_weights` for what is sampled, `external_weights` for files to download.
+"""
 
 from typing import Literal, NamedTuple
 
 from tinsmith.errors import UserError
 
-CheckpointKind = Literal["training", "sampler"]
+CheckpointKind = Literal["training", "sampler", "external"]
 
 _SCHEME = "tinker://"
-_SEGMENTS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights"}
+_SEGMENTS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
 _KINDS: dict[str, CheckpointKind] = {segment: kind for kind, segment in _SEGMENTS.items()}
 _MAX_NAME = 200
+_NOT_IN_NAMES = set("/\\?#%")
+"""They mean something in a URL, and clients write names into URLs as they are."""
 
 
 class CheckpointPath(NamedTuple):
@@ -20,15 +25,20 @@ class CheckpointPath(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        return f"{_SCHEME}{self.model_id}/{_SEGMENTS[self.kind]}/{self.name}"
+        return f"{_SCHEME}{self.model_id}/{self.checkpoint_id}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        """What tells a checkpoint from the others of its model: SEGMENT/NAME."""
+        return f"{_SEGMENTS[self.kind]}/{self.name}"
 
 
 def check_name(name: str) -> str:
     """The name of a checkpoint, which is one segment of a path. Raises UserError."""
     if not name or name in (".", "..") or len(name) > _MAX_NAME:
         raise UserError(f"path={name[:_MAX_NAME]!r} cannot name a checkpoint; use 1 to {_MAX_NAME} characters, not '.' or '..'")
-    if name != name.strip() or not name.isprintable() or "/" in name or "\\" in name:
-        raise UserError(f"path={name!r} cannot name a checkpoint; use printable characters without slashes, and no blanks around them")
+    if name != name.strip() or not name.isprintable() or _NOT_IN_NAMES & set(name):
+        raise UserError(f"path={name!r} cannot name a checkpoint; use printable characters but / \\ ? # %, and no blanks around them")
     return name
 
 
@@ -41,5 +51,5 @@ def parse_path(text: str) -> CheckpointPath:
     """The parts of a path. Raises UserError for anything that does not name a checkpoint of ours."""
     parts = text.removeprefix(_SCHEME).split("/")
     if not is_path(text) or len(parts) != 3 or not parts[0] or parts[1] not in _KINDS:
-        raise UserError(f"path={text!r} is not tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME")
+        raise UserError(f"path={text!r} is not tinker://MODEL_ID/SEGMENT/NAME, SEGMENT being one of {', '.join(_KINDS)}")
     return CheckpointPath(parts[0], _KINDS[parts[1]], check_name(parts[2]))
