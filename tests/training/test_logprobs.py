@@ -28,8 +28,15 @@ def plain_logprobs(hidden: Tensor, head: Tensor, adapter: Adapter | None, target
 
 
 @settings(max_examples=30, deadline=None)
-@given(tokens=st.integers(1, 17), width=st.integers(1, 4), chunk=st.integers(1, 20), split=st.integers(0, 17), seed=st.integers(0, 2**31))
-def test_values_and_gradients_equal_the_plain_formula(tokens: int, width: int, chunk: int, split: int, seed: int) -> None:
+@given(
+    tokens=st.integers(1, 17),
+    width=st.integers(1, 4),
+    chunk=st.integers(1, 20),
+    keep=st.booleans(),
+    split=st.integers(0, 17),
+    seed=st.integers(0, 2**31),
+)
+def test_values_and_gradients_equal_the_plain_formula(tokens: int, width: int, chunk: int, keep: bool, split: int, seed: int) -> None:
     torch.manual_seed(seed)
     hidden = torch.randn(tokens, HIDDEN, requires_grad=True)
     head = torch.randn(VOCABULARY, HIDDEN, requires_grad=True)
@@ -39,7 +46,7 @@ def test_values_and_gradients_equal_the_plain_formula(tokens: int, width: int, c
     split = min(split, tokens)
     segments = [s for s in (Segment(0, split, adapter), Segment(split, tokens, None)) if s.start < s.end]
 
-    got = target_logprobs(hidden, head, targets, segments, chunk)
+    got = target_logprobs(hidden, head, targets, segments, chunk, keep)
     expected = torch.cat([plain_logprobs(hidden[s.start : s.end], head, s.adapter, targets[s.start : s.end]) for s in segments])
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 

@@ -243,6 +243,7 @@ class LocalBackend:
         Neighbours of one owner and one K are scored together. None is filled up to the K of another, which may be in the millions.
         """
         hidden = self.base.hidden_states(row, PackedPlan(row.lengths, self.base.device, self.base.dtype))
+        chunk = self.config.logits_chunk
         parts: list[Tensor] = []
         start = 0
         for _, group in groupby(zip(work, owners, strict=True), key=lambda pair: (id(pair[1]), _width(pair[0]))):
@@ -251,7 +252,7 @@ class LocalBackend:
             targets = torch.from_numpy(columns).to(self.base.device)
             segments = segments_of([len(targets)], [owner])
             rows = hidden[start : start + len(targets)]
-            scored = target_logprobs(rows, self.base.head(owner), targets, segments, self.config.logits_chunk)
+            scored = target_logprobs(rows, self.base.head(owner), targets, segments, chunk, keep=len(hidden) <= chunk)
             cut = scored.split([len(datum.rendered) for datum in datums])
             parts += [part.view(datum.target_tokens.shape) for datum, part in zip(datums, cut, strict=True)]
             start += len(targets)

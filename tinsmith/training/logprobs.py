@@ -2,8 +2,9 @@
 
     logprobs[t, k] = z[t, target[t, k]] - logsumexp(z[t]),   z = h W^T + scale (h A^T) B^T
 
-Logits exist for `chunk` rows at a time, in the forward pass and again in the backward pass, which recomputes them from what it kept
-(hidden states and one logsumexp per row). With g the gradient of the logprobs, dz[t] = Σ_k g[t, k] (onehot(target[t, k]) - softmax(z[t])).
+Logits exist for `chunk` rows at a time, in the forward pass and again in the backward pass, which recomputes them from the hidden states;
+where all rows of a pass are one chunk, what the forward pass computed is kept. With g the gradient of the logprobs,
+dz[t] = Σ_k g[t, k] (onehot(target[t, k]) - softmax(z[t])).
 Rows without gradient are skipped. Peak memory does not grow with vocabulary times tokens.
 """
 
@@ -18,16 +19,17 @@ from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter, Segment
 
 
-def target_logprobs(hidden: Tensor, lm_head: Tensor, targets: Tensor, segments: list[Segment], chunk: int) -> Tensor:
+def target_logprobs(hidden: Tensor, lm_head: Tensor, targets: Tensor, segments: list[Segment], chunk: int, keep: bool = False) -> Tensor:
     """Log-probabilities [tokens, K] in float32 of `targets` [tokens, K], each segment with its own LoRA on the LM head.
 
+    `keep` those of the whole vocabulary, [tokens, vocabulary], for the backward pass: meant for passes of no more than `chunk` rows.
     hidden [tokens, hidden]; lm_head [vocabulary, hidden]; differentiable in `hidden`, `lm_head` and the adapters' working copies.
     """
     compute: Any = _TargetLogprobs.apply
     parts = []
     for segment in segments:
         rows = slice(segment.start, segment.end)
-        part: Tensor = compute(hidden[rows], lm_head, *head_lora(segment.adapter), targets[rows], chunk)
+        part: Tensor = compute(hidden[rows], lm_head, *head_lora(segment.adapter), targets[rows], chunk, keep)
         parts.append(part)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -43,29 +45,31 @@ def head_logits(hidden: Tensor, lm_head: Tensor, a: Tensor | None, b: Tensor | N
     """Logits [tokens, vocabulary] in float32."""
     logits = linear(hidden, lm_head)
     if a is not None and b is not None:
-        logits = torch.addmm(logits, linear(hidden, a) * scale, b.t())
+        logits.addmm_(linear(hidden, a), b.t(), alpha=scale)
     return logits.float()
 
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, lm_head: Tensor, a: Tensor | None, b: Tensor | None, scale: float, targets: Tensor, chunk: int
+        ctx: Any, hidden: Tensor, lm_head: Tensor, a: Tensor | None, b: Tensor | None, scale: float, targets: Tensor, chunk: int, keep: bool
     ) -> Tensor:
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-        lse = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        kept = []
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            logits = head_logits(hidden[rows], lm_head, a, b, scale)
-            lse[rows] = logits.logsumexp(-1)
-            logprobs[rows] = logits.gather(-1, targets[rows]) - lse[rows].unsqueeze(-1)
-        ctx.save_for_backward(hidden, lm_head, a, b, targets, lse)
+            every = head_logits(hidden[rows], lm_head, a, b, scale).log_softmax(-1)
+            logprobs[rows] = every.gather(-1, targets[rows])
+            if keep:
+                kept.append(every)
+        ctx.save_for_backward(hidden, lm_head, a, b, targets, *kept)
         ctx.scale, ctx.chunk = scale, chunk
         return logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, lm_head, a, b, targets, lse = ctx.saved_tensors
+        hidden, lm_head, a, b, targets, *kept = ctx.saved_tensors
+        every = torch.cat(kept) if kept else None
         (grad,) = grads
         grad_hidden = torch.zeros_like(hidden)
         grad_head = torch.zeros_like(lm_head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -75,7 +79,8 @@ class _TargetLogprobs(torch.autograd.Function):
         for rows in wanted.split(ctx.chunk):
             h = hidden[rows]
             g = grad[rows]
-            dz = head_logits(h, lm_head, a, b, ctx.scale).sub_(lse[rows].unsqueeze(-1)).exp_().mul_(-g.sum(-1, keepdim=True))
+            logprobs = head_logits(h, lm_head, a, b, ctx.scale).log_softmax(-1) if every is None else every[rows]
+            dz = logprobs.exp_().mul_(-g.sum(-1, keepdim=True))
             dz = dz.scatter_add_(-1, targets[rows], g).to(hidden.dtype)
             dh = dz @ lm_head
             if a is not None and b is not None and grad_a is not None and grad_b is not None:
@@ -87,4 +92,4 @@ class _TargetLogprobs(torch.autograd.Function):
                 grad_head += dz.t() @ h
             grad_hidden[rows] = dh
         grad_head = grad_head.to(lm_head.dtype) if grad_head is not None else None
-        return grad_hidden, grad_head, grad_a, grad_b, None, None, None
+        return grad_hidden, grad_head, grad_a, grad_b, None, None, None, None
