@@ -7,6 +7,7 @@ its row no more often than one without; autograd would copy the row and add up t
 full-parameter training has put a model's own in their place for a pass.
 """
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,22 @@ from tinsmith.models.lora import ActiveSegments, Segment
 
 
 class Part(NamedTuple):
-    """Where one adapter works, and its scale."""
+    """Neighbouring slices of one length whose adapters have one rank: they are computed together, which on short slices costs as one."""
 
-    rows: slice
+    start: int
+    slices: int
+    length: int
     scale: float
+
+    def continued_by(self, other: "Part") -> bool:
+        """Whether `other` is one more such slice."""
+        end = self.start + self.slices * self.length
+        return (end, self.length, self.scale) == (other.start, other.length, other.scale)
+
+    def of(self, row: Tensor) -> Tensor:
+        """Its view of a row [tokens, width]: [length, width] of a single slice, [slices, length, width] of several."""
+        mine = row[self.start : self.start + self.slices * self.length]
+        return mine if self.slices == 1 else mine.unflatten(0, (self.slices, self.length))
 
 
 class LoraLinear(nn.Module):
@@ -42,34 +55,60 @@ class LoraLinear(nn.Module):
 
 
 def pairs_of(name: str, segments: list[Segment]) -> tuple[list[Part], list[Tensor]]:
-    """The parts of the row whose adapter covers the module `name`, and their matrices A, B, A, B and so on."""
+    """The parts of the row whose adapters cover the module `name`, and the matrices A, B, A, B and so on of their slices."""
     parts: list[Part] = []
     matrices: list[Tensor] = []
     for segment in segments:
-        if segment.adapter is not None and name in segment.adapter.working:
-            parts.append(Part(slice(segment.start, segment.end), segment.adapter.scale))
-            matrices += segment.adapter.working[name]
+        if segment.adapter is None or name not in segment.adapter.working:
+            continue
+        matrices += segment.adapter.working[name]
+        part = Part(segment.start, 1, segment.end - segment.start, segment.adapter.scale)
+        if parts and parts[-1].continued_by(part):
+            parts[-1] = parts[-1]._replace(slices=parts[-1].slices + 1)
+        else:
+            parts.append(part)
     return parts, matrices
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, parts: list[Part], *matrices: Tensor) -> Tensor:
     """The layer without gradients: x [tokens, in] -> [tokens, out]."""
     y = linear(x, weight, bias)
-    for (rows, scale), a, b in zip(parts, matrices[::2], matrices[1::2], strict=True):
-        y[rows].addmm_(linear(x[rows], a).mul_(scale), b.t())
+    _add_adapters(y, x, parts, _stacked(parts, matrices))
     return y
+
+
+def _stacked(parts: list[Part], matrices: tuple[Tensor, ...]) -> list[Tensor]:
+    """A and B of each part: as they are of a single slice, [slices, ...] of several."""
+    stacked: list[Tensor] = []
+    start = 0
+    for part in parts:
+        mine = matrices[start : start + 2 * part.slices]
+        stacked += mine if part.slices == 1 else (torch.stack(mine[::2]), torch.stack(mine[1::2]))
+        start += len(mine)
+    return stacked
+
+
+def _add_adapters(y: Tensor, x: Tensor, parts: list[Part], stacked: list[Tensor]) -> list[Tensor]:
+    """Add what the adapters make of x [tokens, in] to y [tokens, out]; returns scale · x A^T of each part."""
+    reduced = []
+    for part, a, b in zip(parts, stacked[::2], stacked[1::2], strict=True):
+        reduced.append((part.of(x) @ a.mT).mul_(part.scale))
+        _add_product(part.of(y), reduced[-1], b.mT)
+    return reduced
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right to `total`: matrices, or stacks of them."""
+    (total.addmm_ if total.ndim == 2 else total.baddbmm_)(left, right)
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, parts: list[Part], *matrices: Tensor) -> Tensor:
         y = linear(x, weight, bias)
-        reduced = []
-        for (rows, scale), a, b in zip(parts, matrices[::2], matrices[1::2], strict=True):
-            reduced.append(linear(x[rows], a).mul_(scale))  # [rows, rank]
-            y[rows].addmm_(reduced[-1], b.t())
+        stacked = _stacked(parts, matrices)
         ctx.parts = parts
-        ctx.save_for_backward(x, weight, *matrices, *reduced)
+        ctx.save_for_backward(x, weight, *stacked, *_add_adapters(y, x, parts, stacked))
         return y
 
     @staticmethod
@@ -77,16 +116,17 @@ class _LoraLinear(torch.autograd.Function):
         (dy,) = grads
         x, weight, *saved = ctx.saved_tensors
         count = len(ctx.parts)
-        matrices, reduced = saved[: 2 * count], saved[2 * count :]
+        stacked, reduced = saved[: 2 * count], saved[2 * count :]
         dx = dy @ weight if ctx.needs_input_grad[0] else None
         dweight = dy.t() @ x if ctx.needs_input_grad[1] else None
         dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
-        found: list[Tensor | None] = []
-        for (rows, scale), a, b, u in zip(ctx.parts, matrices[::2], matrices[1::2], reduced, strict=True):
-            du = (dy[rows] @ b).mul_(scale)
-            found += [du.t() @ x[rows], dy[rows].t() @ u]
+        found: list[Tensor] = []
+        for part, a, b, u in zip(ctx.parts, stacked[::2], stacked[1::2], reduced, strict=True):
+            du = (part.of(dy) @ b).mul_(part.scale)
+            da, db = du.mT @ part.of(x), part.of(dy).mT @ u
+            found += (da, db) if part.slices == 1 else chain.from_iterable(zip(da, db, strict=True))
             if dx is not None:
-                dx[rows].addmm_(du, a)
+                _add_product(part.of(dx), du, a)
         return dx, dweight, dbias, None, *found
 
 
