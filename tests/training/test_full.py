@@ -273,6 +273,49 @@ assert list(backend.optimizers) == ["first"]
 """
 
 
+STARVED_STEP = """
+import resource, sys
+from pathlib import Path
+import torch
+from tests.bases import datum, load, random_tokens, renderer, write_decoder
+from tests.training.test_full import SETTINGS, full_backend, step_all
+from tinsmith.errors import TinsmithError
+
+# So many rows that no memory freed before has room for the moments of the embedding.
+write_decoder("qwen3", Path(sys.argv[1]), vocab_size=200_000, num_hidden_layers=1, tie_word_embeddings=True)
+base = load(Path(sys.argv[1]), device="cpu")
+backend = full_backend(base, "starved", "fed")
+work = [datum(name, renderer(base).render([random_tokens(0, 9)])) for name in ("starved", "fed")]
+backend.run_pass(work[:1], backward=True)
+before = [tensor.clone() for tensor in backend.optimizers["starved"].weights.tensors()]
+unlimited = resource.getrlimit(resource.RLIMIT_AS)
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, unlimited[1]))
+try:
+    backend.optim_step("starved", SETTINGS)
+except TinsmithError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_AS, unlimited)
+starved, fed = (backend.optimizers[name] for name in ("starved", "fed"))
+assert all(torch.equal(a, b) for a, b in zip(before, starved.weights.tensors(), strict=True))
+assert (starved.gradients, starved.moments()) == (None, {})
+step_all(backend, work)
+assert all(torch.equal(a, b) for a, b in zip(fed.weights.tensors(), starved.weights.tensors(), strict=True))
+print("goes on")
+"""
+
+
+def test_a_step_without_memory_changes_nothing_and_the_model_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STARVED_STEP, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    refused, went_on = done.stdout.splitlines()
+    assert refused.startswith(
+        "the step was refused, the gradients are cleared and the weights stay as they were: it needs more memory than cpu"
+    )
+    assert went_on == "goes on"
+
+
 def test_what_does_not_fit_beside_the_others_is_refused_with_both_numbers(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, str(family_dir("qwen3")), str(tmp_path / "saved")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)

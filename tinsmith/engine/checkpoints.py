@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from tinsmith.errors import UserError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
@@ -59,10 +59,13 @@ class Checkpoints:
         """A new checkpoint; one of the same path is replaced. `write` makes a directory of its files, complete, and says what they are."""
         place = self.files.new_place()
         self.store.announce_checkpoint(place)
-        with self.files.written(place) as directory:
-            about = write(directory)
-            size_bytes = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-            has_optimizer = has_moments(directory)
+        try:
+            with self.files.written(place) as directory:
+                about = write(directory)
+                size_bytes = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+                has_optimizer = has_moments(directory)
+        except OSError as error:
+            raise TinsmithError(f"{path} could not be written: {error}; see to that and save again") from error
         now = time.time()
         checkpoint = Checkpoint(
             tinker_path=str(path),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinsmith.config import TrainingConfig
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.full import FullWeights, Weights, new_full_weights, snapshot_bytes, training_bytes
@@ -133,8 +133,16 @@ class LocalBackend:
     def optim_step(self, model_id: str, settings: AdamSettings) -> dict[str, float]:
         """See `Backend`."""
         optimizer = self._optimizer(model_id)
-        with threads_for_step(optimizer.weights.parameter_count):
-            return optimizer.step(settings)
+        try:
+            with threads_for_step(optimizer.weights.parameter_count):
+                return optimizer.step(settings)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TinsmithError(
+                f"the step was refused, the gradients are cleared and the weights stay as they were: it needs more memory than "
+                f"{self.base.device} has left; end other models or their sampling: {error}"
+            ) from error
 
     def clear_gradients(self, model_id: str) -> None:
         """See `Backend`."""

@@ -9,8 +9,6 @@ Gradients that wait for their optim_step are no part of it.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,10 +22,9 @@ from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter, LoraPair, LoraShape
+from tinsmith.store.files import whole_directory
 
 FORMAT_VERSION = 1
-TEMPORARY_PREFIX = ".writing-"
-"""Directories of this name were never finished."""
 
 _ABOUT, _WEIGHTS, _OPTIMIZER = "checkpoint.json", "adapter.safetensors", "optimizer.safetensors"
 
@@ -62,16 +59,11 @@ def write_checkpoint(directory: Path, about: About, weights: Weights, moments: d
 
 
 def _write(directory: Path, about: About, weights: Weights, moments: dict[str, Tensor] | None) -> None:
-    with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX, dir=directory.parent, ignore_cleanup_errors=True) as temporary:
-        files = Path(temporary)
+    with whole_directory(directory) as files:
         save_file(weights.named_tensors(), files / _WEIGHTS)
         if moments is not None:
             save_file(moments, files / _OPTIMIZER)
         (files / _ABOUT).write_text(json.dumps({"format_version": FORMAT_VERSION} | asdict(about), indent=1))
-        for path in (*files.iterdir(), files):
-            _flush(path)
-        files.rename(directory)
-    _flush(directory.parent)
 
 
 def read_about(directory: Path) -> About:
@@ -139,12 +131,3 @@ def read_moments(directory: Path, device: torch.device) -> dict[str, Tensor]:
 def has_moments(directory: Path) -> bool:
     """Whether the checkpoint holds what its optimizer remembers."""
     return (directory / _OPTIMIZER).exists()
-
-
-def _flush(path: Path) -> None:
-    """Make the disk hold what was written to a file or directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

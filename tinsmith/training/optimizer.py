@@ -93,7 +93,14 @@ class ModelOptimizer:
         for tensor, gradient in zip(tensors, gradients, strict=True):
             tensor.grad = gradient
         self.adamw.param_groups[0].update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
-        self.adamw.step()
-        for tensor in tensors:
-            tensor.grad = None
+        first = not self.moments()
+        try:
+            self.adamw.step()
+        except RuntimeError:
+            if first:  # out of memory: there are moments of some tensors now, and not of others
+                self.adamw.state.clear()
+            raise
+        finally:
+            for tensor in tensors:
+                tensor.grad = None
         self.weights.refresh()
