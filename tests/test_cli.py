@@ -24,7 +24,8 @@ def test_serve_offers_every_knob_with_help_unit_and_default() -> None:
     for knob in knobs():
         default = "" if knob.default in ("", []) else f"default: {knob.default}"
         notes = ", ".join(note for note in (knob.unit, default) if note)
-        assert re.search(rf"{option_name(knob)} <[^>]+> {re.escape(f'{knob.help} [{notes}]' if notes else knob.help)}", page), knob.name
+        value = "" if knob.type is bool else "<[^>]+> "
+        assert re.search(rf"{option_name(knob)} {value}{re.escape(f'{knob.help} [{notes}]' if notes else knob.help)}", page), knob.name
     assert "--base-model <" in page
     assert "--config FILE.yaml" in page
 

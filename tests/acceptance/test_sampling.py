@@ -1,5 +1,8 @@
 """Samples through the SDK: the trainer's numbers, frozen snapshots, stop rules, seeds."""
 
+import asyncio
+import pickle
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -144,6 +147,66 @@ def test_what_cannot_be_asked_is_refused_at_once(service: tinker.ServiceClient, 
     sampler = service.create_sampling_client(base_model="text").result()
     with pytest.raises(tinker.BadRequestError, match=message):
         sampler.sample(text_input(1, 5), 1, types.SamplingParams(max_tokens=2), **more).result()
+
+
+def test_inflight_samplers_share_the_newest_weights(service: tinker.ServiceClient) -> None:
+    client = train(service, "text")
+    prompt = text_input(1, 20)
+    params = types.SamplingParams(max_tokens=8, seed=1, stop=[])
+
+    def of_now(sampler: tinker.SamplingClient) -> None:
+        (sequence,) = sampler.sample(prompt=prompt, num_samples=1, sampling_params=params).result().sequences
+        np.testing.assert_allclose(numbers(sequence.logprobs), forward_logprobs(client, prompt, list(sequence.tokens)), atol=1e-4)
+
+    first: tinker.SamplingClient = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    snapshot = sampling_client(client)
+    of_now(first)
+    before = snapshot.sample(prompt=prompt, num_samples=1, sampling_params=params).result().sequences[0]
+    learn(client, [datum(text_input(0, 12))])
+    second: tinker.SamplingClient = client.save_weights_and_get_sampling_client(kind="inflight").result()
+    of_now(second)
+    of_now(first)
+    after = snapshot.sample(prompt=prompt, num_samples=1, sampling_params=params).result().sequences[0]
+    np.testing.assert_allclose(numbers(after.logprobs), numbers(before.logprobs), atol=1e-5)
+
+
+def test_copies_of_a_sampling_client_do_not_get_each_others_samples(service: tinker.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model="text").result()
+    copies = [sampler, *(pickle.loads(pickle.dumps(sampler)) for _ in range(2))]
+    asked = []
+    for n in range(3):
+        for i, copy in enumerate(copies):
+            prompt = text_input(10 * i + n, 5 + i)
+            params = types.SamplingParams(max_tokens=3 + i, stop=[], seed=n)
+            asked.append((prompt, params, copy.sample(prompt=prompt, num_samples=1, sampling_params=params)))
+    for prompt, params, future in asked:
+        (got,) = future.result().sequences
+        (alone,) = sampler.sample(prompt=prompt, num_samples=1, sampling_params=params).result().sequences
+        assert list(got.tokens) == list(alone.tokens)
+
+
+def test_a_cancelled_sample_stops(service: tinker.ServiceClient, http: httpx.Client) -> None:
+    """One that would take minutes is gone from the engine seconds after its client gave it up."""
+    sampler = service.create_sampling_client(base_model="text").result()
+
+    def running() -> int:
+        return int(http.get("status").json()["samples"]["running"])
+
+    async def give_up() -> None:
+        params = types.SamplingParams(max_tokens=20_000, stop=[])
+        task = asyncio.ensure_future(sampler.sample_async(text_input(0, 5), 8, params))
+        await until(lambda: running() == 8)
+        task.cancel()
+        await until(lambda: running() == 0)
+
+    asyncio.run(give_up())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
 
 
 def test_a_snapshot_stays_frozen_while_training_goes_on(service: tinker.ServiceClient) -> None:

@@ -161,3 +161,98 @@ def test_the_book_loses_what_runs_and_keeps_what_is_finished() -> None:
     assert book.find("b") is None
     book.finish(SampleDone("b", b""))
     assert book.find("b") is None
+
+
+def test_the_book_counts_only_what_runs_and_forgets_what_was_fetched() -> None:
+    book = SampleBook(max_pending=1, ttl_s=60.0)
+    for request_id in "abc":
+        book.add(request_id, 1)
+        book.finish(SampleDone(request_id, b""))
+    book.remove("a")
+    book.remove("a")
+    assert book.find("a") is None
+    book.add("a", 1)  # sent again: it runs, whatever became of the first
+    book.remove("a")
+    book.add("d", 1)
+    assert book.lose_running() == ["d"]
+    book.add("e", 1)
+
+
+def test_a_cancelled_sample_ends_and_takes_no_place(tmp_path: Path) -> None:
+    async def run() -> None:
+        config = Config()
+        config.server.max_pending_samples = 1
+        async with served(tmp_path, config) as server:
+            sampler = await new_sampler(server)
+            server.hub.samples.add(f"{sampler}/0", 1)
+            assert (await server.post("cancel_future", {"request_id": f"{sampler}/0"})).status_code == 200
+            reply = await server.post("retrieve_future", {"request_id": f"{sampler}/0"})
+            assert reply.json() == {"error": "it was cancelled by its client", "category": "user"}
+            server.hub.samples.add(f"{sampler}/1", 1)
+            server.hub.take(SampleDone(f"{sampler}/1", b"done"))
+            for request_id in (f"{sampler}/1", f"{sampler}/7", "nonsense"):
+                assert (await server.post("cancel_future", {"request_id": request_id})).status_code == 200
+            assert (await server.post("retrieve_future", {"request_id": f"{sampler}/1"})).content == b"done"
+
+    asyncio.run(run())
+
+
+def test_each_client_that_joins_gets_a_number(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            sampler = await new_sampler(server)
+            replies = [await server.post("join_sampling_session", {"sampling_session_id": sampler}) for _ in range(2)]
+            assert [reply.json()["client_counter"] for reply in replies] == [1, 2]
+            assert (await server.post("join_sampling_session", {"sampling_session_id": "x:sample:0"})).status_code == 404
+
+    asyncio.run(run())
+
+
+def test_a_client_polls_for_all_of_its_samples(tmp_path: Path) -> None:
+    async def run() -> None:
+        config = Config()
+        config.server.retrieve_futures = True
+        async with served(tmp_path, config) as server:
+            sampler = await new_sampler(server)
+
+            async def poll(cursor: int = 0, clone: int = 0, **more: Any) -> Any:
+                target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": clone}
+                reply = await server.post("retrieve_futures", {"target": target, "prev_cursor": cursor, **more})
+                return reply.json() if reply.status_code == 200 else reply.status_code
+
+            def accept(seq_id: int) -> str:
+                request_id = f"{sampler}/{seq_id}"
+                server.hub.samples.add(request_id, 1)
+                server.hub.sample_reports.expect(request_id)
+                return request_id
+
+            assert await poll() == 410  # nothing of this client is known: its samples ran on a server that is gone
+            done, failed, lost, other = accept(0), accept(1), accept(2), accept(10**9)
+            assert await poll(timeout=0) == {"completions": [], "cursor": 0}
+            waiting = asyncio.create_task(poll())
+            await asyncio.sleep(0.05)
+            server.hub.take(SampleDone(done, b"12345"))
+            first = await waiting
+            assert first["completions"] == [{"state": "finished", "request_id": done, "response_payload_uncompressed_size": 5}]
+            server.hub.take(SampleFailed(failed, "bad", "user", gone=False))
+            assert (await poll(first["cursor"]))["completions"] == [{"state": "failed", "request_id": failed}]
+            again = await poll(0, timeout=0, retrieved_request_ids=[done])
+            assert [report["request_id"] for report in again["completions"]] == [failed]  # what was seen is gone
+            assert server.hub.samples.find(done) is None
+            for request_id in server.hub.samples.lose_running():
+                server.hub.sample_reports.add(request_id, "failed")
+            assert [r["request_id"] for r in (await poll(again["cursor"]))["completions"]] == [lost]
+            assert [r["request_id"] for r in (await poll(0, clone=1))["completions"]] == [other]
+
+    asyncio.run(run())
+
+
+def test_polling_for_all_samples_is_off_unless_asked_for(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            target = {"sampling_session_id": "x:sample:0"}
+            reply = await server.post("retrieve_futures", {"target": target})
+            assert reply.status_code == 404
+            assert "--retrieve-futures" in reply.json()["detail"]
+
+    asyncio.run(run())

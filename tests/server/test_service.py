@@ -26,9 +26,14 @@ def test_client_config_names_what_is_built(tmp_path: Path) -> None:
         config.server.fwdbwd_max_chunk_len = 7
         async with served(tmp_path, config) as server:
             flags = (await server.post("client/config", {"sdk_version": "0.38.0"})).json()
-            assert flags == {"proto_compress_fwdbwd": True, "fwdbwd_max_chunk_len": 7}
+            assert flags == {
+                "proto_compress_fwdbwd": True,
+                "fwdbwd_max_chunk_len": 7,
+                "sample_join_sampling_session": True,
+                "sample_use_retrieve_futures": False,
+            }
             dynamic = (await server.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
-            assert dynamic == {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+            assert dynamic == {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
             assert (await server.post("telemetry", {"events": [{"anything": 1}]})).json() == {"status": "accepted"}
 
     asyncio.run(run())
@@ -69,7 +74,7 @@ def test_an_unknown_session_has_no_heartbeat_and_no_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "training_runs"), ("POST", "cancel_future"), ("DELETE", "training_runs/x/checkpoints/weights/y"), ("GET", "create_session")],
+    [("GET", "training_runs/x/archive"), ("POST", "no/such/thing"), ("DELETE", "training_runs/x"), ("GET", "create_session")],
 )
 def test_what_is_not_built_is_said_to_be(tmp_path: Path, method: str, path: str) -> None:
     async def run() -> None:

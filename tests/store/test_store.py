@@ -12,7 +12,7 @@ from sqlalchemy import create_engine, select
 
 from tinsmith.errors import ConfigError, NotFoundError, UserError
 from tinsmith.store import ids, schema
-from tinsmith.store.records import Checkpoint
+from tinsmith.store.records import Checkpoint, SamplingSession
 from tinsmith.store.store import Store
 from tinsmith.wire.paths import parse_path
 
@@ -97,6 +97,16 @@ def test_a_data_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
         Store.open(tmp_path / "file")
 
 
+def test_every_client_of_a_sampling_session_gets_a_number_of_its_own(tmp_path: Path) -> None:
+    store = Store.open(tmp_path)
+    store.create_session("s", {"tags": [], "user_metadata": None, "sdk_version": "", "project_id": None, "display_name": None})
+    store.create_sampling_session(SamplingSession("s:sample:0", "s", "tiny"))
+    assert [store.join_sampling_session("s:sample:0") for _ in range(2)] == [1, 2]
+    store.close()
+    assert Store.open(tmp_path).join_sampling_session("s:sample:0") == 3
+    assert Store.open(tmp_path).join_sampling_session("s:sample:1") is None
+
+
 def test_ids_have_the_form_that_the_sdk_builds() -> None:
     assert ids.model_id("abc", 2) == "abc:train:2"
     assert ids.sampling_session_id("abc", 0) == "abc:sample:0"
@@ -104,6 +114,7 @@ def test_ids_have_the_form_that_the_sdk_builds() -> None:
     assert ids.session_of("abc:sample:0") == "abc"
     assert ids.parse_request_id(ids.request_id("abc:train:2", 7)) == ("abc:train:2", 7)
     assert ids.is_sample("abc:sample:0/3")
+    assert [ids.clone_of(seq_id) for seq_id in (0, 10**9 - 1, 10**9, 5 * 10**9 + 2)] == [0, 0, 1, 5]
     assert not ids.is_sample("abc:train:0/3")
 
 

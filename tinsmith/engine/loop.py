@@ -14,7 +14,19 @@ from tinsmith.config import Config, base_model_sources
 from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.link import EngineLink
-from tinsmith.engine.messages import Bye, Done, EndSession, ForgetCheckpoint, Message, ModelFacts, Ready, Sample, Shutdown, Wake
+from tinsmith.engine.messages import (
+    Bye,
+    CancelSample,
+    Done,
+    EndSession,
+    ForgetCheckpoint,
+    Message,
+    ModelFacts,
+    Ready,
+    Sample,
+    Shutdown,
+    Wake,
+)
 from tinsmith.engine.operations import Operations, Served
 from tinsmith.engine.samples import Sampled, Samples
 from tinsmith.engine.snapshots import Snapshots
@@ -118,6 +130,8 @@ class Engine:
         match message:
             case Sample():
                 self.samples.add(message)
+            case CancelSample():
+                self.samples.cancel(message.request_id)
             case EndSession():
                 self._take_commands()
                 self.trainer.end_session(message.session_id, message.save)

@@ -1,6 +1,6 @@
 """What server and engine say to each other. Each message is a list of ZeroMQ frames: its name, a JSON header, and for some raw bytes.
 
-Server to engine: Wake, Sample, EndSession, ForgetCheckpoint, Shutdown.
+Server to engine: Wake, Sample, CancelSample, EndSession, ForgetCheckpoint, Shutdown.
 Engine to server: Ready, Done, SampleDone, SampleFailed, Status, Bye.
 Nothing here is needed to recover data: what must last is in the store.
 """
@@ -56,6 +56,13 @@ class Sample(Message):
     weights_id: str | None
     """The ephemeral snapshot, or the path of the checkpoint, to sample from; None samples the base weights."""
     payload: bytes
+
+
+@dataclass(frozen=True)
+class CancelSample(Message):
+    """Nobody waits for this sample any more."""
+
+    request_id: str
 
 
 @dataclass(frozen=True)

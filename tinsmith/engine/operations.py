@@ -7,17 +7,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tinsmith.engine.checkpoints import Checkpoints
+from tinsmith.engine.external import parse_recipients, write_external
 from tinsmith.engine.messages import find_base
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.models.lora import LoraShape
 from tinsmith.rendering.renderer import Renderer
+from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, SESSION_END, Command
 from tinsmith.training.backend import Backend
 from tinsmith.training.optimizer import AdamSettings
 from tinsmith.wire.checkpoint_requests import (
     CreateFromCheckpointRequest,
     LoadWeightsRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
@@ -86,6 +89,8 @@ class Operations:
                 return self._snapshot(command, request)
             case SaveWeightsForSamplerRequest() as request:
                 return self._save_for_sampler(request)
+            case SaveWeightsExternalRequest() as request:
+                return self._save_external(request)
             case CreateFromCheckpointRequest() as request:
                 return self._create_from_checkpoint(command.model_id, request)
             case LoadWeightsRequest() as request:
@@ -146,7 +151,8 @@ class Operations:
 
     def _snapshot(self, command: Command, request: SaveWeightsForSamplerRequest) -> dict[str, Any]:
         model = self.model(command.model_id)
-        self.snapshots.publish(model.served.name, command.request_id, model.served.backend.snapshot(command.model_id))
+        snapshot_id = ids.inflight_id(command.model_id) if request.kind == "inflight" else command.request_id
+        self.snapshots.publish(model.served.name, snapshot_id, model.served.backend.snapshot(command.model_id))
         session_id = command.model_id.partition(":train:")[0]
         return {"sampling_session_id": f"{session_id}:sample:{request.sampling_session_seq_id}"}
 
@@ -162,6 +168,16 @@ class Operations:
         saved = self.checkpoints.save(path, backend, request.ttl_seconds, user_metadata=request.user_metadata)
         self.snapshots.forget(saved)
         return {"path": saved, "type": "save_weights_for_sampler"}
+
+    def _save_external(self, request: SaveWeightsExternalRequest) -> dict[str, Any]:
+        backend = self.model(request.model_id).served.backend
+        path = CheckpointPath(request.model_id, "external", request.path)
+        self.checkpoints.check_free(path)
+        recipients = parse_recipients(request.age_encryption_recipients or [])
+        saved = self.checkpoints.add(
+            path, lambda directory: write_external(backend, request.model_id, directory, recipients), request.ttl_seconds
+        )
+        return {"path": saved.tinker_path, "size_bytes": saved.size_bytes, "type": "save_weights_external"}
 
     def _create_from_checkpoint(self, model_id: str, request: CreateFromCheckpointRequest) -> dict[str, Any]:
         with self.checkpoints.opened(request.path, "training") as (checkpoint, directory):

@@ -57,6 +57,13 @@ class Samples:
             base.sampler.add(message.request_id, request, base.renderer.render(request.prompt), adapter)
             self.started[message.request_id] = (message, time.time())
 
+    def cancel(self, request_id: str) -> None:
+        """Stop a sample that nobody waits for. One that has ended is no error."""
+        if request_id in self.started:
+            message, _ = self.started.pop(request_id)
+            self.bases[message.base_model].sampler.cancel(request_id)
+            log.info("cancelled sample=%s", request_id)
+
     def step(self) -> None:
         """One step of every sampler that has work; answers the requests that it finished. A step that fails fails all that it worked on."""
         for name, base in self.bases.items():

@@ -53,7 +53,10 @@ class Snapshots:
         spill.mkdir(parents=True)
 
     def publish(self, base_model: str, snapshot_id: str, weights: Weights) -> None:
-        """Keep frozen weights for the sampling session that is bound to it."""
+        """Keep frozen weights for the sampling sessions that are bound to this id, in the place of what they had before."""
+        former = self.written.pop((base_model, snapshot_id), None)
+        if former is not None:
+            shutil.rmtree(former)
         self._hold((base_model, snapshot_id), Held(weights))
 
     def withdraw(self, model_id: str) -> None:

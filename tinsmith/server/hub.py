@@ -10,8 +10,10 @@ from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.base_models import BaseModels
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.lifetimes import Lifetimes
+from tinsmith.server.sample_reports import SampleReports
 from tinsmith.server.samples import SampleBook
 from tinsmith.server.sampling_sessions import SamplingSessions
+from tinsmith.server.signatures import Signer
 from tinsmith.server.waiters import Waiters
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Outcome
@@ -21,13 +23,15 @@ from tinsmith.store.store import Store
 class Hub:
     """The state of a running server."""
 
-    def __init__(self, config: Config, store: Store, files: CheckpointFiles) -> None:
+    def __init__(self, config: Config, store: Store, files: CheckpointFiles, signer: Signer) -> None:
         """Nothing runs yet; `engine.run` starts the engine. Must be made in the event loop."""
         self.config = config
         self.store = AsyncStore(store)
         self.files = files
+        self.signer = signer
         self.waiters: Waiters[Outcome | SampleDone | SampleFailed] = Waiters()
         self.samples = SampleBook(config.server.max_pending_samples, config.server.sample_result_ttl_s)
+        self.sample_reports = SampleReports(config.server.sample_result_ttl_s)
         self.sampling_sessions = SamplingSessions(self.store)
         self.lifetimes = Lifetimes(config.server, self.store, files)
         self.base_models = BaseModels()
@@ -45,19 +49,25 @@ class Hub:
             self.activity.take(message)
         elif isinstance(message, SampleDone | SampleFailed):
             self.samples.finish(message)
+            if isinstance(message, SampleDone):
+                self.sample_reports.add(message.request_id, "finished", len(message.payload))
+            else:
+                self.sample_reports.add(message.request_id, "failed")
             self.waiters.deliver(message.request_id, message)
 
     async def _on_absent(self, reason: str) -> None:
         """There is no engine: what was queued or running for it is over."""
         await self.store.write(Store.fail_unfinished, reason)
         self.activity.clear()
-        self.samples.lose_running()
+        for request_id in self.samples.lose_running():
+            self.sample_reports.add(request_id, "failed")
         self.sampling_sessions.forget_snapshots()
         self.waiters.all_look_again()
 
     async def end_session(self, session_id: str, save: bool) -> None:
         """The session is finished in the store: unload its models, with `save` as checkpoints, and drop its snapshots."""
         self.sampling_sessions.forget(session_id)
+        self.sample_reports.forget(session_id)
         await self.engine.notify(EndSession(session_id, save))
 
     async def require_open_session(self, session_id: str) -> None:

@@ -20,6 +20,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.server.app import create_app
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
+from tinsmith.server.signatures import Signer
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 
@@ -46,7 +47,8 @@ def run_server(config: Config) -> None:
     _allow_open_files()
     data_dir = Path(config.data_dir)
     with _listening(config) as listener, contextlib.closing(Store.open(data_dir)) as store, _only_user(config):
-        uvloop.run(_serve(config, store, CheckpointFiles(data_dir, config.checkpoint_root), listener))
+        files = CheckpointFiles(data_dir, config.checkpoint_root)
+        uvloop.run(_serve(config, listener, store, files, Signer(data_dir)))
 
 
 def _allow_open_files() -> None:
@@ -87,8 +89,8 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-async def _serve(config: Config, store: Store, files: CheckpointFiles, listener: socket.socket) -> None:
-    hub = Hub(config, store, files)
+async def _serve(config: Config, listener: socket.socket, store: Store, files: CheckpointFiles, signer: Signer) -> None:
+    hub = Hub(config, store, files, signer)
     http = _HttpServer(
         uvicorn.Config(
             create_app(hub),

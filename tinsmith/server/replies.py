@@ -21,8 +21,13 @@ class GoneError(UserError):
     """What the request names is over, and the client may start anew (HTTP 410)."""
 
 
+class ForbiddenError(UserError):
+    """The address was not made by this server, or is too old (HTTP 403)."""
+
+
 _STATUS: tuple[tuple[type[TinsmithError], int], ...] = (
     (GoneError, 410),
+    (ForbiddenError, 403),
     (NotFoundError, 404),
     (TooLargeError, 413),
     (UserError, 400),

@@ -31,7 +31,8 @@ class SampleBook:
         self._max_pending = max_pending
         self._ttl_s = ttl_s
         self._samples: dict[str, PendingSample] = {}
-        self._finished: deque[tuple[float, str]] = deque()
+        self._running = 0
+        self._finished: deque[tuple[float, PendingSample]] = deque()
 
     def find(self, request_id: str) -> PendingSample | None:
         """The sample, if it runs or waits to be fetched."""
@@ -41,28 +42,36 @@ class SampleBook:
     def add(self, request_id: str, num_samples: int) -> PendingSample:
         """Note a new sample. Raises BackpressureError if too many run."""
         self._drop_expired()
-        pending = len(self._samples) - len(self._finished)
-        if pending >= self._max_pending:
-            raise BackpressureError(f"{pending} samples are running (max_pending_samples={self._max_pending}); send this one later")
+        if self._running >= self._max_pending:
+            raise BackpressureError(f"{self._running} samples are running (max_pending_samples={self._max_pending}); send this one later")
         sample = self._samples[request_id] = PendingSample(request_id, num_samples)
+        self._running += 1
         return sample
 
     def remove(self, request_id: str) -> None:
-        """Forget a sample that never reached the engine."""
-        del self._samples[request_id]
+        """Forget a sample that never reached the engine, or whose result was fetched."""
+        sample = self._samples.pop(request_id, None)
+        if sample is not None and sample.outcome is None:
+            self._running -= 1
 
     def finish(self, outcome: SampleDone | SampleFailed) -> None:
         """Keep how a sample ended. Samples that are not known any more are ignored."""
         sample = self._samples.get(outcome.request_id)
         if sample is not None and sample.outcome is None:
             sample.outcome = outcome
-            self._finished.append((time.monotonic(), outcome.request_id))
+            self._running -= 1
+            self._finished.append((time.monotonic(), sample))
 
-    def lose_running(self) -> None:
-        """Forget what was running: its engine died."""
-        self._samples = {key: sample for key, sample in self._samples.items() if sample.outcome is not None}
+    def lose_running(self) -> list[str]:
+        """Forget what was running: its engine died. Returns its ids."""
+        lost = [key for key, sample in self._samples.items() if sample.outcome is None]
+        for key in lost:
+            self.remove(key)
+        return lost
 
     def _drop_expired(self) -> None:
         oldest = time.monotonic() - self._ttl_s
         while self._finished and self._finished[0][0] < oldest:
-            del self._samples[self._finished.popleft()[1]]
+            _, sample = self._finished.popleft()
+            if self._samples.get(sample.request_id) is sample:
+                del self._samples[sample.request_id]

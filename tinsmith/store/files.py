@@ -19,14 +19,17 @@ from tinsmith.errors import ConfigError, NotFoundError
 
 CHECKPOINTS_DIR = "checkpoints"
 """Where files lie below a data directory."""
-_WRITING = ".writing-"
+WRITING_PREFIX = ".writing-"
+"""Begins the names of directories that are not finished, and then goes the name of the one that they are for."""
 _BLOCK_BYTES = 2**20
 
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
     """A new directory to fill beside the final one; when the body ends it is flushed to the disk and renamed, else nothing is there."""
-    with tempfile.TemporaryDirectory(prefix=f"{_WRITING}{directory.name}-", dir=directory.parent, ignore_cleanup_errors=True) as temporary:
+    with tempfile.TemporaryDirectory(
+        prefix=f"{WRITING_PREFIX}{directory.name}-", dir=directory.parent, ignore_cleanup_errors=True
+    ) as temporary:
         files = Path(temporary)
         yield files
         for path in (*files.rglob("*"), files):
@@ -78,7 +81,7 @@ class CheckpointFiles:
         if isinstance(system, LocalFileSystem):
             yield Path(path)
             return
-        with tempfile.TemporaryDirectory(prefix=_WRITING, dir=self._home) as scratch:
+        with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=self._home) as scratch:
             directory = Path(scratch) / "files"
             yield directory
             for file in sorted(file for file in directory.rglob("*") if file.is_file()):
@@ -92,7 +95,7 @@ class CheckpointFiles:
             if isinstance(system, LocalFileSystem):
                 yield Path(path)
                 return
-            with tempfile.TemporaryDirectory(prefix=_WRITING, dir=self._home) as scratch:
+            with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=self._home) as scratch:
                 for name in self.sizes(place):
                     system.get_file(f"{path}/{name}", str(Path(scratch) / name))
                 yield Path(scratch)
@@ -116,7 +119,7 @@ class CheckpointFiles:
         """Delete a directory, and what a process that died left while it wrote it. Nothing being there is right, too."""
         system, path = self._resolve(place)
         parent, _, name = path.rpartition("/")
-        unfinished = system.glob(f"{parent}/{_WRITING}{name}-*") if isinstance(system, LocalFileSystem) else []
+        unfinished = system.glob(f"{parent}/{WRITING_PREFIX}{name}-*") if isinstance(system, LocalFileSystem) else []
         for directory in (path, *unfinished):
             with suppress(FileNotFoundError):
                 system.rm(directory, recursive=True)

@@ -4,12 +4,13 @@ session            SESSION
 model              SESSION:train:N
 training operation SESSION:train:N/SEQ_ID      (create_model is 0)
 sampling session   SESSION:sample:N
-sample             SESSION:sample:N/SEQ_ID
+sample             SESSION:sample:N/SEQ_ID     (client k of a sampling session counts from k · 10**9)
 """
 
 _TRAIN = ":train:"
 _SAMPLE = ":sample:"
 _MAX_NUMBER = 2**63 - 1
+_CLONE = 10**9
 
 
 def model_id(session_id: str, model_seq_id: int) -> str:
@@ -20,6 +21,16 @@ def model_id(session_id: str, model_seq_id: int) -> str:
 def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
     """The id of a sampling session. Base-model sessions and ephemeral snapshots share one counter."""
     return f"{session_id}{_SAMPLE}{sampling_session_seq_id}"
+
+
+def inflight_id(model_id: str) -> str:
+    """What the newest weights that a model has handed to its inflight sampling sessions are called."""
+    return f"{model_id}/inflight"
+
+
+def clone_of(seq_id: int) -> int:
+    """Which of the clients that share a sampling session sent a sample; the one that made the session is 0."""
+    return seq_id // _CLONE
 
 
 def session_of(owned_id: str) -> str:

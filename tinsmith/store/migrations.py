@@ -39,6 +39,8 @@ def _add_checkpoints(op: Operations) -> None:
 
 
 def _add_catalog(op: Operations) -> None:
+    op.add_column("sampling_sessions", Column("inflight", Boolean, nullable=False, server_default=false()))
+    op.add_column("sampling_sessions", Column("clones", Integer, nullable=False, server_default="0"))
     op.add_column("checkpoints", Column("public", Boolean, nullable=False, server_default=false()))
     op.create_table("discarded", Column("directory", Text, primary_key=True), Column("due_at", Float, nullable=False, index=True))
     op.create_index("ix_checkpoints_directory", "checkpoints", ["directory"])

@@ -59,11 +59,13 @@ class SamplingSession:
     """The saved checkpoint to sample from, instead of a snapshot."""
     gone: str | None = None
     """Why its weights no longer exist; None while they do."""
+    inflight: bool = False
+    """It samples the newest weights that its model has handed over, and not only those of `snapshot_id`."""
 
     @property
     def weights_id(self) -> str | None:
         """The checkpoint or the snapshot to sample from; None for the base weights."""
-        return self.model_path or self.snapshot_id
+        return ids.inflight_id(self.model_id) if self.inflight and self.model_id else self.model_path or self.snapshot_id
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ sampling_sessions = Table(
     Column("model_id", Text, ForeignKey("models.model_id")),
     Column("gone", Text),
     Column("created_at", Float, nullable=False),
+    Column("inflight", Boolean, nullable=False, server_default=false()),
+    Column("clones", Integer, nullable=False, server_default="0"),
 )
 
 commands = Table(

@@ -52,7 +52,15 @@ _SAMPLING = select(
     sampling_sessions.c.model_id,
     sampling_sessions.c.model_path,
     sampling_sessions.c.gone,
+    sampling_sessions.c.inflight,
 ).where(sampling_sessions.c.sampling_session_id == bindparam("key"))
+
+_JOIN = (
+    update(sampling_sessions)
+    .where(sampling_sessions.c.sampling_session_id == bindparam("key"))
+    .values(clones=sampling_sessions.c.clones + 1)
+    .returning(sampling_sessions.c.clones)
+)
 
 
 def create_session(connection: Connection, session_id: str, description: dict[str, Any], now: float) -> None:
@@ -114,3 +122,8 @@ def sampling_session(connection: Connection, sampling_session_id: str) -> Sampli
     """The sampling session with this id."""
     row = connection.execute(_SAMPLING, {"key": sampling_session_id}).first()
     return None if row is None else SamplingSession(*row)
+
+
+def join_sampling_session(connection: Connection, sampling_session_id: str) -> int | None:
+    """A number for one more client of a sampling session, from 1 on and never given twice; None if there is no such session."""
+    return connection.execute(_JOIN, {"key": sampling_session_id}).scalar()

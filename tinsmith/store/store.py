@@ -153,6 +153,11 @@ class Store:
         with self._write.begin() as connection:
             return sessions.insert_sampling_session(connection, new, time.time())
 
+    def join_sampling_session(self, sampling_session_id: str) -> int | None:
+        """A number for one more client of a sampling session, from 1 on and never given twice; None if there is no such session."""
+        with self._write.begin() as connection:
+            return sessions.join_sampling_session(connection, sampling_session_id)
+
     def sampling_session(self, sampling_session_id: str) -> SamplingSession | None:
         """The sampling session with this id."""
         with self._read.begin() as connection:

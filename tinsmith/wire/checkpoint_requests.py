@@ -4,7 +4,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tinsmith.errors import NotBuiltError
 from tinsmith.wire.json_body import CountFromZero, SeqId, StrictModel, TolerantModel
 from tinsmith.wire.paths import check_name
 from tinsmith.wire.training_requests import OptimizerConfig
@@ -34,25 +33,33 @@ class SaveWeightsForSamplerRequest(StrictModel):
     seq_id: SeqId
     sampling_session_seq_id: CountFromZero | None = None
     path: CheckpointName | None = None
-    kind: Literal["snapshot"] = "snapshot"
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    """Of what is sampled: the weights as they are now, or from now on the newest that the model has handed over."""
     ttl_seconds: TtlSeconds | None = None
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_built(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("kind") == "inflight":
-            raise NotBuiltError("kind='inflight' is not built yet; use 'snapshot'")
-        return values
-
     @model_validator(mode="after")
     def _check_form(self) -> Self:
+        if self.kind == "inflight" and self.path is not None:
+            raise ValueError("a checkpoint never changes: leave kind='inflight' out, or path")
         if (self.path is None) == (self.sampling_session_seq_id is None):
             raise ValueError("send either path (a checkpoint) or sampling_session_seq_id (an ephemeral snapshot)")
         if self.path is None and (self.ttl_seconds is not None or self.user_metadata is not None):
             raise ValueError("ttl_seconds and user_metadata belong to a checkpoint: send path, or leave them out")
         return self
+
+
+class SaveWeightsExternalRequest(StrictModel):
+    """POST save_weights_external: files that other tools load, to be downloaded."""
+
+    model_id: str
+    seq_id: SeqId
+    path: CheckpointName
+    ttl_seconds: TtlSeconds | None = None
+    age_encryption_recipients: Annotated[list[str], Field(min_length=1, max_length=10)] | None = None
+    """Who can decrypt the files: age1... keys and SSH public keys. None leaves them as they are."""
+    type: Literal["save_weights_external"] = "save_weights_external"
 
 
 class LoadWeightsRequest(StrictModel):

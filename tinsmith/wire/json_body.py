@@ -1,5 +1,6 @@
-"""How JSON bodies are read: as strict models, in which unknown fields, wrong types and impossible values are refused."""
+"""How JSON bodies and the parameters of URLs are read: unknown fields, wrong types and impossible values are refused."""
 
+from collections.abc import Mapping
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -34,9 +35,22 @@ def parse_json(model_cls: type[ModelT], body: bytes) -> ModelT:
     try:
         return model_cls.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "body"
-        shown = repr(first["input"])
-        if len(shown) > _SHOWN_CHARACTERS:
-            shown = shown[:_SHOWN_CHARACTERS] + "..."
-        raise UserError(f"{field}: {first['msg']}, got {shown}") from error
+        raise _explained(error, "body") from error
+
+
+def parse_query(model_cls: type[ModelT], values: Mapping[str, str]) -> ModelT:
+    """The parameters of a URL as `model_cls`. Raises UserError naming the first wrong one and its value."""
+    try:
+        return model_cls.model_validate(values)
+    except ValidationError as error:
+        raise _explained(error, "query") from error
+
+
+def _explained(error: ValidationError, whole: str) -> UserError:
+    """What is wrong, from the first fault that was found; `whole` names what is wrong as a whole."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    field = ".".join(str(part) for part in first["loc"]) or whole
+    shown = repr(first["input"])
+    if len(shown) > _SHOWN_CHARACTERS:
+        shown = shown[:_SHOWN_CHARACTERS] + "..."
+    return UserError(f"{field}: {first['msg']}, got {shown}")

@@ -4,13 +4,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tinsmith.wire.json_body import CountFromZero, StrictModel, TolerantModel
+from tinsmith.wire.json_body import CountFromZero, FiniteFloat, StrictModel, TolerantModel
 
 
 class CreateSessionRequest(TolerantModel):
     """POST create_session."""
 
-    tags: Annotated[list[str], Field(default_factory=list)]
+    tags: list[str] = Field(default_factory=list)
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
     project_id: str | None = None
@@ -41,6 +41,40 @@ class RetrieveFutureRequest(StrictModel):
 
     request_id: str
     allow_metadata_only: bool = False
+
+
+class CancelFutureRequest(StrictModel):
+    """POST cancel_future."""
+
+    request_id: str
+
+
+class SamplesOfClient(StrictModel):
+    """Which samples retrieve_futures is about."""
+
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: CountFromZero = 0
+    """Which client of the sampling session; 0 made it."""
+
+
+class RetrieveFuturesRequest(StrictModel):
+    """POST retrieve_futures."""
+
+    target: SamplesOfClient
+    prev_cursor: CountFromZero = 0
+    """Reports up to this one have been seen."""
+    timeout: Annotated[FiniteFloat, Field(ge=0)] | None = None
+    """Seconds to wait for a report; None is up to the server."""
+    retrieved_request_ids: Annotated[list[str], Field(default_factory=list)]
+    """Samples whose results need not be kept any longer."""
+
+
+class JoinSamplingSessionRequest(StrictModel):
+    """POST join_sampling_session: one more client of a sampling session."""
+
+    sampling_session_id: str
+    type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
 class CreateSamplingSessionRequest(StrictModel):

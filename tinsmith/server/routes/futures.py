@@ -1,10 +1,10 @@
-"""retrieve_future: waiting for the outcome of an operation or sample."""
+"""Waiting for the outcome of an operation or sample, or of all samples of a client; giving up a sample."""
 
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.engine.messages import SampleDone, SampleFailed
+from tinsmith.engine.messages import CancelSample, SampleDone, SampleFailed
 from tinsmith.errors import NotFoundError
 from tinsmith.server.body import read_body
 from tinsmith.server.hub import Hub, hub_of
@@ -13,7 +13,7 @@ from tinsmith.store import ids
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 from tinsmith.wire.json_body import parse_json
-from tinsmith.wire.service_requests import RetrieveFutureRequest
+from tinsmith.wire.service_requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
 
 router = APIRouter()
 
@@ -32,6 +32,37 @@ async def retrieve_future(request: Request) -> Response:
     if isinstance(ended, Outcome):
         return _operation_reply(ended)
     return json_reply({"queue_state": "active"}, 408) if ended is None else _sample_reply(ended)
+
+
+@router.post("/retrieve_futures")
+async def retrieve_futures(request: Request) -> Response:
+    """Which samples of a client have ended since it last asked, waited for up to `long_poll_s`. The results are fetched one by one."""
+    hub = hub_of(request)
+    if not hub.config.server.retrieve_futures:
+        raise NotFoundError("retrieve_futures is off (--retrieve-futures); ask for each sample with retrieve_future")
+    asked = parse_json(RetrieveFuturesRequest, await read_body(request, hub.config.server.max_body_mib * 2**20))
+    client = asked.target.sampling_session_id, asked.target.cloned_sampler_id
+    hub.lifetimes.saw(client[0])
+    if not hub.sample_reports.knows(client):
+        raise GoneError(f"no sample of client {client[1]} of {client[0]} is known: those that ran were lost with a former server")
+    for request_id in asked.retrieved_request_ids:
+        hub.samples.remove(request_id)
+    longest = hub.config.server.long_poll_s
+    reports = await hub.sample_reports.after(client, asked.prev_cursor, longest if asked.timeout is None else min(asked.timeout, longest))
+    cursor = reports[-1].cursor if reports else asked.prev_cursor
+    return json_reply({"completions": [report.to_json() for report in reports], "cursor": cursor})
+
+
+@router.post("/cancel_future")
+async def cancel_future(request: Request) -> Response:
+    """Stop a sample that nobody waits for. What has ended, or is no sample, is left as it is."""
+    hub = hub_of(request)
+    request_id = parse_json(CancelFutureRequest, await read_body(request, _MAX_BODY_BYTES)).request_id
+    sample = hub.samples.find(request_id)
+    if sample is not None and sample.outcome is None:
+        hub.take(SampleFailed(request_id, "it was cancelled by its client", "user", gone=False))
+        await hub.engine.notify(CancelSample(request_id))
+    return json_reply({})
 
 
 async def _look_for_operation(hub: Hub, request_id: str) -> Outcome | None:

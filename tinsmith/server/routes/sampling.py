@@ -15,9 +15,11 @@ from tinsmith.store.records import SamplingSession
 from tinsmith.store.store import Store
 from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.sample import SampleRequest, parse_sample_request
-from tinsmith.wire.service_requests import CreateSamplingSessionRequest
+from tinsmith.wire.service_requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest
 
 router = APIRouter()
+
+_SMALL_BODY_BYTES = 64 * 1024
 
 
 def _require_sampler(hub: Hub) -> None:
@@ -41,6 +43,16 @@ async def create_sampling_session(request: Request) -> Response:
     if not await hub.store.write(Store.create_sampling_session, session):
         await _check_repeat(hub, session)
     return json_reply({"type": "create_sampling_session", "sampling_session_id": session.sampling_session_id})
+
+
+@router.post("/join_sampling_session")
+async def join_sampling_session(request: Request) -> Response:
+    """A number for one more client of a sampling session, so that its samples have ids of their own."""
+    hub = hub_of(request)
+    asked = parse_json(JoinSamplingSessionRequest, await read_body(request, _SMALL_BODY_BYTES))
+    await hub.sampling_sessions.find(asked.sampling_session_id)
+    client = await hub.store.write(Store.join_sampling_session, asked.sampling_session_id)
+    return json_reply({"type": "join_sampling_session", "client_counter": client})
 
 
 async def _base_model_of(hub: Hub, asked: CreateSamplingSessionRequest) -> str:
@@ -87,6 +99,8 @@ async def _start(hub: Hub, request_id: str, session: SamplingSession, asked: Sam
     facts = hub.base_models.find(session.base_model)
     check_sample(asked, facts, hub.config.images)
     sample = hub.samples.add(request_id, asked.num_samples)
+    if hub.config.server.retrieve_futures:
+        hub.sample_reports.expect(request_id)
     try:
         await hub.engine.send(Sample(request_id, facts.name, session.weights_id, body))
     except EngineUnavailableError:

@@ -33,13 +33,21 @@ async def healthz(request: Request) -> Response:
 @router.post("/client/config")
 async def client_config(request: Request) -> Response:
     """The optional parts of the protocol that the SDK should use with this server."""
-    return json_reply({"proto_compress_fwdbwd": True, "fwdbwd_max_chunk_len": hub_of(request).config.server.fwdbwd_max_chunk_len})
+    config = hub_of(request).config.server
+    return json_reply(
+        {
+            "proto_compress_fwdbwd": True,
+            "fwdbwd_max_chunk_len": config.fwdbwd_max_chunk_len,
+            "sample_join_sampling_session": True,
+            "sample_use_retrieve_futures": config.retrieve_futures,
+        }
+    )
 
 
 @router.post("/client/dynamic_config")
 async def client_dynamic_config(request: Request) -> Response:
-    """Flags that the SDK asks for again from time to time: samples cannot be cancelled yet."""
-    return json_reply({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
+    """Flags that the SDK asks for again from time to time: samples can be cancelled."""
+    return json_reply({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
 
 @router.get("/get_server_capabilities")

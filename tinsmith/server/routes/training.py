@@ -187,4 +187,5 @@ def _snapshot_session(key: OperationKey, body: bytes, model: Model) -> SamplingS
         base_model=model.base_model,
         snapshot_id=ids.request_id(key.model_id, key.seq_id),
         model_id=key.model_id,
+        inflight=asked.kind == "inflight",
     )

@@ -1,0 +1,61 @@
+"""External weights: what other tools load, to be downloaded. A PEFT adapter, or a whole transformers model if all of it was trained.
+
+With recipients every file is encrypted with age (age-encryption.org) and named `.age`; nothing in plain text stays behind.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyrage
+
+from tinsmith.errors import UserError
+from tinsmith.models.full import FullWeights
+from tinsmith.store.files import WRITING_PREFIX, whole_directory
+from tinsmith.training.backend import Backend
+from tinsmith.training.checkpoint import About, read_about, stored_weights
+from tinsmith.training.peft_format import outline, write_merged, write_peft
+
+
+def parse_recipients(texts: Sequence[str]) -> list[Any]:
+    """Age recipients: native keys (age1...) and SSH public keys. Raises UserError naming one that is neither."""
+    recipients = []
+    for text in texts:
+        kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
+        try:
+            recipients.append(kind.Recipient.from_str(text))
+        except pyrage.RecipientError as error:
+            raise UserError(f"age_encryption_recipients: {text[:80]!r} is no age1... key and no SSH public key: {error}") from error
+    return recipients
+
+
+def write_external(backend: Backend, model_id: str, directory: Path, recipients: Sequence[Any]) -> About:
+    """Write the files of a model as it is now to `directory`, which must not exist; returns what they are made of."""
+    with whole_directory(directory) as files, _scratch(directory) as saved, _scratch(directory) as plain:
+        backend.save(model_id, saved / "state", optimizer=False)
+        about = read_about(saved / "state")
+        _write_plain(saved / "state", about, plain if recipients else files)
+        for file in [file for file in plain.rglob("*") if file.is_file()]:
+            encrypted = files / f"{file.relative_to(plain)}.age"
+            encrypted.parent.mkdir(parents=True, exist_ok=True)
+            pyrage.encrypt_file(str(file), str(encrypted), recipients)
+    return about
+
+
+def _write_plain(state: Path, about: About, directory: Path) -> None:
+    weights, base = stored_weights(state, about), outline(about.base_source)
+    if isinstance(weights, FullWeights):
+        write_merged(weights, base, about.base_source, directory)
+    else:
+        # A directory of this machine means nothing where the files go; the name that clients know the base by may.
+        source = about.base_model if Path(about.base_source).is_dir() else about.base_source
+        write_peft(weights, base, source, directory)
+
+
+@contextmanager
+def _scratch(directory: Path) -> Iterator[Path]:
+    """A directory for the time of the body, which is deleted with `directory` if this process dies."""
+    with tempfile.TemporaryDirectory(prefix=f"{WRITING_PREFIX}{directory.name}-", dir=directory.parent) as scratch:
+        yield Path(scratch)

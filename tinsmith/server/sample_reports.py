@@ -1,0 +1,93 @@
+"""Reports of ended samples for clients that poll for all of theirs at once (retrieve_futures) instead of for each one.
+
+A client is one of those that share a sampling session. Its reports are numbered by a cursor that only rises, also over restarts of the
+server, and are kept until the client has seen them.
+"""
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tinsmith.store import ids
+
+Client = tuple[str, int]
+"""Sampling session, and which of its clients."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One sample that ended."""
+
+    cursor: int
+    at: float
+    """Monotonic time."""
+    request_id: str
+    state: Literal["finished", "failed"]
+    size: int
+    """Bytes of its result."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As the client reads it."""
+        size = {"response_payload_uncompressed_size": self.size} if self.state == "finished" else {}
+        return {"state": self.state, "request_id": self.request_id, **size}
+
+
+@dataclass(eq=False)
+class _Mailbox:
+    reports: deque[Report] = field(default_factory=deque)
+    filled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class SampleReports:
+    """All reports that clients have not seen yet."""
+
+    def __init__(self, ttl_s: float) -> None:
+        """A report that nobody asks for is kept for `ttl_s` seconds."""
+        self._ttl_s = ttl_s
+        self._cursor = 0
+        self._boxes: dict[Client, _Mailbox] = {}
+
+    def expect(self, request_id: str) -> None:
+        """A client has sent this sample: it may poll from now on."""
+        self._boxes.setdefault(_client_of(request_id), _Mailbox())
+
+    def add(self, request_id: str, state: Literal["finished", "failed"], size: int = 0) -> None:
+        """A sample has ended."""
+        box = self._boxes.get(_client_of(request_id))
+        if box is None:
+            return
+        now = time.monotonic()
+        while box.reports and box.reports[0].at < now - self._ttl_s:
+            box.reports.popleft()
+        self._cursor = max(self._cursor + 1, time.time_ns() // 1000)
+        box.reports.append(Report(self._cursor, now, request_id, state, size))
+        box.filled.set()
+
+    def forget(self, session_id: str) -> None:
+        """The session is over."""
+        self._boxes = {client: box for client, box in self._boxes.items() if ids.session_of(client[0]) != session_id}
+
+    def knows(self, client: Client) -> bool:
+        """Whether this server has had a sample of that client."""
+        return client in self._boxes
+
+    async def after(self, client: Client, cursor: int, timeout_s: float) -> list[Report]:
+        """The reports behind `cursor`, waited for up to `timeout_s` seconds. Those up to it have been seen and are dropped."""
+        box = self._boxes[client]
+        while box.reports and box.reports[0].cursor <= cursor:
+            box.reports.popleft()
+        if not box.reports and timeout_s > 0:
+            box.filled.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await box.filled.wait()
+            except TimeoutError:
+                return []
+        return list(box.reports)
+
+
+def _client_of(request_id: str) -> Client:
+    owner, _, seq_id = request_id.rpartition("/")
+    return owner, ids.clone_of(int(seq_id))
