@@ -5,7 +5,7 @@ from fastapi import FastAPI, Request, Response
 from tinsmith.errors import NotFoundError
 from tinsmith.server.hub import Hub
 from tinsmith.server.replies import add_error_replies
-from tinsmith.server.routes import futures, sampling, service, status, training
+from tinsmith.server.routes import checkpoints, cloud, downloads, futures, runs, sampling, service, sessions, status, training
 
 _PREFIX = "/api/v1"
 
@@ -15,7 +15,7 @@ def create_app(hub: Hub) -> FastAPI:
     app = FastAPI(title="Tinsmith", openapi_url=None)
     app.state.hub = hub
     add_error_replies(app)
-    for resource in (service, training, sampling, futures, status):
+    for resource in (service, sessions, training, sampling, futures, runs, checkpoints, downloads, cloud, status):
         app.include_router(resource.router, prefix=_PREFIX)
     app.add_api_route("/{path:path}", _not_built, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
     return app

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tinsmith.engine.messages import ModelFacts, find_base
-from tinsmith.errors import EngineUnavailableError, UserError
+from tinsmith.errors import EngineUnavailableError, NotFoundError, UserError
 from tinsmith.store.records import Checkpoint
 
 
@@ -28,6 +28,13 @@ class BaseModels:
         """The model that `NAME` or `NAME:suffix` means. Raises NotFoundError, or EngineUnavailableError as `all`."""
         known = {facts.name: facts for facts in self.all()}
         return known[find_base(name, known)]
+
+    def name_of(self, asked: str) -> str:
+        """The name as configured of the model that `asked` means; `asked` itself if that model is not served (any more)."""
+        try:
+            return find_base(asked, self._by_name)
+        except NotFoundError:
+            return asked
 
 
 def check_fits(checkpoint: Checkpoint, facts: ModelFacts) -> None:

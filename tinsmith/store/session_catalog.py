@@ -60,7 +60,8 @@ class SessionFilter:
     """With `display_name`, a session that matches either is found."""
     display_name: str | None = None
     """Words that must all occur in the name, in any case."""
-    project_ids: Sequence[str] | None = None
+    project_ids: Sequence[str | None] | None = None
+    """None in it means the sessions of no project."""
     user_metadata: dict[str, str] | None = None
     statuses: Sequence[tuple[str, Sequence[str] | None]] | None = None
     """("active", None), or ("client_finished", the reasons that count, None for all). Others find nothing."""
@@ -135,7 +136,7 @@ def _conditions(wanted: SessionFilter) -> list[ColumnElement[bool]]:
     if named:
         conditions.append(or_(*named))
     if wanted.project_ids is not None:
-        conditions.append(sessions.c.project_id.in_(wanted.project_ids))
+        conditions.append(or_(*[sessions.c.project_id.is_not_distinct_from(project) for project in wanted.project_ids], false()))
     conditions += [_has(key, value) for key, value in (wanted.user_metadata or {}).items()]
     if wanted.statuses is not None:
         conditions.append(or_(*[_is(kind, reasons) for kind, reasons in wanted.statuses]))

@@ -1,0 +1,92 @@
+"""Runs, checkpoints and sessions as the REST part of the API describes them."""
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from tinsmith.store.records import Checkpoint, Run
+from tinsmith.store.session_catalog import CLIENT_REASONS, SessionSummary
+from tinsmith.wire.paths import parse_path
+
+OWNER = "local"
+"""This version has no accounts: everything belongs to whoever runs the server."""
+NO_PROJECT = "default"
+"""The project of sessions that were put into none."""
+
+
+def timestamp(unix: float) -> str:
+    """A time as the API writes it."""
+    return datetime.fromtimestamp(unix, UTC).isoformat()
+
+
+def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A checkpoint."""
+    return {
+        "checkpoint_id": parse_path(checkpoint.tinker_path).checkpoint_id,
+        "checkpoint_type": checkpoint.kind,
+        "time": timestamp(checkpoint.created_at),
+        "tinker_path": checkpoint.tinker_path,
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.public,
+        "user_metadata": checkpoint.user_metadata,
+        "expires_at": None if checkpoint.expires_at is None else timestamp(checkpoint.expires_at),
+    }
+
+
+def describe_run(run: Run, base_model: str) -> dict[str, Any]:
+    """A training run on a base model of this name. One that was lost, or could not be created, counts as corrupted."""
+    rank = run.model.lora_config["rank"]
+    return {
+        "training_run_id": run.model.model_id,
+        "base_model": base_model,
+        "model_owner": OWNER,
+        "is_lora": rank > 0,
+        "corrupted": run.model.status in ("failed", "lost"),
+        "lora_rank": rank or None,
+        "last_request_time": timestamp(run.last_request_at),
+        "last_checkpoint": describe_checkpoint(run.last_training) if run.last_training else None,
+        "last_sampler_checkpoint": describe_checkpoint(run.last_sampler) if run.last_sampler else None,
+        "user_metadata": as_texts(run.model.user_metadata),
+    }
+
+
+def describe_weights(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What must be known to load a checkpoint."""
+    shape = checkpoint.lora_config
+    described = {"base_model": checkpoint.base_model, "is_lora": shape["rank"] > 0, "optimizer_config": {"type": "adamw"}}
+    if shape["rank"] > 0:
+        described["lora_rank"] = shape["rank"]
+        described |= {name: shape[name] for name in ("train_unembed", "train_mlp", "train_attn")}
+    return described
+
+
+def describe_session(found: SessionSummary) -> dict[str, Any]:
+    """A session that a search found."""
+    return {
+        "session_id": found.session_id,
+        "created_at": timestamp(found.created_at),
+        "owner": OWNER,
+        "project_id": found.project_id or NO_PROJECT,
+        "status": _status(found),
+        "checkpoints_count": found.checkpoints,
+        "checkpoint_storage_bytes": found.checkpoint_bytes,
+        "display_name": found.display_name,
+        "user_metadata": as_texts(found.user_metadata),
+    }
+
+
+def _status(found: SessionSummary) -> dict[str, Any] | None:
+    """How a session is doing; None if it ended without a word of its client."""
+    if found.finished_at is None:
+        return {"type": "active"}
+    if found.finish_reason in CLIENT_REASONS:
+        return {"type": "client_finished", "reason": {"type": found.finish_reason}, "detail": found.finish_detail}
+    return None
+
+
+def as_texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Metadata as replies carry it: texts. Clients may send any JSON, and get what is no text as JSON."""
+    if metadata is None:
+        return None
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}

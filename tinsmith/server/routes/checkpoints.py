@@ -1,0 +1,97 @@
+"""Routes that manage one checkpoint: publish, expire, delete, describe, copy."""
+
+import uuid
+
+from fastapi import APIRouter, Request, Response
+
+from tinsmith.engine.messages import ForgetCheckpoint
+from tinsmith.errors import UserError
+from tinsmith.server.body import read_body
+from tinsmith.server.descriptions import describe_weights
+from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.replies import json_reply
+from tinsmith.store import catalog
+from tinsmith.store.store import Store
+from tinsmith.wire.catalog_requests import CopyWeightsRequest, TtlRequest, WeightsInfoRequest
+from tinsmith.wire.json_body import parse_json
+from tinsmith.wire.paths import parse_path
+from tinsmith.wire.service_requests import CreateSessionRequest
+
+router = APIRouter()
+
+CHECKPOINT = "/training_runs/{run_id}/checkpoints/{segment}/{name}"
+"""Where a checkpoint is addressed: its id has two segments, e.g. weights/NAME."""
+_MAX_BODY_BYTES = 64 * 1024
+_COPIES = uuid.UUID("6a2f0c1e-94d5-4d0b-8e52-0f3f7d1c9b27")
+"""Namespace of the sessions that hold copies."""
+
+
+def path_of(run_id: str, segment: str, name: str) -> str:
+    """The path of the checkpoint that a URL addresses. Raises UserError if it can be none."""
+    return str(parse_path(f"tinker://{run_id}/{segment}/{name}"))
+
+
+@router.delete(CHECKPOINT)
+async def delete(request: Request, run_id: str, segment: str, name: str) -> Response:
+    """The checkpoint is gone at once; its files follow within a minute, unless a copy has them."""
+    hub, path = hub_of(request), path_of(run_id, segment, name)
+    await hub.store.write(catalog.delete_checkpoint, path)
+    await hub.engine.notify(ForgetCheckpoint(path))
+    return json_reply({})
+
+
+@router.post(f"{CHECKPOINT}/publish")
+async def publish(request: Request, run_id: str, segment: str, name: str) -> Response:
+    """Mark as public. Doing so twice changes nothing: a 409 would be sent again for minutes."""
+    await hub_of(request).store.write(catalog.publish_checkpoint, path_of(run_id, segment, name), public=True)
+    return json_reply({})
+
+
+@router.delete(f"{CHECKPOINT}/publish")
+async def unpublish(request: Request, run_id: str, segment: str, name: str) -> Response:
+    """Mark as private."""
+    await hub_of(request).store.write(catalog.publish_checkpoint, path_of(run_id, segment, name), public=False)
+    return json_reply({})
+
+
+@router.put(f"{CHECKPOINT}/ttl")
+async def set_ttl(request: Request, run_id: str, segment: str, name: str) -> Response:
+    """Let it expire so many seconds from now, or never."""
+    hub, path = hub_of(request), path_of(run_id, segment, name)
+    asked = parse_json(TtlRequest, await read_body(request, _MAX_BODY_BYTES))
+    await hub.store.write(catalog.set_checkpoint_ttl, path, asked.ttl_seconds)
+    await hub.engine.notify(ForgetCheckpoint(path))
+    return json_reply({})
+
+
+@router.post("/weights_info")
+async def weights_info(request: Request) -> Response:
+    """What must be known to load a checkpoint."""
+    asked = parse_json(WeightsInfoRequest, await read_body(request, _MAX_BODY_BYTES))
+    return json_reply(describe_weights(await hub_of(request).store.read(Store.require_checkpoint, asked.tinker_path)))
+
+
+@router.post("/copy_weights")
+async def copy_weights(request: Request) -> Response:
+    """A second checkpoint of the same files, in a run of its own that cannot be trained."""
+    hub = hub_of(request)
+    asked = parse_json(CopyWeightsRequest, await read_body(request, _MAX_BODY_BYTES))
+    if request.headers.get("x-tinker-weights-access-token"):
+        raise UserError("weights_access_token names another account, and this server has none; leave it out")
+    session_id, model_seq_id = asked.session_id, asked.model_seq_id
+    if session_id is None or model_seq_id is None:
+        session_id, model_seq_id = await _session_for_copy(hub, request, asked), 0
+    path = await hub.store.write(catalog.copy_checkpoint, asked.source_path, session_id, model_seq_id, asked.ttl_seconds)
+    return json_reply({"tinker_path": path})
+
+
+async def _session_for_copy(hub: Hub, request: Request, asked: CopyWeightsRequest) -> str:
+    """A session of the destination project, finished from the start. A retry, which has the same key, gets the same session."""
+    await hub.store.read(Store.require_checkpoint, asked.source_path)
+    key = request.headers.get("x-idempotency-key") or uuid.uuid4().hex
+    session_id = str(uuid.uuid5(_COPIES, f"{key}\n{asked.destination_project_id}\n{asked.source_path}"))
+    if await hub.store.read(Store.session, session_id) is None:
+        description = CreateSessionRequest(project_id=asked.destination_project_id).model_dump()
+        await hub.store.write(Store.create_session, session_id, description)
+        await hub.store.write(Store.finish_session, session_id, "success", "holds a copy")
+    return session_id

@@ -1,0 +1,91 @@
+"""Files to download, by signed addresses that need no key: external weights, and traces of sessions.
+
+A signature covers the place of the files, so an address ends with the checkpoint that it was made for.
+"""
+
+import time
+from urllib.parse import quote
+
+from fastapi import APIRouter, Request, Response
+from starlette.responses import StreamingResponse
+
+from tinsmith.errors import NotFoundError
+from tinsmith.server.descriptions import timestamp
+from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.replies import json_reply
+from tinsmith.server.routes.checkpoints import CHECKPOINT, path_of
+from tinsmith.server.trace import trace_of
+from tinsmith.store.records import Checkpoint
+from tinsmith.store.session_catalog import session_operations
+from tinsmith.store.store import Store
+from tinsmith.wire.catalog_requests import DownloadQuery, Query
+from tinsmith.wire.json_body import parse_query
+
+router = APIRouter()
+
+_TRACE = "trace"
+
+
+@router.get(f"{CHECKPOINT}/external_weights_urls")
+async def external_weights_urls(request: Request, run_id: str, segment: str, name: str) -> Response:
+    """An address for each file of external weights."""
+    hub = hub_of(request)
+    parse_query(Query, request.query_params)
+    checkpoint = await _external(hub, path_of(run_id, segment, name))
+    sizes = await hub.store.read(_sizes, hub, checkpoint)
+    expires = int(time.time()) + hub.config.server.download_ttl_s
+    urls = {}
+    for file in sizes:
+        signature = hub.signer.sign(expires, checkpoint.directory, file)
+        place = f"download/{quote(run_id)}/{quote(name)}/{quote(file)}"
+        urls[file] = _address(request, place, expires, signature)
+    return json_reply({"urls": urls, "expires": timestamp(expires)})
+
+
+@router.get("/download/{run_id}/{name}/{file:path}")
+async def download(request: Request, run_id: str, name: str, file: str) -> Response:
+    """One file, as it is read from its store."""
+    hub = hub_of(request)
+    asked = parse_query(DownloadQuery, request.query_params)
+    checkpoint = await _external(hub, path_of(run_id, "external_weights", name))
+    hub.signer.check(asked.signature, asked.expires, checkpoint.directory, file)
+    sizes = await hub.store.read(_sizes, hub, checkpoint)
+    if file not in sizes:
+        raise NotFoundError(f"{checkpoint.tinker_path} has no file {file!r}")
+    headers = {"Content-Length": str(sizes[file])}
+    return StreamingResponse(hub.files.read(checkpoint.directory, file), media_type="application/octet-stream", headers=headers)
+
+
+async def _external(hub: Hub, path: str) -> Checkpoint:
+    return await hub.store.read(Store.require_checkpoint, path, "external")
+
+
+def _sizes(_store: Store, hub: Hub, checkpoint: Checkpoint) -> dict[str, int]:
+    return hub.files.sizes(checkpoint.directory)
+
+
+@router.get("/sessions/{session_id}/trace_export")
+async def trace_export(request: Request, session_id: str) -> Response:
+    """An address of the session's trace, which is made when it is fetched."""
+    hub = hub_of(request)
+    parse_query(Query, request.query_params)
+    if await hub.store.read(Store.session, session_id) is None:
+        raise NotFoundError(f"session {session_id!r} does not exist")
+    expires = int(time.time()) + hub.config.server.download_ttl_s
+    signature = hub.signer.sign(expires, _TRACE, session_id)
+    url = _address(request, f"trace/{quote(session_id)}", expires, signature)
+    return json_reply({"status": "ready", "url": url})
+
+
+@router.get("/trace/{session_id}")
+async def trace(request: Request, session_id: str) -> Response:
+    """What a session did and when, for ui.perfetto.dev."""
+    hub = hub_of(request)
+    asked = parse_query(DownloadQuery, request.query_params)
+    hub.signer.check(asked.signature, asked.expires, _TRACE, session_id)
+    return json_reply(trace_of(await hub.store.read(session_operations, session_id)))
+
+
+def _address(request: Request, place: str, expires: int, signature: str) -> str:
+    """The address by which this client reaches the server, also through a proxy that keeps the Host header."""
+    return f"{request.base_url}api/v1/{place}?expires={expires}&signature={signature}"

@@ -1,0 +1,77 @@
+"""Routes that list, search and describe sessions, and put them into projects."""
+
+import time
+
+from fastapi import APIRouter, Request, Response
+
+from tinsmith.server.body import read_body
+from tinsmith.server.descriptions import NO_PROJECT, OWNER, as_texts, describe_session, timestamp
+from tinsmith.server.hub import hub_of
+from tinsmith.server.replies import json_reply
+from tinsmith.store import session_catalog
+from tinsmith.store.catalog import Page
+from tinsmith.wire.catalog_requests import AssignProjectRequest, ScopeQuery, SearchSessionsRequest, SessionsQuery
+from tinsmith.wire.json_body import parse_json, parse_query
+
+router = APIRouter()
+
+_MAX_BODY_BYTES = 64 * 1024
+
+
+@router.get("/sessions")
+async def list_sessions(request: Request) -> Response:
+    """A page of session ids, newest first."""
+    asked = parse_query(SessionsQuery, request.query_params)
+    return json_reply({"sessions": await hub_of(request).store.read(session_catalog.list_sessions, Page(asked.limit, asked.offset))})
+
+
+@router.get("/sessions/{session_id}")
+async def get_session(request: Request, session_id: str) -> Response:
+    """What belongs to a session."""
+    parse_query(ScopeQuery, request.query_params)
+    found = await hub_of(request).store.read(session_catalog.describe_session, session_id)
+    return json_reply(
+        {
+            "training_run_ids": found.model_ids,
+            "sampler_ids": found.sampling_session_ids,
+            "user_metadata": as_texts(found.user_metadata),
+            "display_name": found.display_name,
+        }
+    )
+
+
+@router.put("/sessions/{session_id}/project")
+async def assign_project(request: Request, session_id: str) -> Response:
+    """Put a session into a project. Projects are names only, and need not be made first."""
+    asked = parse_json(AssignProjectRequest, await read_body(request, _MAX_BODY_BYTES))
+    await hub_of(request).store.write(session_catalog.assign_project, session_id, asked.project_id)
+    return json_reply({})
+
+
+@router.post("/sessions/search")
+async def search_sessions(request: Request) -> Response:
+    """A page of the sessions that match, newest first."""
+    asked = parse_json(SearchSessionsRequest, await read_body(request, _MAX_BODY_BYTES))
+    if OWNER not in (asked.owner.owner_urns or [OWNER]):
+        return json_reply({"sessions": []})
+    # One more than asked for shows whether there is another page.
+    found = await hub_of(request).store.read(session_catalog.search_sessions, _filter(asked), asked.limit + 1, time.time())
+    page = found[: asked.limit]
+    reply = {"sessions": [describe_session(session) for session in page]}
+    if len(found) > len(page):
+        last = page[-1]
+        return json_reply(reply | {"next_cursor": {"last_created_at": timestamp(last.created_at), "last_session_id": last.session_id}})
+    return json_reply(reply)
+
+
+def _filter(asked: SearchSessionsRequest) -> session_catalog.SessionFilter:
+    projects = None if asked.project_ids is None else [None if project == NO_PROJECT else project for project in asked.project_ids]
+    cursor = asked.cursor
+    return session_catalog.SessionFilter(
+        session_id=asked.session_id,
+        display_name=asked.display_name,
+        project_ids=projects,
+        user_metadata=asked.user_metadata,
+        statuses=None if asked.statuses is None else [(status.type, status.reasons) for status in asked.statuses],
+        before=None if cursor is None else (cursor.last_created_at.timestamp(), cursor.last_session_id),
+    )
