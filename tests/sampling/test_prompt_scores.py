@@ -25,7 +25,7 @@ def all_logprobs(base: BaseModel, rendered: RenderedInput, adapter: Adapter | No
         row = pack([rendered], [adapter], base.device)
         hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
         logprobs = head_logits(hidden, base.lm_head, *head_lora(adapter)).log_softmax(-1)
-    return logprobs.roll(1, 0)
+    return logprobs.roll(1, 0).cpu()
 
 
 @pytest.mark.parametrize("prefill_tokens", [4096, 10])

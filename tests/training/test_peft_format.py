@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.bases import datum, picture_chunks, random_adapter, random_tokens, renderer, shifted
+from tests.bases import datum, load, picture_chunks, random_adapter, random_tokens, renderer, shifted
 from tests.training.test_against_peft import twin_logprobs
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import UserError
@@ -29,6 +29,18 @@ from tinsmith.training.peft_format import outline, read_peft, write_merged, writ
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"]
 Bases = Callable[[str], BaseModel]
 Dirs = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def family_base(family_dir: Dirs) -> Bases:
+    """Base models on the CPU, wherever the other tests compute: that is where files are made and merged."""
+    return cache(lambda family: load(family_dir(family), device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def text_base(family_base: Bases) -> BaseModel:
+    """A small Qwen3."""
+    return family_base("qwen3")
 
 
 def network(base: BaseModel, directory: Path) -> Any:
