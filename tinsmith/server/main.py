@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import fcntl
 import ipaddress
 import logging
 import resource
@@ -22,6 +21,7 @@ from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
 from tinsmith.server.signatures import Signer
 from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.lock import only_user
 from tinsmith.store.store import Store
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,9 @@ def run_server(config: Config) -> None:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
     _allow_open_files()
     data_dir = Path(config.data_dir)
-    with _listening(config) as listener, contextlib.closing(Store.open(data_dir)) as store, _only_user(config):
+    with _listening(config) as listener, contextlib.closing(Store.open(data_dir)) as store, only_user(data_dir) as alone:
+        if not alone:
+            raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
         files = CheckpointFiles(data_dir, config.checkpoint_root)
         uvloop.run(_serve(config, listener, store, files, Signer(data_dir)))
 
@@ -68,17 +70,6 @@ def _listening(config: Config) -> Iterator[socket.socket]:
         raise ConfigError(f"cannot listen on host={host} port={port}: {error}") from error
     with listener:
         yield listener
-
-
-@contextlib.contextmanager
-def _only_user(config: Config) -> Iterator[None]:
-    """Hold the lock of the data directory: a second server there would fail the operations of the first."""
-    with (Path(config.data_dir) / "server.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(f"data_dir={config.data_dir} is used by another server; stop it or choose another directory") from error
-        yield
 
 
 class _HttpServer(uvicorn.Server):

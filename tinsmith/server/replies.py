@@ -5,6 +5,7 @@ sample anew, anything else is raised at once.
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -15,6 +16,9 @@ from tinsmith.errors import BackpressureError, EngineUnavailableError, NotFoundE
 from tinsmith.wire.compression import TooLargeError
 
 log = logging.getLogger(__name__)
+
+PROTOBUF = "application/x-protobuf"
+"""The media type of protobuf requests and replies."""
 
 
 class GoneError(UserError):
@@ -38,14 +42,14 @@ _STATUS: tuple[tuple[type[TinsmithError], int], ...] = (
 """The first class that fits decides."""
 
 
-def json_reply(content: Any, status: int = 200) -> Response:
+def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """`content` as JSON."""
-    return Response(orjson.dumps(content), status, media_type="application/json")
+    return Response(orjson.dumps(content), status, headers, "application/json")
 
 
 def protobuf_reply(content: bytes) -> Response:
     """An encoded protobuf message."""
-    return Response(content, media_type="application/x-protobuf")
+    return Response(content, media_type=PROTOBUF)
 
 
 def future_reply(request_id: str, **more: Any) -> Response:

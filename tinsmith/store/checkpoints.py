@@ -7,7 +7,7 @@ same transaction, as is one that is going to be written, with a date far ahead: 
 
 from collections.abc import Iterable
 
-from sqlalchemy import Connection, bindparam, delete, exists, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, exists, or_, select, union, update
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.store.records import Checkpoint
@@ -31,6 +31,8 @@ _FIND_EXPIRED = select(*COLUMNS).where(_EXPIRED).order_by(checkpoints.c.expires_
 _DISCARD = insert(discarded).prefix_with("OR REPLACE")
 _KEEP = delete(discarded).where(discarded.c.directory == bindparam("key"))
 _USED = select(exists().where(checkpoints.c.directory == bindparam("key")))
+_LIVING = select(checkpoints.c.directory).where(ALIVE).distinct()
+_KNOWN = union(select(checkpoints.c.directory), select(discarded.c.directory))
 _DUE = select(discarded.c.directory).where(discarded.c.due_at <= bindparam("now")).order_by(discarded.c.due_at)
 
 
@@ -85,6 +87,16 @@ def discard(connection: Connection, directory: str, due_at: float) -> None:
 def due(connection: Connection, now: float) -> list[str]:
     """The directories to delete now."""
     return list(connection.execute(_DUE, {"now": now}).scalars())
+
+
+def living(connection: Connection, now: float) -> set[str]:
+    """The directories of checkpoints that have not expired."""
+    return set(connection.execute(_LIVING, {"now": now}).scalars())
+
+
+def known(connection: Connection) -> set[str]:
+    """The directories that a checkpoint has, or that are noted to be deleted some time."""
+    return set(connection.execute(_KNOWN).scalars())
 
 
 def forget(connection: Connection, directory: str) -> None:

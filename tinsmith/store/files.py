@@ -5,22 +5,28 @@ data directory can be moved, and checkpoints are found after the root has change
 """
 
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from tinsmith.errors import ConfigError, NotFoundError
+from tinsmith.errors import ConfigError, NotFoundError, TinsmithError
 
 CHECKPOINTS_DIR = "checkpoints"
 """Where files lie below a data directory."""
 WRITING_PREFIX = ".writing-"
 """Begins the names of directories that are not finished, and then goes the name of the one that they are for."""
+WRITING_S = 86400.0
+"""Nobody writes or reads a checkpoint for so long: what is not finished then was left behind by a process that died."""
+_NAME = re.compile(r"[0-9a-f]{32}")
+"""What `new_place` makes up."""
 _BLOCK_BYTES = 2**20
 
 
@@ -47,6 +53,39 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A directory that lies in the data directory."""
+
+    name: str
+    """It is the place to pass to `remove`, too."""
+    place: str
+    """What the directory is, or will be once it is finished; empty for one that only serves to read or to send files."""
+    finished: bool
+    modified_at: float
+    """Unix time."""
+
+
+def _errors_of(system: AbstractFileSystem) -> tuple[type[Exception], ...]:
+    """What a store raises that refuses something or does not answer."""
+    if "s3" in system.protocol:
+        from botocore.exceptions import BotoCoreError  # there if s3fs is
+
+        return OSError, BotoCoreError
+    return (OSError,)
+
+
+@contextmanager
+def _using(system: AbstractFileSystem, path: str) -> Iterator[None]:
+    """What a store refuses, or that it does not answer, becomes a TinsmithError; that nothing is there stays a FileNotFoundError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except _errors_of(system) as error:
+        raise TinsmithError(f"the place {path} of checkpoint files cannot be used: {error}") from error
+
+
 class CheckpointFiles:
     """Directories of checkpoint files by their place."""
 
@@ -56,17 +95,22 @@ class CheckpointFiles:
         Raises ConfigError for a root that cannot be used.
         """
         self._home = (data_dir / CHECKPOINTS_DIR).resolve()
-        self._root = root.rstrip("/")
+        # A place outlives the working directory of the process that writes it.
+        self._root = root.rstrip("/") if "://" in root or not root else str(Path(root).expanduser().resolve())
         self._home.mkdir(parents=True, exist_ok=True)
         if root:
             self._check(root)
 
     def _check(self, root: str) -> None:
+        """Write and delete a small file: better to fail at start than at the first save."""
         try:
-            system, path = self._resolve(self._root)
-            system.makedirs(path, exist_ok=True)
-            system.ls(path)
-        except (ImportError, OSError, ValueError) as error:  # no such kind of store, or no access to this one
+            system, path = self._resolve(f"{self._root}/{WRITING_PREFIX}{uuid.uuid4().hex}")
+            with _using(system, self._root):
+                if isinstance(system, LocalFileSystem):
+                    system.makedirs(self._root, exist_ok=True)
+                system.pipe_file(path, b"")
+                system.rm_file(path)
+        except (ImportError, FileNotFoundError, ValueError, TinsmithError) as error:  # no such kind of store, or no access to this one
             raise ConfigError(f"checkpoint_root={root!r} cannot be used: {error}") from error
 
     def new_place(self) -> str:
@@ -81,11 +125,12 @@ class CheckpointFiles:
         if isinstance(system, LocalFileSystem):
             yield Path(path)
             return
-        with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=self._home) as scratch:
-            directory = Path(scratch) / "files"
+        with self._scratch() as scratch:
+            directory = scratch / "files"
             yield directory
-            for file in sorted(file for file in directory.rglob("*") if file.is_file()):
-                system.put_file(str(file), f"{path}/{file.relative_to(directory)}")
+            with _using(system, path):
+                for file in sorted(file for file in directory.rglob("*") if file.is_file()):
+                    system.put_file(str(file), f"{path}/{file.relative_to(directory).as_posix()}")
 
     @contextmanager
     def fetched(self, place: str) -> Iterator[Path]:
@@ -95,34 +140,60 @@ class CheckpointFiles:
             if isinstance(system, LocalFileSystem):
                 yield Path(path)
                 return
-            with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=self._home) as scratch:
+            with self._scratch() as scratch:
                 for name in self.sizes(place):
-                    system.get_file(f"{path}/{name}", str(Path(scratch) / name))
-                yield Path(scratch)
+                    with _using(system, path):
+                        system.get_file(f"{path}/{name}", str(scratch / name))
+                yield scratch
         except FileNotFoundError as error:
             raise NotFoundError("the files of this checkpoint are gone: it was deleted while it was read") from error
+
+    @contextmanager
+    def _scratch(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=self._home) as scratch:
+            yield Path(scratch)
 
     def sizes(self, place: str) -> dict[str, int]:
         """Bytes of each file by its name; empty if nothing is there."""
         system, path = self._resolve(place)
-        found = system.find(path, detail=True)
+        with _using(system, path):
+            found = system.find(path, detail=True)
         return {name.removeprefix(f"{path}/"): info["size"] for name, info in sorted(found.items())}
 
-    def read(self, place: str, name: str) -> Iterator[bytes]:
-        """One of the files that `sizes` names, in blocks."""
+    def read(self, place: str, name: str, wanted: range) -> Iterator[bytes]:
+        """These bytes of one of the files that `sizes` names, in blocks."""
         system, path = self._resolve(place)
-        with system.open(f"{path}/{name}", "rb") as file:
-            while block := file.read(_BLOCK_BYTES):
+        with _using(system, path), system.open(f"{path}/{name}", "rb") as file:
+            file.seek(wanted.start)
+            left = len(wanted)
+            while left and (block := file.read(min(_BLOCK_BYTES, left))):
+                left -= len(block)
                 yield block
 
     def remove(self, place: str) -> None:
         """Delete a directory, and what a process that died left while it wrote it. Nothing being there is right, too."""
+        system, paths = self._all_of(place)
+        for path in paths:
+            with suppress(FileNotFoundError), _using(system, path):
+                system.rm(path, recursive=True)
+
+    def remaining_bytes(self, place: str) -> int:
+        """What `remove` would free."""
+        system, paths = self._all_of(place)
+        with _using(system, place):
+            return sum(info["size"] for path in paths for info in system.find(path, detail=True).values())
+
+    def _all_of(self, place: str) -> tuple[AbstractFileSystem, list[str]]:
+        """The file system, and the paths of a directory and of what was begun for it."""
         system, path = self._resolve(place)
-        parent, _, name = path.rpartition("/")
-        unfinished = system.glob(f"{parent}/{WRITING_PREFIX}{name}-*") if isinstance(system, LocalFileSystem) else []
-        for directory in (path, *unfinished):
-            with suppress(FileNotFoundError):
-                system.rm(directory, recursive=True)
+        if not isinstance(system, LocalFileSystem):
+            return system, [path]
+        begun = Path(path).parent.glob(f"{WRITING_PREFIX}{Path(path).name}-*")
+        return system, [path, *map(str, begun)]
+
+    def entries(self) -> list[Entry]:
+        """What lies in the data directory, whether or not a row knows it."""
+        return [entry for path in sorted(self._home.iterdir()) if (entry := _entry(path)) is not None]
 
     def _resolve(self, place: str) -> tuple[AbstractFileSystem, str]:
         """The file system of a place, and the path in it."""
@@ -130,3 +201,16 @@ class CheckpointFiles:
         # Listings are not cached: the other process writes, too.
         system, path = url_to_fs(url, use_listings_cache=False)
         return system, path
+
+
+def _entry(path: Path) -> Entry | None:
+    """What a path is; None for what is not ours, or has just gone."""
+    finished = _NAME.fullmatch(path.name) is not None
+    if not finished and not path.name.startswith(WRITING_PREFIX):
+        return None
+    try:
+        modified_at = path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+    place = path.name if finished else path.name.removeprefix(WRITING_PREFIX).rpartition("-")[0]
+    return Entry(path.name, place, finished, modified_at)

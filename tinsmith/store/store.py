@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Engine
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store import checkpoints, commands, sessions
 from tinsmith.store.database import open_database
+from tinsmith.store.files import WRITING_S
 from tinsmith.store.records import Checkpoint, Command, Model, ModelStatus, NewCommand, Outcome, SamplingSession, Session
 from tinsmith.wire.paths import CheckpointKind, parse_path
 
@@ -20,8 +21,6 @@ _REMEDY: dict[CheckpointKind, str] = {
     "sampler": "sample from a path of save_weights_for_sampler (tinker://MODEL_ID/sampler_weights/NAME)",
     "external": "download a path of save_weights_external (tinker://MODEL_ID/external_weights/NAME)",
 }
-_WRITING_S = 86400.0
-"""Nobody writes a checkpoint for so long: what is there then was left behind."""
 
 
 class Store:
@@ -169,7 +168,7 @@ class Store:
         """The files of a checkpoint are going to be written there. If no row follows within a day, they are to be deleted."""
         now = time.time()
         with self._write.begin() as connection:
-            checkpoints.discard(connection, directory, now + _WRITING_S)
+            checkpoints.discard(connection, directory, now + WRITING_S)
 
     def put_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Make a checkpoint exist, whose files are complete; one of the same path is replaced, and its files are to be deleted."""
@@ -208,6 +207,16 @@ class Store:
         """The directories to delete now: no checkpoint has them."""
         with self._read.begin() as connection:
             return checkpoints.due(connection, time.time())
+
+    def living_directories(self) -> set[str]:
+        """The directories of checkpoints that have not expired."""
+        with self._read.begin() as connection:
+            return checkpoints.living(connection, time.time())
+
+    def known_directories(self) -> set[str]:
+        """The directories of all checkpoints, those to delete, and those being written."""
+        with self._read.begin() as connection:
+            return checkpoints.known(connection)
 
     def forget_directory(self, directory: str) -> None:
         """A discarded directory is deleted."""

@@ -3,6 +3,7 @@
 A signature covers the place of the files, so an address ends with the checkpoint that it was made for.
 """
 
+import asyncio
 import time
 from urllib.parse import quote
 
@@ -12,6 +13,7 @@ from starlette.responses import StreamingResponse
 from tinsmith.errors import NotFoundError
 from tinsmith.server.descriptions import timestamp
 from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.ranges import wanted_bytes
 from tinsmith.server.replies import json_reply
 from tinsmith.server.routes.checkpoints import CHECKPOINT, path_of
 from tinsmith.server.trace import trace_of
@@ -32,7 +34,7 @@ async def external_weights_urls(request: Request, run_id: str, segment: str, nam
     hub = hub_of(request)
     parse_query(Query, request.query_params)
     checkpoint = await _external(hub, path_of(run_id, segment, name))
-    sizes = await hub.store.read(_sizes, hub, checkpoint)
+    sizes = await asyncio.to_thread(hub.files.sizes, checkpoint.directory)
     expires = int(time.time()) + hub.config.server.download_ttl_s
     urls = {}
     for file in sizes:
@@ -49,19 +51,27 @@ async def download(request: Request, run_id: str, name: str, file: str) -> Respo
     asked = parse_query(DownloadQuery, request.query_params)
     checkpoint = await _external(hub, path_of(run_id, "external_weights", name))
     hub.signer.check(asked.signature, asked.expires, checkpoint.directory, file)
-    sizes = await hub.store.read(_sizes, hub, checkpoint)
+    sizes = await asyncio.to_thread(hub.files.sizes, checkpoint.directory)
     if file not in sizes:
         raise NotFoundError(f"{checkpoint.tinker_path} has no file {file!r}")
-    headers = {"Content-Length": str(sizes[file])}
-    return StreamingResponse(hub.files.read(checkpoint.directory, file), media_type="application/octet-stream", headers=headers)
+    return _part(hub, checkpoint, file, sizes[file], wanted_bytes(request.headers, sizes[file]))
+
+
+def _part(hub: Hub, checkpoint: Checkpoint, file: str, size: int, wanted: range) -> Response:
+    """These bytes of a file of `size` bytes."""
+    if size and not wanted:
+        detail = f"{file} has {size} bytes, and the Range asks for none of them"
+        return json_reply({"detail": detail}, 416, {"Content-Range": f"bytes */{size}"})
+    headers = {"Content-Length": str(len(wanted)), "Accept-Ranges": "bytes"}
+    if len(wanted) < size:
+        headers["Content-Range"] = f"bytes {wanted.start}-{wanted.stop - 1}/{size}"
+    # An iterator that is not asynchronous is run in a thread.
+    blocks = hub.files.read(checkpoint.directory, file, wanted)
+    return StreamingResponse(blocks, 206 if len(wanted) < size else 200, headers, "application/octet-stream")
 
 
 async def _external(hub: Hub, path: str) -> Checkpoint:
     return await hub.store.read(Store.require_checkpoint, path, "external")
-
-
-def _sizes(_store: Store, hub: Hub, checkpoint: Checkpoint) -> dict[str, int]:
-    return hub.files.sizes(checkpoint.directory)
 
 
 @router.get("/sessions/{session_id}/trace_export")
@@ -83,7 +93,8 @@ async def trace(request: Request, session_id: str) -> Response:
     hub = hub_of(request)
     asked = parse_query(DownloadQuery, request.query_params)
     hub.signer.check(asked.signature, asked.expires, _TRACE, session_id)
-    return json_reply(trace_of(await hub.store.read(session_operations, session_id)))
+    operations = await hub.store.read(session_operations, session_id)
+    return await asyncio.to_thread(lambda: json_reply(trace_of(operations)))
 
 
 def _address(request: Request, place: str, expires: int, signature: str) -> str:

@@ -1,0 +1,20 @@
+"""One server for one data directory: a second one would fail the operations of the first."""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FILE_NAME = "server.lock"
+
+
+@contextmanager
+def only_user(data_dir: Path) -> Iterator[bool]:
+    """Hold the lock of a data directory while the body runs. Yields False, and holds nothing, if another process has it."""
+    with (data_dir / FILE_NAME).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
