@@ -1,0 +1,153 @@
+"""The shipped environments: the same episode from the same seed, the right answers earn everything, wrong ones nothing."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl import registry
+from tinsmith.rl.env import Env, Message, Prompt, Step, Teacher, user
+
+SHIPPED = ["arithmetic", "color_square", "digit_sum", "guess_number", "maze2d"]
+
+
+def fingerprint(messages: list[Message]) -> list[Any]:
+    """Messages with pictures as PNG bytes, so that they can be compared."""
+
+    def part(item: dict[str, Any]) -> Any:
+        if item["type"] == "text":
+            return item["text"]
+        file = io.BytesIO()
+        item["image"].save(file, "PNG")
+        return file.getvalue()
+
+    return [
+        [message["role"], message["content"] if isinstance(message["content"], str) else [part(p) for p in message["content"]]]
+        for message in messages
+    ]
+
+
+def play(name: str, seed: int, say: Callable[[Env], str], **options: Any) -> tuple[list[Any], float, dict[str, float]]:
+    """Everything that an episode showed, its whole reward, and its metrics."""
+    env = registry.make(name, **options)
+    messages, metadata = env.init(Prompt(seed))
+    shown, reward, done = [fingerprint(messages), metadata], 0.0, False
+    while not done:
+        observations, earned, done, metadata = env.step(say(env))
+        shown += [fingerprint(observations), dict(metadata)]
+        reward += earned
+    env.close()
+    return shown, reward, env.metrics()
+
+
+def right(env: Env) -> str:
+    assert isinstance(env, Teacher)
+    return env.demonstrate()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_an_episode_follows_from_its_seed_and_right_answers_earn_one(name: str) -> None:
+    for seed in range(5):
+        assert play(name, seed, right) == play(name, seed, right)
+        assert play(name, seed, right)[1] == pytest.approx(1.0)
+        assert play(name, seed, lambda _: "tin")[1] == 0.0
+    assert play(name, 1, right)[0] != play(name, 2, right)[0]
+
+
+def test_what_was_thought_is_not_part_of_the_answer() -> None:
+    assert play("arithmetic", 3, lambda env: f"<think>seven, no</think>\n\n{right(env)}")[1] == 1.0
+    assert play("arithmetic", 3, lambda env: f"{right(env)} I think")[1] == 0.0
+
+
+def test_arithmetic_asks_what_the_seed_says() -> None:
+    env = registry.make("arithmetic", largest=20, terms=3)
+    messages, metadata = env.init(Prompt(5))
+    numbers = np.random.default_rng([5]).integers(21, size=3)
+    assert messages == [{"role": "user", "content": f"What is {numbers[0]} + {numbers[1]} + {numbers[2]}?"}]
+    assert metadata == {"answer": int(numbers.sum())}
+
+
+def test_guess_number_says_where_the_number_lies() -> None:
+    env = registry.make("guess_number", largest=7)
+    number = env.init(Prompt(0))[1]["number"]
+    assert number not in (1, 7)
+    assert env.step("1") == Step([user("higher")], 0.0, False)
+    assert env.step("7") == Step([user("lower")], 0.0, False)
+    assert env.step("7") == Step([user("lower")], 0.0, True)
+    assert env.metrics() == {"found": 0.0}
+    assert play("guess_number", 0, lambda _: "four")[0][2] == [["user", "That is no number."]]
+
+
+def test_each_turn_of_color_square_earns_its_half() -> None:
+    assert play("color_square", 0, lambda env: env.color if env.turn == 0 else "up")[1:] == (0.5, {"color_right": 1.0, "side_right": 0.0})  # type: ignore
+    first, second = play("color_square", 4, right)[0][::2][:2]
+    squares = [Image.open(io.BytesIO(shown[0][1][0])) for shown in (first, second)]
+    color = squares[0].getpixel((5, 5))
+    assert squares[0].getcolors() == [(64 * 64, color)]
+    assert [squares[1].getpixel((x, 9)) == color for x in (5, 60)].count(True) == 1
+
+
+def test_digit_sum_keeps_held_out_scans_apart() -> None:
+    def pictures(**options: Any) -> set[bytes]:
+        shown = [play("digit_sum", seed, right, **options)[0] for seed in range(200)]
+        return {
+            part for episode in shown for messages in episode[::2] for _, parts in messages for part in parts if isinstance(part, bytes)
+        }
+
+    training, held_out = pictures(), pictures(held_out=True)
+    assert len(training) > 400
+    assert not training & held_out
+
+
+@pytest.mark.parametrize(("level", "side"), [("easy", 4), ("medium", 6), ("hard", 8)])
+def test_a_maze_is_a_picture_of_its_cells(level: str, side: int) -> None:
+    env = registry.make("maze2d", level=level)
+    content = env.init(Prompt(1))[0][0]["content"]
+    assert isinstance(content, list)
+    picture = content[0]["image"]
+    assert picture.size == (32 * side, 32 * side)
+    assert content[1] == {"type": "text", "text": "Move:"}
+    counts = {color: count // 32**2 for count, color in picture.getcolors()}
+    walls = {"easy": 3, "medium": 9, "hard": 20}[level]
+    assert counts == {(255, 255, 255): side**2 - walls - 2, (0, 0, 0): walls, (40, 60, 220): 1, (30, 170, 60): 1}
+
+
+def test_a_bump_ends_the_episode_unless_it_only_costs_a_move() -> None:
+    def against_the_border(_: Env) -> str:
+        return "up"
+
+    assert play("maze2d", 0, against_the_border)[2]["moves"] <= 4
+    assert play("maze2d", 0, against_the_border, bumps_end=False)[2] == {"reached": 0.0, "moves": 20.0}
+
+
+def test_a_random_player_seldom_finds_the_goal() -> None:
+    random = np.random.default_rng(0)
+    moves = ["up", "down", "left", "right"]
+    rewards = [play("maze2d", seed, lambda _: moves[random.integers(4)])[1] for seed in range(400)]
+    assert np.mean(rewards) <= 0.2
+
+
+def test_environments_are_registered_made_and_deregistered() -> None:
+    assert list(registry.list()) == SHIPPED
+    registry.register("mine", "tinsmith.rl.envs.arithmetic:Arithmetic")
+    try:
+        assert registry.list() == ("arithmetic", "color_square", "digit_sum", "guess_number", "maze2d", "mine")
+        with pytest.raises(ConfigError, match="'mine' is registered already"):
+            registry.register("mine", registry.find("maze2d"))
+        assert type(registry.make("mine", largest=3)) is type(registry.make("tinsmith.rl.envs.arithmetic:Arithmetic"))
+    finally:
+        registry.deregister("mine")
+    with pytest.raises(ConfigError, match="'mine' is not registered; known are arithmetic, color_square"):
+        registry.deregister("mine")
+    with pytest.raises(ConfigError, match="env='mine' is not registered"):
+        registry.make("mine")
+    with pytest.raises(ConfigError, match="cannot import 'no_such_module:Env'"):
+        registry.make("no_such_module:Env")
+    with pytest.raises(ConfigError, match=r"env='arithmetic' does not take these options .*: got an unexpected keyword argument 'speed'"):
+        registry.make("arithmetic", speed=3)
+    with pytest.raises(ConfigError, match="level='brutal' must be one of easy, medium, hard"):
+        registry.make("maze2d", level="brutal")
