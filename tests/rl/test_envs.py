@@ -25,10 +25,8 @@ def fingerprint(messages: list[Message]) -> list[Any]:
         item["image"].save(file, "PNG")
         return file.getvalue()
 
-    return [
-        [message["role"], message["content"] if isinstance(message["content"], str) else [part(p) for p in message["content"]]]
-        for message in messages
-    ]
+    contents = [message["content"] for message in messages]
+    return [[m["role"], c if isinstance(c, str) else [part(item) for item in c]] for m, c in zip(messages, contents, strict=True)]
 
 
 def play(name: str, seed: int, say: Callable[[Env], str], **options: Any) -> tuple[list[Any], float, dict[str, float]]:
@@ -37,8 +35,8 @@ def play(name: str, seed: int, say: Callable[[Env], str], **options: Any) -> tup
     messages, metadata = env.init(Prompt(seed))
     shown, reward, done = [fingerprint(messages), metadata], 0.0, False
     while not done:
-        observations, earned, done, metadata = env.step(say(env))
-        shown += [fingerprint(observations), dict(metadata)]
+        observations, earned, done, notes = env.step(say(env))
+        shown += [fingerprint(observations), dict(notes)]
         reward += earned
     env.close()
     return shown, reward, env.metrics()
@@ -83,7 +81,8 @@ def test_guess_number_says_where_the_number_lies() -> None:
 
 
 def test_each_turn_of_color_square_earns_its_half() -> None:
-    assert play("color_square", 0, lambda env: env.color if env.turn == 0 else "up")[1:] == (0.5, {"color_right": 1.0, "side_right": 0.0})  # type: ignore
+    answers = iter([play("color_square", 0, right)[0][1]["color"], "up"])
+    assert play("color_square", 0, lambda _: next(answers))[1:] == (0.5, {"color_right": 1.0, "side_right": 0.0})
     first, second = play("color_square", 4, right)[0][::2][:2]
     squares = [Image.open(io.BytesIO(shown[0][1][0])) for shown in (first, second)]
     color = squares[0].getpixel((5, 5))

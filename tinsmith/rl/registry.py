@@ -49,9 +49,7 @@ def find(name: str) -> Factory:
         return factory
     module, separator, attribute = factory.partition(":")
     if not separator:
-        raise ConfigError(
-            f"env={name!r} is not registered; known are {', '.join(list())}, or give an import path such as my_package.envs:MyEnv"
-        )
+        raise ConfigError(f"env={name!r} is not registered; known are {', '.join(list())}; or give an import path: package.module:Env")
     try:
         found: Factory = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -62,10 +60,9 @@ def find(name: str) -> Factory:
 def make(name: str, **options: Any) -> Env:
     """A new environment. Raises ConfigError: an unknown name, or options that the environment does not take."""
     factory = find(name)
+    signature = inspect.signature(factory)
     try:
-        inspect.signature(factory).bind(**options)
+        signature.bind(**options)
     except TypeError as error:
-        raise ConfigError(
-            f"env={name!r} does not take these options {options!r}: {error}; it takes {inspect.signature(factory)}"
-        ) from error
+        raise ConfigError(f"env={name!r} does not take these options {options!r}: {error}; it takes {signature}") from error
     return factory(**options)
