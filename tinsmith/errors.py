@@ -5,11 +5,22 @@ A message names the field, the value and what to do about it.
 
 from typing import ClassVar, Literal
 
+_MAX_MESSAGE = 2000
+"""Characters. A message quotes what a client sent, which may be as long as a body."""
+
 
 class TinsmithError(Exception):
     """Root of the family. `category` is what the SDK sees in a failed future: "user" or "server"."""
 
     category: ClassVar[Literal["user", "server"]] = "server"
+
+    def __str__(self) -> str:
+        """The message; of a very long one the beginning and the end, where field and remedy are."""
+        message = super().__str__()
+        if len(message) <= _MAX_MESSAGE:
+            return message
+        half = _MAX_MESSAGE // 2
+        return f"{message[:half]} ... ({len(message) - 2 * half} characters left out) ... {message[-half:]}"
 
 
 class UserError(TinsmithError):

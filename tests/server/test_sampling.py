@@ -50,7 +50,7 @@ def test_a_base_model_is_sampled_under_its_name_with_any_suffix(tmp_path: Path) 
     ("tokens", "max_tokens", "message"),
     [
         ([], 4, "the prompt is empty"),
-        ([1, 100], 4, "holds 100; the vocabulary of tiny ends at 99"),
+        ([1, 100], 4, "at position 1 is 100; the vocabulary of tiny ends at 99"),
         ([1] * 30, 3, "30 + 3 > 32"),
         ([1] * 32, None, "32 + 1 > 32"),
     ],

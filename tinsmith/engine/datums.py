@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith.errors import TinsmithError, UserError
-from tinsmith.rendering.renderer import Renderer, check_token_ids
+from tinsmith.rendering.renderer import Renderer, check_token_ids, position_of
 from tinsmith.training.backend import DatumWork
 from tinsmith.training.losses import CLIP_THRESHOLDS, Loss, find_loss
 from tinsmith.wire.forward_backward import Datum, ForwardBackwardRequest
@@ -72,7 +72,7 @@ def _loss_input(datum: Datum, loss: Loss, name: str, shape: tuple[int, ...]) -> 
         raise UserError(f"{name} has shape {values.shape}, target_tokens has {shape}; they must be equal")
     wrong = np.flatnonzero(~np.isfinite(values))
     if wrong.size:
-        raise UserError(f"{name} at position {np.unravel_index(wrong[0], shape)[0]} is {values.flat[wrong[0]]}; it must be finite")
+        raise UserError(f"{name} at position {position_of(wrong[0], shape)} is {values.flat[wrong[0]]}; it must be finite")
     return values.astype(np.float32)
 
 

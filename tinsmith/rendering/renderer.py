@@ -102,6 +102,11 @@ def check_token_ids(ids: "np.ndarray[Any, Any]", vocab_size: int, what: str) -> 
     """Raise UserError naming position and value if an id is not in [0, vocab_size)."""
     wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if wrong.size:
-        place = np.unravel_index(wrong[0], ids.shape)
-        where = int(place[0]) if len(place) == 1 else tuple(int(i) for i in place)
-        raise UserError(f"{what} at position {where} is {ids[place]}, which is not in the vocabulary of {vocab_size}")
+        where = position_of(wrong[0], ids.shape)
+        raise UserError(f"{what} at position {where} is {ids.flat[wrong[0]]}, which is not in the vocabulary of {vocab_size}")
+
+
+def position_of(index: int, shape: tuple[int, ...]) -> int | tuple[int, ...]:
+    """Where a flat index lies in an array of that shape, for people: a number, or one for each dimension."""
+    place = tuple(int(i) for i in np.unravel_index(index, shape))
+    return place[0] if len(place) == 1 else place

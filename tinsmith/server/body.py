@@ -15,8 +15,15 @@ _INLINE_BYTES = 128 * 1024
 Result = TypeVar("Result")
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, decompressed. Raises TooLargeError beyond `max_bytes`, UserError for an unknown or broken Content-Encoding."""
+async def read_body(request: Request, max_bytes: int, media_type: str = "application/json") -> bytes:
+    """The whole body, decompressed.
+
+    Raises TooLargeError beyond `max_bytes`, UserError for a body that says to be of another type, and for an unknown or broken
+    Content-Encoding.
+    """
+    given = request.headers.get("content-type", media_type)
+    if given.partition(";")[0].strip().lower() != media_type:
+        raise UserError(f"Content-Type {given!r} is not taken by {request.url.path}; send {media_type}")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding not in ("identity", "zstd"):
         raise UserError(f"Content-Encoding {encoding!r} is not supported; send zstd, or no encoding")

@@ -50,8 +50,10 @@ def _check_topk(request: SampleRequest, new_tokens: int, facts: ModelFacts) -> N
 
 def _check_tokens(index: int, chunk: TextChunk, facts: ModelFacts) -> None:
     if len(chunk.tokens) and chunk.tokens.max() >= facts.vocab_size:
+        first = (chunk.tokens >= facts.vocab_size).argmax()
         raise UserError(
-            f"prompt.chunks.{index}.tokens holds {chunk.tokens.max()}; the vocabulary of {facts.name} ends at {facts.vocab_size - 1}"
+            f"prompt.chunks.{index}.tokens at position {first} is {chunk.tokens[first]}; "
+            f"the vocabulary of {facts.name} ends at {facts.vocab_size - 1}"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import FailFast, Field, model_validator
+from pydantic import FailFast, Field, field_validator, model_validator
 
 from tinsmith.errors import NotBuiltError, UserError
 from tinsmith.wire import tinker_pb2
@@ -114,15 +114,23 @@ class _ParamsBody(StrictModel):
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
-    stop: str | list[str] | list[Annotated[int, Field(ge=0, le=2**31 - 1)]] | None = None
+    stop: str | list[str] | list[int] | None = None
 
-    @model_validator(mode="after")
-    def _check_values(self) -> Self:
-        if self.top_k == 0:
-            raise ValueError("top_k must be -1 (all tokens) or at least 1")
-        if self.stop == "" or (isinstance(self.stop, list) and "" in self.stop):
-            raise ValueError("stop must not hold an empty text")
-        return self
+    @field_validator("top_k")
+    @classmethod
+    def _check_top_k(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("send -1 (all tokens) or at least 1")
+        return value
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _check_stop(cls, value: Any) -> Any:
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        texts = all(isinstance(item, str) and item for item in items)
+        if texts or (isinstance(value, list) and all(type(item) is int and 0 <= item < 2**31 for item in items)):
+            return value
+        raise ValueError("send a text, a list of texts, or a list of token ids in [0, 2**31); no text may be empty")
 
 
 class _SampleBody(StrictModel):
@@ -198,7 +206,8 @@ def _decode_tokens(index: int, tokens: list[int]) -> NDArray[np.int32]:
     except OverflowError as error:
         raise UserError(f"prompt.chunks.{index}.tokens holds a number of more than 64 bits") from error
     if wide.size and (wide.min() < 0 or wide.max() >= 2**31):
-        raise UserError(f"prompt.chunks.{index}.tokens must lie in [0, 2**31), got values from {wide.min()} to {wide.max()}")
+        first = np.flatnonzero((wide < 0) | (wide >= 2**31))[0]
+        raise UserError(f"prompt.chunks.{index}.tokens at position {first} is {wide[first]}; send token ids in [0, 2**31)")
     return wide.astype(np.int32)
 
 

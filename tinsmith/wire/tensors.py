@@ -82,7 +82,8 @@ def csr_rows(crow: NDArray[np.int64], col: NDArray[np.int64], values: int, shape
     if crow[0] != 0 or crow[-1] != values or np.any(crow[1:] < crow[:-1]):
         raise UserError(f"crow_indices must rise from 0 to the number of values, {values}")
     if len(col) and (col.min() < 0 or col.max() >= columns):
-        raise UserError(f"col_indices must lie in [0, {columns}), got values from {col.min()} to {col.max()}")
+        first = np.flatnonzero((col < 0) | (col >= columns))[0]
+        raise UserError(f"col_indices at position {first} is {col[first]}; indices must lie in [0, {columns})")
     row: NDArray[np.int64] = np.repeat(np.arange(rows), np.diff(crow))
     if np.any((row[1:] == row[:-1]) & (col[1:] <= col[:-1])):
         raise UserError("col_indices must rise within each row")

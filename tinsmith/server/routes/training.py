@@ -13,7 +13,7 @@ from tinsmith.errors import NotBuiltError, NotFoundError, UserError
 from tinsmith.server.base_models import check_fits
 from tinsmith.server.body import parse_aside, read_body
 from tinsmith.server.hub import Hub, hub_of
-from tinsmith.server.replies import future_reply, json_reply
+from tinsmith.server.replies import PROTOBUF, future_reply, json_reply
 from tinsmith.store import ids
 from tinsmith.store.records import Model, NewCommand, SamplingSession
 from tinsmith.store.store import Store
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 router = APIRouter()
 
 
-async def _body(request: Request, hub: Hub) -> bytes:
-    return await read_body(request, hub.config.server.max_body_mib * 2**20)
+async def _body(request: Request, hub: Hub, media_type: str = "application/json") -> bytes:
+    return await read_body(request, hub.config.server.max_body_mib * 2**20, media_type)
 
 
 async def _submit(hub: Hub, command: NewCommand) -> Response:
@@ -90,7 +90,7 @@ async def get_info(request: Request) -> Response:
 async def forward_backward(request: Request) -> Response:
     """A forward or forward_backward pass, in protobuf."""
     hub = hub_of(request)
-    body = await _body(request, hub)
+    body = await _body(request, hub, PROTOBUF)
     command = await parse_aside(len(body), _forward_backward_command, body)
     return await _submit(hub, command)
 
