@@ -1,0 +1,66 @@
+"""A step that cannot be taken is refused through the SDK, and reaches nothing: no weights, no next step, no neighbour."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tests.acceptance.talking import RAW_STEP, assert_close, datum, scores, text_input, train, with_inputs
+
+PROBE = [datum(text_input(7, 12), 7)]
+LESSON = [datum(text_input(1, 12), 1)]
+
+
+def infinite_gradient() -> types.Datum:
+    """Weights that are finite, and a gradient that is not."""
+    return with_inputs(text_input(2, 8), target_tokens=list(range(8)), weights=[3e38] * 8)
+
+
+def invalid_id() -> types.Datum:
+    return with_inputs(text_input(2, 8), target_tokens=[1] * 7 + [10**6], weights=[1.0] * 8)
+
+
+def step(client: tinker.TrainingClient) -> float:
+    """Learn the lesson; returns the norm of its gradient."""
+    passed, stepped = client.forward_backward(LESSON, "cross_entropy"), client.optim_step(RAW_STEP)
+    passed.result()
+    metrics = stepped.result().metrics
+    assert metrics is not None
+    return metrics["grad_norm"]
+
+
+@pytest.mark.parametrize(
+    ("spoiled", "reason"),
+    [(infinite_gradient, "the gradient norm is .*the weights stay as they were"), (invalid_id, "the gradients are cleared")],
+)
+def test_a_spoiled_step_leaves_the_model_its_neighbour_and_the_base_alone(
+    service: tinker.ServiceClient, spoiled: Callable[[], types.Datum], reason: str
+) -> None:
+    client, neighbour, twin = (train(service, "text", seed=seed) for seed in (3, 4, 4))
+    fresh = train(service, "text", seed=3)
+    base = service.create_sampling_client(base_model="text")
+    said = base.compute_logprobs(text_input(7, 12)).result()
+    before = scores(client, PROBE)
+
+    # All of it is on its way before the first result is there, so that the models may share a pass.
+    passed = client.forward_backward([*LESSON, spoiled()], "cross_entropy")
+    beside, its_step = neighbour.forward_backward(LESSON, "cross_entropy"), neighbour.optim_step(RAW_STEP)
+    refused = client.optim_step(RAW_STEP)
+    with pytest.raises(tinker.RequestFailedError, match=reason) as failed:
+        refused.result()
+    assert "user" in str(failed.value.category)
+    if spoiled is invalid_id:
+        with pytest.raises(tinker.RequestFailedError, match="datum 1: target_tokens at position 7 is 1000000"):
+            passed.result()
+
+    assert np.array_equal(scores(client, PROBE), before)
+    assert base.compute_logprobs(text_input(7, 12)).result() == said
+    beside.result()
+    its_step.result()
+    step(twin)
+    assert_close(scores(neighbour, PROBE), scores(twin, PROBE), atol=1e-6)
+
+    assert step(client) == pytest.approx(step(fresh), rel=1e-6)
+    assert_close(scores(client, PROBE), scores(fresh, PROBE), atol=1e-6)
