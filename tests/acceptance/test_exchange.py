@@ -2,28 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import tinker
-import torch
 from peft import PeftModel
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from tests.acceptance.talking import RAW_STEP, datum, numbers, scores, text_input, train, with_inputs
+from tests.acceptance.elsewhere import ITEM, TOKENS, transformers_logprobs
+from tests.acceptance.talking import RAW_STEP, datum, numbers, scores, text_input, train
 from tests.running import Server, tinsmith, tinsmith_here
-
-TOKENS = text_input(5, 10).to_ints()
-ITEM = with_inputs(types.ModelInput.from_ints(TOKENS[:-1]), target_tokens=TOKENS[1:], weights=[1.0] * 9)
-
-
-@torch.no_grad()
-def transformers_logprobs(network: Any) -> np.ndarray:
-    logits = network.eval()(input_ids=torch.tensor([TOKENS[:-1]])).logits[0]
-    logprobs: np.ndarray = logits.log_softmax(-1).gather(-1, torch.tensor(TOKENS[1:]).unsqueeze(-1)).squeeze(-1).numpy()
-    return logprobs
 
 
 @pytest.fixture

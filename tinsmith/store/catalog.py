@@ -132,7 +132,7 @@ def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: in
         run = Model(model_id, session_id, original.base_model, original.lora_config, {"type": "adamw"}, None, "copied")
         if not sessions.insert_model(connection, run, now):
             copied = rows.find(connection, path, now)
-            if copied is None or copied.directory != original.directory:
+            if path == source or copied is None or copied.directory != original.directory:
                 raise UserError(f"model_seq_id={model_seq_id}: the session has a run of that number already; use another")
             return path
         expires_at = None if ttl_seconds is None else now + ttl_seconds
