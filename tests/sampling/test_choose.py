@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.sampling.choose import Choice, choose, truncate
+from tinsmith.sampling.choose import Choice, choose, draw, draws_needed, truncate
 from tinsmith.sampling.randomness import uniforms
 
 
@@ -101,18 +101,49 @@ def test_one_row_does_not_care_about_its_neighbours() -> None:
 def test_random_numbers_are_a_function_of_seed_sample_and_position() -> None:
     n = 20_000
     zeros, count = np.zeros(n, np.uint64), np.arange(n, dtype=np.uint64)
-    by_position = uniforms(zeros, zeros, count)
-    by_sample = uniforms(zeros, count, zeros)
-    by_seed = uniforms(count, zeros, zeros)
-    for numbers in (by_position, by_sample, by_seed):
+    (by_position,) = uniforms(zeros, zeros, count)
+    (by_sample,) = uniforms(zeros, count, zeros)
+    (by_seed,) = uniforms(count, zeros, zeros)
+    by_count = uniforms(zeros[:1], zeros[:1], zeros[:1], count=n).squeeze(1)
+    for numbers in (by_position, by_sample, by_seed, by_count):
         assert numbers.min() >= 0.0
         assert numbers.max() < 1.0
         np.testing.assert_allclose(np.histogram(numbers, 10, (0, 1))[0] / n, 0.1, atol=0.01)
         assert len(np.unique(numbers)) == n
     assert abs(np.corrcoef(by_position[1:], by_sample[1:])[0, 1]) < 0.03
-    np.testing.assert_array_equal(by_position[5:9], uniforms(zeros[:4], zeros[:4], count[5:9]))
+    np.testing.assert_array_equal(by_position[5:9], uniforms(zeros[:4], zeros[:4], count[5:9])[0])
 
 
 def test_seeds_of_64_bits_differ() -> None:
     seeds = np.array([0, 1, 2**63, 2**64 - 1], dtype=np.uint64)
-    assert len(set(uniforms(seeds, seeds * 0, seeds * 0).tolist())) == 4
+    assert len(set(uniforms(seeds, seeds * 0, seeds * 0)[0].tolist())) == 4
+
+
+@pytest.mark.parametrize("vocabulary", [1, 15, 16, 17, 256, 300, 5000])
+def test_draws_follow_the_distribution_whatever_the_size_of_the_vocabulary(vocabulary: int) -> None:
+    draws = 40_000
+    logprobs = torch.linspace(0, 4, vocabulary).log_softmax(0).unsqueeze(0)
+    zeros, count = np.zeros(draws, np.uint64), np.arange(draws, dtype=np.uint64)
+    tokens = draw(logprobs, uniforms(zeros, zeros, count, draws_needed(vocabulary))[:, np.newaxis])[0].numpy()
+    # Ten parts of the vocabulary, each with the probability that is its due.
+    part = np.arange(vocabulary) * 10 // vocabulary
+    expected = np.bincount(part, logprobs[0].exp().numpy(), minlength=10)
+    np.testing.assert_allclose(np.bincount(part[tokens], minlength=10) / draws, expected, atol=0.012)
+
+
+def test_what_has_no_probability_is_never_drawn() -> None:
+    logprobs = torch.full((1, 300), -torch.inf)
+    logprobs[0, [0, 17, 130]] = 0.0
+    edges = np.full((draws_needed(300), 1, 2), [0.0, 1.0])  # 1.0 is more than there can be
+    assert draw(logprobs, edges).tolist() == [[0, 130]]
+
+
+def test_rounding_differences_hardly_ever_change_a_draw() -> None:
+    """As batch mates cause them. With one border for each token of the vocabulary, over 200 of these draws would differ."""
+    draws, vocabulary = 20_000, 5000
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, vocabulary, generator=generator) * 3
+    noise = torch.randn(1, vocabulary, generator=generator) * 1e-4
+    zeros, count = np.zeros(draws, np.uint64), np.arange(draws, dtype=np.uint64)
+    u = uniforms(zeros, zeros, count, draws_needed(vocabulary))[:, np.newaxis]
+    assert (draw(logits.log_softmax(-1), u) != draw((logits + noise).log_softmax(-1), u)).sum() < 20

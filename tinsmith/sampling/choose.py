@@ -1,16 +1,20 @@
 """Logits -> the next token of each sequence and its log-probability."""
 
+import math
 from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tinsmith.sampling.randomness import uniforms
 
 ROWS = 64
 """Sequences that are chosen for at a time: with a large vocabulary their float64 probabilities take more memory than the logits."""
+BRANCHES = 16
+"""Children of a node of the tree by which a token is drawn."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +65,8 @@ def _choose_rows(logits: Tensor, how: Choice) -> list[Chosen]:
     greedy = temperature == 0
     # The likeliest token is moved to 0 first: no temperature, however small, can divide it to infinity.
     logprobs = ((logits - logits.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
-    u = uniforms(how.seed, how.sample, how.position)[:, np.newaxis]
-    drawn = draw(truncate(logprobs, how.top_k, how.top_p), u).squeeze(1)
+    u = uniforms(how.seed, how.sample, how.position, draws_needed(logits.shape[1]))
+    drawn = draw(truncate(logprobs, how.top_k, how.top_p), u[..., np.newaxis]).squeeze(1)
     tokens = torch.where(greedy.squeeze(1), logits.argmax(-1), drawn)
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
     tops = _tops(logprobs, how.topk)
@@ -95,11 +99,31 @@ def truncate(logprobs: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float
     return logprobs.index_copy(0, index, torch.empty_like(ordered).scatter_(1, columns, ordered))
 
 
-def draw(logprobs: Tensor, u: NDArray[np.float64]) -> Tensor:
-    """Inverse transform sampling: token ids [n, k] from log-probabilities [n, vocabulary] (not normalized) and `u` [n, k] in [0, 1).
+def draws_needed(vocabulary: int) -> int:
+    """How many random numbers `draw` takes for one token."""
+    return max(1, math.ceil(math.log(vocabulary, BRANCHES) - 1e-9))
 
-    In float64, so that the tail of a large vocabulary keeps its share.
+
+def draw(logprobs: Tensor, u: NDArray[np.float64]) -> Tensor:
+    """Token ids [n, k] from log-probabilities [n, vocabulary] (not normalized) and `u` [draws_needed(vocabulary), n, k] in [0, 1).
+
+    The vocabulary is a tree, and at each of its nodes inverse transform sampling chooses one of `BRANCHES` children. Over the whole
+    vocabulary at once there would be as many borders as tokens at which a rounding difference of the logits, as other batch mates cause
+    it, turns a number into the neighbouring token; here there are a few dozen. In float64: the tail of a large vocabulary keeps its share.
     """
-    cumulative = logprobs.double().exp().cumsum(-1)
-    target = torch.from_numpy(u).to(logprobs.device) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).clamp_(max=logprobs.shape[1] - 1)
+    levels = [logprobs.double().exp()]
+    for _ in u[1:]:
+        short = -levels[-1].shape[1] % BRANCHES
+        levels[-1] = pad(levels[-1], (0, short))
+        levels.append(levels[-1].unflatten(1, (-1, BRANCHES)).sum(-1))
+    levels[-1] = pad(levels[-1], (0, BRANCHES - levels[-1].shape[1]))
+    chosen = torch.zeros(u.shape[1:], dtype=torch.int64, device=logprobs.device)
+    children = torch.arange(BRANCHES, device=logprobs.device)
+    for level, numbers in zip(reversed(levels), torch.from_numpy(u).to(logprobs.device), strict=True):
+        candidates = chosen.unsqueeze(-1) * BRANCHES + children  # [n, k, BRANCHES]
+        cumulative = level.gather(1, candidates.flatten(1)).view_as(candidates).cumsum(-1)
+        total = cumulative[..., -1:]
+        # Never beyond the last child that has probability, whatever the product rounds to.
+        passed = (cumulative <= numbers.unsqueeze(-1) * total) & (cumulative < total)
+        chosen = chosen * BRANCHES + passed.sum(-1)
+    return chosen

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.choose import draw
+from tinsmith.sampling.choose import draw, draws_needed
 from tinsmith.sampling.randomness import uniforms
 from tinsmith.wire.prompt_scores import Alternatives, PromptAnswers, PromptQuestions, TargetLogprobs, TopLogprobs
 from tinsmith.wire.sample import SamplingParams
@@ -96,7 +96,7 @@ class PromptScores:
         k = self.asked.alternatives
         at = np.repeat(places[rows].astype(np.uint64), k)
         which = np.tile(np.arange(ALTERNATIVE, ALTERNATIVE + k, dtype=np.uint64), len(rows))
-        u = uniforms(np.full(len(at), self.seed, dtype=np.uint64), which, at).reshape(len(rows), k)
+        u = uniforms(np.full(len(at), self.seed, dtype=np.uint64), which, at, draws_needed(logits.shape[1])).reshape(-1, len(rows), k)
         if self.temperature == 0:
             tokens = logits[index].argmax(-1, keepdim=True).expand(-1, k)
         else:

@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
-def uniforms(seeds: NDArray[np.uint64], samples: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, sample, position); all arrays [n]."""
+def uniforms(seeds: NDArray[np.uint64], samples: NDArray[np.uint64], positions: NDArray[np.uint64], count: int = 1) -> NDArray[np.float64]:
+    """`count` numbers in [0, 1) for each (seed, sample, position) of the arrays [n]; returns [count, n]."""
     with np.errstate(over="ignore"):
         state = _mix(seeds + _GAMMA)
         state = _mix(state ^ _mix(samples + _GAMMA * np.uint64(2)))
         state = _mix(state ^ _mix(positions + _GAMMA * np.uint64(3)))
+        state = _mix(state + _GAMMA * np.arange(count, dtype=np.uint64)[:, np.newaxis])
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
