@@ -38,11 +38,6 @@ class ServerConfig:
     fwdbwd_max_chunk_len: int = knob(1024, "Largest number of datums the SDK puts into one forward_backward request", "datums", 1)
     sample_result_ttl_s: float = knob(600.0, "How long a finished sample waits to be fetched", "seconds", 1)
     max_pending_samples: int = knob(8192, "Samples accepted but not finished; one more is answered 429", "requests", 1)
-    retrieve_futures: bool = knob(
-        False,
-        "Let the SDK poll once for all samples of a client: fewer requests, but samples that are lost when the server dies fail then "
-        "instead of being sent again",
-    )
     session_idle_s: float = knob(600.0, "A session without heartbeat and request for so long ends; its models are saved", "seconds", 0.1)
     result_ttl_s: float = knob(
         86400.0, "How long the result of a training operation waits to be fetched while its session lives", "seconds", 1

@@ -12,8 +12,6 @@ from tinsmith.config import Config
 from tinsmith.engine.messages import Done, ModelFacts
 from tinsmith.server.app import create_app
 from tinsmith.server.hub import Hub
-from tinsmith.server.signatures import Signer
-from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
@@ -59,7 +57,7 @@ async def served(data_dir: Path, config: Config | None = None, facts: ModelFacts
     config = config or Config()
     config.server.long_poll_s = min(config.server.long_poll_s, 2.0)
     store = Store.open(data_dir)
-    hub = Hub(config, store, CheckpointFiles(data_dir, config.checkpoint_root), Signer(data_dir))
+    hub = Hub(config, store, data_dir)
     if facts is not None:
         hub.base_models.replace([facts.to_dict()])
     transport = httpx.ASGITransport(create_app(hub))

@@ -10,6 +10,7 @@ from tests.server.serving import Served, served
 from tinsmith.config import Config
 from tinsmith.engine.messages import SampleDone, SampleFailed
 from tinsmith.errors import BackpressureError
+from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.server.samples import SampleBook
 from tinsmith.store.records import Outcome
 
@@ -210,9 +211,7 @@ def test_each_client_that_joins_gets_a_number(tmp_path: Path) -> None:
 
 def test_a_client_polls_for_all_of_its_samples(tmp_path: Path) -> None:
     async def run() -> None:
-        config = Config()
-        config.server.retrieve_futures = True
-        async with served(tmp_path, config) as server:
+        async with served(tmp_path) as server:
             sampler = await new_sampler(server)
 
             async def poll(cursor: int = 0, clone: int = 0, **more: Any) -> Any:
@@ -226,7 +225,6 @@ def test_a_client_polls_for_all_of_its_samples(tmp_path: Path) -> None:
                 server.hub.sample_reports.expect(request_id)
                 return request_id
 
-            assert await poll() == 410  # nothing of this client is known: its samples ran on a server that is gone
             done, failed, lost, other = accept(0), accept(1), accept(2), accept(10**9)
             assert await poll(timeout=0) == {"completions": [], "cursor": 0}
             waiting = asyncio.create_task(poll())
@@ -243,16 +241,44 @@ def test_a_client_polls_for_all_of_its_samples(tmp_path: Path) -> None:
                 server.hub.sample_reports.add(request_id, "failed")
             assert [r["request_id"] for r in (await poll(again["cursor"]))["completions"]] == [lost]
             assert [r["request_id"] for r in (await poll(0, clone=1))["completions"]] == [other]
+            assert (await server.post("retrieve_futures", {"target": {"sampling_session_id": "x:sample:0"}})).status_code == 404
 
     asyncio.run(run())
 
 
-def test_polling_for_all_samples_is_off_unless_asked_for(tmp_path: Path) -> None:
+def test_what_a_former_server_was_asked_for_is_reported_until_it_was_seen(tmp_path: Path) -> None:
+    """Its clients then ask for the results, hear 410 and send the samples again."""
+
     async def run() -> None:
         async with served(tmp_path) as server:
-            target = {"sampling_session_id": "x:sample:0"}
-            reply = await server.post("retrieve_futures", {"target": target})
-            assert reply.status_code == 404
-            assert "--retrieve-futures" in reply.json()["detail"]
+            sampler = await new_sampler(server)
+            for seq_id in range(3):
+                server.hub.samples.add(f"{sampler}/{seq_id}", 1)
+                server.hub.sample_reports.expect(f"{sampler}/{seq_id}")
+            server.hub.take(SampleDone(f"{sampler}/0", b"1"))
+            seen = await server.post("retrieve_futures", {"target": {"sampling_session_id": sampler}})
+            cursor = seen.json()["cursor"]
+            await server.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "prev_cursor": cursor, "timeout": 0})
+        for _ in range(2):
+            async with served(tmp_path) as server:
+                reply = await server.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "prev_cursor": cursor})
+                assert reply.json()["completions"] == [{"state": "failed", "request_id": f"{sampler}/{seq_id}"} for seq_id in (1, 2)]
+                assert (await server.post("retrieve_future", {"request_id": f"{sampler}/1"})).status_code == 410
+        async with served(tmp_path) as server:
+            await server.post(f"sessions/{sampler.partition(':')[0]}/finish", {"reason": {"type": "success"}})
+        assert SampleJournal(tmp_path).waiting == {}
 
-    asyncio.run(run())
+
+def test_the_journal_of_samples_stays_short_and_ignores_a_cut_line(tmp_path: Path) -> None:
+    journal = SampleJournal(tmp_path)
+    journal.add("waits")
+    for number in range(20_000):
+        journal.add(str(number))
+        journal.strike(str(number))
+        journal.strike(str(number))
+    file = tmp_path / "samples.journal"
+    assert len(file.read_text().splitlines()) < 20_000
+    with file.open("a") as half:
+        half.write("-waits")
+    assert list(SampleJournal(tmp_path).waiting) == ["waits"]
+    assert file.read_text() == "+waits\n"

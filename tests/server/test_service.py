@@ -30,7 +30,7 @@ def test_client_config_names_what_is_built(tmp_path: Path) -> None:
                 "proto_compress_fwdbwd": True,
                 "fwdbwd_max_chunk_len": 7,
                 "sample_join_sampling_session": True,
-                "sample_use_retrieve_futures": False,
+                "sample_use_retrieve_futures": True,
             }
             dynamic = (await server.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
             assert dynamic == {"refresh_interval_sec": 300, "sample_cancel_enabled": True}

@@ -1,5 +1,7 @@
 """What the routes share: the store, the engine, and everything that waits for one of them."""
 
+from pathlib import Path
+
 from fastapi import Request
 
 from tinsmith.config import Config
@@ -10,6 +12,7 @@ from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.base_models import BaseModels
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.lifetimes import Lifetimes
+from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.server.sample_reports import SampleReports
 from tinsmith.server.samples import SampleBook
 from tinsmith.server.sampling_sessions import SamplingSessions
@@ -23,17 +26,17 @@ from tinsmith.store.store import Store
 class Hub:
     """The state of a running server."""
 
-    def __init__(self, config: Config, store: Store, files: CheckpointFiles, signer: Signer) -> None:
+    def __init__(self, config: Config, store: Store, data_dir: Path) -> None:
         """Nothing runs yet; `engine.run` starts the engine. Must be made in the event loop."""
         self.config = config
         self.store = AsyncStore(store)
-        self.files = files
-        self.signer = signer
+        self.files = CheckpointFiles(data_dir, config.checkpoint_root)
+        self.signer = Signer(data_dir)
         self.waiters: Waiters[Outcome | SampleDone | SampleFailed] = Waiters()
         self.samples = SampleBook(config.server.max_pending_samples, config.server.sample_result_ttl_s)
-        self.sample_reports = SampleReports(config.server.sample_result_ttl_s)
+        self.sample_reports = SampleReports(config.server.sample_result_ttl_s, SampleJournal(data_dir))
         self.sampling_sessions = SamplingSessions(self.store)
-        self.lifetimes = Lifetimes(config.server, self.store, files)
+        self.lifetimes = Lifetimes(config.server, self.store, self.files)
         self.base_models = BaseModels()
         self.engine = EngineProcess(config, self.take, self._on_absent)
         self.activity = Activity()

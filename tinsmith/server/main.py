@@ -19,8 +19,6 @@ from tinsmith.errors import ConfigError
 from tinsmith.server.app import create_app
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
-from tinsmith.server.signatures import Signer
-from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.lock import only_user
 from tinsmith.store.store import Store
 
@@ -49,8 +47,7 @@ def run_server(config: Config) -> None:
     with _listening(config) as listener, contextlib.closing(Store.open(data_dir)) as store, only_user(data_dir) as alone:
         if not alone:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
-        files = CheckpointFiles(data_dir, config.checkpoint_root)
-        uvloop.run(_serve(config, listener, store, files, Signer(data_dir)))
+        uvloop.run(_serve(config, listener, store, data_dir))
 
 
 def _allow_open_files() -> None:
@@ -80,8 +77,8 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-async def _serve(config: Config, listener: socket.socket, store: Store, files: CheckpointFiles, signer: Signer) -> None:
-    hub = Hub(config, store, files, signer)
+async def _serve(config: Config, listener: socket.socket, store: Store, data_dir: Path) -> None:
+    hub = Hub(config, store, data_dir)
     http = _HttpServer(
         uvicorn.Config(
             create_app(hub),

@@ -1,7 +1,8 @@
 """Reports of ended samples for clients that poll for all of theirs at once (retrieve_futures) instead of for each one.
 
 A client is one of those that share a sampling session. Its reports are numbered by a cursor that only rises, also over restarts of the
-server, and are kept until the client has seen them.
+server, and are kept until the client has seen them. What a former server was asked for and did not report is reported as failed: the client
+then asks for the result, hears that the sample is not known, and sends it again.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.store import ids
 
 Client = tuple[str, int]
@@ -43,41 +45,40 @@ class _Mailbox:
 class SampleReports:
     """All reports that clients have not seen yet."""
 
-    def __init__(self, ttl_s: float) -> None:
+    def __init__(self, ttl_s: float, journal: SampleJournal) -> None:
         """A report that nobody asks for is kept for `ttl_s` seconds."""
         self._ttl_s = ttl_s
+        self._journal = journal
         self._cursor = 0
         self._boxes: dict[Client, _Mailbox] = {}
+        for request_id in journal.waiting:
+            self.add(request_id, "failed")
 
     def expect(self, request_id: str) -> None:
-        """A client has sent this sample: it may poll from now on."""
-        self._boxes.setdefault(_client_of(request_id), _Mailbox())
+        """A client has sent this sample."""
+        self._journal.add(request_id)
 
     def add(self, request_id: str, state: Literal["finished", "failed"], size: int = 0) -> None:
         """A sample has ended."""
-        box = self._boxes.get(_client_of(request_id))
-        if box is None:
-            return
+        box = self._boxes.setdefault(_client_of(request_id), _Mailbox())
         now = time.monotonic()
         while box.reports and box.reports[0].at < now - self._ttl_s:
-            box.reports.popleft()
+            self._journal.strike(box.reports.popleft().request_id)
         self._cursor = max(self._cursor + 1, time.time_ns() // 1000)
         box.reports.append(Report(self._cursor, now, request_id, state, size))
         box.filled.set()
 
     def forget(self, session_id: str) -> None:
         """The session is over."""
+        for request_id in [known for known in self._journal.waiting if ids.session_of(known) == session_id]:
+            self._journal.strike(request_id)
         self._boxes = {client: box for client, box in self._boxes.items() if ids.session_of(client[0]) != session_id}
-
-    def knows(self, client: Client) -> bool:
-        """Whether this server has had a sample of that client."""
-        return client in self._boxes
 
     async def after(self, client: Client, cursor: int, timeout_s: float) -> list[Report]:
         """The reports behind `cursor`, waited for up to `timeout_s` seconds. Those up to it have been seen and are dropped."""
-        box = self._boxes[client]
+        box = self._boxes.setdefault(client, _Mailbox())
         while box.reports and box.reports[0].cursor <= cursor:
-            box.reports.popleft()
+            self._journal.strike(box.reports.popleft().request_id)
         if not box.reports and timeout_s > 0:
             box.filled.clear()
             try:

@@ -38,13 +38,10 @@ async def retrieve_future(request: Request) -> Response:
 async def retrieve_futures(request: Request) -> Response:
     """Which samples of a client have ended since it last asked, waited for up to `long_poll_s`. The results are fetched one by one."""
     hub = hub_of(request)
-    if not hub.config.server.retrieve_futures:
-        raise NotFoundError("retrieve_futures is off (--retrieve-futures); ask for each sample with retrieve_future")
     asked = parse_json(RetrieveFuturesRequest, await read_body(request, hub.config.server.max_body_mib * 2**20))
     client = asked.target.sampling_session_id, asked.target.cloned_sampler_id
     hub.lifetimes.saw(client[0])
-    if not hub.sample_reports.knows(client):
-        raise GoneError(f"no sample of client {client[1]} of {client[0]} is known: those that ran were lost with a former server")
+    await hub.sampling_sessions.find(client[0])
     for request_id in asked.retrieved_request_ids:
         hub.samples.remove(request_id)
     longest = hub.config.server.long_poll_s

@@ -99,11 +99,10 @@ async def _start(hub: Hub, request_id: str, session: SamplingSession, asked: Sam
     facts = hub.base_models.find(session.base_model)
     check_sample(asked, facts, hub.config.images)
     sample = hub.samples.add(request_id, asked.num_samples)
-    if hub.config.server.retrieve_futures:
-        hub.sample_reports.expect(request_id)
     try:
         await hub.engine.send(Sample(request_id, facts.name, session.weights_id, body))
     except EngineUnavailableError:
         hub.samples.remove(request_id)
         raise
+    hub.sample_reports.expect(request_id)
     return sample

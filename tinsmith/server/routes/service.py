@@ -39,7 +39,7 @@ async def client_config(request: Request) -> Response:
             "proto_compress_fwdbwd": True,
             "fwdbwd_max_chunk_len": config.fwdbwd_max_chunk_len,
             "sample_join_sampling_session": True,
-            "sample_use_retrieve_futures": config.retrieve_futures,
+            "sample_use_retrieve_futures": True,
         }
     )
 

@@ -1,0 +1,50 @@
+"""Samples whose engine or server is killed are sent again by the SDK, which polls for all of them at once, and come out the same."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import tinker
+from tinker import types
+
+from tests.acceptance.talking import text_input
+from tests.running import Server, serving
+
+
+def wait_until_samples_run(server: Server) -> None:
+    with server.client() as client:
+        client.headers["X-API-Key"] = "tml-acceptance"
+        deadline = time.monotonic() + 20
+        while not client.get("status").json()["samples"]["running"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_samples_outlive_their_engine_and_their_server(models: list[str], tmp_path: Path) -> None:
+    prompts = [text_input(n, 5) for n in range(4)]
+    params = types.SamplingParams(max_tokens=800, temperature=0.0, stop=[])
+
+    def tokens(futures: list[tinker.APIFuture[types.SampleResponse]]) -> list[list[int]]:
+        return [list(future.result().sequences[0].tokens) for future in futures]
+
+    with serving(tmp_path, *models) as first:
+        first.wait_for_health()
+        port = first.url.rpartition(":")[2]
+        service = tinker.ServiceClient(base_url=first.url, api_key="tml-acceptance")
+        sampler = service.create_sampling_client(base_model="text").result()
+        expected = tokens([sampler.sample(prompt, 1, params) for prompt in prompts])
+
+        asked = [sampler.sample(prompt, 1, params) for prompt in prompts]
+        wait_until_samples_run(first)
+        os.kill(first.engine_pid(), signal.SIGKILL)
+        assert tokens(asked) == expected
+
+        asked = [sampler.sample(prompt, 1, params) for prompt in prompts]
+        wait_until_samples_run(first)
+        first.process.kill()
+        first.process.wait()
+    with serving(tmp_path, *models, "--port", port) as second:
+        second.wait_for_health()
+        assert tokens(asked) == expected
+        service.close("success")
