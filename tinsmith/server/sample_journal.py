@@ -1,4 +1,4 @@
-"""The samples that clients still wait for, as they outlive the server: a line in a file when one is accepted, another when its end was seen.
+"""The samples that clients wait for, kept beyond the server's death: a line in a file when one is accepted, another when its end was seen.
 
 Nothing is flushed to the disk: the file has to survive the death of the process, and no client waits on when the whole machine is down.
 """
