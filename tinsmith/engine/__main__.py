@@ -3,6 +3,7 @@
 Started by the server, with the configuration as JSON on standard input.
 """
 
+import gc
 import logging
 import signal
 import sys
@@ -11,7 +12,6 @@ import orjson
 
 from tinsmith.config import from_tree
 from tinsmith.engine.link import EngineLink
-from tinsmith.engine.loop import Engine
 from tinsmith.errors import ConfigError
 
 
@@ -20,6 +20,11 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     link = EngineLink(sys.argv[1])
+    gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
+    from tinsmith.engine.loop import Engine
+
+    gc.freeze()  # nor does a later collection look through them
+    gc.enable()
     try:
         engine = Engine(from_tree(orjson.loads(sys.stdin.buffer.read())), link)
     except ConfigError as error:
