@@ -11,7 +11,6 @@ Messages are in the OpenAI chat format. The content of a message is a text, or a
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -49,7 +48,7 @@ class Step(NamedTuple):
     """What the environment says next; may be empty when `done`."""
     reward: float
     done: bool
-    metadata: Mapping[str, Any] = MappingProxyType({})
+    metadata: Mapping[str, Any] = {}
     """Anything worth keeping in the log of trajectories."""
 
 

@@ -1,0 +1,32 @@
+"""An environment that raises, hangs or dies on demand. A module of its own: worker processes import it without torch."""
+
+import os
+import threading
+import time
+from typing import Any
+
+from tinsmith.rl.env import Env, Message, Prompt, Step, user
+
+CLOSED: list[str] = []
+
+
+class Moody(Env):
+    """Does in its step what the prompt's field "mood" says; reports where it ran."""
+
+    def init(self, prompt: Prompt) -> tuple[list[Message], dict[str, Any]]:
+        self.mood = prompt.fields["mood"]
+        if self.mood == "unwilling":
+            raise ValueError("no game today")
+        return [user("hot or cold?")], {"process": os.getpid(), "thread": threading.get_ident()}
+
+    def step(self, text: str) -> Step:
+        if self.mood == "slow":
+            time.sleep(1.2)
+        elif self.mood == "raises":
+            raise KeyError("lost")
+        elif self.mood == "dies":
+            os._exit(3)
+        return Step([], 1.0, True)
+
+    def close(self) -> None:
+        CLOSED.append(self.mood)

@@ -1,0 +1,295 @@
+"""Every way in which an episode goes and ends, on a plain and a thinking template: the exact tokens, mask, rewards and logprobs."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from PIL import Image
+
+from tests.rl.scripted import COUNTS, KEEPS_THOUGHTS, SHOUTS, Script, Scripted, ids, rules
+from tinsmith.errors import UserError
+from tinsmith.rl.chat import ChatTemplate
+from tinsmith.rl.conversation import TemplateError
+from tinsmith.rl.env import Message, Prompt, user
+from tinsmith.rl.generator import Generator
+from tinsmith.rl.trajectory import Origin, Sample, Trajectory
+from tinsmith.rl.workers import InlineWorkers
+
+Made = tuple[Trajectory, Scripted]
+Parts = Sequence[tuple[str | list[int], int, float]]
+OPENING = [user("hot or cold?")]
+ASKED = "<|im_start|>user\nhot or cold?<|im_end|>\n<|im_start|>assistant\n"
+NEXT = "<|im_start|>user\nwarmer<|im_end|>\n<|im_start|>assistant\n"
+END = "<|im_end|>"
+
+
+def play(
+    template: ChatTemplate,
+    answers: Sequence[tuple[str | list[int], bool]],
+    steps: list[tuple[list[Message], float, bool]],
+    opening: list[Message] = OPENING,
+    **changes: Any,
+) -> Made:
+    """An episode of scripted answers (text, whether it stopped by itself) and steps."""
+    policy = Scripted([(ids(template, said) if isinstance(said, str) else said, stopped) for said, stopped in answers])
+    generator = Generator("tests.rl.scripted:Script", {"opening": opening, "steps": steps}, rules(**changes), template, InlineWorkers())
+    return asyncio.run(generator.play(policy, Prompt(5), Origin("script", 5))), policy
+
+
+def assert_sample(sample: Sample, template: ChatTemplate, prompt: str, parts: Parts, last: bool = True) -> None:
+    """The whole sample: its prompt, and parts of (text or ids, turn that sampled it or 0, reward on its last token)."""
+    response: list[int] = []
+    mask: list[bool] = []
+    rewards: list[float] = []
+    logprobs: list[float] = []
+    for said, turn, reward in parts:
+        part = ids(template, said) if isinstance(said, str) else said
+        response += part
+        mask += [turn > 0] * len(part)
+        rewards += [0.0] * (len(part) - 1) + [reward]
+        logprobs += Scripted.logprobs(turn, len(part)).tolist() if turn else [0.0] * len(part)
+    assert sample.prompt_ids.tolist() == ids(template, prompt)
+    assert sample.response_ids.tolist() == response
+    assert sample.loss_mask.tolist() == mask
+    assert sample.rewards.tolist() == rewards
+    assert sample.logprobs.tolist() == pytest.approx(logprobs)
+    assert sample.is_last_step is last
+    assert sample.model_input == tinker.ModelInput.from_ints(ids(template, prompt) + response)
+
+
+def only(trajectory: Trajectory) -> Sample:
+    (sample,) = trajectory.samples
+    return sample
+
+
+def test_a_plain_template_gives_one_sample_of_all_turns(plain: ChatTemplate) -> None:
+    made, policy = play(plain, [("hot" + END, True), ("cold" + END, True)], [([user("warmer")], 0.25, False), ([], 1.0, True)])
+    assert Script.heard == ["hot", "cold"]
+    assert_sample(only(made), plain, ASKED, [("hot" + END, 1, 0.25), ("\n" + NEXT, 0, 0.0), ("cold" + END, 2, 1.0)])
+    assert policy.prompts == [tinker.ModelInput.from_ints(ids(plain, text)) for text in (ASKED, ASKED + "hot" + END + "\n" + NEXT)]
+    assert (made.stop_reason, made.turns, made.reward, made.sampled_tokens) == ("done", 2, 1.25, len(ids(plain, "hotcold")) + 2)
+    assert (made.metrics, made.notes, made.samples[0].turns) == ({"heard": 2.0}, {"seed": 5}, 2)
+
+
+def test_a_thinking_template_gives_a_sample_for_each_turn(thinking: ChatTemplate) -> None:
+    first, second = "ice</think>\n\nhot" + END, "no</think>\n\ncold" + END
+    made, policy = play(thinking, [(first, True), (second, True)], [([user("warmer")], 0.25, False), ([], 1.0, True)])
+    assert Script.heard == [first.removesuffix(END), second.removesuffix(END)]
+    again = ASKED + "hot" + END + "\n" + NEXT + "<think>\n"
+    assert_sample(made.samples[0], thinking, ASKED + "<think>\n", [(first, 1, 0.25)], last=False)
+    assert_sample(made.samples[1], thinking, again, [(second, 2, 1.0)])
+    assert policy.prompts == [tinker.ModelInput.from_ints(ids(thinking, text)) for text in (ASKED + "<think>\n", again)]
+    assert (made.stop_reason, made.turns, made.reward) == ("done", 2, 1.25)
+
+
+def test_a_thinking_template_that_keeps_thoughts_extends(make_template: Callable[[str], ChatTemplate]) -> None:
+    template = make_template(KEEPS_THOUGHTS)
+    first, second = "ice</think>\n\nhot" + END, "no</think>\n\ncold" + END
+    made, _ = play(template, [(first, True), (second, True)], [([user("warmer")], 0.0, False), ([], 1.0, True)])
+    parts = [(first, 1, 0.0), ("\n" + NEXT + "<think>\n", 0, 0.0), (second, 2, 1.0)]
+    assert_sample(only(made), template, ASKED + "<think>\n", parts)
+
+
+def test_turns_are_merged_again_where_the_template_extends(make_template: Callable[[str], ChatTemplate]) -> None:
+    # Without a thought begun for it, the model may think or not; what it did not think is not dropped.
+    template = make_template(thinking_on_demand())
+    said = ["ice</think>\n\nhot" + END, "cold" + END, "hot" + END]
+    steps = [([user("warmer")], 0.25, False), ([user("warmer")], 0.5, False), ([], 0.75, True)]
+    made, _ = play(template, [(text, True) for text in said], steps)
+    assert_sample(made.samples[0], template, ASKED, [(said[0], 1, 0.25)], last=False)
+    again = ASKED + "hot" + END + "\n" + NEXT
+    assert_sample(made.samples[1], template, again, [(said[1], 2, 0.5), ("\n" + NEXT, 0, 0.0), (said[2], 3, 0.75)])
+    assert [sample.turns for sample in made.samples] == [1, 2]
+
+
+def thinking_on_demand() -> str:
+    """The thinking template without the thought that the prompt begins."""
+    return KEEPS_THOUGHTS.replace('"<|im_start|>assistant\\n<think>\\n"', '"<|im_start|>assistant\\n"').replace(
+        "message.content -", 'message.content.split("</think>")[-1].lstrip("\\n") -', 1
+    )
+
+
+def test_what_was_sampled_is_not_tokenized_again(plain: ChatTemplate) -> None:
+    letters = [token for letter in "hot" for token in ids(plain, letter)]
+    assert letters != ids(plain, "hot")
+    made, _ = play(plain, [([*letters, *ids(plain, END)], True), ("x" + END, True)], [([user("warmer")], 0.0, False), ([], 1.0, True)])
+    assert Script.heard == ["hot", "x"]
+    parts: Parts = [([*letters, *ids(plain, END)], 1, 0.0), ("\n" + NEXT, 0, 0.0), ("x" + END, 2, 1.0)]
+    assert_sample(only(made), plain, ASKED, parts)
+
+
+def test_an_answer_of_broken_text_is_kept_as_sampled(plain: ChatTemplate) -> None:
+    half = plain.tokenizer.encode("é", add_special_tokens=False)[:1]
+    assert plain.decode(half) == "\N{REPLACEMENT CHARACTER}"
+    made, _ = play(plain, [([*half, *ids(plain, END)], True), ("x" + END, True)], [([user("warmer")], 0.0, False), ([], 1.0, True)])
+    assert_sample(only(made), plain, ASKED, [([*half, *ids(plain, END)], 1, 0.0), ("\n" + NEXT, 0, 0.0), ("x" + END, 2, 1.0)])
+
+
+STOPPED = [([user("warmer")], 0.5, False), ([], 1.0, True)]
+
+
+def test_a_stop_string_gets_the_end_of_turn_that_nobody_sampled(plain: ChatTemplate) -> None:
+    made, policy = play(plain, [("hot.", True), ("cold.", True)], STOPPED, stop=(".",))
+    parts = [("hot.", 1, 0.5), (END + "\n" + NEXT, 0, 0.0), ("cold.", 2, 1.0), (END, 0, 0.0)]
+    assert_sample(only(made), plain, ASKED, parts)
+    assert [request.stop for request in policy.requests] == [(".",), (".",)]
+    without, _ = play(plain, [("hot.", True), ("cold.", True)], STOPPED, stop=(".",), end_turn_after_stop_string=False)
+    assert_sample(only(without), plain, ASKED, [("hot.", 1, 0.5), ("\n" + NEXT, 0, 0.0), ("cold.", 2, 1.0)])
+
+
+def test_a_stop_string_ends_every_step_of_a_thinking_template(thinking: ChatTemplate) -> None:
+    first, second = "ice</think>\n\nhot.", "no</think>\n\ncold."
+    again = ASKED + "hot." + END + "\n" + NEXT + "<think>\n"
+    made, _ = play(thinking, [(first, True), (second, True)], STOPPED, stop=(".",))
+    assert_sample(made.samples[0], thinking, ASKED + "<think>\n", [(first, 1, 0.5), (END, 0, 0.0)], last=False)
+    assert_sample(made.samples[1], thinking, again, [(second, 2, 1.0), (END, 0, 0.0)])
+    without, _ = play(thinking, [(first, True), (second, True)], STOPPED, stop=(".",), end_turn_after_stop_string=False)
+    assert_sample(without.samples[0], thinking, ASKED + "<think>\n", [(first, 1, 0.5)], last=False)
+    assert_sample(without.samples[1], thinking, again, [(second, 2, 1.0)])
+
+
+def test_another_end_token_stays_and_the_template_s_follows(plain: ChatTemplate) -> None:
+    made, _ = play(plain, [("hot<|endoftext|>", True), ("cold" + END, True)], [([user("warmer")], 0.5, False), ([], 1.0, True)])
+    assert Script.heard == ["hot", "cold"]
+    parts = [("hot<|endoftext|>", 1, 0.5), (END + "\n" + NEXT, 0, 0.0), ("cold" + END, 2, 1.0)]
+    assert_sample(only(made), plain, ASKED, parts)
+
+
+def test_a_generation_of_full_length_ends_the_episode(plain: ChatTemplate, thinking: ChatTemplate) -> None:
+    made, policy = play(plain, [("hot or", False)], [([user("warmer")], 0.5, False)])
+    assert_sample(only(made), plain, ASKED, [("hot or", 1, 0.5)])
+    assert (made.stop_reason, made.truncated) == ("length", True)
+    assert policy.requests[0].max_tokens == 10
+    made, _ = play(thinking, [("ice</think>\n\nhot" + END, True), ("no, I", False)], [([user("warmer")], 0.5, False), ([], 0.0, True)])
+    assert_sample(made.samples[0], thinking, ASKED + "<think>\n", [("ice</think>\n\nhot" + END, 1, 0.5)], last=False)
+    assert_sample(made.samples[1], thinking, ASKED + "hot" + END + "\n" + NEXT + "<think>\n", [("no, I", 2, 0.0)])
+    assert made.stop_reason == "length"
+
+
+def test_a_full_context_ends_the_episode_before_a_turn(plain: ChatTemplate, thinking: ChatTemplate) -> None:
+    room = len(ids(plain, ASKED + "hot" + END + "\n" + NEXT))
+    steps = [([user("warmer")], 0.5, False), ([], 1.0, True)]
+    made, policy = play(plain, [("hot" + END, True)], steps, max_context=room)
+    assert_sample(only(made), plain, ASKED, [("hot" + END, 1, 0.5)])
+    assert (made.stop_reason, made.truncated, made.turns) == ("context", True, 1)
+    _, policy = play(plain, [("hot" + END, True), ("c", False)], steps, max_context=room + 1)
+    assert [request.max_tokens for request in policy.requests] == [10, 1]
+    said = "ice</think>\n\nhot" + END
+    room = len(ids(thinking, ASKED + "hot" + END + "\n" + NEXT + "<think>\n"))
+    made, _ = play(thinking, [(said, True)], steps, max_context=room)
+    assert_sample(only(made), thinking, ASKED + "<think>\n", [(said, 1, 0.5)])
+    assert made.stop_reason == "context"
+
+
+def test_an_opening_that_fills_the_context_leaves_nothing_to_learn(plain: ChatTemplate, thinking: ChatTemplate) -> None:
+    for template in (plain, thinking):
+        made, policy = play(template, [], [], max_context=len(ids(template, ASKED)))
+        assert (made.samples, made.stop_reason, made.turns, made.usable, policy.prompts) == ((), "context", 0, False, [])
+
+
+def test_max_turns_ends_the_episode(plain: ChatTemplate, thinking: ChatTemplate) -> None:
+    steps = [([user("warmer")], 0.5, False), ([user("warmer")], 0.25, False)]
+    made, _ = play(plain, [("hot" + END, True), ("cold" + END, True)], steps, max_turns=2)
+    assert_sample(only(made), plain, ASKED, [("hot" + END, 1, 0.5), ("\n" + NEXT, 0, 0.0), ("cold" + END, 2, 0.25)])
+    assert (made.stop_reason, made.truncated) == ("max_turns", False)
+    made, _ = play(thinking, [("i</think>\n\nhot" + END, True), ("n</think>\n\nice" + END, True)], steps, max_turns=2)
+    assert_sample(made.samples[0], thinking, ASKED + "<think>\n", [("i</think>\n\nhot" + END, 1, 0.5)], last=False)
+    assert_sample(made.samples[1], thinking, ASKED + "hot" + END + "\n" + NEXT + "<think>\n", [("n</think>\n\nice" + END, 2, 0.25)])
+    assert made.stop_reason == "max_turns"
+
+
+def test_an_empty_generation_adds_its_reward_to_what_was_sampled_before(plain: ChatTemplate, thinking: ChatTemplate) -> None:
+    steps = [([user("warmer")], 0.5, False), ([user("warmer")], 0.25, False), ([], 1.0, True)]
+    made, _ = play(plain, [("hot" + END, True), ([], True), ("cold" + END, True)], steps)
+    assert Script.heard == ["hot", "", "cold"]
+    between = "\n" + NEXT + END + "\n" + NEXT
+    assert_sample(only(made), plain, ASKED, [("hot" + END, 1, 0.75), (between, 0, 0.0), ("cold" + END, 3, 1.0)])
+    made, _ = play(plain, [("hot" + END, True), ([], True)], [steps[0], ([], 0.25, True)])
+    assert_sample(only(made), plain, ASKED, [("hot" + END, 1, 0.75)])
+    said = "ice</think>\n\nhot" + END
+    made, _ = play(thinking, [(said, True), ([], True)], [steps[0], ([], 0.25, True)])
+    assert_sample(only(made), thinking, ASKED + "<think>\n", [(said, 1, 0.75)])
+    assert (made.reward, made.turns, made.stop_reason) == (0.75, 2, "done")
+
+
+def test_an_episode_that_begins_with_an_empty_generation_is_dropped(plain: ChatTemplate, thinking: ChatTemplate) -> None:
+    for template in (plain, thinking):
+        made, _ = play(template, [([], True)], [([], 1.0, True)])
+        assert (made.samples, made.stop_reason, made.usable, made.reward) == ((), "empty", False, 0.0)
+
+
+def picture(color: str) -> Image.Image:
+    return Image.new("RGB", (64, 32), color)
+
+
+@pytest.mark.parametrize("name", ["plain", "thinking"])
+def test_pictures_of_every_turn_ride_as_chunks(name: str, request: pytest.FixtureRequest) -> None:
+    template: ChatTemplate = request.getfixturevalue(name)
+    begun = "<think>\n" if name == "thinking" else ""
+    said = "i</think>\n\nhot" + END if name == "thinking" else "hot" + END
+    opening, second = [user(picture("red"), "hot?")], [user("and", picture("blue"), picture("red"))]
+    made, policy = play(template, [(said, True), ("x" + END, True)], [(second, 0.5, False), ([], 1.0, True)], opening, pixel_values=True)
+    shown = "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>"  # two tokens each
+    asked = f"<|im_start|>user\n{shown}hot?<|im_end|>\n<|im_start|>assistant\n"
+    more = f"<|im_start|>user\nand{shown}{shown}<|im_end|>\n<|im_start|>assistant\n"
+    last = made.samples[-1]
+    assert last.stream.ids.tolist() == ids(template, asked + f"hot{END}\n" + more + begun + "x" + END)
+    assert [len(sample.stream.pictures) for sample in made.samples] == ([1, 3] if name == "thinking" else [3])
+    files = [template.picture(picture(color)) for color in ("red", "blue", "red")]
+    assert [placed.picture for placed in last.stream.pictures] == files
+    places = np.flatnonzero(last.stream.ids == ids(template, "<|image_pad|>")[0])
+    assert [placed.offset for placed in last.stream.pictures] == places[::2].tolist()
+    chunks = [chunk for chunk in policy.prompts[1].chunks if isinstance(chunk, tinker.types.ImageChunk)]
+    assert [(chunk.data, chunk.format, chunk.expected_tokens) for chunk in chunks] == [(file.data, "png", 2) for file in files]
+    assert last.model_input.length == len(last.stream)
+    assert last.pixel_values is not None
+    assert last.image_grid_thw is not None
+    assert last.pixel_values.shape == (24, 3 * 2 * 16 * 16)  # 8 patches each
+    assert last.image_grid_thw.tolist() == [[1, 2, 4]] * 3
+    assert last.loss_mask.sum() == len(ids(template, "x" + END)) + (len(ids(template, said)) if name == "plain" else 0)
+
+
+@pytest.mark.parametrize("name", ["plain", "thinking"])
+def test_a_placeholder_that_the_model_samples_stays_text(name: str, request: pytest.FixtureRequest) -> None:
+    template: ChatTemplate = request.getfixturevalue(name)
+    said = "hot<|image_pad|>" + END
+    made, policy = play(template, [(said, True), ("x" + END, True)], [([user(picture("red"))], 0.5, False), ([], 1.0, True)])
+    assert Script.heard[0] == "hot<|image_pad|>"
+    assert [sample.stream.pictures for sample in made.samples][-1] == made.samples[-1].stream.pictures
+    (placed,) = made.samples[-1].stream.pictures
+    text = ids(template, "<|image_pad|>")[0]
+    written = int(np.flatnonzero(made.samples[-1].stream.ids == text)[0])
+    assert placed.offset > written
+    chunks = policy.prompts[1].chunks
+    assert [type(chunk).__name__ for chunk in chunks] == ["EncodedTextChunk", "ImageChunk", "EncodedTextChunk"]
+    assert isinstance(chunks[0], tinker.EncodedTextChunk)
+    assert text in chunks[0].tokens
+    if name == "plain":
+        assert made.samples[0].response_ids[: len(ids(template, said))].tolist() == ids(template, said)
+
+
+@pytest.mark.parametrize(("broken", "was", "now"), [(SHOUTS, "'hot'", "'H'"), (COUNTS, "'1'", "'3'")])
+def test_a_template_that_changes_what_was_said_is_an_error(
+    broken: str, was: str, now: str, make_template: Callable[[str], ChatTemplate]
+) -> None:
+    template = make_template(broken)
+    with pytest.raises(TemplateError, match=rf"token \d+ of the conversation was {was} and is {now}"):
+        play(template, [("hot" + END, True)], [([user("warmer")], 0.5, False)])
+
+
+def test_a_text_model_refuses_pictures(plain: ChatTemplate) -> None:
+    blind = ChatTemplate(plain.tokenizer, None)
+    with pytest.raises(UserError, match="takes no images, and the environment showed one"):
+        play(blind, [], [], [user(picture("red"))])
+
+
+def test_turns_get_seeds_of_their_own(plain: ChatTemplate) -> None:
+    answers, steps = [("hot" + END, True), ("cold" + END, True)], [([user("warmer")], 0.25, False), ([], 1.0, True)]
+    first, again, other, free = (play(plain, answers, steps, seed=seed)[1] for seed in (1, 1, 2, None))
+    seeds = [[request.seed for request in policy.requests] for policy in (first, again, other, free)]
+    assert seeds[0] == seeds[1]
+    assert len({*seeds[0], *seeds[2]}) == 4
+    assert seeds[3] == [None, None]

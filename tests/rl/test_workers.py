@@ -1,0 +1,92 @@
+"""Environments that raise, hang or die end their own trajectory, in threads and in processes."""
+
+import asyncio
+import os
+import threading
+import time
+from typing import Literal
+
+import pytest
+
+from tests.rl.moody import CLOSED, Moody
+from tests.rl.scripted import Scripted, ids, rules
+from tinsmith.rl import registry
+from tinsmith.rl.chat import ChatTemplate
+from tinsmith.rl.env import Prompt
+from tinsmith.rl.generator import Generator
+from tinsmith.rl.trajectory import Origin, Trajectory
+from tinsmith.rl.workers import ProcessWorkers, make_workers
+
+
+def play(kind: Literal["inline", "thread", "process"], template: ChatTemplate, moods: list[str], count: int = 2) -> list[Trajectory]:
+    """Episodes of these moods, at once, on `count` workers."""
+
+    async def all_of_them() -> list[Trajectory]:
+        workers = make_workers(kind, count, timeout_s=0.6 if kind == "thread" else 5.0)
+        generator = Generator("tests.rl.moody:Moody", {}, rules(), template, workers)
+        said = [(ids(template, "hot<|im_end|>"), True)]
+        prompts = [Prompt(0, fields={"mood": mood}) for mood in moods]
+        try:
+            return await asyncio.gather(*(generator.play(Scripted(said), prompt, Origin("moody", 0)) for prompt in prompts))
+        finally:
+            workers.shutdown()
+
+    return asyncio.run(all_of_them())
+
+
+def ending(trajectory: Trajectory) -> tuple[str, str, bool]:
+    return trajectory.stop_reason, trajectory.error, trajectory.usable
+
+
+GOOD = ("done", "", True)
+RAISED = ("env_error", "KeyError: 'lost'", False)
+UNWILLING = ("env_error", "ValueError: no game today", False)
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread"])
+def test_an_exception_ends_its_trajectory_only(kind: Literal["inline", "thread"], plain: ChatTemplate) -> None:
+    CLOSED.clear()
+    made = play(kind, plain, ["good", "raises", "unwilling", "good"])
+    assert [ending(trajectory) for trajectory in made] == [GOOD, RAISED, UNWILLING, GOOD]
+    assert sorted(CLOSED) == ["good", "good", "raises", "unwilling"]
+
+
+def test_a_timeout_ends_its_trajectory_and_leaves_as_many_threads(plain: ChatTemplate) -> None:
+    start = time.monotonic()
+    made = play("thread", plain, ["slow", "slow", "good", "good", "good"])
+    late = ("env_timeout", "the environment took longer than its time-out of 0.6 s", False)
+    assert [ending(trajectory) for trajectory in made] == [late, late, GOOD, GOOD, GOOD]
+    assert time.monotonic() - start < 1.15  # nobody waited for the two sleepers
+    assert all(trajectory.notes["thread"] != threading.get_ident() for trajectory in made)
+
+
+def test_processes_are_replaced_when_they_die(plain: ChatTemplate) -> None:
+    registry.register("moody", Moody)
+    try:
+        made = play("process", plain, ["good", "raises", "dies", "good", "unwilling"], count=1)
+    finally:
+        registry.deregister("moody")
+    assert [ending(made[i]) for i in (0, 1, 3, 4)] == [GOOD, RAISED, GOOD, UNWILLING]
+    assert made[2].stop_reason == "env_error"
+    assert "the environment's process ended" in made[2].error
+    processes = [trajectory.notes.get("process") for trajectory in made]
+    assert processes[0] == processes[1] != os.getpid()
+    assert processes[3] not in (None, processes[0])
+
+
+def test_a_process_that_hangs_is_killed(plain: ChatTemplate) -> None:
+    async def hang_then_play() -> list[Trajectory]:
+        workers = ProcessWorkers(1, timeout_s=5.0)
+        generator = Generator("tests.rl.moody:Moody", {}, rules(), plain, workers)
+        said = [(ids(plain, "hot<|im_end|>"), True)]
+        made = [await generator.play(Scripted(said), Prompt(0, fields={"mood": "good"}), Origin("moody", 0))]
+        workers.timeout_s = 0.5
+        made.append(await generator.play(Scripted(said), Prompt(0, fields={"mood": "slow"}), Origin("moody", 0)))
+        workers.timeout_s = 5.0
+        made.append(await generator.play(Scripted(said), Prompt(0, fields={"mood": "good"}), Origin("moody", 0)))
+        workers.shutdown()
+        return made
+
+    made = asyncio.run(hang_then_play())
+    assert [trajectory.stop_reason for trajectory in made] == ["done", "env_timeout", "done"]
+    assert made[0].notes["process"] != made[2].notes["process"]

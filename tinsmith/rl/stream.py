@@ -1,0 +1,77 @@
+"""`TokenStream`: a sequence as the model sees it, token ids with pictures in between."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import tinker
+from numpy.typing import ArrayLike, NDArray
+
+from tinsmith.rl.pictures import Picture
+
+
+@dataclass(frozen=True)
+class PlacedPicture:
+    """A picture that covers the positions `offset` to `offset + picture.tokens`."""
+
+    offset: int
+    picture: Picture
+
+
+@dataclass(frozen=True, eq=False)
+class TokenStream:
+    """Token ids and the pictures among them.
+
+    Example: ids [9, 7, 7, 4] with one picture of two tokens at offset 1, where 7 is the placeholder. A 7 that no picture covers is text.
+    """
+
+    ids: NDArray[np.int32]
+    """[n]; every position of a picture holds the placeholder's id."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """In order of their offsets, not overlapping."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __add__(self, other: "TokenStream") -> "TokenStream":
+        moved = tuple(PlacedPicture(placed.offset + len(self), placed.picture) for placed in other.pictures)
+        return TokenStream(np.concatenate([self.ids, other.ids]), self.pictures + moved)
+
+    def begins_with(self, other: "TokenStream") -> bool:
+        """Whether `other` is a prefix: the same tokens, and the same pictures at the same places."""
+        if not np.array_equal(self.ids[: len(other)], other.ids):
+            return False
+        return tuple(placed for placed in self.pictures if placed.offset < len(other)) == other.pictures
+
+    def head(self, length: int) -> "TokenStream":
+        """The first `length` positions; no picture may reach beyond them."""
+        return TokenStream(self.ids[:length], tuple(placed for placed in self.pictures if placed.offset < length))
+
+    @cached_property
+    def model_input(self) -> tinker.ModelInput:
+        """The stream as the SDK takes it: text chunks, and every picture as a chunk of its own."""
+        chunks: list[tinker.ModelInputChunk] = []
+        at = 0
+        for placed in self.pictures:
+            if placed.offset > at:
+                chunks.append(tinker.EncodedTextChunk(tokens=self.ids[at : placed.offset].tolist()))
+            picture = placed.picture
+            chunks.append(tinker.types.ImageChunk(data=picture.data, format=picture.format, expected_tokens=picture.tokens))
+            at = placed.offset + picture.tokens
+        if at < len(self):
+            chunks.append(tinker.EncodedTextChunk(tokens=self.ids[at:].tolist()))
+        return tinker.ModelInput(chunks=chunks)
+
+
+def text_stream(ids: ArrayLike) -> TokenStream:
+    """A stream without pictures."""
+    return TokenStream(np.asarray(ids, dtype=np.int32))
+
+
+def join(streams: Sequence[TokenStream]) -> TokenStream:
+    """Streams one after the other."""
+    total = text_stream([])
+    for stream in streams:
+        total = total + stream
+    return total

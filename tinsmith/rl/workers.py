@@ -1,0 +1,252 @@
+"""Where environments run: in the event loop, in threads, or in processes, with a time-out for every call.
+
+An environment may block, raise or hang; that is one trajectory's misfortune. Threads suit environments that wait (for a service, a
+simulator); processes suit those that compute or that may hang for good: a process is one episode's at a time and is killed on a time-out, a
+thread is only left behind until its call returns.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from tinsmith.errors import TinsmithError
+from tinsmith.rl import registry
+from tinsmith.rl.env import Env
+
+WorkerKind = Literal["inline", "thread", "process"]
+
+OPEN_S = 120.0
+"""How long a process may take to import an environment's module and make the environment."""
+
+
+class EnvError(TinsmithError):
+    """An environment raised; the message is the exception's."""
+
+
+class EnvTimeoutError(TinsmithError):
+    """A call of an environment took longer than its time-out."""
+
+
+class Session(Protocol):
+    """One environment for one episode, wherever it runs."""
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """What the environment's `method` returns. Raises EnvError, EnvTimeoutError."""
+        ...
+
+    async def end(self) -> None:
+        """Close the environment and give its place back. Raises as `call` does."""
+        ...
+
+
+class Workers(Protocol):
+    """Makes environments, each at a place of its own."""
+
+    async def open(self, name: str, options: Mapping[str, Any]) -> Session:
+        """A new environment of the registry. Raises EnvError, EnvTimeoutError; ConfigError for a name or options that cannot be."""
+        ...
+
+    def shutdown(self) -> None:
+        """Let threads and processes go."""
+        ...
+
+
+def make_workers(kind: WorkerKind, count: int, timeout_s: float) -> Workers:
+    """`count` threads or processes (an inline environment has no time-out)."""
+    match kind:
+        case "inline":
+            return InlineWorkers()
+        case "thread":
+            return ThreadWorkers(count, timeout_s)
+        case "process":
+            return ProcessWorkers(count, timeout_s)
+
+
+@dataclass
+class InlineSession:
+    """An environment that answers at once."""
+
+    env: Env
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The method's value. Raises EnvError."""
+        try:
+            return getattr(self.env, method)(*arguments)
+        except Exception as error:
+            raise _env_error(error) from error
+
+    async def end(self) -> None:
+        """Close it."""
+        await self.call("close")
+
+
+class InlineWorkers:
+    """No workers: environments run in the event loop. For those whose steps take less than a millisecond."""
+
+    async def open(self, name: str, options: Mapping[str, Any]) -> InlineSession:
+        """A new environment."""
+        return InlineSession(registry.make(name, **options))
+
+    def shutdown(self) -> None:
+        """Nothing to let go."""
+
+
+@dataclass
+class ThreadSession:
+    """An environment whose calls run in any of the threads."""
+
+    workers: "ThreadWorkers"
+    env: Env
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The method's value. Raises EnvError, EnvTimeoutError."""
+        return await self.workers.run(getattr(self.env, method), *arguments)
+
+    async def end(self) -> None:
+        """Close it."""
+        await self.call("close")
+
+
+class ThreadWorkers:
+    """`count` calls at a time, each at most `timeout_s` seconds."""
+
+    def __init__(self, count: int, timeout_s: float) -> None:
+        self.count, self.timeout_s = count, timeout_s
+        self._slots = asyncio.Semaphore(count)
+        self._pool = ThreadPoolExecutor(count)
+
+    async def open(self, name: str, options: Mapping[str, Any]) -> ThreadSession:
+        """A new environment, made in the caller's thread."""
+        return ThreadSession(self, registry.make(name, **options))
+
+    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The function's value. Raises EnvError, EnvTimeoutError."""
+        async with self._slots:  # so that the time-out begins when the call does
+            try:
+                return await _outcome(self._pool, self.timeout_s, function, *arguments)
+            except EnvTimeoutError:
+                # The thread is lost until its call returns: go on with as many fresh ones.
+                self._pool.shutdown(wait=False)
+                self._pool = ThreadPoolExecutor(self.count)
+                raise
+
+    def shutdown(self) -> None:
+        """Let the threads end."""
+        self._pool.shutdown(wait=False)
+
+
+class _Seat:
+    """A process that holds one environment at a time. Started on first use, and anew after it was killed."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+        self._pid = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is there."""
+        return self._pool is not None
+
+    async def run(self, timeout_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The function's value in the process. Raises EnvError, EnvTimeoutError."""
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+            self._pid = await asyncio.wrap_future(self._pool.submit(os.getpid))
+        try:
+            return await _outcome(self._pool, timeout_s, function, *arguments)
+        except EnvTimeoutError:
+            os.kill(self._pid, signal.SIGKILL)
+            self.shutdown()
+            raise
+        except BrokenProcessPool as error:
+            self.shutdown()
+            raise EnvError(f"the environment's process ended: {error}") from error
+
+    def shutdown(self) -> None:
+        """Let the process end."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+
+@dataclass
+class ProcessSession:
+    """An environment in a process that is its own until it ends."""
+
+    workers: "ProcessWorkers"
+    seat: _Seat
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The method's value, which must be picklable. Raises EnvError, EnvTimeoutError."""
+        return await self.seat.run(self.workers.timeout_s, _call_in_process, method, arguments)
+
+    async def end(self) -> None:
+        """Close the environment; the process waits for the next one."""
+        try:
+            if self.seat.alive:  # what a time-out killed has nothing left to close
+                await self.call("close")
+        finally:
+            self.workers.free.put_nowait(self.seat)
+
+
+class ProcessWorkers:
+    """`count` processes: as many episodes at a time."""
+
+    def __init__(self, count: int, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.free: asyncio.Queue[_Seat] = asyncio.Queue()
+        self._seats = [_Seat() for _ in range(count)]
+        for seat in self._seats:
+            self.free.put_nowait(seat)
+
+    async def open(self, name: str, options: Mapping[str, Any]) -> ProcessSession:
+        """A new environment in a process that is free, or as soon as one is."""
+        factory = registry.find(name)  # a name that only this process knows is known there, too
+        seat = await self.free.get()
+        try:
+            await seat.run(OPEN_S, _open_in_process, factory, dict(options))
+        except TinsmithError:
+            self.free.put_nowait(seat)
+            raise
+        return ProcessSession(self, seat)
+
+    def shutdown(self) -> None:
+        """Let the processes end."""
+        for seat in self._seats:
+            seat.shutdown()
+
+
+_here: dict[str, Env] = {}
+"""In a worker process: its environment."""
+
+
+def _open_in_process(factory: Callable[..., Env], options: dict[str, Any]) -> None:
+    _here["env"] = factory(**options)
+
+
+def _call_in_process(method: str, arguments: tuple[Any, ...]) -> Any:
+    return getattr(_here["env"], method)(*arguments)
+
+
+async def _outcome(pool: Executor, timeout_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
+    future = asyncio.wrap_future(pool.submit(function, *arguments))
+    done, _ = await asyncio.wait({future}, timeout=timeout_s)
+    if not done:
+        future.cancel()
+        raise EnvTimeoutError(f"the environment took longer than its time-out of {timeout_s:g} s")
+    error = future.exception()
+    if isinstance(error, BrokenProcessPool):
+        raise error
+    if error is not None:
+        raise _env_error(error) from error
+    return future.result()
+
+
+def _env_error(error: BaseException) -> EnvError:
+    return EnvError(f"{type(error).__name__}: {error}")
