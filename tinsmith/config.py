@@ -22,7 +22,7 @@ def knob(
 ) -> Any:
     """One documented configuration field. `low` and `high` are inclusive limits of a number; `choices` those of a text."""
     metadata = {"help": help, "unit": unit, "low": low, "high": high, "choices": choices}
-    if isinstance(default, list):
+    if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -140,7 +140,7 @@ def load(file: Path | None = None, options: Mapping[str, Any] = types.MappingPro
     """
     config = Config()
     if file is not None:
-        _apply(config, _read_yaml(file), str(file))
+        fill(config, read_yaml(file), str(file))
     places = {leaf.name: leaf.path for leaf in knobs()}
     for name, value in options.items():
         if name not in places:
@@ -148,7 +148,7 @@ def load(file: Path | None = None, options: Mapping[str, Any] = types.MappingPro
         section: Any = config
         for part in places[name][:-1]:
             section = getattr(section, part)
-        _apply(section, {name: value}, "command line")
+        fill(section, {name: value}, "command line")
     return config
 
 
@@ -190,11 +190,12 @@ def to_tree(config: Config) -> dict[str, Any]:
 def from_tree(tree: Mapping[str, Any]) -> Config:
     """The inverse of `to_tree`. Raises ConfigError as `load` does."""
     config = Config()
-    _apply(config, tree, "configuration")
+    fill(config, tree, "configuration")
     return config
 
 
-def _read_yaml(file: Path) -> Mapping[str, Any]:
+def read_yaml(file: Path) -> Mapping[str, Any]:
+    """The tree in a YAML file. Raises ConfigError: unreadable, or no tree."""
     import yaml  # here, because `tinsmith --help` imports this module
 
     try:
@@ -208,7 +209,11 @@ def _read_yaml(file: Path) -> Mapping[str, Any]:
     return tree
 
 
-def _apply(section: Any, values: Mapping[str, Any], source: str) -> None:
+def fill(section: Any, values: Mapping[str, Any], source: str) -> None:
+    """Set the fields of a section, and of the sections in it, from `values`; `source` names in messages where they come from.
+
+    Raises ConfigError: unknown key, wrong type or value out of its limits.
+    """
     specs = {spec.name: spec for spec in dataclasses.fields(section)}
     hints = typing.get_type_hints(type(section))
     for name, value in values.items():
@@ -218,15 +223,20 @@ def _apply(section: Any, values: Mapping[str, Any], source: str) -> None:
         if dataclasses.is_dataclass(current):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{source}: {name} is a section and must hold keys, got {value!r}")
-            _apply(current, value, f"{source}: {name}")
+            fill(current, value, f"{source}: {name}")
         else:
             setattr(section, name, _checked(name, value, hints[name], specs[name].metadata, source))
 
 
 def _checked(name: str, value: Any, kind: Any, limits: Mapping[str, Any], source: str) -> Any:
     if typing.get_origin(kind) is list:
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{source}: {name} must be a list of texts, got {value!r}")
+        (item_kind,) = typing.get_args(kind)
+        if not isinstance(value, list) or not all(isinstance(item, item_kind) for item in value):
+            raise ConfigError(f"{source}: {name} must be a list of {'texts' if item_kind is str else 'numbers'}, got {value!r}")
+        return value
+    if typing.get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{source}: {name} must hold keys, got {value!r}")
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
