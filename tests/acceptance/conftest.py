@@ -42,6 +42,12 @@ def service(server: Server) -> Iterator[tinker.ServiceClient]:
 
 
 @pytest.fixture
+def rest(server: Server) -> tinker.RestClient:
+    """An SDK client of runs, checkpoints and sessions. It has no session of its own."""
+    return tinker.RestClient(base_url=server.url, api_key=API_KEY)
+
+
+@pytest.fixture
 def http(server: Server) -> Iterator[httpx.Client]:
     """The server without the SDK, for what the SDK would not send."""
     with server.client() as client:

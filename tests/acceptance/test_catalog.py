@@ -22,12 +22,6 @@ from tests.acceptance.talking import RAW_STEP, datum, numbers, scores, text_inpu
 from tests.running import Server
 
 
-@pytest.fixture
-def rest(server: Server) -> tinker.RestClient:
-    """An SDK client of the catalog. It has no session of its own."""
-    return tinker.RestClient(base_url=server.url, api_key=API_KEY)
-
-
 def trained(service: tinker.ServiceClient, user_metadata: dict[str, str] | None = None) -> tinker.TrainingClient:
     """A LoRA model after a step that moved all of it."""
     client: tinker.TrainingClient = service.create_lora_training_client("text", rank=8, seed=3, user_metadata=user_metadata).result()
