@@ -1,4 +1,4 @@
-"""Bad JSON, names, ids and bodies: a table of requests that are refused, each with the words of its refusal.
+"""Bad samples and steps: a table of JSON requests that are refused, each with the words of its refusal.
 
 What belongs to a model's sequence fails through its future, everything else is refused at once.
 """
@@ -6,27 +6,18 @@ What belongs to a model's sequence fails through its future, everything else is 
 import base64
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import zstandard
-
 from tests.acceptance.bad_target import Case, Target, detail_of, refused
-from tests.acceptance.bad_training import INF, NAN, PROTOBUF, png_that_claims
+from tests.acceptance.bad_training import INF, NAN, png_that_claims
 from tests.bases import png
 
 HUGE = 2**70
-ALL_BASES = ["base_model 'gpt-9' is not served here", "text, vision"]
 
 
 def post(path: str, /, status: int = 400, method: str = "POST", **body: Any) -> Callable[[Target], str]:
     """A JSON body that is refused at once."""
     return refused(path, status, json.dumps(body), method=method)
-
-
-def get(path: str, status: int = 400) -> Callable[[Target], str]:
-    """A GET that is refused."""
-    return refused(path, status, b"", method="GET")
 
 
 def operation(kind: str, **body: Any) -> Callable[[Target], str]:
@@ -171,127 +162,4 @@ STEPS = [
     ),
 ]
 
-NAMES = [
-    *(
-        Case(f"{kind} as {name!r}", operation(kind, path=name), ["path", "cannot name a checkpoint; use"])
-        for kind in ("save_weights", "save_weights_for_sampler", "save_weights_external")
-        for name in ("a/b", "..", "a\0b", "a\nb", "", "../../etc/passwd", "x" * 201)
-    ),
-    Case("name of a number", operation("save_weights", path=7), ["path: Input should be a valid string, got 7"]),
-    Case("short life", operation("save_weights", path="a", ttl_seconds=1), ["ttl_seconds", "equal to 3600, got 1"]),
-    *(
-        Case(
-            f"loading {path!r}",
-            post("load_weights", status, session_id="{session}", model_seq_id=7, path=path, optimizer=True),
-            ["path=", *says],
-        )
-        for path, status, says in (
-            ("tinker://{model}/weights/..", 400, ["cannot name a checkpoint", "not '.' or '..'"]),
-            ("tinker://../../etc/weights/passwd", 400, ["is not tinker://MODEL_ID/SEGMENT/NAME"]),
-            ("file:///etc/passwd", 400, ["is not tinker://MODEL_ID/SEGMENT/NAME"]),
-            ("tinker://{model}/weights/a\0b", 400, ["printable characters"]),
-        )
-    ),
-    Case("loading what is not there", post("weights_info", 404, tinker_path="tinker://{model}/weights/none"), ["none", "does not exist"]),
-    Case("name in a URL", post("training_runs/{model}/checkpoints/weights/%2e%2e/ttl", method="PUT"), ["cannot name a checkpoint"]),
-    Case("newline in a URL", get("training_runs/{model}/checkpoints/weights/a%0Ab/external_weights_urls"), ["printable characters"]),
-]
-
-NEW_MODEL: dict[str, Any] = {"session_id": "{session}", "model_seq_id": 9}
-NEW_SAMPLER: dict[str, Any] = {"session_id": "{session}", "sampling_session_seq_id": 9}
-
-MODELS = [
-    *(
-        Case(f"model: {name}", post("create_model", status, **NEW_MODEL | body), says)
-        for name, status, body, says in (
-            ("unknown base", 404, {"base_model": "gpt-9"}, ALL_BASES),
-            ("unknown session", 404, {"session_id": "none", "base_model": "text"}, ["session 'none' does not exist"]),
-            ("rank below 0", 400, {"base_model": "text", "lora_config": {"rank": -1}}, ["lora_config.rank", "got -1"]),
-            ("huge rank", 400, {"base_model": "text", "lora_config": {"rank": HUGE}}, [f"rank={HUGE}", "max_lora_rank is 256"]),
-            ("huge seed", 400, {"base_model": "text", "lora_config": {"rank": 8, "seed": HUGE}}, ["lora_config.seed", f"got {HUGE}"]),
-            ("unknown setting", 400, {"base_model": "text", "lora_config": {"rank": 8, "alpha": 1}}, ["lora_config.alpha", "got 1"]),
-            ("other optimizer", 400, {"base_model": "text", "optimizer_config": {"type": "dimuon"}}, ["'dimuon'", "use 'adamw'"]),
-            ("number below 0", 400, {"base_model": "text", "model_seq_id": -1}, ["model_seq_id", "got -1"]),
-            ("number of 70 bits", 400, {"base_model": "text", "model_seq_id": HUGE}, ["model_seq_id", f"got {HUGE}"]),
-        )
-    ),
-    *(
-        Case(
-            f"sampler: {name}",
-            post("create_sampling_session", status, **NEW_SAMPLER | body),
-            says,
-        )
-        for name, status, body, says in (
-            ("unknown base", 404, {"base_model": "gpt-9"}, ALL_BASES),
-            ("no weights", 400, {}, ["base_model or model_path is needed"]),
-            ("impossible path", 400, {"model_path": "tinker://../sampler_weights"}, ["is not tinker://MODEL_ID/SEGMENT/NAME"]),
-            ("absent path", 404, {"model_path": "tinker://{model}/sampler_weights/none"}, ["none", "does not exist"]),
-            ("number of 70 bits", 400, {"base_model": "text", "sampling_session_seq_id": HUGE}, [f"got {HUGE}"]),
-        )
-    ),
-    Case("no upload of losses", post("create_custom_loss"), ["pass the function itself to forward_backward_custom"]),
-]
-
-FUTURES = [
-    *(
-        Case(f"request_id={shown}", post("retrieve_future", 404, request_id=request_id), [shown, "does not exist"])
-        for request_id, shown in (
-            ("none", "'none'"),
-            ("", "''"),
-            (f"{{model}}/{HUGE}", f"/{HUGE}'"),
-            (f"{{sampler}}/{HUGE}", f"/{HUGE}'"),
-            ("a:sample:0/1", "'a:sample:0'"),
-            ("a\0b\n", r"'a\x00b\n'"),
-            ("../../etc/passwd", "'../../etc/passwd'"),
-        )
-    ),
-    Case("request_id is a number", post("retrieve_future", request_id=HUGE), [f"request_id: Input should be a valid string, got {HUGE}"]),
-    Case("request_id never sent", post("retrieve_future", 404, request_id="{model}/2147483647"), ["/2147483647' does not exist"]),
-    Case("lost sample", post("retrieve_future", 410, request_id="{sampler}/999"), ["/999 is not known any more", "send it again"]),
-    Case("heartbeat of nobody", post("session_heartbeat", 410, session_id="none"), ["session 'none' is finished or does not exist"]),
-    Case("finish of nobody", post("sessions/none/finish", 404, reason={"type": "success"}), ["session 'none' does not exist"]),
-    Case("page below 0", get("training_runs?offset=-1"), ["offset", "got '-1'"]),
-    Case("page too long", get(f"checkpoints?limit={HUGE}"), ["limit", "less than or equal to 1000"]),
-    Case("unknown run", get("training_runs/none", 404), ["training run 'none' does not exist"]),
-    Case("unknown address", get("nothing/here", 404), ["GET /api/v1/nothing/here is not built"]),
-]
-
-
-ZSTD = {"Content_Encoding": "zstd"}
-
-
-def bomb(states_its_size: bool, mebibytes: int = 300) -> bytes:
-    """Zeros, compressed by about 30,000 to 1."""
-    compressor = zstandard.ZstdCompressor(level=1, write_content_size=states_its_size)
-    return compressor.compress(bytes(mebibytes * 2**20))
-
-
-BODIES = [
-    Case(
-        "body over the limit",
-        refused("forward_backward", 413, lambda: bytes(257 * 2**20), PROTOBUF),
-        ["larger than 268435456 bytes", "send smaller requests"],
-    ),
-    Case("small body over its limit", refused("telemetry", 413, lambda: bytes(9 * 2**20)), ["larger than 8388608 bytes"]),
-    Case("bomb that states its size", refused("forward_backward", 413, partial(bomb, True), PROTOBUF, **ZSTD), ["268435456 bytes"]),
-    Case("bomb that hides its size", refused("forward_backward", 413, partial(bomb, False), PROTOBUF, **ZSTD), ["268435456 bytes"]),
-    Case("no zstd", refused("forward_backward", 400, b"abc", PROTOBUF, **ZSTD), ["not valid zstd"]),
-    Case("cut zstd", refused("forward_backward", 400, bomb(True, 1)[:-5], PROTOBUF, **ZSTD), ["middle of a frame"]),
-    Case("gzip", refused("forward_backward", 400, b"abc", PROTOBUF, Content_Encoding="gzip"), ["Content-Encoding 'gzip'", "send zstd"]),
-    Case("JSON for protobuf", refused("forward_backward", 400, b"{}"), ["Content-Type 'application/json'", "send application/x-protobuf"]),
-    Case("protobuf for JSON", refused("asample", 400, b"", PROTOBUF), ["'application/x-protobuf'", "send application/json"]),
-    Case("form", refused("create_session", 400, b"a=1", "application/x-www-form-urlencoded"), ["send application/json"]),
-    Case("deep JSON", refused("create_session", 400, '{"user_metadata":' + '{"a":' * 10**5 + "1" + "}" * 10**5 + "}"), ["recursion limit"]),
-    Case("deep lists", refused("asample", 400, "[" * 10**5 + "]" * 10**5), ["recursion limit"]),
-    Case("no JSON", refused("create_model", 400, b"\xff{"), ["body: Invalid JSON"]),
-    Case("half a surrogate", refused("create_session", 400, rb'{"display_name": "\ud800"}'), ["body: Invalid JSON"]),
-    Case("empty body", refused("create_model", 400, b""), ["body: Invalid JSON: EOF"]),
-    Case("list for an object", refused("create_sampling_session", 400, b"[]"), ["body: Input should be an object, got []"]),
-    Case(
-        "long id",
-        post("create_model", 404, session_id="x" * 10**6, model_seq_id=0, base_model="text"),
-        ["characters left out"],
-    ),
-]
-
-REQUESTS = [*PROMPTS, *SAMPLING, *STEPS, *NAMES, *MODELS, *FUTURES, *BODIES]
+SAMPLES_AND_STEPS = [*PROMPTS, *SAMPLING, *STEPS]

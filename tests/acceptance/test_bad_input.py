@@ -1,14 +1,16 @@
 """Bad input in one table: every request of it is refused with a message that names field, place and value, and nothing else changes.
 
 A row is a `Case`: how to send the request, and what the refusal must say. All rows share a server and two models, which must
-compute the same after each row as before it. The rows lie in `bad_training.py` (protobuf) and `bad_requests.py` (everything else).
+compute the same after each row as before it. The rows lie in the tables of `bad_training.py`,
+`bad_requests.py` and `bad_names.py`.
 """
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.acceptance.bad_requests import REQUESTS
+from tests.acceptance.bad_names import NAMES_AND_BODIES
+from tests.acceptance.bad_requests import SAMPLES_AND_STEPS
 from tests.acceptance.bad_target import GOOD, Case, Target
 from tests.acceptance.bad_training import TRAINING, example, training
 from tests.acceptance.talking import RAW_STEP
@@ -24,7 +26,7 @@ def targets(server: Server) -> Iterator[dict[str, tuple[Target, list[float]]]]:
         target.http.close()
 
 
-@pytest.mark.parametrize("case", [*TRAINING, *REQUESTS], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*TRAINING, *SAMPLES_AND_STEPS, *NAMES_AND_BODIES], ids=lambda case: case.name)
 def test_a_bad_request_is_refused_with_a_reason_and_leaves_no_trace(case: Case, targets: dict[str, tuple[Target, list[float]]]) -> None:
     target, before = targets[case.base_model]
     words = case.send(target)

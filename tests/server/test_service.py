@@ -28,6 +28,9 @@ def test_client_config_names_what_is_built(tmp_path: Path) -> None:
             flags = (await server.post("client/config", {"sdk_version": "0.38.0"})).json()
             assert flags == {
                 "proto_compress_fwdbwd": True,
+                "proto_write_fwdbwd": True,
+                "fwd_via_fwdbwd": True,
+                "create_model_via_load_weights": True,
                 "fwdbwd_max_chunk_len": 7,
                 "sample_join_sampling_session": True,
                 "sample_use_retrieve_futures": True,

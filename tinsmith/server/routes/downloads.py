@@ -10,7 +10,7 @@ from urllib.parse import quote
 from fastapi import APIRouter, Request, Response
 from starlette.responses import StreamingResponse
 
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import NotBuiltError, NotFoundError
 from tinsmith.server.descriptions import timestamp
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.ranges import wanted_bytes
@@ -42,6 +42,16 @@ async def external_weights_urls(request: Request, run_id: str, segment: str, nam
         place = f"download/{quote(run_id)}/{quote(name)}/{quote(file)}"
         urls[file] = _address(request, place, expires, signature)
     return json_reply({"urls": urls, "expires": timestamp(expires)})
+
+
+@router.get(f"{CHECKPOINT}/archive")
+async def archive(run_id: str, segment: str, name: str) -> Response:
+    """Refused: SDKs before 0.36 ask for all files of a checkpoint as one archive, newer ones download external weights."""
+    path = path_of(run_id, segment, name)
+    raise NotBuiltError(
+        f"{path} cannot be downloaded as an archive; run `tinsmith export {path} DIRECTORY` beside the server, "
+        "or download it with `tinker checkpoint download` of tinker 0.36.0 or newer"
+    )
 
 
 @router.get("/download/{run_id}/{name}/{file:path}")

@@ -9,6 +9,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.server.body import read_body
 from tinsmith.server.hub import hub_of
 from tinsmith.server.replies import GoneError, json_reply
+from tinsmith.server.sdk_versions import FLAGS_FOR_OLDER, objection
 from tinsmith.store.store import Store
 from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.service_requests import CreateSessionRequest, FinishSessionRequest, SessionHeartbeatRequest
@@ -37,6 +38,7 @@ async def client_config(request: Request) -> Response:
     return json_reply(
         {
             "proto_compress_fwdbwd": True,
+            **FLAGS_FOR_OLDER,
             "fwdbwd_max_chunk_len": config.fwdbwd_max_chunk_len,
             "sample_join_sampling_session": True,
             "sample_use_retrieve_futures": True,
@@ -71,12 +73,13 @@ async def telemetry(request: Request) -> Response:
 
 @router.post("/create_session")
 async def create_session(request: Request) -> Response:
-    """A new session."""
+    """A new session. A client of a version that does not work is told so, which the SDK logs as an error."""
     description = parse_json(CreateSessionRequest, await read_body(request, _SMALL_BODY_BYTES))
     session_id = str(uuid.uuid4())
     await hub_of(request).store.write(Store.create_session, session_id, description.model_dump())
     log.info("session %s begins (SDK %s)", session_id, description.sdk_version)
-    return json_reply({"type": "create_session", "session_id": session_id})
+    told = objection(description.sdk_version)
+    return json_reply({"type": "create_session", "session_id": session_id} | ({} if told is None else {"error_message": told}))
 
 
 @router.post("/session_heartbeat")

@@ -1,0 +1,47 @@
+"""Both ends of the range of SDK versions: the newest is installed with the tests, the oldest beside it, without its dependencies."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+
+from tests.acceptance import sdk_session
+from tests.running import Server
+from tinsmith.server.sdk_versions import NEWEST, OLDEST
+
+
+@pytest.fixture(scope="module")
+def oldest() -> Path:
+    """Where the oldest SDK lies: downloaded once, into the environment that runs the tests. It shares what the newest needs."""
+    directory = Path(sys.prefix) / f"tinker-{OLDEST}"
+    if not directory.exists():
+        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:", f"tinker=={OLDEST}"]
+        subprocess.run([*install, "--target", str(directory)], check=True, timeout=100)
+    return directory
+
+
+def session(server: Server, *directories: Path) -> dict[str, Any]:
+    """What a session comes to with the SDK in the first of the directories, or with the one that is installed."""
+    path = os.pathsep.join(str(directory) for directory in directories)
+    command = [sys.executable, sdk_session.__file__, server.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    outcome: dict[str, Any] = json.loads(done.stdout)
+    return outcome
+
+
+def test_the_oldest_and_the_newest_sdk_come_to_the_same(server: Server, oldest: Path) -> None:
+    old, new = session(server, oldest), session(server)
+    assert (old.pop("version"), new.pop("version"), tinker.__version__) == (OLDEST, NEWEST, NEWEST)
+    assert new["losses"][2] < new["losses"][0]
+    assert new["scores"][0] == pytest.approx(new["scores"][1], rel=1e-4)
+    assert new["checkpoints"] == ["sampler_weights/sdk", "weights/sdk"]
+    for numbers in ("losses", "prompt"):
+        assert old.pop(numbers) == pytest.approx(new.pop(numbers), rel=1e-4)
+    assert old.pop("scores")[0] == pytest.approx(new.pop("scores")[1], rel=1e-4)
+    assert old == new
