@@ -26,6 +26,7 @@ RANKS = {
     "server": 8,
     "doctor": 9,
     "exchange": 9,
+    "garbage": 9,
     "status": 9,
     "rl": 9,
     "cli": 10,

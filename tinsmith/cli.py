@@ -159,5 +159,20 @@ def import_adapter(
         typer.echo(path)
 
 
+@app.command()
+def gc(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+    data_dir: _DataDir = Path("tinsmith-data"),
+) -> None:
+    """Delete what nobody can reach any more: expired checkpoints, files that no checkpoint has, what a crash left.
+
+    It may run beside the server, which deletes by itself, within a minute, all but files that its database does not know.
+    """
+    from tinsmith.garbage import collect_garbage
+
+    for line in collect_garbage(data_dir, dry_run):
+        typer.echo(line)
+
+
 if __name__ == "__main__":
     main()

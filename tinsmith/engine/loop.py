@@ -37,7 +37,7 @@ from tinsmith.models.base import BaseModel, load_base_model
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local import LocalSampler
 from tinsmith.sampling.self_check import check_base_model
-from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
@@ -66,7 +66,7 @@ class Engine:
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
         checkpoints = Checkpoints(self.store, CheckpointFiles(Path(config.data_dir), config.checkpoint_root))
         limit = config.sampling.snapshot_gib * 2**30
-        snapshots = Snapshots(self.bases, checkpoints, Path(config.data_dir) / "snapshots", limit)
+        snapshots = Snapshots(self.bases, checkpoints, Path(config.data_dir) / SNAPSHOTS_DIR, limit)
         self.snapshots = snapshots
         self.samples = Samples(self._sampled(renderers), snapshots, link.send)
         backends = {name: LocalBackend(base, config.training) for name, base in self.bases.items()}

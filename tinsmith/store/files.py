@@ -21,6 +21,8 @@ from tinsmith.errors import ConfigError, NotFoundError, TinsmithError
 
 CHECKPOINTS_DIR = "checkpoints"
 """Where files lie below a data directory."""
+SNAPSHOTS_DIR = "snapshots"
+"""Where an engine puts the snapshots that its memory has no room for, below a data directory."""
 WRITING_PREFIX = ".writing-"
 """Begins the names of directories that are not finished, and then goes the name of the one that they are for."""
 WRITING_S = 86400.0
