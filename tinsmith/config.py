@@ -82,13 +82,28 @@ class TrainingConfig:
 class SamplingConfig:
     """The sampling side of the engine."""
 
-    sampler: str = knob("local", "local: sample on the training weights in this engine; none: refuse sampling", choices=("local", "none"))
+    sampler: str = knob(
+        "local",
+        "local: sample on the training weights in this engine; vllm: let vLLM servers sample; none: refuse sampling",
+        choices=("local", "vllm", "none"),
+    )
     kv_cache_gib: float = knob(2.0, "Memory for the key/value cache of one base model", "GiB", 0.001)
     snapshot_gib: float = knob(
         4.0, "Memory for snapshots and checkpoints that are sampled; beyond it the least recently used go to disk", "GiB", 0
     )
     max_running: int = knob(256, "Sequences decoded together", "sequences", 1)
     prefill_tokens: int = knob(4096, "Most prompt tokens computed in one step", "tokens", 1)
+
+
+@dataclass
+class VLLMConfig:
+    """vLLM servers, with sampler=vllm."""
+
+    vllm_servers: int = knob(1, "vLLM servers to start for each base model, unless --vllm-url names others", "servers", 1, 64)
+    vllm_urls: list[str] = knob([], "Use the vLLM server at this address, and start none; repeat for several")
+    vllm_python: str = knob("", "Python of the environment that vLLM is installed in, if it is not this one")
+    vllm_args: list[str] = knob([], "One more option for vLLM servers that are started, as --vllm-arg=--max-loras=8; repeat for several")
+    vllm_dir: str = knob("", "Where weights lie while vLLM servers use them, if not in memory: a directory that all of them can read")
 
 
 @dataclass
@@ -103,6 +118,7 @@ class Config:
     images: ImagesConfig = field(default_factory=ImagesConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
 
 
 @dataclass(frozen=True)
@@ -233,6 +249,10 @@ def _checked(name: str, value: Any, kind: Any, limits: Mapping[str, Any], source
         (item_kind,) = typing.get_args(kind)
         if not isinstance(value, list) or not all(isinstance(item, item_kind) for item in value):
             raise ConfigError(f"{source}: {name} must be a list of {'texts' if item_kind is str else 'numbers'}, got {value!r}")
+        return value
+    if typing.get_origin(kind) is typing.Literal:
+        if value not in typing.get_args(kind):
+            raise ConfigError(f"{source}: {name}={value!r} must be one of {', '.join(typing.get_args(kind))}")
         return value
     if typing.get_origin(kind) is dict:
         if not isinstance(value, dict):
