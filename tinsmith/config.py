@@ -258,6 +258,10 @@ def _checked(name: str, value: Any, kind: Any, limits: Mapping[str, Any], source
         if not isinstance(value, dict):
             raise ConfigError(f"{source}: {name} must hold keys, got {value!r}")
         return value
+    return _checked_scalar(name, value, kind, limits, source)
+
+
+def _checked_scalar(name: str, value: Any, kind: Any, limits: Mapping[str, Any], source: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
