@@ -22,8 +22,8 @@ BUCKET, ROOT = "kettles", "s3://kettles/team/checkpoints"
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """An empty bucket of an S3 server, which the environment names to every process that starts."""
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadedMotoServer]:
+    """An S3 server with an empty bucket. The environment names it to every process that starts."""
     store = ThreadedMotoServer("127.0.0.1", 0)
     store.start()
     host, port = store.get_host_and_port()
@@ -34,9 +34,15 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         ("AWS_DEFAULT_REGION", "us-east-1"),
     ):
         monkeypatch.setenv(name, value)
-    bucket = boto3.resource("s3").create_bucket(Bucket=BUCKET)
-    yield bucket
+    boto3.resource("s3").create_bucket(Bucket=BUCKET)
+    yield store
     store.stop()
+
+
+@pytest.fixture
+def bucket(s3: ThreadedMotoServer) -> Any:
+    """The bucket."""
+    return boto3.resource("s3").Bucket(BUCKET)
 
 
 def keys(bucket: Any) -> list[str]:
@@ -84,6 +90,20 @@ def test_checkpoints_live_in_an_object_store(bucket: Any, models: list[str], tmp
                 rest.delete_checkpoint_from_tinker_path(path).result()
         assert collected(tmp_path).count("no checkpoint has them any more") == 3
         assert keys(bucket) == []
+    assert list((tmp_path / "data" / "checkpoints").iterdir()) == []
+
+
+def test_a_store_that_fails_fails_the_save_and_nothing_else(s3: ThreadedMotoServer, models: list[str], tmp_path: Path) -> None:
+    with serving(tmp_path, *models, "--checkpoint-root", ROOT) as server:
+        server.wait_for_health()
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            client = train(service, "text")
+            before = scores(client, [ITEM])[0].tolist()
+            s3.stop()
+            with pytest.raises(tinker.RequestFailedError, match="of checkpoint files cannot be used: Could not connect") as failed:
+                client.save_state("a").result()
+            assert failed.value.category == tinker.types.RequestErrorCategory.Server
+            assert scores(client, [ITEM])[0].tolist() == before
     assert list((tmp_path / "data" / "checkpoints").iterdir()) == []
 
 

@@ -1,0 +1,71 @@
+"""Directories of checkpoint files, on the disk and in an object store."""
+
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from tinsmith.errors import ConfigError, NotFoundError
+from tinsmith.store.files import CheckpointFiles
+
+FILES = {"a": b"0123456789", "b": b""}
+
+
+@pytest.fixture(params=["data directory", "directory", "object store"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointFiles:
+    """The files of a data directory, by each kind of root."""
+    roots = {"data directory": "", "directory": str(tmp_path / "elsewhere"), "object store": f"memory://{uuid4().hex}/x/"}
+    return CheckpointFiles(tmp_path / "data", roots[request.param])
+
+
+def write(files: CheckpointFiles) -> str:
+    """A directory of FILES; returns its place."""
+    place = files.new_place()
+    with files.written(place) as directory:
+        directory.mkdir()
+        for name, content in FILES.items():
+            (directory / name).write_bytes(content)
+    return place
+
+
+def test_what_is_written_is_read_until_it_is_removed(files: CheckpointFiles, tmp_path: Path) -> None:
+    place, other = write(files), write(files)
+    assert files.sizes(place) == {"a": 10, "b": 0}
+    assert files.remaining_bytes(place) == 10
+    assert b"".join(files.read(place, "a", range(2, 7))) == b"23456"
+    assert b"".join(files.read(place, "b", range(0))) == b""
+    with files.fetched(place) as directory:
+        assert {file.name: file.read_bytes() for file in directory.iterdir()} == FILES
+    assert list((tmp_path / "data" / "checkpoints").glob(".writing-*")) == []
+    for _ in range(2):
+        files.remove(place)
+        assert (files.sizes(place), files.remaining_bytes(place)) == ({}, 0)
+    with pytest.raises(NotFoundError, match="deleted while it was read"), files.fetched(place) as directory:
+        (directory / "a").read_bytes()
+    assert files.sizes(other) == {"a": 10, "b": 0}
+
+
+def test_places_are_found_under_another_root_and_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    places = [write(CheckpointFiles(Path("data"), root)) for root in ("", "here", f"file://{tmp_path}/there")]
+    (tmp_path / "data").rename(tmp_path / "moved")
+    monkeypatch.chdir("/")
+    moved = CheckpointFiles(tmp_path / "moved")
+    assert [moved.sizes(place) for place in places] == [{"a": 10, "b": 0}] * 3
+
+
+def test_only_what_is_ours_is_an_entry(tmp_path: Path) -> None:
+    files = CheckpointFiles(tmp_path)
+    place = write(files)
+    for name in ("notes", f".writing-{place}-abc12345", ".writing-scratch_", ".hidden"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    entries = {entry.name: (entry.place, entry.finished) for entry in files.entries()}
+    assert entries == {place: (place, True), f".writing-{place}-abc12345": (place, False), ".writing-scratch_": ("", False)}
+    files.remove(place)
+    assert [entry.name for entry in files.entries()] == [".writing-scratch_"]
+
+
+@pytest.mark.parametrize("root", ["nothing://x", "/dev/null/x"])
+def test_a_root_that_cannot_be_used_is_refused(root: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"checkpoint_root='{root}' cannot be used: "):
+        CheckpointFiles(tmp_path, root)

@@ -1,0 +1,149 @@
+"""What is deleted by itself, what on request, and what is left alone."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.store.test_files import write
+from tests.store.test_store import DESCRIPTION, checkpoint
+from tinsmith.store.catalog import copy_checkpoint, delete_checkpoint
+from tinsmith.store.files import WRITING_S, CheckpointFiles
+from tinsmith.store.store import Store
+from tinsmith.store.sweep import find_garbage, sweep
+
+CRASH = """
+import os, signal, sys
+from pathlib import Path
+from tinsmith.store.files import CheckpointFiles, whole_directory
+from tinsmith.store.store import Store
+files = CheckpointFiles(Path(sys.argv[1]))
+place = files.new_place()
+Store.open(Path(sys.argv[1])).announce_checkpoint(place)
+with files.written(place) as directory, whole_directory(directory) as unfinished:
+    (unfinished / "weights").write_bytes(b"01234")
+    print(place, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""A save that the process does not survive."""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> CheckpointFiles:
+    return CheckpointFiles(tmp_path)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(tmp_path)
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets a day pass."""
+    return lambda: monkeypatch.setattr("time.time", lambda now=time.time: now() + WRITING_S + 1)
+
+
+def saved(store: Store, files: CheckpointFiles, path: str, expires_at: float | None = None) -> str:
+    """A checkpoint with files; returns their place."""
+    place = write(files)
+    store.announce_checkpoint(place)
+    store.put_checkpoint(checkpoint(path, expires_at, place))
+    return place
+
+
+def found(store: Store, files: CheckpointFiles) -> list[tuple[str, str, int]]:
+    """What could be deleted."""
+    return [(garbage.what, garbage.reason, garbage.size_bytes) for garbage in find_garbage(store, files)]
+
+
+def test_what_is_in_use_is_left_alone(store: Store, files: CheckpointFiles, later: Callable[[], None]) -> None:
+    kept = saved(store, files, "tinker://m/weights/a")
+    sent = saved(store, files, "tinker://m/weights/b", time.time() + 10 * WRITING_S)
+    later()
+    begun = files.new_place()
+    store.announce_checkpoint(begun)
+    with files.written(begun) as directory:
+        directory.mkdir()
+        assert found(store, files) == []
+        sweep(store, files, orphans=True)
+        assert directory.exists()
+    assert [bool(files.sizes(place)) for place in (kept, sent)] == [True, True]
+
+
+def test_expired_and_deleted_checkpoints_go_with_their_files(store: Store, files: CheckpointFiles) -> None:
+    expired = saved(store, files, "tinker://m/weights/expired", time.time() - 1)
+    deleted = saved(store, files, "tinker://m/weights/deleted")
+    kept = saved(store, files, "tinker://m/weights/kept")
+    delete_checkpoint(store, "tinker://m/weights/deleted")
+    assert found(store, files) == [
+        ("tinker://m/weights/expired", "has expired", 10),
+        (f"files of {deleted}", "no checkpoint has them any more", 10),
+    ]
+    for _ in range(2):
+        sweep(store, files)
+        assert [files.sizes(place) for place in (expired, deleted, kept)] == [{}, {}, {"a": 10, "b": 0}]
+        assert found(store, files) == []
+
+
+def test_files_that_a_living_copy_has_free_nothing(store: Store, files: CheckpointFiles) -> None:
+    store.create_session("s", DESCRIPTION)
+    place = saved(store, files, "tinker://m/weights/a")
+    copy = copy_checkpoint(store, "tinker://m/weights/a", "s", 0, None)
+    expired = replace(store.require_checkpoint("tinker://m/weights/a"), expires_at=1.0)
+    store.put_checkpoint(expired)
+    assert found(store, files) == [("tinker://m/weights/a", "has expired", 0)]
+    sweep(store, files, orphans=True)
+    assert files.sizes(place) == {"a": 10, "b": 0}
+    store.put_checkpoint(replace(store.require_checkpoint(copy), expires_at=1.0))
+    store.put_checkpoint(expired)
+    assert [size for _, _, size in found(store, files)] == [10, 0]
+
+
+def test_what_a_crash_left_of_a_save_goes_after_a_day(
+    store: Store, files: CheckpointFiles, tmp_path: Path, later: Callable[[], None]
+) -> None:
+    done = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    place = done.stdout.strip()
+    (left,) = (tmp_path / "checkpoints").iterdir()
+    assert left.name.startswith(f".writing-{place}-")
+    sweep(store, files, orphans=True)
+    assert left.exists()
+    later()
+    assert found(store, files) == [(f"files of {place}", "no checkpoint has them any more", 5)]
+    sweep(store, files)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert found(store, files) == []
+
+
+def test_scratch_that_a_crash_left_goes_after_a_day(
+    store: Store, files: CheckpointFiles, tmp_path: Path, later: Callable[[], None]
+) -> None:
+    scratch = tmp_path / "checkpoints" / ".writing-abcdefgh"
+    scratch.mkdir()
+    (scratch / "weights").write_bytes(b"012")
+    assert found(store, files) == []
+    later()
+    assert found(store, files) == [("files of .writing-abcdefgh", "they were never finished", 3)]
+    sweep(store, files)
+    assert not scratch.exists()
+
+
+def test_files_that_the_database_does_not_know_go_on_request_only(store: Store, files: CheckpointFiles, tmp_path: Path) -> None:
+    orphan = write(files)
+    (tmp_path / "checkpoints" / "notes").mkdir()
+    elsewhere = CheckpointFiles(tmp_path, str(tmp_path / "checkpoints"))  # the same directory, under another name
+    kept = saved(store, elsewhere, "tinker://m/weights/a")
+    assert found(store, files) == [(f"files of {orphan}", "the database does not know them", 10)]
+    sweep(store, files)
+    assert files.sizes(orphan) == {"a": 10, "b": 0}
+    sweep(store, files, orphans=True)
+    assert files.sizes(orphan) == {}
+    assert files.sizes(kept) == {"a": 10, "b": 0}
+    assert (tmp_path / "checkpoints" / "notes").exists()

@@ -1,0 +1,53 @@
+"""`tinsmith gc`."""
+
+import time
+from pathlib import Path
+
+from tests.running import tinsmith_here
+from tests.store.test_files import write
+from tests.store.test_sweep import saved
+from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.lock import only_user
+from tinsmith.store.store import Store
+
+
+def gc(data_dir: Path, *options: str) -> list[str]:
+    """The lines that it prints."""
+    done = tinsmith_here("gc", "--data-dir", str(data_dir), *options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_dry_run_says_what_then_goes(tmp_path: Path) -> None:
+    store, files = Store.open(tmp_path), CheckpointFiles(tmp_path)
+    saved(store, files, "tinker://m/weights/old", time.time() - 1)
+    kept, orphan = saved(store, files, "tinker://m/weights/kept"), write(files)
+    (tmp_path / "snapshots" / "a").mkdir(parents=True)
+    (tmp_path / "snapshots" / "a" / "weights").write_bytes(bytes(2000))
+    things = [
+        "             10  tinker://m/weights/old: has expired",
+        f"             10  files of {orphan}: the database does not know them",
+        "          2,000  snapshots: the engine that had them is gone",
+    ]
+    assert gc(tmp_path, "--dry-run") == [*things, "          2,020  bytes would be freed"]
+    assert files.sizes(orphan)
+    assert gc(tmp_path) == [*things, "          2,020  bytes are freed"]
+    assert gc(tmp_path) == ["there is nothing to delete"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [kept]
+    assert not (tmp_path / "snapshots").exists()
+
+
+def test_the_snapshots_of_a_running_server_are_left_alone(tmp_path: Path) -> None:
+    Store.open(tmp_path).close()
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "weights").write_bytes(b"0")
+    with only_user(tmp_path) as alone:
+        assert alone
+        assert gc(tmp_path) == ["there is nothing to delete"]
+    assert gc(tmp_path, "--dry-run")[-1] == "              1  bytes would be freed"
+
+
+def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
+    done = tinsmith_here("gc", "--data-dir", str(tmp_path))
+    assert (done.returncode, "holds no data of a server" in done.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == []
