@@ -22,18 +22,19 @@ RANKS = {
     "rendering": 4,
     "training": 5,
     "sampling": 6,
-    "engine": 7,
-    "server": 8,
-    "doctor": 9,
-    "exchange": 9,
-    "garbage": 9,
-    "status": 9,
-    "rl": 9,
-    "cli": 10,
+    "vllm": 7,
+    "engine": 8,
+    "server": 9,
+    "doctor": 10,
+    "exchange": 10,
+    "garbage": 10,
+    "status": 10,
+    "rl": 10,
+    "cli": 11,
 }
 """A room imports rooms of a lower rank only, or itself."""
 
-MAY_IMPORT_TORCH = {"models", "rendering", "training", "sampling"}
+MAY_IMPORT_TORCH = {"models", "rendering", "training", "sampling", "vllm"}
 
 RL_MAY_IMPORT = {"rl", "errors", "config", "wire"}
 """The client side speaks to any Tinker server through the SDK: of the rest of the house it needs nothing."""

@@ -4,6 +4,7 @@ The server binds a fresh address for every engine that it starts, so nothing mea
 file lies in a directory that only the user of the server can enter. Queues have no limit: who sends must not block.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -19,12 +20,15 @@ from tinsmith.errors import ConfigError, EngineUnavailableError
 _LINGER_MS = 1000
 """How long closing a socket may wait for its last message to leave."""
 
+_BELL_BYTES = 4096
+"""More than `wake` can have written since the last look is read with the next."""
+
 _MAX_PATH_BYTES = 100
 """Unix socket paths end at 107 bytes."""
 
 
 class EngineLink:
-    """The engine's end. Used by one thread."""
+    """The engine's end. Used by one thread, but for `wake`."""
 
     def __init__(self, address: str) -> None:
         """Connect to the server that bound `address`."""
@@ -32,14 +36,28 @@ class EngineLink:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.connect(address)
+        self._bell, self._rope = os.pipe()
+        for end in (self._bell, self._rope):
+            os.set_blocking(end, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._bell, zmq.POLLIN)
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """All messages that have arrived, oldest first; if there is none, wait for one for at most `timeout_s` seconds."""
+        """All messages that have arrived, oldest first; if there is none, wait for one, or for `wake`, for at most `timeout_s` seconds."""
         messages: list[Message] = []
-        if self._socket.poll(max(0, round(timeout_s * 1000))):
+        ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
+        if self._bell in ready:
+            os.read(self._bell, _BELL_BYTES)
+        if self._socket in ready:
             while self._socket.poll(0):
                 messages.append(Message.from_frames(self._socket.recv_multipart()))
         return messages
+
+    def wake(self) -> None:
+        """End a `receive` that waits, or else the next one that would. May be called by any thread."""
+        with contextlib.suppress(BlockingIOError):  # it has been rung so often that nobody can miss it
+            os.write(self._rope, b"!")
 
     def send(self, message: Message) -> None:
         """Queue a message to the server."""
@@ -49,6 +67,7 @@ class EngineLink:
         """Close after the last message left, or could not."""
         self._socket.close(linger=_LINGER_MS)
         self._context.term()
+        os.close(self._bell)
 
 
 class ServerLink:

@@ -61,7 +61,7 @@ class Engine:
         self.bases = load_bases(config)
         for base in self.bases.values():
             started = time.monotonic()
-            check_base_model(base, samples=config.sampling.sampler != "none")
+            check_base_model(base, samples=config.sampling.sampler == "local")
             log.info("%s passes its self-check, %.1f s", base.name, time.monotonic() - started)
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
         checkpoints = Checkpoints(self.store, CheckpointFiles(Path(config.data_dir), config.checkpoint_root))
@@ -173,6 +173,13 @@ class Engine:
     def _sampled(self, renderers: dict[str, Renderer]) -> dict[str, Sampled]:
         if self.config.sampling.sampler == "none":
             return {}
+        if self.config.sampling.sampler == "vllm":
+            from tinsmith.vllm.start import start_vllm_sampler  # needs packages that are not there without vLLM
+
+            return {
+                name: Sampled(start_vllm_sampler(base, renderers[name], self.config, self.link.wake), renderers[name])
+                for name, base in self.bases.items()
+            }
         chunk = self.config.training.logits_chunk
         return {name: Sampled(LocalSampler(base, self.config.sampling, chunk), renderers[name]) for name, base in self.bases.items()}
 

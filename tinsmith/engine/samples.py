@@ -12,7 +12,7 @@ from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local import Sampler
-from tinsmith.sampling.sequence import SampleResult
+from tinsmith.sampling.sequence import SampleFailure, SampleResult
 from tinsmith.wire.sample import encode_sample_response, parse_sample_request
 
 log = logging.getLogger(__name__)
@@ -69,8 +69,8 @@ class Samples:
         for name, base in self.bases.items():
             if base.sampler.has_work:
                 with failing_into(partial(self._abandon, name)):
-                    for result in base.sampler.step():
-                        self._finish(result)
+                    for ended in base.sampler.step():
+                        self._end(ended)
 
     def _abandon(self, base_model: str, error: TinsmithError) -> None:
         self.bases[base_model].sampler.abandon()
@@ -81,6 +81,13 @@ class Samples:
     def _fail(self, message: Sample, error: TinsmithError) -> None:
         self.send(SampleFailed(message.request_id, str(error), error.category, isinstance(error, NotFoundError)))
         log.warning("failed sample=%s: %s", message.request_id, error)
+
+    def _end(self, ended: SampleResult | SampleFailure) -> None:
+        if isinstance(ended, SampleResult):
+            self._finish(ended)
+        else:
+            message, _ = self.started.pop(ended.request_id)
+            self._fail(message, ended.error)
 
     def _finish(self, result: SampleResult) -> None:
         message, started_at = self.started.pop(result.request_id)

@@ -26,7 +26,7 @@ from tinsmith.sampling.kv_cache import CacheShape, KVCache
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.schedule import Schedule
-from tinsmith.sampling.sequence import SampleJob, SampleResult, Sequence, StopRuleState, choice_of
+from tinsmith.sampling.sequence import SampleFailure, SampleJob, SampleResult, Sequence, StopRuleState, choice_of
 from tinsmith.sampling.stopping import StopIds, StopStrings
 from tinsmith.training.backend import is_out_of_memory
 from tinsmith.training.logprobs import head_logits, head_lora
@@ -50,8 +50,8 @@ class Sampler(Protocol):
         """Accept a request. Raises UserError if it can never run."""
         ...
 
-    def step(self) -> list[SampleResult]:
-        """Do a small piece of work; returns the requests that it finished."""
+    def step(self) -> Items[SampleResult | SampleFailure]:
+        """Do a small piece of work; returns the requests that have ended."""
         ...
 
     def cancel(self, request_id: str) -> None:

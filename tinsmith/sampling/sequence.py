@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
+from tinsmith.errors import TinsmithError
 from tinsmith.models.full import Weights
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.choose import Choice, Chosen
@@ -143,6 +144,14 @@ class SampleResult:
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that had not to be computed."""
+
+
+@dataclass(frozen=True, eq=False)
+class SampleFailure:
+    """A request that ended in an error, alone."""
+
+    request_id: str
+    error: TinsmithError
 
 
 def choice_of(sequences: list[Sequence]) -> Choice:

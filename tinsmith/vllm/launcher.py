@@ -1,0 +1,65 @@
+"""`python -m tinsmith.vllm.launcher OPTIONS`: vLLM's API server, ended together with the process that started it.
+
+Started by `tinsmith/vllm/servers.py` with a pipe as standard input. When the other end is closed, however the engine ended, the whole
+process group goes: vLLM's own worker processes too, which outlive a killed parent.
+
+vLLM starts its worker processes with this file as their main module, so what stands at its top level happens in each of them.
+"""
+
+import importlib.metadata
+import os
+import signal
+import sys
+import threading
+from types import ModuleType
+from typing import cast
+
+_TORCHVISION_OPERATORS = {
+    "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+
+
+def make_up_for_cuda_builds() -> None:
+    """Let vLLM start where PyTorch is the CPU build, but torchvision, torchaudio and torchcodec are PyPI's, built for CUDA.
+
+    vLLM's Qwen-VL models import torchvision's Python side, which describes operators at import and fails if they are not declared;
+    nothing calls them. The other two are imported where they are found, so they must not be. Where the builds match, nothing happens here.
+    """
+    if not importlib.metadata.version("torch").endswith("+cpu"):
+        return
+    if _is_pypi_build("torchvision"):
+        import torch
+
+        for name, schema in _TORCHVISION_OPERATORS.items():
+            torch.library.define(f"torchvision::{name}", schema)
+    for name in ("torchaudio", "torchcodec"):
+        if _is_pypi_build(name):
+            sys.modules[name] = cast(ModuleType, None)  # what the import system takes for a module that is not there
+
+
+def _is_pypi_build(distribution: str) -> bool:
+    """Whether it is installed, in a version without a local part such as "+cpu"."""
+    try:
+        return "+" not in importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def end_with_parent() -> None:
+    """Kill this process group as soon as standard input is closed."""
+
+    def watch() -> None:
+        os.read(sys.stdin.fileno(), 1)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+make_up_for_cuda_builds()
+
+if __name__ == "__main__":
+    end_with_parent()
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    main()

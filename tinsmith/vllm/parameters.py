@@ -1,0 +1,84 @@
+"""Tinker's sampling parameters as vLLM's. Each is mapped, or refused with the reason: vLLM ignores what it does not know."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+from tinsmith.errors import UserError
+from tinsmith.wire.sample import SampleRequest
+
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises a smaller one to this without a word."""
+
+
+def truncates(request: SampleRequest) -> bool:
+    """Whether tokens are drawn from a part of the vocabulary: vLLM's log-probabilities are over that part then."""
+    return request.params.temperature > 0 and (request.params.top_k > 0 or request.params.top_p < 1)
+
+
+def longest_answer(request: SampleRequest, prompt: int, max_context: int) -> int:
+    """How many tokens to sample at most. Raises UserError if they do not fit into the context behind a prompt of `prompt` tokens."""
+    wanted = request.params.max_tokens
+    longest = max(1, max_context - prompt) if wanted is None else wanted
+    if prompt + longest > max_context:
+        raise UserError(f"prompt length plus max_tokens exceeds the context window: {prompt} + {longest} > {max_context}")
+    if truncates(request) and prompt + longest == max_context:
+        if wanted is None and longest > 1:
+            return longest - 1
+        raise UserError(
+            f"with top_k or top_p, prompt length plus max_tokens must leave one token of the context window of {max_context}: "
+            f"the answer is scored in a request of its own; ask for max_tokens={longest - 1}"
+        )
+    return longest
+
+
+def check_parameters(request: SampleRequest) -> None:
+    """Raise UserError for what vLLM cannot do, or would do differently."""
+    params = request.params
+    if 0 < params.temperature < LOWEST_TEMPERATURE:
+        raise UserError(f"temperature is {params.temperature}; vLLM takes 0 and what is at least {LOWEST_TEMPERATURE}")
+    if truncates(request) and params.temperature != 1:
+        raise UserError(
+            f"top_k={params.top_k}, top_p={params.top_p} at temperature {params.temperature}: vLLM gives no log-probabilities over the "
+            "whole vocabulary for this; use temperature 1, or neither top_k nor top_p"
+        )
+
+
+def sampling_params(request: SampleRequest, max_tokens: int, eos: Iterable[int], vocab_size: int, first: int, count: int) -> dict[str, Any]:
+    """What vLLM is sent for the samples [first, first + count) of a request. The first of them all also answers about the prompt."""
+    params, stop = request.params, request.params.stop
+    greedy = params.temperature == 0
+    body: dict[str, Any] = {
+        "n": count,
+        "temperature": params.temperature,
+        "top_p": 1.0 if greedy else params.top_p,
+        "top_k": 0 if greedy or params.top_k < 0 else params.top_k,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,  # an end of sequence is a stop token like others: it is the caller's `stop` that says which count
+        "stop_token_ids": sorted({*stop.token_ids, *(eos if stop.eos else ())}),
+        "stop": list(stop.strings),
+        "detokenize": bool(stop.strings),
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "logprobs": likeliest(request.topk_sample_logprobs, vocab_size),
+    }
+    if params.seed is not None:
+        body["seed"] = vllm_seed(params.seed) + first
+    if first == 0 and (request.questions.logprobs or request.questions.topk):
+        body["prompt_logprobs"] = request.questions.topk
+    return body
+
+
+def scoring_params(topk: int) -> dict[str, Any]:
+    """What vLLM is sent to score an answer as part of a prompt, at temperature 1 over the whole vocabulary."""
+    return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "prompt_logprobs": topk}
+
+
+def likeliest(k: int, vocab_size: int) -> int:
+    """How many log-probabilities to ask for to get the k likeliest: vLLM counts the sampled token among them."""
+    return min(k + 1, vocab_size) if k else 0
+
+
+def vllm_seed(seed: int) -> int:
+    """The seed of the first sample; vLLM counts on for the others. Hashed, because seeds that are neighbours would share samples."""
+    return int.from_bytes(hashlib.sha256(seed.to_bytes(8, "little")).digest()[:7], "little")

@@ -1,0 +1,227 @@
+"""vLLM servers: those that we start, supervise and restart, and those that were running before.
+
+    starting -> ready -> (lost) -> down -> starting ...
+
+Each time that a server gets ready it begins a new `Life`, which knows nothing of the weights and pictures that it had before.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from cachetools import LRUCache
+
+from tinsmith.errors import TinsmithError
+from tinsmith.vllm.connection import Connection, RefusedError, ServerFailedError, ServerLostError
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+_STARTS_WITHIN_S = 900.0
+"""A server that loads a large model takes minutes."""
+_ANSWERS_WITHIN_S = 10.0
+"""How long a server that is doubted, or that was given, may take to answer."""
+_LONGEST_DELAY_S = 30.0
+_LOG_TAIL = 2000
+_KNOWN_PICTURES = 2**31
+"""Bytes of pixel values that a server is taken to remember; vLLM's own limit is 4 GiB."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a server."""
+
+    command: list[str]
+    """All but the socket."""
+    environment: Mapping[str, str]
+    sockets: Path
+    """A directory that only the user can enter."""
+    name: str
+    """Different for every server."""
+    log: Path
+
+
+@dataclass(eq=False)
+class Life:
+    """A server from one start to its end, and what it holds. Nothing that belongs to one life can reach the next."""
+
+    connection: Connection
+    slots: asyncio.Semaphore
+    """One for each request that may be under way."""
+    published: dict[int, "asyncio.Task[str | None]"] = field(default_factory=dict)
+    """By the number of the weights, 0 for the base's: makes sure that they are there, and gives the model's name to ask for."""
+    weights: int = 0
+    """Number of the full weights that it computes with; 0 are the base's."""
+    label: str | None = None
+    """What it calls these weights in its replies."""
+    gate: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while requests wait for other full weights than those that are used now; whoever comes later stays behind them."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    running: int = 0
+    """Requests that have passed the gate."""
+    pictures: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_KNOWN_PICTURES, getsizeof=lambda size: size))
+    """Size in bytes, by hash, of the pictures that it has seen."""
+
+
+class Server:
+    """One vLLM server through all its lives."""
+
+    def __init__(self, source: Launch | str, slots: int, changed: asyncio.Condition) -> None:
+        """`source` says how to start it, or is the URL of one that is not ours. It gets at most `slots` requests at a time.
+
+        `changed` is notified whenever `state` is another.
+        """
+        self.source = source
+        self.slots = slots
+        self.changed = changed
+        self.state: Literal["starting", "ready", "down"] = "starting"
+        self.reason = "it is starting"
+        """Why it is not ready."""
+        self.life: Life | None = None
+        self.load = 0
+        """Sequences that are being sampled there, or wait for it."""
+        self.process: asyncio.subprocess.Process | None = None
+        self._starts = itertools.count()
+        self._doubted = asyncio.Event()
+
+    def doubt(self, life: Life, reason: str) -> None:
+        """A request of `life` was lost: send no more before it is clear whether the server still answers."""
+        if self.life is life and self.state == "ready":
+            self.state, self.reason = "starting", reason
+            self._doubted.set()
+
+    async def run(self) -> None:
+        """Keep it running, or in touch, for ever."""
+        delay_s = 0.0
+        while True:
+            await self._change("starting", "it is starting")
+            life = Life(Connection(await self._start()), asyncio.Semaphore(self.slots))
+            try:
+                if await self._gets_ready(life):
+                    delay_s = 0.0
+                    await self._stay(life)
+            finally:
+                await life.connection.close()
+                await self._end()
+            delay_s = min(max(1.0, 2 * delay_s), _LONGEST_DELAY_S)
+            await self._change("down", self._why_down())
+            log.error("%s; next attempt in %.0f s", self.reason, delay_s)
+            await asyncio.sleep(delay_s)
+
+    async def _change(self, state: Literal["starting", "ready", "down"], reason: str) -> None:
+        async with self.changed:
+            self.state, self.reason = state, reason
+            self.changed.notify_all()
+
+    async def _start(self) -> str:
+        """The address to reach it at."""
+        source = self.source
+        if isinstance(source, str):
+            return source
+        socket = source.sockets / f"{source.name}-{next(self._starts)}"
+        source.log.parent.mkdir(parents=True, exist_ok=True)
+        with source.log.open("wb") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                *source.command,
+                "--uds",
+                str(socket),
+                env=source.environment,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        return f"unix:{socket}"
+
+    async def _gets_ready(self, life: Life) -> bool:
+        limit_s = _ANSWERS_WITHIN_S if isinstance(self.source, str) else _STARTS_WITHIN_S
+        started = time.monotonic()
+        if not await self._answers_within(life, limit_s):
+            return False
+        self.life = life
+        self._doubted.clear()
+        await self._change("ready", "")
+        log.info("the vLLM server at %s is ready, %.1f s", life.connection.address, time.monotonic() - started)
+        return True
+
+    async def _stay(self, life: Life) -> None:
+        """Until the server has gone."""
+        while True:
+            gone: list[asyncio.Task[Any]] = [asyncio.create_task(self._doubted.wait())]
+            if self.process is not None:
+                gone.append(asyncio.create_task(self.process.wait()))
+            try:
+                await asyncio.wait(gone, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in gone:
+                    task.cancel()
+            if not await self._answers_within(life, _ANSWERS_WITHIN_S):
+                return
+            self._doubted.clear()
+            await self._change("ready", "")
+
+    async def _answers_within(self, life: Life, limit_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self.process is None or self.process.returncode is None:
+                    with contextlib.suppress(ServerLostError, RefusedError, ServerFailedError):
+                        await life.connection.get("/health")
+                        return True
+                    await asyncio.sleep(_POLL_S)
+        return False
+
+    async def _end(self) -> None:
+        """Kill our process with all that it started: vLLM's own processes outlive it otherwise."""
+        process = self.process
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+    def _why_down(self) -> str:
+        if isinstance(self.source, str) or self.process is None:
+            return f"no vLLM server answers at {self.source}"
+        log_file = self.source.log
+        tail = log_file.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip()
+        return f"a vLLM server ended (exit code {self.process.returncode}); the end of {log_file}: {tail}"
+
+
+class Servers:
+    """All servers of one base model, and which of them a request goes to."""
+
+    def __init__(self, servers: list[Server], changed: asyncio.Condition) -> None:
+        self.all = servers
+        self.changed = changed
+        self.homes: LRUCache[bytes, Server] = LRUCache(2**16)
+        """Where prompts went, by the key of their last full block."""
+
+    async def pick(self, keys: list[bytes], at_most_behind: int) -> tuple[Server, Life]:
+        """A server that is ready, waiting while one is being started.
+
+        The one that computed the beginning of the prompt, known by the `keys` of its blocks, unless it has more than `at_most_behind`
+        sequences more to do than the idlest. Raises TinsmithError, saying what happened, if none is ready and none is starting.
+        """
+        async with self.changed:
+            await self.changed.wait_for(lambda: self._ready() or all(server.state == "down" for server in self.all))
+        ready = self._ready()
+        if not ready:
+            raise TinsmithError(f"there is no vLLM server to sample with: {self.all[0].reason}")
+        idlest = min(ready, key=lambda server: server.load)
+        home = next((self.homes[key] for key in reversed(keys) if key in self.homes), idlest)
+        chosen = home if home in ready and home.load - idlest.load <= at_most_behind else idlest
+        if keys:
+            self.homes[keys[-1]] = chosen
+        assert chosen.life is not None, "a server that is ready has begun a life"
+        return chosen, chosen.life
+
+    def _ready(self) -> list[Server]:
+        return [server for server in self.all if server.state == "ready"]

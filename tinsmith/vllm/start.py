@@ -1,0 +1,27 @@
+"""The vLLM sampler of a base model, put together from the configuration."""
+
+import atexit
+from collections.abc import Callable
+
+from tinsmith.config import Config
+from tinsmith.models.base import BaseModel
+from tinsmith.rendering.renderer import Renderer
+from tinsmith.vllm.canary import Canary
+from tinsmith.vllm.client import VLLMClient
+from tinsmith.vllm.launches import launches
+from tinsmith.vllm.publisher import Publisher
+from tinsmith.vllm.sampler import VLLMSampler
+from tinsmith.vllm.weights import WeightFiles
+
+
+def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake: Callable[[], None]) -> VLLMSampler:
+    """Start the servers of a base model, or get in touch with those that are named, and return at once.
+
+    `wake` is called in another thread when the sampler's `step` has something to return. Raises ConfigError for what cannot work.
+    """
+    files = WeightFiles(base, config.vllm.vllm_dir)
+    atexit.register(files.close)
+    canary = Canary(base, renderer)
+    sources = config.vllm.vllm_urls or launches(base, config, files.root)
+    client = VLLMClient([*sources], config.sampling.max_running, Publisher(files, canary))
+    return VLLMSampler(base, canary, client, config.training.logits_chunk, wake)

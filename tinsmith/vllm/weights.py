@@ -1,0 +1,75 @@
+"""Weights as files that vLLM servers read: PEFT folders of adapters, which stay as long as the weights, and whole models in passing.
+
+The files lie in memory where the system has a file system for that. Every version has a directory of its own: vLLM takes what it computed
+under an adapter's name and path for good.
+"""
+
+import os
+import shutil
+import tempfile
+import threading
+import uuid
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from tinsmith.models.base import BaseModel
+from tinsmith.models.full import FullWeights
+from tinsmith.models.lora import Adapter, LoraShape
+from tinsmith.training.peft_format import outline, write_peft
+
+_MEMORY = Path("/dev/shm")
+_PREFIX = "tinsmith-weights-"
+
+
+class WeightFiles:
+    """The files of one base model's weights. Used from several threads."""
+
+    def __init__(self, base: BaseModel, directory: str) -> None:
+        """Files go below `directory`; an empty text takes one in memory. What engines that died have left there is deleted."""
+        self.base = base
+        self.outline = outline(base.tokenizer_id)
+        parent = Path(directory or (_MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()))
+        _delete_leftovers(parent)
+        self.root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+        self._lock = threading.Lock()
+
+    def adapter(self, adapter: Adapter) -> Path:
+        """Directory of an adapter, written when it is first asked for."""
+        directory = self.root / str(adapter.uid)
+        with self._lock:
+            if not directory.exists():
+                partly = directory.with_suffix(".partly")
+                write_peft(adapter, self.outline, self.base.tokenizer_id, partly)
+                partly.rename(directory)
+        return directory
+
+    def model(self, weights: FullWeights | None) -> Path:
+        """A new file of all that full-parameter training can change: of `weights` what they have, of the base the rest.
+
+        It takes the memory of a whole model, so who asks for it should delete it soon.
+        """
+        own = weights.working if weights is not None else {}
+        parameters = self.base.full_targets(LoraShape(rank=0, seed=0))
+        tensors = {
+            self.outline.parameter_name(name): own.get(name, parameter).detach().cpu().contiguous()
+            for name, parameter in parameters.items()
+        }
+        file = self.root / f"{uuid.uuid4().hex}.safetensors"
+        save_file(tensors, file, metadata={"format": "pt"})
+        return file
+
+    def remove(self, uid: int) -> None:
+        """Delete the files of an adapter, if there are any."""
+        shutil.rmtree(self.root / str(uid), ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete everything."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _delete_leftovers(parent: Path) -> None:
+    for directory in parent.glob(f"{_PREFIX}*"):
+        pid = directory.name.removeprefix(_PREFIX).partition("-")[0]
+        if not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(directory, ignore_errors=True)
