@@ -127,6 +127,29 @@ def status(
     print_status(fetch_status(url), Console(highlight=False))
 
 
+_RlConfig = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="See docs/rl.md and examples/.")]
+
+
+@app.command()
+def rl(config: _RlConfig) -> None:
+    """Train a model on a Tinker server with reinforcement learning; started again, go on where it stopped."""
+    from tinsmith.rl.config import load
+    from tinsmith.rl.trainer import train
+
+    train(load(config))
+
+
+@app.command("eval")
+def evaluate(config: _RlConfig) -> None:
+    """Sample a model in an environment and report rewards and metrics; takes the file of `rl`."""
+    from rich.console import Console
+
+    from tinsmith.rl.config import load
+    from tinsmith.rl.evaluation import run_evaluation
+
+    run_evaluation(load(config), Console(highlight=False))
+
+
 _DataDir = Annotated[Path, typer.Option("--data-dir", help="The server's data directory.")]
 
 

@@ -53,7 +53,7 @@ class ChatTemplate:
         """What the generation prompt says on the model's behalf, such as "<think>\\n"; mostly empty."""
         self.end_of_turn = probe.end_of_turn
         """Text of the token that the template puts behind an answer; empty if that is no special token."""
-        self.end_of_turn_ids: tuple[int, ...] = tuple(self._ids(self.end_of_turn))
+        self.end_of_turn_ids: tuple[int, ...] = tuple(self.ids(self.end_of_turn))
         ends = {*self.end_of_turn_ids[:1], tokenizer.eos_token_id, tokenizer.pad_token_id}
         self.stop_ids = frozenset(int(end) for end in ends if isinstance(end, int))
         """Tokens that end a generation by themselves."""
@@ -86,11 +86,11 @@ class ChatTemplate:
     def encode(self, rendered: Rendered) -> TokenStream:
         """Tokens and pictures of a rendered text."""
         if not rendered.pictures:
-            return text_stream(self._ids(self.unprotected(rendered.text)))
+            return text_stream(self.ids(self.unprotected(rendered.text)))
         segments = rendered.text.split(self.placeholder)
-        parts = [text_stream(self._ids(self.unprotected(segments[0])))]
+        parts = [text_stream(self.ids(self.unprotected(segments[0])))]
         for picture, segment in zip(rendered.pictures, segments[1:], strict=True):
-            parts += [self._picture_stream(picture), text_stream(self._ids(self.unprotected(segment)))]
+            parts += [self._picture_stream(picture), text_stream(self.ids(self.unprotected(segment)))]
         return join(parts)
 
     def decode(self, ids: list[int]) -> str:
@@ -109,7 +109,8 @@ class ChatTemplate:
         assert self.processor is not None
         return TokenStream(np.full(picture.tokens, self.processor.placeholder_id, dtype=np.int32), (PlacedPicture(0, picture),))
 
-    def _ids(self, text: str) -> list[int]:
+    def ids(self, text: str) -> list[int]:
+        """Tokens of a text, special ones recognised, nothing added."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _plain(self, message: Message) -> dict[str, Any]:

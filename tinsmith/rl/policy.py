@@ -59,7 +59,7 @@ class TinkerPolicy:
             stop=list(request.stop) or None,  # None is the model's own end; an empty list would be no end at all
             seed=request.seed,
         )
-        reply = await self.client.sample_async(prompt, 1, params)
+        reply = await self.client.sample(prompt, 1, params)
         sequence = reply.sequences[0]
         tokens = np.array(sequence.tokens, dtype=np.int32)
         return Answer(tokens, np.array(sequence.logprobs or [], dtype=np.float32), sequence.stop_reason == "stop")

@@ -1,0 +1,43 @@
+"""Rewards of groups -> one advantage for each trajectory. A group is several episodes of one prompt."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+AdvantageKind = Literal["grpo", "rloo", "reinforce_pp"]
+
+EPSILON = 1e-6
+"""Keeps a division by a tiny deviation finite. Groups of exactly one reward never come to it."""
+
+
+def advantages(kind: AdvantageKind, groups: Sequence[Sequence[float]]) -> list[NDArray[np.float64]]:
+    """One array [g] for each group of g rewards. A group in which all rewards are equal gets exact zeros.
+
+    grpo: (r - mean) / (standard deviation), both of the group (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
+    rloo: r - mean of the group's other rewards (Ahmadian et al., arXiv 2402.14740).
+    reinforce_pp: r - mean of the group, then divided by the standard deviation over the batch (REINFORCE++-baseline, arXiv 2501.03262).
+    """
+    centred = [_centred(np.asarray(rewards, dtype=np.float64)) for rewards in groups]
+    match kind:
+        case "grpo":
+            return [group / (group.std() + EPSILON) for group in centred]
+        case "rloo":
+            return [group * len(group) / max(len(group) - 1, 1) for group in centred]
+        case "reinforce_pp":
+            whole = np.concatenate([*centred, np.zeros(0)])
+            return [group / (whole.std() + EPSILON) for group in centred] if len(whole) else centred
+
+
+def has_variance(rewards: Sequence[float]) -> bool:
+    """Whether a group teaches anything: its rewards are not all exactly the same number."""
+    return len(set(rewards)) > 1
+
+
+def _centred(rewards: NDArray[np.float64]) -> NDArray[np.float64]:
+    # The mean of equal numbers may differ from them in the last bit, which a division by the deviation would blow up.
+    if not has_variance(rewards.tolist()):
+        return np.zeros_like(rewards)
+    centred: NDArray[np.float64] = rewards - rewards.mean()
+    return centred

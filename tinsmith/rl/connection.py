@@ -1,0 +1,69 @@
+"""The server side of a run, as the SDK shows it: clients by configuration, and the chat template that belongs to the model."""
+
+from pathlib import Path
+
+import tinker
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.chat import ChatTemplate
+from tinsmith.rl.config import ModelSection, ServerSection
+from tinsmith.rl.policy import TinkerPolicy
+
+
+def connect(server: ServerSection) -> tinker.ServiceClient:
+    """A client of the server."""
+    return tinker.ServiceClient(base_url=server.url or None, api_key=server.api_key or None)
+
+
+def training_client(service: tinker.ServiceClient, model: ModelSection, resume_from: str) -> tinker.TrainingClient:
+    """The model to train: resumed with its optimizer, begun from a checkpoint, or a new adapter."""
+    client: tinker.TrainingClient
+    if resume_from:
+        client = service.create_training_client_from_state_with_optimizer(resume_from).result()
+    elif model.start_from:
+        client = service.create_training_client_from_state(model.start_from).result()
+    else:
+        client = service.create_lora_training_client(base_model=model.base_model, rank=model.rank, seed=model.seed).result()
+    return client
+
+
+def policy_of(service: tinker.ServiceClient, path: str, base_model: str) -> TinkerPolicy:
+    """A checkpoint (tinker://...) to sample from, of either kind; the base model if `path` is empty."""
+    if not path:
+        return TinkerPolicy(service.create_sampling_client(base_model=base_model).result())
+    if "/weights/" in path:
+        client = service.create_training_client_from_state(path).result()
+        return TinkerPolicy(client.save_weights_and_get_sampling_client().result())
+    return TinkerPolicy(service.create_sampling_client(model_path=path).result())
+
+
+def chat_template(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    """The chat template of the configuration. Raises ConfigError if its file is not there."""
+    text = None
+    if model.chat_template:
+        file = Path(model.chat_template)
+        if not file.is_file():
+            raise ConfigError(f"model: chat_template={model.chat_template!r} is no file")
+        text = file.read_text(encoding="utf-8")
+    return ChatTemplate.for_tokenizer(tokenizer, text, model.template_options)
+
+
+def base_model_of(client: tinker.TrainingClient) -> str:
+    """Name of the base model that a checkpoint belongs to."""
+    return str(client.get_info().model_data.model_name)
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a directory or of a Hub id."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    return tokenizer
+
+
+def context_limit(service: tinker.ServiceClient, base_model: str) -> int:
+    """The server's longest sequence for a base model, in tokens. Raises ConfigError if it does not say."""
+    capabilities = service.get_server_capabilities()
+    for supported in capabilities.supported_models:
+        if supported.model_name == base_model and supported.max_context_length:
+            return int(supported.max_context_length)
+    raise ConfigError(f"the server does not say how long sequences of {base_model!r} may be; set generation: max_context")

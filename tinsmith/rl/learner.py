@@ -1,0 +1,138 @@
+"""One step on one batch of groups: advantages, corrections, losses on the server, optimizer steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import tinker
+from numpy.typing import NDArray
+
+from tinsmith.rl.advantages import advantages
+from tinsmith.rl.config import TrainingSection
+from tinsmith.rl.corrections import importance_weights, kl, kl_penalty
+from tinsmith.rl.datums import WeightedSample, likelihood_datum, policy_datum, response_logprobs, scales
+from tinsmith.rl.groups import Group
+from tinsmith.rl.metrics import Metrics
+from tinsmith.rl.trajectory import Sample
+
+
+@dataclass
+class Learner:
+    """Turns batches into optimizer steps of `client`; `reference` scores sequences for the KL penalty."""
+
+    client: tinker.TrainingClient
+    settings: TrainingSection
+    reference: tinker.SamplingClient | None
+
+    async def learn(self, groups: Sequence[Group], step: int) -> Metrics:
+        """All substeps on one batch. A part of it in which every advantage is zero makes no optimizer step."""
+        metrics: Metrics = {}
+        weighted = self._weighted(groups)
+        if self.reference is not None:
+            weighted, metrics["kl_reference"] = await self._penalised(weighted, self.reference)
+        if self.settings.tis_cap:
+            weighted, corrected = await self._corrected(weighted)
+            metrics |= corrected
+        parts = [part for part in _split(weighted, self.settings.substeps) if part]
+        metrics |= await self._substeps(parts, step)
+        return metrics
+
+    def _weighted(self, groups: Sequence[Group]) -> list[WeightedSample]:
+        """Every usable sample with its trajectory's advantage, which all of its steps share."""
+        rewards = [[trajectory.reward for trajectory in group.usable] for group in groups]
+        weighted = []
+        for group, values in zip(groups, advantages(self.settings.advantages, rewards), strict=True):
+            for trajectory, value in zip(group.usable, values, strict=True):
+                worth = 0.0 if self.settings.overlong_filtering and trajectory.truncated else float(value)
+                for sample in trajectory.samples:
+                    spread = (sample.loss_mask * worth).astype(np.float32)
+                    learnable = replace(sample, loss_mask=_learnable(sample, trajectory.truncated and self.settings.overlong_filtering))
+                    weighted.append(WeightedSample(learnable, spread, sample.logprobs))
+        return weighted
+
+    async def _penalised(self, weighted: list[WeightedSample], reference: tinker.SamplingClient) -> tuple[list[WeightedSample], float]:
+        futures = [reference.compute_logprobs(each.sample.model_input) for each in weighted]
+        scores = [np.array((await future)[each.sample.prompt_length :], np.float32) for future, each in zip(futures, weighted, strict=True)]
+        masks = [each.sample.loss_mask for each in weighted]
+        policy, other = _masked([each.sample.logprobs for each in weighted], masks), _masked(scores, masks)
+        penalties = _unmasked(kl_penalty(policy, other, self.settings.kl_coefficient), masks)
+        changed = [replace(each, advantages=each.advantages + extra) for each, extra in zip(weighted, penalties, strict=True)]
+        return changed, kl(policy, other)
+
+    async def _corrected(self, weighted: list[WeightedSample]) -> tuple[list[WeightedSample], Metrics]:
+        """Advantages times the truncated ratio of trainer to sampler; the loss then compares with the trainer's logprobs."""
+        samples = [each.sample for each in weighted]
+        scores = response_logprobs(await self.client.forward([likelihood_datum(sample) for sample in samples], "cross_entropy"), samples)
+        masks = [sample.loss_mask for sample in samples]
+        trainer, sampler = _masked(scores, masks), _masked([sample.logprobs for sample in samples], masks)
+        ratios = importance_weights(trainer, sampler, self.settings.tis_cap)
+        corrected = [
+            replace(each, advantages=each.advantages * np.where(mask, ratio, 1.0), logprobs=np.where(mask, score, 0.0).astype(np.float32))
+            for each, ratio, score, mask in zip(weighted, _unmasked(ratios, masks), scores, masks, strict=True)
+        ]
+        capped = float(np.mean(ratios >= np.float32(self.settings.tis_cap))) if len(ratios) else 0.0
+        return corrected, {"tis_weight": float(ratios.mean()) if len(ratios) else 1.0, "tis_capped": capped}
+
+    async def _substeps(self, parts: Sequence[Sequence[WeightedSample]], step: int) -> Metrics:
+        """All requests are on their way before the first result is awaited."""
+        sent = [(part, *self._send(part, step)) for part in parts if any(each.advantages.any() for each in part)]
+        metrics: Metrics = {"learning_rate": self._learning_rate(step), "optimizer_steps": float(len(sent)), "loss": 0.0}
+        for number, (part, forward, update) in enumerate(sent):
+            output, updated = await forward, await update
+            metrics["loss"] += float(output.metrics["loss:sum"]) / len(sent)
+            metrics |= {f"optimizer/{name}": float(value) for name, value in (updated.metrics or {}).items()}
+            if number == 0:  # later parts are scored by weights that have moved on
+                samples = [each.sample for each in part]
+                masks = [sample.loss_mask for sample in samples]
+                trainer = _masked(response_logprobs(output, samples), masks)
+                metrics["kl_sampler_trainer"] = kl(_masked([sample.logprobs for sample in samples], masks), trainer)
+        return metrics
+
+    def _send(
+        self, part: Sequence[WeightedSample], step: int
+    ) -> "tuple[tinker.APIFuture[tinker.ForwardBackwardOutput], tinker.APIFuture[tinker.OptimStepResponse]]":
+        settings = self.settings
+        factors = scales([each.sample for each in part], settings.loss_scale)
+        data = [policy_datum(each, settings.loss, factor) for each, factor in zip(part, factors, strict=True)]
+        forward = self.client.forward_backward(data, settings.loss, settings.loss_options or None)
+        adam = tinker.AdamParams(
+            learning_rate=self._learning_rate(step),
+            eps=1e-8,
+            weight_decay=settings.weight_decay,
+            grad_clip_norm=settings.grad_clip_norm,
+        )
+        return forward, self.client.optim_step(adam)
+
+    def _learning_rate(self, step: int) -> float:
+        settings = self.settings
+        rising = min(1.0, (step + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
+        falling = 1.0 - step / settings.steps if settings.decay == "linear" else 1.0
+        return settings.learning_rate * rising * falling
+
+
+def _learnable(sample: Sample, filtered: bool) -> NDArray[np.bool_]:
+    return np.zeros_like(sample.loss_mask) if filtered else sample.loss_mask
+
+
+def _split(weighted: Sequence[WeightedSample], parts: int) -> list[Sequence[WeightedSample]]:
+    """`parts` neighbouring runs of about one size."""
+    edges = [len(weighted) * part // parts for part in range(parts + 1)]
+    return [weighted[start:stop] for start, stop in pairwise(edges)]
+
+
+def _masked(values: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.float32]:
+    """The sampled tokens of all samples in one array."""
+    return np.concatenate([np.zeros(0, dtype=np.float32), *(value[mask] for value, mask in zip(values, masks, strict=True))])
+
+
+def _unmasked(values: NDArray[np.float32], masks: Sequence[NDArray[np.bool_]]) -> list[NDArray[np.float32]]:
+    """The inverse of `_masked`: an array [r] for each sample, 0.0 where nothing was sampled."""
+    spread, at = [], 0
+    for mask in masks:
+        count = int(mask.sum())
+        response = np.zeros(len(mask), dtype=np.float32)
+        response[mask] = values[at : at + count]
+        spread.append(response)
+        at += count
+    return spread

@@ -1,0 +1,47 @@
+"""What a run must know to go on: written beside its checkpoints, replaced as a whole, read by `tinsmith rl` and `tinsmith eval`."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinsmith.errors import ConfigError
+
+FILE = "state.json"
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run after `step` steps."""
+
+    step: int = 0
+    next_group: int = 0
+    """Number of the first group that has not been trained on."""
+    weights: str = ""
+    """Training checkpoint (tinker://...), with the optimizer."""
+    sampler_weights: str = ""
+    """The same weights to sample from."""
+    best_reward: float | None = None
+    best_step: int = 0
+    best_weights: str = ""
+    """The weights with the best reward, to sample from."""
+    tokenizer: str = ""
+    """Directory or Hub id."""
+
+    def save(self, directory: Path) -> None:
+        """Replace the state in `directory`."""
+        new = directory / f"{FILE}.new"
+        new.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+        new.replace(directory / FILE)
+
+
+def load_state(directory: Path) -> RunState | None:
+    """The state in `directory`, or None. Raises ConfigError if it is of another version."""
+    file = directory / FILE
+    if not file.exists():
+        return None
+    values = json.loads(file.read_text(encoding="utf-8"))
+    known = {spec.name for spec in dataclasses.fields(RunState)}
+    if set(values) != known:
+        raise ConfigError(f"{file} was written by another version: its keys are {sorted(values)}, expected {sorted(known)}")
+    return RunState(**values)

@@ -1,0 +1,208 @@
+"""The loop of a run: take a batch of groups, learn from it, publish the new weights; log, evaluate and save in between.
+
+train(load(Path("config.yaml")))          or          tinsmith rl config.yaml
+"""
+
+import asyncio
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import tinker
+from rich.console import Console
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.advantages import has_variance
+from tinsmith.rl.chat import ChatTemplate
+from tinsmith.rl.config import RlConfig, to_tree
+from tinsmith.rl.connection import base_model_of, chat_template, connect, context_limit, load_tokenizer, policy_of, training_client
+from tinsmith.rl.env import Prompt
+from tinsmith.rl.evaluation import Evaluator
+from tinsmith.rl.generator import Generator
+from tinsmith.rl.groups import Counts, Group, GroupStream
+from tinsmith.rl.learner import Learner
+from tinsmith.rl.metrics import Metrics, trajectory_metrics
+from tinsmith.rl.pages import write_jsonl, write_page
+from tinsmith.rl.policy import Policy, TinkerPolicy
+from tinsmith.rl.prompts import rows, seeds, shuffled
+from tinsmith.rl.rules import rules_of
+from tinsmith.rl.run_state import RunState, load_state
+from tinsmith.rl.trackers import Tracker, make_trackers
+from tinsmith.rl.trajectory import Origin, Trajectory
+from tinsmith.rl.warmup import warm_up
+from tinsmith.rl.workers import Workers, make_workers
+
+
+def train(config: RlConfig, console: Console | None = None) -> RunState:
+    """A whole run, or the rest of one; returns its last state.
+
+    Raises ConfigError for what cannot work, and what the server answers to requests that fail.
+    """
+    console = console or Console()
+    directory = Path(config.output.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    state = load_state(directory) or RunState()
+    if state.step and not config.output.resume:
+        raise ConfigError(f"output: directory={config.output.directory!r} holds a run of {state.step} steps, and resume is false")
+    workers = make_workers(config.env.workers, config.env.worker_count, config.env.timeout_s)
+    trackers = make_trackers(config.output.trackers, directory, state.step, to_tree(config), console)
+    (directory / "config.json").write_text(json.dumps(to_tree(config), indent=2) + "\n", encoding="utf-8")
+    with connect(config.server) as service:
+        try:
+            run = _prepared(config, service, workers, state, trackers, console)
+            return asyncio.run(run.steps())
+        finally:
+            workers.shutdown()
+            for tracker in trackers:
+                tracker.close()
+
+
+def _prepared(
+    config: RlConfig, service: tinker.ServiceClient, workers: Workers, state: RunState, trackers: Sequence[Tracker], console: Console
+) -> "Run":
+    """Everything a run needs, warmed up if it is new."""
+    client = training_client(service, config.model, state.weights)
+    template = chat_template(config.model, load_tokenizer(config.model.tokenizer) if config.model.tokenizer else client.get_tokenizer())
+    base_model = config.model.base_model or base_model_of(client)
+    max_context = config.generation.max_context or context_limit(service, base_model)
+    reference = policy_of(service, config.training.kl_reference, base_model).client if config.training.kl_coefficient else None
+    if not state.step and config.warmup.steps:
+        losses = warm_up(client, config.env, config.warmup, template)
+        console.print(f"warm-up: loss per token {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps", highlight=False)
+    section = config.prompts
+    prompts = rows(Path(section.file), section.count) if section.file else seeds(section.seed, section.count)
+    rules = rules_of(config, max_context)
+    generator = Generator(config.env.name, config.env.options, rules, template, workers, config.generation.in_flight)
+    evaluator = Evaluator(config, template, workers, max_context) if config.evaluation.every else None
+    state = replace(state, tokenizer=str(template.tokenizer.name_or_path))
+    return Run(config, client, template, generator, prompts, Learner(client, config.training, reference), evaluator, trackers, state)
+
+
+@dataclass
+class Run:
+    """A run at work."""
+
+    config: RlConfig
+    client: tinker.TrainingClient
+    template: ChatTemplate
+    generator: Generator
+    prompts: Sequence[Prompt]
+    learner: Learner
+    evaluator: Evaluator | None
+    trackers: Sequence[Tracker]
+    state: RunState
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Of the step at work, by stage."""
+
+    async def steps(self) -> RunState:
+        """All steps that are left."""
+        training = self.config.training
+        stream = GroupStream(
+            play=self._play,
+            batch=training.groups,
+            staleness=self.config.staleness,
+            in_order=training.mode != "async",
+            wanted=self._wanted,
+            most_draws=training.dynamic_sampling_limit * training.groups,
+            next_number=self.state.next_group,
+        )
+        try:
+            policy = await self._publish()
+            if self.evaluator is not None and not self.state.step:
+                self._log(-1, await self._evaluated(policy, 0))
+            stream.publish(self.state.step, policy)
+            for step in range(self.state.step, training.steps):
+                await self._step(step, stream)
+        finally:
+            await stream.close()
+        return self.state
+
+    async def _step(self, step: int, stream: GroupStream) -> None:
+        self.seconds.clear()
+        start = time.perf_counter()
+        with self._timed("wait"):
+            groups = await stream.take()
+        metrics = self._batch_metrics(groups, step, stream)
+        with self._timed("learn"):
+            metrics |= await self.learner.learn(groups, step)
+        policy = await self._publish()
+        self.state = replace(self.state, step=step + 1, next_group=max(self.state.next_group, *(group.number + 1 for group in groups)))
+        if step + 1 < self.config.training.steps:
+            stream.publish(step + 1, policy)
+        await self._after(step + 1, policy, metrics, groups)
+        self.seconds["step"] = time.perf_counter() - start
+        self._log(step, metrics | {f"seconds/{stage}": spent for stage, spent in self.seconds.items()})
+
+    async def _after(self, done: int, policy: Policy, metrics: Metrics, groups: Sequence[Group]) -> None:
+        """What is due after so many steps: evaluation, pages, checkpoints."""
+        last = done == self.config.training.steps
+        if self.evaluator is not None and (last or done % self.config.evaluation.every == 0):
+            metrics |= await self._evaluated(policy, done)
+        best = metrics.get("eval/reward", None if self.evaluator else metrics["reward"])
+        output = self.config.output
+        if output.save_best and best is not None and (self.state.best_reward is None or best > self.state.best_reward):
+            saved = await self.client.save_weights_for_sampler(f"best-{done:06d}")
+            self.state = replace(self.state, best_reward=best, best_step=done, best_weights=saved.path)
+        if last or (output.save_every and done % output.save_every == 0):
+            with self._timed("save"):
+                await self._save(done)
+        if output.trajectories_every and (last or done % output.trajectories_every == 0):
+            self._show(f"step-{done:06d}", [trajectory for group in groups for trajectory in group.trajectories])
+
+    async def _play(self, number: int, version: int, policy: Policy) -> Group:
+        prompt = shuffled(self.prompts, number, self.config.training.seed)
+        origins = [Origin(self.generator.env, prompt.seed, number, m, version) for m in range(self.config.training.group_size)]
+        trajectories = await asyncio.gather(*(self.generator.play(policy, prompt, origin) for origin in origins))
+        return Group(number, prompt, version, tuple(trajectories))
+
+    def _wanted(self, group: Group) -> bool:
+        return not self.config.training.dynamic_sampling or has_variance([trajectory.reward for trajectory in group.usable])
+
+    async def _publish(self) -> Policy:
+        with self._timed("publish"):
+            return TinkerPolicy(await self.client.save_weights_and_get_sampling_client())
+
+    def _batch_metrics(self, groups: Sequence[Group], step: int, stream: GroupStream) -> Metrics:
+        metrics = trajectory_metrics([group.trajectories for group in groups])
+        metrics["staleness"] = sum(step - group.version for group in groups) / len(groups)
+        metrics["staleness_max"] = float(max(step - group.version for group in groups))
+        metrics["groups_without_variance_replaced"] = float(stream.counts.without_variance)
+        metrics["groups_stale_replaced"] = float(stream.counts.stale)
+        stream.counts = Counts()
+        return metrics
+
+    async def _evaluated(self, policy: Policy, version: int) -> Metrics:
+        assert self.evaluator is not None
+        with self._timed("evaluate"):
+            evaluation = await self.evaluator.evaluate(policy, version)
+        self._show(f"evaluation-{version:06d}", evaluation.trajectories)
+        return {f"eval/{name}": value for name, value in evaluation.metrics.items()}
+
+    async def _save(self, done: int) -> None:
+        name = f"step-{done:06d}"
+        weights = await self.client.save_state(name, overwrite=True)
+        sampler_weights = await self.client.save_weights_for_sampler(name)
+        self.state = replace(self.state, weights=weights.path, sampler_weights=sampler_weights.path)
+        self.state.save(Path(self.config.output.directory))
+
+    def _show(self, name: str, trajectories: Sequence[Trajectory]) -> None:
+        if not self.config.output.trajectories_every:
+            return
+        directory = Path(self.config.output.directory) / "trajectories"
+        directory.mkdir(exist_ok=True)
+        write_jsonl(directory / f"{name}.jsonl", trajectories, self.template)
+        write_page(directory / f"{name}.html", trajectories[: self.config.output.page_trajectories], self.template, name)
+
+    def _log(self, step: int, metrics: Metrics) -> None:
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[stage] += time.perf_counter() - start
