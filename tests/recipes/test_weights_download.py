@@ -1,0 +1,39 @@
+"""The cookbook's `weights.download`: a checkpoint to train on, which comes encrypted, and external weights."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from tests.acceptance.elsewhere import ITEM, transformers_logprobs
+from tests.acceptance.talking import RAW_STEP, scores, train
+from tests.recipes.workshop import PYTHON, TEXT_MODEL, Workshop
+
+DOWNLOAD = "import sys; from tinker_cookbook import weights; weights.download(tinker_path=sys.argv[1], output_dir=sys.argv[2])"
+
+
+@pytest.mark.parametrize("kind", ["weights", "external_weights"])
+def test_downloaded_weights_are_loaded_by_peft(random_models: Workshop, kind: str, tmp_path: Path) -> None:
+    key = "tml-recipes"
+    environment = os.environ | {"TINKER_BASE_URL": random_models.url, "TINKER_API_KEY": key}
+    with tinker.ServiceClient(base_url=random_models.url, api_key=key) as service:
+        client = train(service, TEXT_MODEL)
+        client.forward_backward([ITEM], "cross_entropy")
+        client.optim_step(RAW_STEP).result()
+        expected = scores(client, [ITEM])[0]
+        path = (client.save_state("out") if kind == "weights" else client.save_weights_external("out")).result().path
+        command = [str(PYTHON), "-c", DOWNLOAD, path, str(tmp_path / "adapter")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+
+    assert done.returncode == 0, done.stderr
+    assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    base = AutoModelForCausalLM.from_pretrained(random_models.directory / TEXT_MODEL)
+    network = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    np.testing.assert_allclose(transformers_logprobs(network), expected, atol=1e-4)
+    kept = tinker.RestClient(base_url=random_models.url, api_key=key).list_user_checkpoints().result().checkpoints
+    assert not [checkpoint for checkpoint in kept if checkpoint.checkpoint_id == "external_weights/download"]
