@@ -8,12 +8,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pyrage
 import pytest
 import tinker
 from peft import PeftModel
 from tinker import types
+from tinker.cli.auth_api import TinkerAuthApi
 from transformers import AutoModelForCausalLM
 
 from tests.acceptance.conftest import API_KEY
@@ -275,3 +277,6 @@ def test_what_only_a_hosted_service_has_is_empty(server: Server) -> None:
     assert admin.get_billing_usage("2026-07-13T00:00:00Z", "2026-07-14T00:00:00Z").result().data == []
     assert admin.get_current_checkpoint_storage_usage().result().data == []
     assert admin.get_audit_log("checkpoints").result().entries == []
+    with httpx.Client() as client:
+        key = TinkerAuthApi(client, base_url=server.url).get_self_api_key(API_KEY)
+    assert (key.name, key.details.org_details.name) == ("local", "local")

@@ -113,3 +113,4 @@ def test_a_session_is_traced_and_nothing_is_billed(service: tinker.ServiceClient
     usage = answer(command, "billing", "usage", "2026-07-13T00:00:00Z", "2026-07-14T00:00:00Z")
     assert usage["data"] == []
     assert answer(command, "billing", "checkpoint-storage")["data"] == []
+    assert "Tinker accessible: yes" in succeed(command, "auth", "status")
