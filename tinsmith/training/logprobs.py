@@ -22,7 +22,7 @@ from tinsmith.models.lora import Adapter, Segment
 def target_logprobs(hidden: Tensor, lm_head: Tensor, targets: Tensor, segments: list[Segment], chunk: int, keep: bool = False) -> Tensor:
     """Log-probabilities [tokens, K] in float32 of `targets` [tokens, K], each segment with its own LoRA on the LM head.
 
-    `keep` those of the whole vocabulary, [tokens, vocabulary], for the backward pass: meant for passes of no more than `chunk` rows.
+    `keep` those of the whole vocabulary, [tokens, vocabulary], for the backward pass, if there are no more than `chunk` rows.
     hidden [tokens, hidden]; lm_head [vocabulary, hidden]; differentiable in `hidden`, `lm_head` and the adapters' working copies.
     """
     compute: Any = _TargetLogprobs.apply
@@ -55,21 +55,18 @@ class _TargetLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, lm_head: Tensor, a: Tensor | None, b: Tensor | None, scale: float, targets: Tensor, chunk: int, keep: bool
     ) -> Tensor:
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-        kept = []
+        every = None
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             every = head_logits(hidden[rows], lm_head, a, b, scale).log_softmax(-1)
             logprobs[rows] = every.gather(-1, targets[rows])
-            if keep:
-                kept.append(every)
-        ctx.save_for_backward(hidden, lm_head, a, b, targets, *kept)
+        ctx.save_for_backward(hidden, lm_head, a, b, targets, every if keep and len(hidden) <= chunk else None)
         ctx.scale, ctx.chunk = scale, chunk
         return logprobs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, lm_head, a, b, targets, *kept = ctx.saved_tensors
-        every = torch.cat(kept) if kept else None
+        hidden, lm_head, a, b, targets, every = ctx.saved_tensors
         (grad,) = grads
         grad_hidden = torch.zeros_like(hidden)
         grad_head = torch.zeros_like(lm_head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
