@@ -1,9 +1,12 @@
 """Checkpoints of a data directory: what replaces what, and what is deleted when."""
 
+import resource
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tinsmith.config import TrainingConfig
 from tinsmith.engine.checkpoints import Checkpoints
@@ -109,3 +112,20 @@ def test_a_save_that_fails_leaves_nothing(checkpoints: Checkpoints) -> None:
         checkpoints.add(TRAINING, write)
     assert checkpoints.store.checkpoint(str(TRAINING)) is None
     assert checkpoints.store.discarded_directories() == []  # it may be written for a day
+
+
+def test_a_disk_that_takes_no_more_is_named(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write(directory: Path) -> About:
+        with whole_directory(directory) as files:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+            try:
+                save_file({"a": torch.zeros(1000)}, files / "a")
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+            raise AssertionError("4000 bytes went into a file of at most 1000")
+
+    with pytest.raises(TinsmithError, match=r"tinker://m/weights/a could not be written: .*File too large"):
+        checkpoints.add(TRAINING, write)
+    assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Checkpoint
@@ -64,7 +66,7 @@ class Checkpoints:
                 about = write(directory)
                 size_bytes = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
                 has_optimizer = has_moments(directory)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a disk that is full
             raise TinsmithError(f"{path} could not be written: {error}; see to that and save again") from error
         now = time.time()
         checkpoint = Checkpoint(

@@ -18,16 +18,20 @@ from tinsmith.training.backend import Backend
 from tinsmith.training.checkpoint import About, read_about, stored_weights
 from tinsmith.training.peft_format import outline, write_merged, write_peft
 
+_SHOWN_CHARACTERS = 20
+
 
 def parse_recipients(texts: Sequence[str]) -> list[Any]:
     """Age recipients: native keys (age1...) and SSH public keys. Raises UserError naming one that is neither."""
     recipients = []
-    for text in texts:
+    for place, text in enumerate(texts):
         kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
         try:
             recipients.append(kind.Recipient.from_str(text))
         except pyrage.RecipientError as error:
-            raise UserError(f"age_encryption_recipients: {text[:80]!r} is no age1... key and no SSH public key: {error}") from error
+            # Not all of it: it may be the secret key.
+            shown = text[:_SHOWN_CHARACTERS] + ("..." if len(text) > _SHOWN_CHARACTERS else "")
+            raise UserError(f"age_encryption_recipients.{place}: {shown!r} is no age1... key and no SSH public key: {error}") from error
     return recipients
 
 

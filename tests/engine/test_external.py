@@ -1,0 +1,59 @@
+"""External weights: for whom they are encrypted, and what is left of a save that fails."""
+
+from pathlib import Path
+
+import pyrage
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from tinsmith.config import TrainingConfig
+from tinsmith.engine.external import parse_recipients, write_external
+from tinsmith.errors import UserError
+from tinsmith.models.base import BaseModel
+from tinsmith.models.lora import LoraShape
+from tinsmith.training.backend import LocalBackend
+
+FILES = ["adapter_config.json", "adapter_model.safetensors"]
+
+
+@pytest.fixture
+def backend(text_base: BaseModel) -> LocalBackend:
+    """A backend with a model "m"."""
+    backend = LocalBackend(text_base, TrainingConfig())
+    backend.create_model("m", LoraShape(4, seed=1))
+    return backend
+
+
+def names(directory: Path) -> list[str]:
+    """What lies in a directory."""
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_an_ssh_key_decrypts_what_was_encrypted_for_it(backend: LocalBackend, tmp_path: Path) -> None:
+    private = Ed25519PrivateKey.generate()
+    public = private.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
+    about = write_external(backend, "m", tmp_path / "plain", [])
+    assert (about.base_model, about.shape.rank) == ("tiny", 4)
+    write_external(backend, "m", tmp_path / "secret", parse_recipients([public]))
+    assert (names(tmp_path / "plain"), names(tmp_path / "secret")) == (FILES, [f"{name}.age" for name in FILES])
+    identity = pyrage.ssh.Identity.from_buffer(private.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    for name in FILES:
+        decrypted = pyrage.decrypt((tmp_path / "secret" / f"{name}.age").read_bytes(), [identity])
+        assert decrypted == (tmp_path / "plain" / name).read_bytes()
+    assert names(tmp_path) == ["plain", "secret"]
+
+
+@pytest.mark.parametrize("text", ["", "nobody", "age1nobody", "ssh-ed25519 nobody", "-----BEGIN", "AGE-SECRET-KEY-1"])
+def test_what_is_no_key_is_refused_by_name(text: str) -> None:
+    good = str(pyrage.x25519.Identity.generate().to_public())
+    with pytest.raises(UserError, match=rf"age_encryption_recipients\.1: {text!r} is no age1\.\.\. key and no SSH public key"):
+        parse_recipients([good, text])
+
+
+def test_a_secret_key_that_was_sent_by_mistake_is_not_repeated() -> None:
+    secret = str(pyrage.x25519.Identity.generate())
+    with pytest.raises(UserError) as refused:
+        parse_recipients([secret])
+    assert secret[:20] in str(refused.value)
+    assert secret[20:30] not in str(refused.value)
