@@ -15,7 +15,8 @@ def create_app(hub: Hub) -> FastAPI:
     app = FastAPI(title="Tinsmith", openapi_url=None)
     app.state.hub = hub
     add_error_replies(app)
-    for resource in (service, sessions, training, sampling, futures, runs, checkpoints, downloads, cloud, status):
+    # Routes are tried in order: those that every step and every sample takes come first.
+    for resource in (futures, training, sampling, service, sessions, runs, checkpoints, downloads, cloud, status):
         app.include_router(resource.router, prefix=_PREFIX)
     app.add_api_route("/{path:path}", _not_built, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
     return app
