@@ -1,17 +1,20 @@
 # make setup    create .venv with the pinned dependencies (demo and test do it themselves)
 # make demo     fine-tune a tiny vision-language model to read handwritten digits
 # make test     run the tests
+# make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
 # make lint | format | typecheck | proto | clean
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+RECIPES_VENV := .venv-recipes
+RECIPES_STAMP := $(RECIPES_VENV)/.installed
 PROTO := tinsmith/wire/tinker.proto
 
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test lint format typecheck proto clean
+.PHONY: setup demo test test-recipes lint format typecheck proto clean
 
 setup: $(STAMP)
 
@@ -31,6 +34,15 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+$(RECIPES_STAMP): constraints-recipes.txt
+	python3 -m venv $(RECIPES_VENV)
+	$(RECIPES_VENV)/bin/python -m pip install --quiet --only-binary :all: --no-deps --no-compile --requirement $<
+	@touch $@
+
+# In order, in one process: the later recipes start from what the earlier ones have trained.
+test-recipes: $(STAMP) $(RECIPES_STAMP)
+	$(PYTHON) -m pytest tests/recipes --basetemp recipes-output --timeout 600 --durations 0 --durations-min 1
+
 lint: $(STAMP)
 	$(PYTHON) -m ruff check
 
@@ -45,4 +57,4 @@ proto: $(STAMP)
 	$(PYTHON) -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTO)
 
 clean:
-	rm -rf $(VENV) demo-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RECIPES_VENV) demo-output recipes-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

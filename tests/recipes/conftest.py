@@ -1,0 +1,58 @@
+"""Two servers for all recipes: one with random tiny models, one with what `sl_loop` has made of the text model."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.stand_ins import write_stand_ins
+from tests.recipes.workshop import PYTHON, RL_LOOP_OPTIONS, TEXT_MODEL, VISION_MODEL, Outcome, Workshop
+from tests.running import serving
+from tinsmith.models.tiny import write_tiny_model
+
+CACHE = ("--kv-cache-gib", "0.2")
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stand-ins for everything that the recipes would load from the Hub."""
+    if not PYTHON.exists():
+        pytest.exit(f"{PYTHON} is missing: run `make test-recipes`, which sets it up", returncode=2)
+    place = tmp_path_factory.mktemp("workshop")
+    write_stand_ins(place)
+    write_tiny_model("qwen3", place / TEXT_MODEL)
+    write_tiny_model("qwen3-vl", place / VISION_MODEL)
+    return place
+
+
+@pytest.fixture(scope="session")
+def random_models(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    """A server with a text and a vision-language model that know nothing."""
+    place = tmp_path_factory.mktemp("random")
+    models = [option for name in (TEXT_MODEL, VISION_MODEL) for option in ("--base-model", f"{name}={directory / name}")]
+    with serving(place, *models, *CACHE) as server:
+        server.wait_for_health()
+        yield Workshop(directory, server.url, place / "data")
+
+
+@pytest.fixture(scope="session")
+def sl_loop(random_models: Workshop) -> Outcome:
+    """The text model is taught the form of an answer, by the recipe."""
+    options = (f"model_name={TEXT_MODEL}", "batch_size=20", "learning_rate=8e-3", "save_every=10")
+    return random_models.completed("sl_loop", "log_path=sl_loop", *options)
+
+
+@pytest.fixture(scope="session")
+def taught_model(random_models: Workshop, sl_loop: Outcome, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    """A server whose base model, under the same name, is the end of `sl_loop`: it answers in the right form and guesses the price."""
+    place = tmp_path_factory.mktemp("taught")
+    random_models.merge(sl_loop.sampler_path, place / "model")
+    with serving(place, "--base-model", f"{TEXT_MODEL}={place / 'model'}", *CACHE) as server:
+        server.wait_for_health()
+        yield Workshop(random_models.directory, server.url, place / "data")
+
+
+@pytest.fixture(scope="session")
+def rl_loop(taught_model: Workshop) -> Outcome:
+    """The recipe with its simplest loss; what it ends with knows the price."""
+    return taught_model.completed("rl_loop", "log_path=rl_loop", "loss_fn=importance_sampling", "max_steps=12", *RL_LOOP_OPTIONS)

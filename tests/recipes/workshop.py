@@ -1,0 +1,98 @@
+"""Where the cookbook's recipes run: a directory that answers for the Hub, and the second environment, in which the recipes are installed.
+
+A recipe is started as from a shell, in that directory: transformers and datasets take `./ORG/NAME` for the model or dataset of that name.
+"""
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.running import tinsmith
+
+PYTHON = Path(__file__).parents[2] / ".venv-recipes" / "bin" / "python"
+TEXT_MODEL, VISION_MODEL = "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-30B-A3B-Instruct"
+"""Names for which the cookbook knows a renderer. The tiny models are served under them."""
+
+RL_LOOP_OPTIONS = (f"model_name={TEXT_MODEL}", "batch_size=16", "group_size=8", "max_tokens=12", "learning_rate=3e-4")
+
+TIMEOUT_S = 600.0
+"""For one recipe, on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a recipe leaves behind."""
+
+    exit_code: int
+    output: str
+    """Standard output and standard error, as they came."""
+    rows: list[dict[str, Any]]
+    """metrics.jsonl: a row per step."""
+    checkpoints: list[dict[str, Any]]
+    """checkpoints.jsonl, the last checkpoint last."""
+
+    def curve(self, metric: str) -> list[float]:
+        """The values of a metric, from the first step to the last."""
+        return [row[metric] for row in self.rows if metric in row]
+
+    @property
+    def state_path(self) -> str:
+        """The last checkpoint to train on from."""
+        return str(self.checkpoints[-1]["state_path"])
+
+    @property
+    def sampler_path(self) -> str:
+        """The last checkpoint to sample."""
+        return str(self.checkpoints[-1]["sampler_path"])
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """The directory with the stand-ins, and the server that recipes talk to."""
+
+    directory: Path
+    url: str
+    data_dir: Path
+    """The server's."""
+
+    def run(self, recipe: str, *options: str) -> Outcome:
+        """`python -m tinker_cookbook.recipes.RECIPE OPTION...`, to its end. An option `log_path=NAME` is where the outcome is read from."""
+        environment = {
+            **os.environ,
+            "TINKER_BASE_URL": self.url,
+            "TINKER_API_KEY": "tml-recipes",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(self.directory / "cache"),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [str(PYTHON), "-m", f"tinker_cookbook.recipes.{recipe}", *options]
+        done = subprocess.run(
+            command,
+            cwd=self.directory,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+        )
+        logs = [option.partition("=")[2] for option in options if option.startswith(("log_path=", "experiment_dir="))]
+        return Outcome(done.returncode, done.stdout, *(self._rows(logs, name) for name in ("metrics.jsonl", "checkpoints.jsonl")))
+
+    def completed(self, recipe: str, *options: str) -> Outcome:
+        """The outcome of a recipe that must succeed."""
+        outcome = self.run(recipe, *options)
+        assert outcome.exit_code == 0, outcome.output[-6000:]
+        return outcome
+
+    def _rows(self, logs: list[str], name: str) -> list[dict[str, Any]]:
+        files = [file for log in logs for file in (self.directory / log).rglob(name)]
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+    def merge(self, checkpoint: str, model: Path) -> None:
+        """Write a checkpoint as a model of its own: `tinsmith export --merge`."""
+        done = tinsmith("export", checkpoint, str(model), "--merge", "--data-dir", str(self.data_dir))
+        assert done.returncode == 0, done.stderr
