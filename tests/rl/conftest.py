@@ -1,10 +1,12 @@
 """Chat templates on the tiny tokenizer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.rl.scripted import THINKING, tokenizer
+from tests.running import serving
+from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rl.chat import ChatTemplate
 
 
@@ -25,3 +27,17 @@ def plain(make_template: Callable[[str | None], ChatTemplate]) -> ChatTemplate:
 def thinking(make_template: Callable[[str | None], ChatTemplate]) -> ChatTemplate:
     """Drops earlier thoughts."""
     return make_template(THINKING)
+
+
+@pytest.fixture(scope="session")
+def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server with the models `tiny` and `tiny-vl`."""
+    directory = tmp_path_factory.mktemp("rl-server")
+    options = ["--kv-cache-gib", "0.1"]
+    write_tiny_model("qwen3", directory / "tiny")
+    write_tiny_model("qwen3-vl", directory / "tiny-vl")
+    for name in ("tiny", "tiny-vl"):
+        options += ["--base-model", f"{name}={directory / name}"]
+    with serving(directory, *options) as server:
+        server.wait_for_health()
+        yield server.url

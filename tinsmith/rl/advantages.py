@@ -22,7 +22,7 @@ def advantages(kind: AdvantageKind, groups: Sequence[Sequence[float]]) -> list[N
     centred = [_centred(np.asarray(rewards, dtype=np.float64)) for rewards in groups]
     match kind:
         case "grpo":
-            return [group / (group.std() + EPSILON) for group in centred]
+            return [group / (group.std() + EPSILON) if len(group) else group for group in centred]
         case "rloo":
             return [group * len(group) / max(len(group) - 1, 1) for group in centred]
         case "reinforce_pp":

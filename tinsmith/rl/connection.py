@@ -60,9 +60,10 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def context_limit(service: tinker.ServiceClient, base_model: str) -> int:
+def context_limit(server: ServerSection, base_model: str) -> int:
     """The server's longest sequence for a base model, in tokens. Raises ConfigError if it does not say."""
-    capabilities = service.get_server_capabilities()
+    rest = tinker.RestClient(base_url=server.url or None, api_key=server.api_key or None)
+    capabilities = rest.get_server_capabilities().result()
     for supported in capabilities.supported_models:
         if supported.model_name == base_model and supported.max_context_length:
             return int(supported.max_context_length)

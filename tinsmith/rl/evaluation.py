@@ -79,7 +79,7 @@ def run_evaluation(config: RlConfig, console: Console) -> Evaluation:
         policy = policy_of(service, path, config.model.base_model)
         template = chat_template(config.model, load_tokenizer(tokenizer) if tokenizer else policy.client.get_tokenizer())
         workers = make_workers(config.env.workers, config.env.worker_count, config.env.timeout_s)
-        max_context = config.generation.max_context or context_limit(service, config.model.base_model)
+        max_context = config.generation.max_context or context_limit(config.server, config.model.base_model)
         evaluation = asyncio.run(Evaluator(config, template, workers, max_context).evaluate(policy))
         workers.shutdown()
     directory = Path(config.output.directory)

@@ -68,7 +68,7 @@ def _prepared(
     client = training_client(service, config.model, state.weights)
     template = chat_template(config.model, load_tokenizer(config.model.tokenizer) if config.model.tokenizer else client.get_tokenizer())
     base_model = config.model.base_model or base_model_of(client)
-    max_context = config.generation.max_context or context_limit(service, base_model)
+    max_context = config.generation.max_context or context_limit(config.server, base_model)
     reference = policy_of(service, config.training.kl_reference, base_model).client if config.training.kl_coefficient else None
     if not state.step and config.warmup.steps:
         losses = warm_up(client, config.env, config.warmup, template)

@@ -1,0 +1,53 @@
+"""Advantages by their formulas; groups of one reward give exact zeros."""
+
+import numpy as np
+import pytest
+
+from tinsmith.rl.advantages import AdvantageKind, advantages, has_variance
+from tinsmith.rl.corrections import importance_weights, kl, kl_penalty
+
+
+def test_grpo_divides_by_the_group_s_deviation() -> None:
+    (made,) = advantages("grpo", [[1.0, 0.0, 0.0, 0.0]])
+    assert made == pytest.approx(np.array([0.75, -0.25, -0.25, -0.25]) / np.sqrt(3 / 16), rel=1e-5)
+
+
+def test_rloo_compares_with_the_others() -> None:
+    (made,) = advantages("rloo", [[1.0, 0.0, 0.5]])
+    assert made == pytest.approx([1.0 - 0.25, 0.0 - 0.75, 0.5 - 0.5])
+
+
+def test_reinforce_pp_divides_by_the_batch_s_deviation() -> None:
+    made = advantages("reinforce_pp", [[1.0, 0.0], [3.0, 1.0, 2.0]])
+    centred = np.array([0.5, -0.5, 1.0, -1.0, 0.0])
+    assert np.concatenate(made) == pytest.approx(centred / centred.std(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "reinforce_pp"])
+def test_equal_rewards_give_exact_zeros(kind: AdvantageKind) -> None:
+    third = [0.1] * 3
+    assert np.mean(third) != 0.1  # what a difference from the mean would make an advantage of
+    assert not has_variance(third)
+    zero, other = advantages(kind, [third, [0.0, 1.0]])
+    assert zero.tolist() == [0.0, 0.0, 0.0]
+    assert other[1] > 0 > other[0]
+    assert [group.tolist() for group in advantages(kind, [[0.7], []])] == [[0.0], []]
+
+
+def test_importance_weights_are_ratios_up_to_the_cap() -> None:
+    trainer, sampler = np.log(np.array([0.5, 0.9, 0.2], np.float32)), np.log(np.array([0.25, 0.1, 0.4], np.float32))
+    assert importance_weights(trainer, sampler, 3.0) == pytest.approx([2.0, 3.0, 0.5])
+    assert importance_weights(np.zeros(1, np.float32), np.full(1, -1000.0, np.float32), 2.0) == pytest.approx([2.0])
+
+
+def test_the_kl_penalty_moves_and_does_not_punish() -> None:
+    penalty = kl_penalty(np.array([-1.0, -2.0], np.float32), np.array([-2.0, -2.0], np.float32), 0.1)
+    assert penalty == pytest.approx([-0.05, 0.05])
+
+
+def test_kl_is_that_of_the_distributions() -> None:
+    p, q = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.25, 0.25])
+    tokens = np.random.default_rng(0).choice(3, size=200_000, p=p)
+    estimate = kl(np.log(p)[tokens].astype(np.float32), np.log(q)[tokens].astype(np.float32))
+    assert estimate == pytest.approx(float((p * np.log(p / q)).sum()), rel=0.02)
+    assert kl(np.log(p).astype(np.float32), np.log(p).astype(np.float32)) == 0.0

@@ -1,0 +1,64 @@
+"""The configuration of a run refuses what it does not know and what cannot work."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.config import from_tree, load, to_tree
+from tinsmith.rl.env import Prompt
+from tinsmith.rl.prompts import rows, seeds, shuffled
+
+SMALLEST: dict[str, Any] = {"model": {"base_model": "tiny"}, "env": {"name": "maze2d"}}
+
+
+def test_a_file_fills_the_tree_and_the_rest_is_default(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {base_model: tiny}\nenv: {name: maze2d, options: {level: hard}}\ntraining: {mode: async, max_staleness: 3}\n")
+    config = load(file)
+    assert (config.env.options, config.staleness, config.training.loss) == ({"level": "hard"}, 3, "importance_sampling")
+    assert from_tree({**to_tree(config), "server": {"url": "", "api_key": "tml-secret"}}) is not config
+    assert "api_key" not in to_tree(config)["server"]
+    assert [from_tree({**SMALLEST, "training": {"mode": mode}}).staleness for mode in ("sync", "one_step_off")] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trainign": {}}, "unknown key 'trainign'; known here: server, model"),
+        ({"training": {"lerning_rate": 1}}, "training: unknown key 'lerning_rate'"),
+        ({"training": {"loss": "cross_entropy"}}, "loss='cross_entropy' must be one of importance_sampling, ppo, cispo, dro, gspo"),
+        ({"training": {"steps": 0}}, "steps=0 must lie between 1 and any number"),
+        ({"training": {"group_size": 1}}, "group_size=1 leaves grpo nothing to compare with"),
+        ({"training": {"groups": 2, "substeps": 3}}, "substeps=3 exceeds groups=2"),
+        ({"evaluation": {"samples": 2, "pass_at": [1, 4]}}, r"pass_at=\[4\] must lie between 1 and samples=2"),
+        ({"evaluation": {"pass_at": "1"}}, "pass_at must be a list of numbers"),
+        ({"env": {"name": "maze2d", "options": 3}}, "options must hold keys, got 3"),
+        ({"env": {}}, "env: name is missing"),
+        ({"model": {}}, "model: base_model is missing"),
+    ],
+)
+def test_what_cannot_work_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_tree({**SMALLEST, **change})
+
+
+def test_prompts_come_in_a_new_order_every_pass() -> None:
+    prompts = seeds(100, 4)
+    passes = [[shuffled(prompts, 4 * epoch + place, seed=0).seed for place in range(4)] for epoch in range(6)]
+    assert all(sorted(one) == [100, 101, 102, 103] for one in passes)
+    assert len({tuple(one) for one in passes}) > 1
+    assert passes[0] == [shuffled(prompts, place, seed=0).seed for place in range(4)]
+
+
+def test_prompts_of_a_file_are_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "2 + 2"}], "fields": {"answer": "4"}}\n{"fields": {}}\n')
+    assert rows(file, 5) == [Prompt(0, ({"role": "user", "content": "2 + 2"},), {"answer": "4"}), Prompt(1)]
+    assert rows(file, 1) == rows(file, 5)[:1]
+    file.write_text('{"question": "2 + 2"}\n')
+    with pytest.raises(ConfigError, match="row 1: a prompt has the keys messages and fields"):
+        rows(file, 5)
+    with pytest.raises(ConfigError, match="cannot read the prompts"):
+        rows(tmp_path / "nothing", 5)

@@ -1,0 +1,145 @@
+"""Which groups are played on which weights, in every mode; what dynamic sampling and the bound on staleness replace."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.rl.scripted import Scripted
+from tinsmith.rl.env import Prompt
+from tinsmith.rl.groups import Group, GroupStream
+from tinsmith.rl.policy import Policy
+
+NOBODY = Scripted([])
+
+
+@dataclass
+class Stage:
+    """Plays groups when it is told to, and remembers on which weights each began."""
+
+    begun: dict[int, int] = field(default_factory=dict)
+    curtains: dict[int, asyncio.Event] = field(default_factory=dict)
+
+    async def play(self, number: int, version: int, policy: Policy) -> Group:
+        self.begun[number] = version
+        self.curtains[number] = asyncio.Event()
+        await self.curtains[number].wait()
+        return Group(number, Prompt(number), version, ())
+
+    async def finish(self, *numbers: int) -> None:
+        await asyncio.sleep(0)
+        for number in numbers:
+            self.curtains[number].set()
+        for _ in range(4):
+            await asyncio.sleep(0)
+
+
+def stream_of(
+    stage: Stage, staleness: int, in_order: bool, wanted: Callable[[Group], bool] = lambda _: True, most: int = 100
+) -> GroupStream:
+    return GroupStream(stage.play, batch=2, staleness=staleness, in_order=in_order, wanted=wanted, most_draws=most)
+
+
+def numbers(groups: list[Group]) -> list[int]:
+    return [group.number for group in groups]
+
+
+def test_synchronous_groups_begin_on_the_step_s_own_weights() -> None:
+    async def run() -> None:
+        stage = Stage()
+        stream = stream_of(stage, 0, in_order=True)
+        for version in range(3):
+            stream.publish(version, NOBODY)
+            await stage.finish(2 * version + 1, 2 * version)
+            assert numbers(await stream.take()) == [2 * version, 2 * version + 1]
+        assert stage.begun == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}
+        await stream.close()
+
+    asyncio.run(run())
+
+
+def test_one_step_off_plays_the_next_batch_while_this_one_is_learnt() -> None:
+    async def run() -> None:
+        stage = Stage()
+        stream = stream_of(stage, 1, in_order=True)
+        stream.publish(0, NOBODY)
+        await stage.finish(0, 1, 3)
+        assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0}
+        assert numbers(await stream.take()) == [0, 1]
+        stream.publish(1, NOBODY)
+        await stage.finish(2)
+        assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
+        assert numbers(await stream.take()) == [2, 3]
+        await stream.close()
+
+    asyncio.run(run())
+
+
+def test_asynchronous_groups_are_taken_as_they_finish_and_never_too_old() -> None:
+    async def run() -> None:
+        stage = Stage()
+        stream = stream_of(stage, 1, in_order=False)
+        stream.publish(0, NOBODY)
+        await stage.finish(3, 1)
+        assert numbers(await stream.take()) == [3, 1]
+        stream.publish(1, NOBODY)
+        await stage.finish(4, 5)
+        assert numbers(await stream.take()) == [4, 5]
+        stream.publish(2, NOBODY)  # 0 and 2 began on weights 0
+        await stage.finish(0, 2, 6)
+        waiting = asyncio.ensure_future(stream.take())
+        await stage.finish(7)
+        assert numbers(await waiting) == [6, 7]
+        assert stream.counts.stale == 2
+        await asyncio.sleep(0)
+        assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 2, 7: 2, 8: 2, 9: 2}
+        await stream.close()
+
+    asyncio.run(run())
+
+
+def test_dynamic_sampling_replaces_groups_until_its_limit() -> None:
+    async def run() -> None:
+        stage = Stage()
+        stream = stream_of(stage, 0, in_order=True, wanted=lambda group: group.number == 1, most=4)
+        stream.publish(0, NOBODY)
+        await stage.finish(0, 1)
+        assert stage.begun == {0: 0, 1: 0, 2: 0}
+        await stage.finish(2)
+        await stage.finish(3)
+        assert numbers(await stream.take()) == [1, 3]  # 3 is the fourth group drawn: it counts whatever it is
+        assert stream.counts.without_variance == 2
+        stream.publish(1, NOBODY)
+        await stage.finish()
+        assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
+        await stream.close()
+
+    asyncio.run(run())
+
+
+def test_a_resumed_stream_counts_on_and_starts_as_many() -> None:
+    async def run() -> None:
+        stage = Stage()
+        stream = GroupStream(stage.play, 2, 0, True, lambda _: True, 100, next_number=14)
+        stream.publish(7, NOBODY)
+        await stage.finish(14, 15)
+        assert numbers(await stream.take()) == [14, 15]
+        assert stage.begun == {14: 7, 15: 7}
+        await stream.close()
+
+    asyncio.run(run())
+
+
+def test_what_playing_raises_comes_out_of_take() -> None:
+    async def fails(number: int, version: int, policy: Policy) -> Group:
+        raise RuntimeError(f"group {number}")
+
+    async def run() -> None:
+        stream = GroupStream(fails, 2, 0, True, lambda _: True, 100)
+        stream.publish(0, NOBODY)
+        with pytest.raises(RuntimeError, match="group 0"):
+            await stream.take()
+        await stream.close()
+
+    asyncio.run(run())

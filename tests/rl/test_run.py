@@ -1,0 +1,171 @@
+"""Short runs against a real server process: what is logged and written, resuming, evaluation, corrections, schedules."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tinsmith.cli import app
+from tinsmith.errors import ConfigError
+from tinsmith.rl.config import RlConfig, from_tree
+from tinsmith.rl.evaluation import run_evaluation
+from tinsmith.rl.run_state import RunState, load_state
+from tinsmith.rl.trainer import train
+
+QUIET = Console(quiet=True)
+ALWAYS_LOGGED = [
+    *("reward", "response_tokens", "turns", "truncated", "entropy", "kl_sampler_trainer", "zero_variance_groups"),
+    *("tokens/sampled", "tokens/sequence", "seconds/wait", "seconds/learn", "seconds/publish", "seconds/step", "staleness"),
+]
+
+
+def config_of(url: str, directory: Path, **sections: dict[str, Any]) -> RlConfig:
+    """Four steps of ColorSquare with the smallest batches."""
+    tree: dict[str, dict[str, Any]] = {
+        "server": {"url": url, "api_key": "tml-test"},
+        "model": {"base_model": "tiny-vl", "rank": 8},
+        "env": {"name": "color_square"},
+        "generation": {"max_tokens": 6},
+        "training": {"steps": 4, "groups": 2, "group_size": 3, "learning_rate": 1e-3},
+        "warmup": {"steps": 14, "episodes": 8, "learning_rate": 3e-3},
+        "output": {"directory": str(directory), "trackers": [], "trajectories_every": 2},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return from_tree(tree)
+
+
+def logged(directory: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def told(directory: Path, step: int) -> list[dict[str, Any]]:
+    """The trajectories of a step."""
+    return [json.loads(line) for line in (directory / "trajectories" / f"step-{step:06d}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunState]:
+    """A run of four steps."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    trackers = {"trackers": ["tensorboard"]}
+    return directory, train(config_of(server_url, directory, evaluation={"every": 4, "prompts": 4}, output=trackers), QUIET)
+
+
+def test_a_run_logs_and_writes_what_it_did(undisturbed: tuple[Path, RunState]) -> None:
+    directory, state = undisturbed
+    lines = logged(directory)
+    assert [line["step"] for line in lines] == [-1, 0, 1, 2, 3]
+    for line in lines[1:]:
+        if line["optimizer_steps"]:
+            assert set(ALWAYS_LOGGED) <= set(line)
+            assert line["kl_sampler_trainer"] < 1e-6  # one code path samples and trains
+    assert {"eval/reward", "eval/env/color_right"} <= set(lines[0]) & set(lines[-1])
+    assert state == load_state(directory)
+    assert (state.step, state.next_group) == (4, 8)
+    assert state.weights.startswith("tinker://")
+    assert (directory / "trajectories" / "step-000004.html").read_text().count("<img src='data:image/png;base64,") >= 6
+    assert list((directory / "tensorboard").iterdir())
+    assert "tml-test" not in (directory / "config.json").read_text()
+
+
+def test_trajectories_tell_exactly_what_was_trained_on(undisturbed: tuple[Path, RunState]) -> None:
+    for trajectory in told(undisturbed[0], 4):
+        (sample,) = trajectory["samples"]
+        lengths = {len(sample[name]) for name in ("response_ids", "loss_mask", "rewards", "logprobs")}
+        assert len(lengths) == 1
+        assert sum(sample["rewards"]) == trajectory["reward"]
+        assert [bool(logprob) for logprob in sample["logprobs"]] == [bool(mask) for mask in sample["loss_mask"]]
+        assert len(sample["pictures"]) == trajectory["turns"]
+
+
+def test_a_stopped_and_resumed_run_is_the_undisturbed_one(undisturbed: tuple[Path, RunState], server_url: str, tmp_path: Path) -> None:
+    evaluation = {"every": 4, "prompts": 4}
+    train(config_of(server_url, tmp_path, evaluation=evaluation, training={"steps": 2}), QUIET)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "reward": 9.0}\n')  # a step that was done, but not saved, when the run was killed
+    state = train(config_of(server_url, tmp_path, evaluation=evaluation), QUIET)
+    for again, once in zip(told(tmp_path, 4), told(undisturbed[0], 4), strict=True):
+        for sample, expected in zip(again.pop("samples"), once.pop("samples"), strict=True):
+            # The same batch packed in another order of arrival differs in the last bits.
+            assert sample.pop("logprobs") == pytest.approx(expected.pop("logprobs"), abs=1e-4)
+            assert sample == expected
+        assert again == once
+    assert (state.step, state.next_group) == (4, 8)
+    rewards = [[line["reward"] for line in logged(directory) if line["step"] >= 0] for directory in (tmp_path, undisturbed[0])]
+    assert rewards[0] == rewards[1]
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(undisturbed: tuple[Path, RunState], server_url: str) -> None:
+    with pytest.raises(ConfigError, match="holds a run of 4 steps, and resume is false"):
+        train(config_of(server_url, undisturbed[0], output={"resume": False}), QUIET)
+
+
+def test_evaluation_samples_a_run_a_checkpoint_or_the_base_model(
+    undisturbed: tuple[Path, RunState], server_url: str, tmp_path: Path
+) -> None:
+    directory, state = undisturbed
+    rewards = {}
+    for model in (str(directory), state.sampler_weights, state.weights, ""):
+        section = {"model": model, "prompts": 4, "samples": 4, "pass_at": [1, 4], "temperature": 0.5}
+        config = config_of(server_url, tmp_path, evaluation=section, model={"tokenizer": state.tokenizer})
+        evaluation = run_evaluation(config, QUIET)
+        rewards[model] = [trajectory.reward for trajectory in evaluation.trajectories]
+        report = json.loads((tmp_path / "evaluation.json").read_text())
+        assert report["model"] in (model, "tiny-vl", state.best_weights)
+        assert report["pass@1"] <= report["pass@4"]
+        assert (tmp_path / "evaluation.html").exists()
+    assert rewards[state.sampler_weights] == rewards[state.weights]
+    assert max(rewards[""]) == 0.0
+    assert max(rewards[state.weights]) > 0.0
+    with pytest.raises(ConfigError, match="no directory of a run"):
+        run_evaluation(config_of(server_url, tmp_path, evaluation={"model": str(tmp_path)}), QUIET)
+
+
+def test_the_commands_do_the_same(server_url: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    output = f"output: {{directory: {tmp_path / 'out'}, trackers: [console]}}"
+    file.write_text(
+        f"server: {{url: '{server_url}', api_key: tml-test}}\nmodel: {{base_model: tiny}}\nenv: {{name: arithmetic}}\n{output}\n"
+        f"generation: {{max_tokens: 3}}\ntraining: {{steps: 1, groups: 2, group_size: 2}}\nevaluation: {{model: {tmp_path / 'out'}}}\n"
+    )
+    trained = CliRunner().invoke(app, ["rl", str(file)])
+    assert trained.exit_code == 0, trained.output
+    assert "step    0  reward 0.000" in trained.output
+    evaluated = CliRunner().invoke(app, ["eval", str(file)])
+    assert evaluated.exit_code == 0, evaluated.output
+    assert "zero_variance_groups" in evaluated.output
+
+
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+def test_other_schedules_run_ahead_within_their_bound(mode: str, server_url: str, tmp_path: Path) -> None:
+    training = {"mode": mode, "max_staleness": 2, "steps": 5}
+    state = train(config_of(server_url, tmp_path, training=training, env={"workers": "thread"}), QUIET)
+    assert state.step == 5
+    ages = [line["staleness_max"] for line in logged(tmp_path)]
+    assert max(ages) <= {"one_step_off": 1, "async": 2}[mode]
+    assert max(ages) >= 1
+
+
+def test_corrections_penalty_and_filters_are_applied(server_url: str, tmp_path: Path) -> None:
+    training = {
+        "kl_coefficient": 0.1,
+        "tis_cap": 2.0,
+        "substeps": 2,
+        "loss": "ppo",
+        "loss_options": {"clip_high_threshold": 1.3},
+        "overlong_filtering": True,
+        "dynamic_sampling": True,
+        "advantages": "reinforce_pp",
+        "steps": 3,
+        "loss_scale": "sequences",
+    }
+    train(config_of(server_url, tmp_path, training=training), QUIET)
+    lines = logged(tmp_path)
+    assert all(line["tis_weight"] == pytest.approx(1.0, abs=1e-3) and line["tis_capped"] == 0.0 for line in lines)
+    assert all(line["kl_reference"] > 0.1 for line in lines)  # warmed up, it is far from the base model
+    assert all(line["optimizer_steps"] == 2.0 for line in lines)
+    assert any(line["groups_without_variance_replaced"] > 0 for line in lines)
