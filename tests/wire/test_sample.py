@@ -117,7 +117,7 @@ def test_wrong_fields_are_named_with_their_value(changes: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"record_stability_info": True}, "stable_reinforce.*use ppo"),
+        ({"record_stability_info": True}, "stable_reinforce.*use importance_sampling"),
         ({"base_model": "tiny"}, "fixed by the sampling session"),
         ({"model_path": "tinker://x"}, "fixed by the sampling session"),
         ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs: .* got -1"),

@@ -153,7 +153,10 @@ class _SampleBody(StrictModel):
     @model_validator(mode="after")
     def _check_values(self) -> Self:
         if self.record_stability_info:
-            raise UserError("record_stability_info=True serves the loss stable_reinforce, which is not offered; leave it out and use ppo")
+            raise UserError(
+                "record_stability_info=True serves the loss stable_reinforce, which is not offered; "
+                "leave it out and use importance_sampling, or ppo, cispo or gspo for samples of older weights"
+            )
         if self.prompt_logprobs_last_n is not None and not self.prompt_logprobs:
             raise ValueError("prompt_logprobs_last_n applies to prompt logprobs; set prompt_logprobs")
         if self.base_model is not None or self.model_path is not None:
