@@ -39,9 +39,10 @@ $(RECIPES_STAMP): constraints-recipes.txt
 	$(RECIPES_VENV)/bin/python -m pip install --quiet --only-binary :all: --no-deps --no-compile --requirement $<
 	@touch $@
 
-# In order, in one process: the later recipes start from what the earlier ones have trained.
+# In order, in one process: the later recipes start from what the earlier ones have trained. With one thread each, server and recipe
+# do not wait for each other's threads on a busy machine.
 test-recipes: $(STAMP) $(RECIPES_STAMP)
-	$(PYTHON) -m pytest tests/recipes --basetemp recipes-output --timeout 600 --durations 0 --durations-min 1
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/recipes --basetemp recipes-output --timeout 600 --durations 0 --durations-min 1
 
 lint: $(STAMP)
 	$(PYTHON) -m ruff check
