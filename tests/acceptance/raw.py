@@ -11,12 +11,15 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 class RawModel:
     """One model. Every submit names its seq_id; `result` waits for a request id."""
 
-    def __init__(self, http: httpx.Client, base_model: str, rank: int = 8, seed: int = 3) -> None:
+    def __init__(self, http: httpx.Client, base_model: str, rank: int = 8, seed: int = 3, path: str | None = None) -> None:
+        """A new one, or with `path` one that goes on from that checkpoint."""
         self.http = http
         session_id = http.post("create_session", json={}).json()["session_id"]
-        lora = {"rank": rank, "seed": seed}
-        body = {"session_id": session_id, "model_seq_id": 0, "base_model": base_model, "lora_config": lora}
-        created = http.post("create_model", json=body).json()
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": base_model}
+        if path is None:
+            created = http.post("create_model", json=body | {"lora_config": {"rank": rank, "seed": seed}}).json()
+        else:
+            created = http.post("load_weights", json=body | {"path": path, "optimizer": True}).json()
         self.model_id: str = created["model_id"]
         assert self.result(created["request_id"])["model_id"] == self.model_id
 
@@ -39,6 +42,13 @@ class RawModel:
         """Submit; returns the request id."""
         body = {"model_id": self.model_id, "seq_id": seq_id, "adam_params": params.model_dump()}
         reply = self.http.post("optim_step", json=body)
+        assert reply.status_code == 200, reply.text
+        request_id: str = reply.json()["request_id"]
+        return request_id
+
+    def save(self, seq_id: int, name: str) -> str:
+        """Submit a save_weights; returns the request id."""
+        reply = self.http.post("save_weights", json={"model_id": self.model_id, "seq_id": seq_id, "path": name})
         assert reply.status_code == 200, reply.text
         request_id: str = reply.json()["request_id"]
         return request_id
