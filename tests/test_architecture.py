@@ -48,6 +48,7 @@ TRANSFORMERS_NAMES = {
     "AutoTokenizer",
     "GenerationConfig",
     "PreTrainedModel",
+    "PreTrainedTokenizerBase",
     "Qwen2Tokenizer",
     "Qwen3Config",
     "Qwen3ForCausalLM",

@@ -104,15 +104,29 @@ def test_digit_sum_keeps_held_out_scans_apart() -> None:
 
 @pytest.mark.parametrize(("level", "side"), [("easy", 4), ("medium", 6), ("hard", 8)])
 def test_a_maze_is_a_picture_of_its_cells(level: str, side: int) -> None:
-    env = registry.make("maze2d", level=level)
-    content = env.init(Prompt(1))[0][0]["content"]
-    assert isinstance(content, list)
-    picture = content[0]["image"]
+    picture = maze_picture(level=level)
     assert picture.size == (32 * side, 32 * side)
-    assert content[1] == {"type": "text", "text": "Move:"}
-    counts = {color: count // 32**2 for count, color in picture.getcolors()}
+    counts = {color: count // 32**2 for count, color in picture.getcolors() or ()}
     walls = {"easy": 3, "medium": 9, "hard": 20}[level]
     assert counts == {(255, 255, 255): side**2 - walls - 2, (0, 0, 0): walls, (40, 60, 220): 1, (30, 170, 60): 1}
+
+
+def maze_picture(**options: Any) -> Image.Image:
+    content = registry.make("maze2d", **options).init(Prompt(1))[0][0]["content"]
+    assert isinstance(content, list)
+    assert content[1] == {"type": "text", "text": "Move:"}
+    picture: Image.Image = content[0]["image"]
+    return picture
+
+
+def test_the_player_s_view_is_centred_and_points_to_the_goal() -> None:
+    board, around = (maze_picture(view=view) for view in ("board", "player"))
+    places = {color: (x, y) for x in range(4) for y in range(4) for color in [board.getpixel((32 * x, 32 * y))]}
+    (px, py), (gx, gy) = places[(40, 60, 220)], places[(30, 170, 60)]
+    assert around.size == (160, 160)
+    assert around.getpixel((70, 70)) == (40, 60, 220)
+    x, y = (max(-2, min(2, away)) for away in (gx - px, gy - py))
+    assert around.getpixel((70 + 32 * x, 70 + 32 * y)) == (30, 170, 60)
 
 
 def test_a_bump_ends_the_episode_unless_it_only_costs_a_move() -> None:

@@ -2,7 +2,8 @@
 
 A cell is 32 pixels a side: white is free, black a wall, blue the player, green the goal. Reward 1 for the goal. A move into a wall or off
 the board, and a word that is no move, end the episode (`bumps_end=False`: they only cost a move). Nothing but the picture says where
-anything is.
+anything is. It shows the board, or with `view="player"` the 5 x 5 cells around the player: what is off the board is black, and a goal
+farther away stands at the edge, in its direction.
 """
 
 from collections import deque
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from tinsmith.errors import ConfigError
@@ -20,6 +22,8 @@ MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 LEVELS = {"easy": (4, 3), "medium": (6, 9), "hard": (8, 20)}
 """Level -> (cells a side, walls)."""
 CELL = 32
+REACH = 2
+"""Cells that the player sees to every side."""
 FREE, WALL, PLAYER, GOAL = (255, 255, 255), (0, 0, 0), (40, 60, 220), (30, 170, 60)
 
 Cell = tuple[int, int]
@@ -33,10 +37,13 @@ class Maze2D(Env, Teacher):
     moves: int = 20
     nearest: int = 2
     bumps_end: bool = True
+    view: Literal["board", "player"] = "board"
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise ConfigError(f"level={self.level!r} must be one of {', '.join(LEVELS)}")
+        if self.view not in ("board", "player"):
+            raise ConfigError(f"view={self.view!r} must be board or player")
 
     def init(self, prompt: Prompt) -> tuple[list[Message], dict[str, Any]]:
         """Build a maze and show it."""
@@ -78,7 +85,18 @@ class Maze2D(Env, Teacher):
         for wall in self.walls:
             board[wall] = WALL
         board[self.goal], board[self.player] = GOAL, PLAYER
+        if self.view == "player":
+            board = self._around_player(board)
         return user(Image.fromarray(board.repeat(CELL, axis=0).repeat(CELL, axis=1)), "Move:")
+
+    def _around_player(self, board: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """[5, 5, 3] of the board [side, side, 3]."""
+        down, right = self.player
+        wide = np.pad(board, ((REACH, REACH), (REACH, REACH), (0, 0)), constant_values=WALL[0])
+        around = wide[down : down + 2 * REACH + 1, right : right + 2 * REACH + 1].copy()
+        away = np.array(self.goal) - np.array(self.player)
+        around[tuple(np.clip(away, -REACH, REACH) + REACH)] = GOAL
+        return around
 
     def _free(self, cell: Cell) -> bool:
         return 0 <= cell[0] < self.side and 0 <= cell[1] < self.side and cell not in self.walls

@@ -1,0 +1,71 @@
+"""Any Gymnasium environment whose observation is a picture, or that renders one.
+
+What is missing is what a text means as an action, and a name:
+
+    def lander() -> GymnasiumEnv:
+        env = gymnasium.make("LunarLander-v3", render_mode="rgb_array")
+        return GymnasiumEnv(env, ["nothing", "left", "main", "right"].index, question="Which engine?")
+
+    registry.register("lander", lander)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+from PIL import Image
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.env import Env, Message, Prompt, Step, user, visible
+
+
+class GymnasiumEnv(Env):
+    """An episode of `env`, reset with the prompt's seed; each turn shows a picture and asks `question`.
+
+    `action_of` maps what the model said (stripped, without its thoughts) to an action; a ValueError or KeyError from it, which `list.index`
+    and a dictionary raise, ends the episode with no reward. The picture is the observation if that is one [height, width, 1 or 3] of uint8,
+    and what `render` returns otherwise.
+    """
+
+    def __init__(self, env: "gymnasium.Env[Any, Any]", action_of: Callable[[str], Any], question: str) -> None:
+        if not _is_picture_space(env.observation_space) and env.render_mode != "rgb_array":
+            raise ConfigError(
+                f"{env} neither observes a picture nor renders one; make it with render_mode='rgb_array' (it is {env.render_mode!r})"
+            )
+        self.env, self.action_of, self.question = env, action_of, question
+        self.steps, self.invalid = 0, False
+
+    def init(self, prompt: Prompt) -> tuple[list[Message], dict[str, Any]]:
+        """Reset the environment and show it."""
+        observation, info = self.env.reset(seed=prompt.seed)
+        return [self._shown(observation)], dict(info)
+
+    def step(self, text: str) -> Step:
+        """Do what the text says."""
+        try:
+            action = self.action_of(visible(text))
+        except (ValueError, KeyError):
+            self.invalid = True
+            return Step([], 0.0, True)
+        self.steps += 1
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        done = bool(terminated or truncated)
+        return Step([] if done else [self._shown(observation)], float(reward), done, dict(info))
+
+    def close(self) -> None:
+        """Close the environment."""
+        self.env.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Steps made, and whether a text that was no action ended them."""
+        return {"steps": float(self.steps), "invalid": float(self.invalid)}
+
+    def _shown(self, observation: Any) -> Message:
+        pixels: Any = observation if _is_picture_space(self.env.observation_space) else self.env.render()
+        return user(Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels), self.question)
+
+
+def _is_picture_space(space: Any) -> bool:
+    shape = space.shape or ()
+    return len(shape) == 3 and shape[2] in (1, 3) and space.dtype == np.uint8
