@@ -67,5 +67,5 @@ class GymnasiumEnv(Env):
 
 
 def _is_picture_space(space: Any) -> bool:
-    shape = space.shape or ()
+    shape: tuple[int, ...] = space.shape or ()
     return len(shape) == 3 and shape[2] in (1, 3) and space.dtype == np.uint8
