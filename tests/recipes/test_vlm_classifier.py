@@ -1,0 +1,41 @@
+"""The recipe that trains an image classifier, with both of its evaluators, and the recipe that evaluates its last checkpoint by path."""
+
+import re
+
+import pytest
+
+from tests.recipes.workshop import VISION_MODEL, Outcome, Workshop
+
+SCANS_TO_TEST = 297
+
+
+@pytest.fixture(scope="module")
+def training(random_models: Workshop) -> Outcome:
+    """A random vision-language model learns to name handwritten digits; the recipe mirrors every second scan that it trains on."""
+    return random_models.completed(
+        *("vlm_classifier.train", "experiment_dir=vlm_classifier", f"model_name={VISION_MODEL}", "renderer_name=qwen3_vl_instruct"),
+        *("num_epochs=14", "batch_size=50", "learning_rate=4e-3", "max_tokens=16"),
+        *("save_every=0", "eval_every=60", f"n_eval={SCANS_TO_TEST}"),
+    )
+
+
+def test_curves(training: Outcome) -> None:
+    train_nll, test_nll, accuracy = (training.curve(metric) for metric in ("train_mean_nll", "test/nll", "accuracy"))
+
+    assert train_nll[0] > 5
+    assert train_nll[-1] < 0.05
+    assert test_nll[0] > 5
+    assert test_nll[-1] < 0.05
+    assert accuracy[0] < 0.2
+    assert accuracy[-1] >= 0.9
+
+
+def test_evaluation_by_path(random_models: Workshop, training: Outcome) -> None:
+    path = f"model_path={training.sampler_path}"
+    evaluation = random_models.completed(
+        "vlm_classifier.eval", path, "dataset=caltech101", "renderer_name=qwen3_vl_instruct", "max_tokens=16"
+    )
+
+    found = re.search(r"Metrics = \{'accuracy': ([\d.]+)\}", evaluation.output)
+    assert found is not None, evaluation.output[-3000:]
+    assert float(found[1]) >= 0.9
