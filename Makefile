@@ -2,6 +2,7 @@
 # make demo     fine-tune a tiny vision-language model to read handwritten digits
 # make test     run the tests
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
+# make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
 # make lint | format | typecheck | proto | clean
 
 VENV := .venv
@@ -9,12 +10,14 @@ PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 RECIPES_VENV := .venv-recipes
 RECIPES_STAMP := $(RECIPES_VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 PROTO := tinsmith/wire/tinker.proto
 
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-recipes lint format typecheck proto clean
+.PHONY: setup demo test test-recipes test-vllm lint format typecheck proto clean
 
 setup: $(STAMP)
 
@@ -44,6 +47,14 @@ $(RECIPES_STAMP): constraints-recipes.txt
 test-recipes: $(STAMP) $(RECIPES_STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/recipes --basetemp recipes-output --timeout 600 --durations 0 --durations-min 1
 
+$(VLLM_STAMP): constraints-vllm.txt
+	python3 -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: --no-deps --no-compile --requirement $<
+	@touch $@
+
+test-vllm: $(STAMP) $(VLLM_STAMP)
+	TINSMITH_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PYTHON) -m pytest tests/with_vllm --timeout 600 --durations 0 --durations-min 1
+
 lint: $(STAMP)
 	$(PYTHON) -m ruff check
 
@@ -58,4 +69,4 @@ proto: $(STAMP)
 	$(PYTHON) -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTO)
 
 clean:
-	rm -rf $(VENV) $(RECIPES_VENV) demo-output recipes-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RECIPES_VENV) $(VLLM_VENV) demo-output recipes-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

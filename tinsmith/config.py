@@ -103,6 +103,9 @@ class VLLMConfig:
     vllm_urls: list[str] = knob([], "Use the vLLM server at this address, and start none; repeat for several")
     vllm_python: str = knob("", "Python of the environment that vLLM is installed in, if it is not this one")
     vllm_args: list[str] = knob([], "One more option for vLLM servers that are started, as --vllm-arg=--max-loras=8; repeat for several")
+    renderer: str = knob(
+        "local", "Who processes pictures, for training too: local, this engine; vllm, its render endpoint", choices=("local", "vllm")
+    )
     vllm_dir: str = knob("", "Where weights lie while vLLM servers use them, if not in memory: a directory that all of them can read")
 
 

@@ -32,7 +32,7 @@ from tinsmith.engine.samples import Sampled, Samples
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.status import StatusReporter
 from tinsmith.engine.trainer import Trainer
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import ConfigError, NotFoundError
 from tinsmith.models.base import BaseModel, load_base_model
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local import LocalSampler
@@ -171,6 +171,8 @@ class Engine:
         return data
 
     def _sampled(self, renderers: dict[str, Renderer]) -> dict[str, Sampled]:
+        if self.config.vllm.renderer == "vllm" and self.config.sampling.sampler != "vllm":
+            raise ConfigError("renderer=vllm needs vLLM servers, and they come with sampler=vllm")
         if self.config.sampling.sampler == "none":
             return {}
         if self.config.sampling.sampler == "vllm":

@@ -1,7 +1,8 @@
 """Chunks of a ModelInput -> RenderedInput. The only place where text and pictures become token ids.
 
-A picture is decoded and processed once, by the model's own Hugging Face image processor on its Pillow backend, and remembered by the
-hash of its bytes. Placeholders are expanded here; a placeholder id that arrives as a text token stays text.
+A picture is decoded and processed once, by the model's own Hugging Face image processor on its Pillow backend (or by vLLM's, see
+`vllm/processor.py`), and remembered by the hash of its bytes. Placeholders are expanded here; a placeholder id that arrives as a text token
+stays text.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from cachetools import LRUCache
+from PIL.Image import Image
 from transformers import AutoImageProcessor
 
 from tinsmith.config import ImagesConfig
@@ -20,15 +22,36 @@ from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.images import decode
 
+Processor = Callable[[bytes, Image], PictureInput]
+"""The SHA-256 of a picture's bytes, and the picture in RGB -> what the vision tower takes."""
+
+
+class LocalProcessor:
+    """The model's own Hugging Face image processor, in this process."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self.merge_size = base.merge_size
+        self.processor: Any = AutoImageProcessor.from_pretrained(base.tokenizer_id, backend="pil")
+
+    def __call__(self, sha256: bytes, image: Image) -> PictureInput:
+        """See `Processor`."""
+        output = self.processor(images=[image], return_tensors="pt")
+        time, height, width = output["image_grid_thw"][0].tolist()
+        tokens = time * height * width // self.merge_size**2
+        return PictureInput(sha256, output["pixel_values"].to(torch.float32), (time, height, width), slice(0, tokens))
+
 
 class Renderer:
     """Renders for one base model. `read_blob` fetches image bytes that are in the store, by SHA-256."""
 
-    def __init__(self, base: BaseModel, limits: ImagesConfig, read_blob: Callable[[bytes], bytes]) -> None:
+    def __init__(
+        self, base: BaseModel, limits: ImagesConfig, read_blob: Callable[[bytes], bytes], processor: Processor | None = None
+    ) -> None:
+        """Without a `processor` the model's own is loaded, if it takes pictures."""
         self.base = base
         self.limits = limits
         self.read_blob = read_blob
-        self.processor: Any = AutoImageProcessor.from_pretrained(base.tokenizer_id, backend="pil") if base.family.takes_images else None
+        self.processor = processor or LocalProcessor(base) if base.family.takes_images else None
         self.placeholder = int(base.config.image_token_id) if base.family.takes_images else -1
         self.cache: LRUCache[tuple[bytes, str], PictureInput] = LRUCache(
             maxsize=limits.image_cache_mib * 2**19, getsizeof=lambda picture: picture.pixel_values.nbytes
@@ -71,22 +94,19 @@ class Renderer:
             raise UserError(f"chunk {index} is an image, but {self.base.name} takes text only")
         key = chunk.sha256, chunk.format  # the same bytes under a wrong label are refused, whether they are known or not
         if key not in self.cache:
-            picture = self._process(index, chunk)
+            picture = self._process(index, chunk, self.processor)
             if picture.pixel_values.nbytes > self.cache.maxsize:
                 return picture
             self.cache[key] = picture
         return self.cache[key]
 
-    def _process(self, index: int, chunk: ImageChunk) -> PictureInput:
+    def _process(self, index: int, chunk: ImageChunk, processor: Processor) -> PictureInput:
         data = chunk.data if chunk.data is not None else self.read_blob(chunk.sha256)
         try:
             image = decode(data, chunk.format, self.limits)
         except UserError as error:
             raise UserError(f"chunk {index}: {error}") from error
-        output = self.processor(images=[image], return_tensors="pt")
-        time, height, width = output["image_grid_thw"][0].tolist()
-        tokens = time * height * width // self.base.merge_size**2
-        return PictureInput(chunk.sha256, output["pixel_values"].to(torch.float32), (time, height, width), slice(0, tokens))
+        return processor(chunk.sha256, image)
 
     def _count(self, index: int, chunk: ImageChunk, picture: PictureInput) -> int:
         count: int = picture.rows.stop

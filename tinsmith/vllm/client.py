@@ -75,6 +75,12 @@ class VLLMClient:
         future.add_done_callback(done)
         return future
 
+    async def render(self, chat: dict[str, Any]) -> dict[str, Any]:
+        """What vLLM would make of a chat: token ids and features. Runs in the client's event loop."""
+        _, life = await self.servers.pick([], _AWAY_FROM_HOME)
+        rendered: dict[str, Any] = await life.connection.post("/v1/chat/completions/render", chat)
+        return rendered
+
     def forget(self, uid: int) -> None:
         """Nothing refers to an adapter any more."""
         self.run(self.publisher.forget(self.servers.all, uid))

@@ -30,6 +30,8 @@ BASE = 0
 """Stands for the base's own weights, where the number of weights is asked for."""
 _UNKNOWN = -1
 """What a server computes with after a transfer that failed."""
+_LABEL = "tinsmith:"
+"""How the names begin by which servers call the weights that we have given them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,13 +91,15 @@ class Publisher:
 
     async def _enter(self, life: Life, version: Version) -> None:
         async with life.gate:
+            if life.label is None:
+                life.label = (await life.connection.get("/weight_info"))["weight_version"]
+                if life.label.startswith(_LABEL):  # an engine before us has left its weights there
+                    life.weights = _UNKNOWN
             if life.weights != _number(version.full):
                 while life.running:
                     life.idle.clear()
                     await life.idle.wait()
                 await self._transfer(life, version.full)
-            elif life.label is None:
-                life.label = (await life.connection.get("/weight_info"))["weight_version"]
             life.running += 1
 
     async def _published(self, life: Life, version: Version) -> str | None:
@@ -128,7 +132,7 @@ class Publisher:
         file = await asyncio.to_thread(self.files.model, weights)
         try:
             await life.connection.post("/pause", mode="wait")
-            await self._send(life, file, f"tinsmith-{_number(weights)}")
+            await self._send(life, file, f"{_LABEL}{self.files.root.name}-{_number(weights)}")
             await life.connection.post("/resume")
         finally:
             file.unlink()

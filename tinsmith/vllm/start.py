@@ -4,11 +4,13 @@ import atexit
 from collections.abc import Callable
 
 from tinsmith.config import Config
+from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.vllm.canary import Canary
 from tinsmith.vllm.client import VLLMClient
 from tinsmith.vllm.launches import launches
+from tinsmith.vllm.processor import VLLMProcessor
 from tinsmith.vllm.publisher import Publisher
 from tinsmith.vllm.sampler import VLLMSampler
 from tinsmith.vllm.weights import WeightFiles
@@ -17,11 +19,16 @@ from tinsmith.vllm.weights import WeightFiles
 def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake: Callable[[], None]) -> VLLMSampler:
     """Start the servers of a base model, or get in touch with those that are named, and return at once.
 
-    `wake` is called in another thread when the sampler's `step` has something to return. Raises ConfigError for what cannot work.
+    With renderer=vllm they process the pictures of `renderer` from now on. `wake` is called in another thread when the sampler's `step`
+    has something to return. Raises ConfigError for what cannot work.
     """
+    if config.vllm.vllm_urls and len(config.base_models) > 1:
+        raise ConfigError("--vllm-url names the servers of one base model; serve one, or let Tinsmith start the vLLM servers")
     files = WeightFiles(base, config.vllm.vllm_dir)
     atexit.register(files.close)
     canary = Canary(base, renderer)
     sources = config.vllm.vllm_urls or launches(base, config, files.root)
     client = VLLMClient([*sources], config.sampling.max_running, Publisher(files, canary))
+    if config.vllm.renderer == "vllm" and base.family.takes_images:
+        renderer.processor = VLLMProcessor(base, client)
     return VLLMSampler(base, canary, client, config.training.logits_chunk, wake)

@@ -29,6 +29,8 @@ class WeightFiles:
         """Files go below `directory`; an empty text takes one in memory. What engines that died have left there is deleted."""
         self.base = base
         self.outline = outline(base.tokenizer_id)
+        # Taken now: a pass with full weights puts these into the base's place while it runs, in another thread than ours.
+        self.parameters = base.full_targets(LoraShape(rank=0, seed=0))
         parent = Path(directory or (_MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()))
         _delete_leftovers(parent)
         self.root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
@@ -50,10 +52,9 @@ class WeightFiles:
         It takes the memory of a whole model, so who asks for it should delete it soon.
         """
         own = weights.working if weights is not None else {}
-        parameters = self.base.full_targets(LoraShape(rank=0, seed=0))
         tensors = {
             self.outline.parameter_name(name): own.get(name, parameter).detach().cpu().contiguous()
-            for name, parameter in parameters.items()
+            for name, parameter in self.parameters.items()
         }
         file = self.root / f"{uuid.uuid4().hex}.safetensors"
         save_file(tensors, file, metadata={"format": "pt"})

@@ -1,6 +1,6 @@
-"""What runs inside of vLLM's worker processes: weights that arrive as a file, and prompt log-probabilities of adapters.
+"""What runs inside of vLLM's worker processes: weights that arrive as a file, and repairs to how adapters are applied.
 
-vLLM imports this module (`--worker-extension-cls`) before it loads the model. It is the only one of ours that imports vLLM.
+vLLM imports this module (`--worker-extension-cls`) before it loads the model. It is the only one of ours that imports vLLM's inside.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,14 @@ import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from tinsmith.vllm import FILE_BACKEND
+from tinsmith.vllm import FILE_BACKEND, cpu_lora
 
 
 @dataclass
@@ -106,9 +109,17 @@ def _map_rows_to(runner: Any, request_id: str, scheduled: dict[str, int]) -> Non
     runner.set_active_loras(batch, tokens, rows)
 
 
+def replace_cpu_lora() -> None:
+    """Let vLLM's LoRA layers compute with our products on a CPU."""
+    for module in (lora_ops, punica_cpu):
+        module.bgmv_shrink, module.bgmv_expand, module.bgmv_expand_slice = cpu_lora.shrink, cpu_lora.expand, cpu_lora.expand_slice
+
+
 class WorkerExtension:
     """What vLLM adds to its worker class. Importing this module is what matters."""
 
 
 WeightTransferEngineFactory.register_engine(FILE_BACKEND, FileWeightTransfer)
 map_prompt_logprobs_to_adapters()
+if current_platform.is_cpu():
+    replace_cpu_lora()

@@ -1,0 +1,113 @@
+"""vLLM servers that die, that hold other weights, or that are somebody else's."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tests.acceptance.talking import image_input, scores, text_input, train, with_inputs
+from tests.bases import png
+from tests.running import Server
+from tests.with_vllm.conftest import sampling_with_vllm, wait_for_vllm
+from tests.with_vllm.talking import FREE, learn, sample, snapshot, worst_difference
+from tinsmith.models.tiny import write_tiny_model
+
+
+def vllm_pids(server: Server) -> list[int]:
+    """The vLLM servers that the server's engine has started."""
+    return [int(pid) for pid in Path(f"/proc/{server.engine_pid()}/task/{server.engine_pid()}/children").read_text().split()]
+
+
+def processes_of(group: int) -> list[int]:
+    """All processes of a process group."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
+                found.append(int(stat.parent.name))
+        except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
+            continue
+    return found
+
+
+def test_rendering_by_vllm_equals_ours(server: Server, socket: str, vision_dir: Path, tmp_path: Path) -> None:
+    """One server whose engine processes pictures, one that lets vLLM do it: the same losses, the same counts."""
+    options = ("--base-model", f"tiny={vision_dir}", "--vllm-url", socket, "--renderer", "vllm")
+    with (
+        sampling_with_vllm(tmp_path, *options) as other,
+        tinker.ServiceClient(base_url=server.url, api_key="tml-a") as ours,
+        tinker.ServiceClient(base_url=other.url, api_key="tml-b") as theirs,
+    ):
+        wait_for_vllm(other)
+        found = []
+        for service in (ours, theirs):
+            client = train(service, "tiny")
+            prompts = [image_input(client, seed) for seed in range(3)] + [text_input(1, 9)]
+            data = [with_inputs(p, target_tokens=list(range(p.length)), weights=[1.0] * p.length) for p in prompts]
+            found.append(scores(client, data))
+        for one, two in zip(*found, strict=True):
+            np.testing.assert_allclose(one, two, atol=1e-5)
+        wrong = types.ImageChunk(data=png(0), format="png", expected_tokens=7)
+        with pytest.raises(tinker.RequestFailedError, match="expected_tokens is 7, but the image takes 6 tokens"):
+            scores(client, [with_inputs(types.ModelInput(chunks=[wrong]), target_tokens=[0] * 7, weights=[1.0] * 7)])
+        reply = sample(snapshot(client), prompts[0], n=2)
+        assert worst_difference(client, prompts[0], reply) < 1e-4
+
+
+def test_a_server_with_other_weights_is_never_sampled(server: Server, socket: str, tmp_path: Path) -> None:
+    write_tiny_model("qwen3-vl", tmp_path / "other", seed=1)
+    with (
+        sampling_with_vllm(tmp_path, "--base-model", f"tiny={tmp_path / 'other'}", "--vllm-url", socket) as other,
+        tinker.ServiceClient(base_url=other.url, api_key="tml-c") as service,
+    ):
+        client = train(service, "tiny")
+        with pytest.raises(tinker.RequestFailedError, match="vLLM computes other log-probabilities than the trainer with adapter"):
+            sample(snapshot(client), text_input(1, 6))
+        learn(client)  # training needs no vLLM
+
+
+def test_samples_of_a_killed_server_are_sent_again(server: Server, service: tinker.ServiceClient) -> None:
+    adapter, full = train(service, "tiny"), train(service, "tiny", rank=0)
+    learn(adapter, seed=1)
+    learn(full, seed=2)
+    samplers = [(adapter, snapshot(adapter)), (full, snapshot(full))]
+    prompts = [image_input(adapter, seed) for seed in range(6)]
+    long = types.SamplingParams(max_tokens=300, stop=[])
+    for client, sampler in samplers:
+        assert worst_difference(client, prompts[0], sample(sampler, prompts[0])) < 1e-4
+    under_way = [
+        (client, p, sampler.sample(prompt=p, num_samples=2, sampling_params=long)) for p in prompts for client, sampler in samplers
+    ]
+    time.sleep(0.5)
+    (pid,) = vllm_pids(server)
+    group = processes_of(pid)
+    assert len(group) > 1
+    os.kill(pid, signal.SIGKILL)
+    learn(adapter, seed=5)  # training goes on meanwhile, and the samples stay those of the snapshot
+    first = [under_way[0][2].result()]
+    assert all(len(s.tokens) == 300 for s in first[0].sequences)
+    replies = first + [future.result() for _, _, future in under_way[1:]]
+    assert not {pid for pid in group if Path(f"/proc/{pid}").exists()}
+    for (client, prompt, _), reply in zip(under_way, replies, strict=True):
+        if client is full:
+            assert worst_difference(client, prompt, reply) < 1e-4
+    assert sample(samplers[0][1], prompts[0], FREE).sequences[0].tokens
+
+
+def test_nothing_is_left_when_the_engine_is_killed(vision_dir: Path, tmp_path: Path) -> None:
+    """The vLLM server ends by itself while it is starting: its standard input is closed."""
+    with sampling_with_vllm(tmp_path, "--base-model", f"tiny={vision_dir}") as server:
+        server.wait_for_health()
+        deadline = time.monotonic() + 30
+        while not (pids := vllm_pids(server)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(5)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        while processes_of(pids[0]) and time.monotonic() < deadline + 30:
+            time.sleep(0.1)
+        assert not processes_of(pids[0])
