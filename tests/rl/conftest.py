@@ -1,6 +1,7 @@
 """Chat templates on the tiny tokenizer."""
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -8,6 +9,8 @@ from tests.rl.scripted import THINKING, tokenizer
 from tests.running import serving
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rl.chat import ChatTemplate
+
+collect_ignore = [] if find_spec("tinker_cookbook") else ["test_cookbook.py"]
 
 
 @pytest.fixture(scope="session")

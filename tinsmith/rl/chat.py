@@ -7,6 +7,7 @@ tokenized.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,8 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         self.processor = processor
+        # Environments say the same short things over and over: most texts are known already.
+        self._tokenize = lru_cache(maxsize=4096)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
         self.template = template
         self.options = dict(options or {})
         self.placeholder = "" if processor is None else str(tokenizer.convert_ids_to_tokens(processor.placeholder_id))
@@ -53,7 +56,7 @@ class ChatTemplate:
         """What the generation prompt says on the model's behalf, such as "<think>\\n"; mostly empty."""
         self.end_of_turn = probe.end_of_turn
         """Text of the token that the template puts behind an answer; empty if that is no special token."""
-        self.end_of_turn_ids: tuple[int, ...] = tuple(self.ids(self.end_of_turn))
+        self.end_of_turn_ids: tuple[int, ...] = self.ids(self.end_of_turn)
         ends = {*self.end_of_turn_ids[:1], tokenizer.eos_token_id, tokenizer.pad_token_id}
         self.stop_ids = frozenset(int(end) for end in ends if isinstance(end, int))
         """Tokens that end a generation by themselves."""
@@ -109,9 +112,9 @@ class ChatTemplate:
         assert self.processor is not None
         return TokenStream(np.full(picture.tokens, self.processor.placeholder_id, dtype=np.int32), (PlacedPicture(0, picture),))
 
-    def ids(self, text: str) -> list[int]:
+    def ids(self, text: str) -> tuple[int, ...]:
         """Tokens of a text, special ones recognised, nothing added."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return self._tokenize(text)
 
     def _plain(self, message: Message) -> dict[str, Any]:
         """The message as templates expect it: texts protected, pictures as bare parts of type "image"."""

@@ -7,6 +7,7 @@ template that changes more than the answers' reasoning fits neither way and is r
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,14 @@ from tinsmith.rl.stream import TokenStream, text_stream
 
 class TemplateError(UserError):
     """The chat template changes what was said; no sequence of tokens would be what the model saw."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What was said before the model's first answer."""
+
+    messages: tuple[Message, ...]
+    pictures: tuple[Picture, ...]
 
 
 class Conversation:
@@ -37,7 +46,7 @@ class Conversation:
         self.messages = list(messages)
         self.pictures: tuple[Picture, ...] = tuple(map(template.picture, sources_of(messages)))
         rendered = template.render(self.messages, self.pictures, add_generation_prompt=True)
-        self._opening = template.render(self.messages, self.pictures, add_generation_prompt=False).text
+        self._opening = Opening(tuple(messages), self.pictures)
         self._shown = rendered.text
         self._answers: list[str] = []
         self.prompt = template.encode(rendered)
@@ -91,8 +100,9 @@ class Conversation:
 
     def _check_kept(self, rendered: Rendered, sampled: NDArray[np.int32]) -> None:
         """Beginning anew is right if only reasoning is gone: the opening and every answer must still be there."""
-        kept = rendered.text.startswith(self._opening)
-        at = len(self._opening)
+        opening = self.template.render(self._opening.messages, self._opening.pictures, add_generation_prompt=False).text
+        kept = rendered.text.startswith(opening)
+        at = len(opening)
         for answer in map(visible, self._answers):
             found = rendered.text.find(answer, at)
             kept &= found >= 0
