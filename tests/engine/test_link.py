@@ -34,6 +34,26 @@ def test_messages_arrive_in_order_both_ways() -> None:
     asyncio.run(run())
 
 
+def test_a_wake_ends_the_wait_and_is_kept_for_the_next() -> None:
+    async def run() -> None:
+        server = ServerLink()
+        engine = EngineLink(server.address)
+        waiting = asyncio.create_task(asyncio.to_thread(engine.receive, 30.0))
+        await asyncio.sleep(0.05)
+        engine.wake()
+        async with asyncio.timeout(5):
+            assert await waiting == []
+        for _ in range(100_000):
+            engine.wake()
+        started = time.monotonic()
+        assert engine.receive(30.0) == []
+        assert time.monotonic() - started < 5
+        engine.close()
+        server.close()
+
+    asyncio.run(run())
+
+
 def test_receiving_waits_no_longer_than_asked() -> None:
     async def run() -> None:
         server = ServerLink()

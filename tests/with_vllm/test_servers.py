@@ -13,14 +13,15 @@ from tinker import types
 from tests.acceptance.talking import image_input, scores, text_input, train, with_inputs
 from tests.bases import png
 from tests.running import Server
-from tests.with_vllm.conftest import sampling_with_vllm, wait_for_vllm
+from tests.with_vllm.serving import sampling_with_vllm, wait_for_vllm
 from tests.with_vllm.talking import FREE, learn, sample, snapshot, worst_difference
 from tinsmith.models.tiny import write_tiny_model
 
 
 def vllm_pids(server: Server) -> list[int]:
     """The vLLM servers that the server's engine has started."""
-    return [int(pid) for pid in Path(f"/proc/{server.engine_pid()}/task/{server.engine_pid()}/children").read_text().split()]
+    threads = Path(f"/proc/{server.engine_pid()}/task").iterdir()
+    return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
 
 
 def processes_of(group: int) -> list[int]:

@@ -1,0 +1,32 @@
+"""Servers that sample with vLLM, in small."""
+
+import os
+import re
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from tests.running import Server, serving
+
+PYTHON = Path(os.environ.get("TINSMITH_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
+"""Of the environment that vLLM is installed in."""
+
+READY_S = 300.0
+"""How long a vLLM server may take to start on a busy machine."""
+
+
+def sampling_with_vllm(directory: Path, *options: str) -> AbstractContextManager[Server]:
+    """A server with vLLM servers in small."""
+    small = ("--max-context", "1024", "--kv-cache-gib", "1", "--max-lora-rank", "32", "--max-running", "64")
+    return serving(directory, "--sampler", "vllm", "--vllm-python", str(PYTHON), *small, *options)
+
+
+def wait_for_vllm(server: Server, starts: int = 1) -> str:
+    """The address of its vLLM server, as soon as one has got ready for the so-manieth time."""
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline and server.process.poll() is None:
+        ready = re.findall(r"vLLM server at (\S+) is ready", server.log.read_text())
+        if len(ready) >= starts:
+            return str(ready[starts - 1])
+        time.sleep(0.1)
+    raise AssertionError(server.log.read_text())
