@@ -3,6 +3,7 @@
 # make test     run the tests
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
+# make test-rl          let the examples of reinforcement learning learn, and draw their curves into rl-output/ (half an hour)
 # make lint | format | typecheck | proto | clean
 
 VENV := .venv
@@ -17,7 +18,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-recipes test-vllm lint format typecheck proto clean
+.PHONY: setup demo test test-recipes test-vllm test-rl lint format typecheck proto clean
 
 setup: $(STAMP)
 
@@ -55,6 +56,11 @@ $(VLLM_STAMP): constraints-vllm.txt
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	TINSMITH_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PYTHON) -m pytest tests/with_vllm --timeout 600 --durations 0 --durations-min 1
 
+# The adapters for the cookbook are tested with the one that test-recipes installs.
+test-rl: $(STAMP) $(RECIPES_STAMP)
+	PYTHONPATH=$$(echo $(RECIPES_VENV)/lib/python3*/site-packages) $(PYTHON) -m pytest tests/rl/test_cookbook.py
+	OMP_NUM_THREADS=2 $(PYTHON) -m pytest tests/rl_runs --durations 0 --durations-min 1
+
 lint: $(STAMP)
 	$(PYTHON) -m ruff check
 
@@ -69,4 +75,4 @@ proto: $(STAMP)
 	$(PYTHON) -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTO)
 
 clean:
-	rm -rf $(VENV) $(RECIPES_VENV) $(VLLM_VENV) demo-output recipes-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RECIPES_VENV) $(VLLM_VENV) demo-output recipes-output rl-output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

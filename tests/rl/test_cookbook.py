@@ -1,4 +1,4 @@
-"""The cookbook's environments and policies as ours, and ours as its. Needs `tinker_cookbook`, which `make test-rl` has and `make test` has not."""
+"""The cookbook's environments and policies as ours, and ours as its. Needs `tinker_cookbook`: `make test-rl` has it."""
 
 import asyncio
 from typing import Any

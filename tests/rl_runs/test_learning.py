@@ -1,0 +1,131 @@
+"""The examples learn what they say, from a short warm-up, on two cores: `make test-rl`. Each draws its curve into rl-output/."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from matplotlib import pyplot as plt
+from rich.console import Console
+
+from tests.running import PROGRAM
+from tinsmith.rl.config import from_tree
+from tinsmith.rl.run_state import load_state
+from tinsmith.rl.trainer import train
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "rl"
+
+
+def tree_of(example: str, url: str, directory: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """An example's configuration, with its own server and directory."""
+    tree: dict[str, Any] = yaml.safe_load((EXAMPLES / f"{example}.yaml").read_text())
+    tree["server"] = {"url": url, "api_key": "tml-test"}
+    tree["output"] = {**tree["output"], "directory": str(directory), "trackers": []}
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return tree
+
+
+def run(example: str, url: str, directory: Path, **sections: dict[str, Any]) -> list[dict[str, float]]:
+    """The logged steps of a whole run."""
+    train(from_tree(tree_of(example, url, directory, **sections)), Console(quiet=True))
+    return logged(directory)
+
+
+def logged(directory: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def evaluations(lines: list[dict[str, float]]) -> list[tuple[int, float]]:
+    """(steps done, mean reward of the evaluation)."""
+    return [(int(line["step"]) + 1, line["eval/reward"]) for line in lines if "eval/reward" in line]
+
+
+def draw(file: Path, title: str, runs: dict[str, list[dict[str, float]]]) -> None:
+    """Reward by step, evaluations as dots."""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, lines in runs.items():
+        steps = [line for line in lines if "reward" in line]
+        (curve,) = axes.plot([line["step"] + 1 for line in steps], [line["reward"] for line in steps], alpha=0.6, label=name)
+        axes.plot(*zip(*evaluations(lines), strict=True), "o", color=curve.get_color())
+    axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.02), title=title)
+    axes.legend(loc="lower right")
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("example", ["color_square", "digit_sum"])
+def test_rl_gains_half_of_what_the_warm_start_misses(example: str, server_url: str, tmp_path: Path, curves: Path) -> None:
+    lines = run(example, server_url, tmp_path)
+    draw(curves / f"{example}.png", example, {example: lines})
+    before, after = evaluations(lines)[0][1], evaluations(lines)[-1][1]
+    assert after - before >= (1.0 - before) / 2, (before, after)
+
+
+@pytest.mark.timeout(1200)
+def test_the_maze_is_learnt_from_its_picture(server_url: str, tmp_path: Path, curves: Path) -> None:
+    lines = run("maze2d", server_url, tmp_path)
+    draw(curves / "maze2d.png", "maze2d, easy", {"maze2d": lines})
+    assert evaluations(lines)[0][1] <= 0.5
+    assert evaluations(lines)[-1][1] >= 0.8
+
+
+@pytest.mark.timeout(600)
+def test_a_thinking_template_learns_step_by_step(server_url: str, tmp_path: Path, curves: Path) -> None:
+    lines = run("guess_number_thinking", server_url, tmp_path, model={"chat_template": str(EXAMPLES / "thinking.jinja")})
+    draw(curves / "guess_number_thinking.png", "guess_number, thinking template", {"step-wise": lines})
+    before, after = evaluations(lines)[0][1], evaluations(lines)[-1][1]
+    assert after - before >= (1.0 - before) / 2, (before, after)
+    steps = [line for line in lines if "reward" in line]
+    assert all(line["samples_per_trajectory"] == line["turns"] for line in steps)
+
+
+@pytest.mark.timeout(900)
+def test_an_asynchronous_run_ends_as_high_and_sooner(server_url: str, tmp_path: Path, curves: Path) -> None:
+    made, seconds = {}, {}
+    for mode in ("sync", "async"):
+        start = time.perf_counter()
+        made[mode] = run("asynchronous", server_url, tmp_path / mode, training={"mode": mode})
+        seconds[mode] = time.perf_counter() - start
+    draw(curves / "asynchronous.png", f"0.3 s a step: sync {seconds['sync']:.0f} s, async {seconds['async']:.0f} s", made)
+    ends = {mode: evaluations(lines)[-1][1] for mode, lines in made.items()}
+    assert abs(ends["async"] - ends["sync"]) <= 0.05, ends
+    assert seconds["async"] < seconds["sync"]
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_and_resumed_run_is_the_undisturbed_one(server_url: str, tmp_path: Path) -> None:
+    short = {"training": {"steps": 12}, "output": {"save_every": 4}, "evaluation": {"every": 0}}
+    directories = {name: tmp_path / name for name in ("undisturbed", "killed")}
+    files = {}
+    for name, directory in directories.items():
+        tree = tree_of("arithmetic", server_url, directory, **short)
+        tree["output"]["directory"] = str(directory)
+        files[name] = tmp_path / f"{name}.yaml"
+        files[name].write_text(yaml.safe_dump(tree))
+    subprocess.run([*PROGRAM, "rl", str(files["undisturbed"])], check=True, timeout=300)
+    _run_until_saved_and_kill(files["killed"], directories["killed"])
+    state = load_state(directories["killed"])
+    assert state is not None
+    assert state.step < 12
+    subprocess.run([*PROGRAM, "rl", str(files["killed"])], check=True, timeout=300)
+    undisturbed, killed = (logged(directories[name]) for name in ("undisturbed", "killed"))
+    assert [line["step"] for line in killed] == list(range(12))
+    assert [line["reward"] for line in killed] == [line["reward"] for line in undisturbed]
+    assert [line["loss"] for line in killed] == pytest.approx([line["loss"] for line in undisturbed], abs=1e-4)
+
+
+def _run_until_saved_and_kill(file: Path, directory: Path) -> None:
+    process = subprocess.Popen([*PROGRAM, "rl", str(file)], stdout=sys.stderr)
+    while not (directory / "state.json").exists() or len(logged(directory)) < 6:
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
