@@ -1,0 +1,28 @@
+"""Trainer and vLLM in bfloat16, where both round: they stay close on average."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+
+from tests.acceptance.talking import image_input, numbers, text_input, train
+from tests.with_vllm.serving import sampling_with_vllm, wait_for_vllm
+from tests.with_vllm.talking import FREE, learn, sample, snapshot, trainers_logprobs
+
+
+@pytest.mark.timeout(400)
+def test_base_adapter_and_full_weights(vision_dir: Path, tmp_path: Path) -> None:
+    with sampling_with_vllm(tmp_path, "--base-model", f"tiny={vision_dir}", "--dtype", "bfloat16") as server:
+        wait_for_vllm(server)
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-bfloat16") as service:
+            for rank, steps in ((8, 0), (8, 1), (0, 1)):
+                client = train(service, "tiny", rank=rank)
+                learn(client, steps=steps)
+                sampler = snapshot(client)
+                differences: list[float] = []
+                for prompt in (text_input(1, 30), image_input(client, 2)):
+                    for sequence in sample(sampler, prompt, FREE, 8).sequences:
+                        expected = trainers_logprobs(client, prompt, sequence.tokens)
+                        differences += np.abs(numbers(sequence.logprobs) - expected).tolist()
+                assert np.mean(differences) < 0.02
