@@ -26,7 +26,7 @@ def create_stub() -> FastAPI:
 
     @app.post("/api/v1/forward_backward")
     async def forward_backward(request: Request) -> Response:
-        asked = decode_stored(await read_body(request, _MAX_BODY_BYTES))
+        asked = decode_stored(await read_body(request, _MAX_BODY_BYTES, "application/x-protobuf"))
         outputs = [{"logprobs": np.zeros(datum.loss_fn_inputs["target_tokens"].shape, np.float32)} for datum in asked.data]
         return finished(asked.model_id, asked.seq_id, encode_output(outputs, {"loss:sum": 0.0}), "application/x-protobuf")
 
