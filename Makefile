@@ -46,7 +46,7 @@ $(RECIPES_STAMP): constraints-recipes.txt
 # In order, in one process: the later recipes start from what the earlier ones have trained. With one thread each, server and recipe
 # do not wait for each other's threads on a busy machine.
 test-recipes: $(STAMP) $(RECIPES_STAMP)
-	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/recipes --basetemp recipes-output --timeout 600 --durations 0 --durations-min 1
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/recipes --basetemp recipes-output --timeout 900 --durations 0 --durations-min 1
 
 $(VLLM_STAMP): constraints-vllm.txt
 	python3 -m venv $(VLLM_VENV)
@@ -58,7 +58,7 @@ test-vllm: $(STAMP) $(VLLM_STAMP)
 
 # The adapters for the cookbook are tested with the one that test-recipes installs.
 test-rl: $(STAMP) $(RECIPES_STAMP)
-	PYTHONPATH=$$(echo $(RECIPES_VENV)/lib/python3*/site-packages) $(PYTHON) -m pytest tests/rl/test_cookbook.py
+	PYTHONPATH=$$(echo $(RECIPES_VENV)/lib/python3*/site-packages) $(PYTHON) -m pytest tests/rl/test_tinker_cookbook.py
 	OMP_NUM_THREADS=2 $(PYTHON) -m pytest tests/rl_runs --durations 0 --durations-min 1
 
 lint: $(STAMP)

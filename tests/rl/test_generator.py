@@ -15,6 +15,7 @@ from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.conversation import TemplateError
 from tinsmith.rl.env import Message, Prompt, user
 from tinsmith.rl.generator import Generator
+from tinsmith.rl.policy import Answer, Request
 from tinsmith.rl.trajectory import Origin, Sample, Trajectory
 from tinsmith.rl.workers import InlineWorkers
 
@@ -293,3 +294,25 @@ def test_turns_get_seeds_of_their_own(plain: ChatTemplate) -> None:
     assert seeds[0] == seeds[1]
     assert len({*seeds[0], *seeds[2]}) == 4
     assert seeds[3] == [None, None]
+
+
+def test_thousands_of_episodes_are_played_a_few_at_a_time(plain: ChatTemplate) -> None:
+    at_once, most = 0, 0
+
+    class Slow:
+        async def answer(self, prompt: tinker.ModelInput, request: Request) -> Answer:
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            await asyncio.sleep(0)
+            at_once -= 1
+            return Answer(np.array(plain.end_of_turn_ids, np.int32), np.zeros(1, np.float32), True)
+
+    async def play_all() -> list[Trajectory]:
+        generator = Generator("arithmetic", {}, rules(), plain, InlineWorkers(), in_flight=50)
+        return await asyncio.gather(*(generator.play(Slow(), Prompt(n), Origin("arithmetic", n)) for n in range(2000)))
+
+    made = asyncio.run(play_all())
+    assert len(made) == 2000
+    assert most == 50
+    assert [trajectory.origin.seed for trajectory in made] == list(range(2000))

@@ -33,10 +33,13 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One line of JSON for each step, in `file`. Lines of steps from `first_step` on are cut off: they will be done again."""
+    """One line of JSON for each step, in `file`. Lines of steps from `first_step` on are cut off: they will be done again.
+
+    The evaluation before the first step is step -1, and belongs to a run that begins.
+    """
 
     def __init__(self, file: Path, first_step: int) -> None:
-        kept = [line for line in _lines(file) if json.loads(line)["step"] < first_step]
+        kept = [line for line in _lines(file) if json.loads(line)["step"] < first_step] if first_step else []
         file.write_text("".join(kept), encoding="utf-8")
         self.file = file
 
