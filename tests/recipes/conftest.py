@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.stand_ins import write_stand_ins
-from tests.recipes.workshop import PYTHON, RL_LOOP_OPTIONS, TEXT_MODEL, VISION_MODEL, Outcome, Workshop
+from tests.recipes.workshop import PYTHON, TEXT_MODEL, VISION_MODEL, Outcome, Workshop
 from tests.running import serving
 from tinsmith.models.tiny import write_tiny_model
 
@@ -21,7 +21,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("workshop")
     write_stand_ins(place)
     write_tiny_model("qwen3", place / TEXT_MODEL)
-    write_tiny_model("qwen3-vl", place / VISION_MODEL)
+    write_tiny_model("qwen3-vl", place / VISION_MODEL, hidden=128)
     return place
 
 
@@ -50,9 +50,3 @@ def taught_model(random_models: Workshop, sl_loop: Outcome, tmp_path_factory: py
     with serving(place, "--base-model", f"{TEXT_MODEL}={place / 'model'}", *CACHE) as server:
         server.wait_for_health()
         yield Workshop(random_models.directory, server.url, place / "data")
-
-
-@pytest.fixture(scope="session")
-def rl_loop(taught_model: Workshop) -> Outcome:
-    """The recipe with its simplest loss; what it ends with knows the price."""
-    return taught_model.completed("rl_loop", "log_path=rl_loop", "loss_fn=importance_sampling", "max_steps=12", *RL_LOOP_OPTIONS)
