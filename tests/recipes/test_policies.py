@@ -1,0 +1,58 @@
+"""Recipes that train on what the model itself has sampled, beside one that does not move: a base to stay near, a teacher to imitate."""
+
+import pytest
+
+from tests.recipes.workshop import TEXT_MODEL, Outcome, Workshop
+
+RL_BASIC_OPTIONS = (
+    *(f"model_name={TEXT_MODEL}", "max_tokens=12", "learning_rate=5e-4", "max_steps=12"),
+    *("kl_penalty_coef=0.05", f"kl_reference_config.base_model={TEXT_MODEL}"),
+    "dataset_builder=tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder",
+    *("dataset_builder.batch_size=16", "dataset_builder.group_size=8", "dataset_builder.convo_prefix=None"),
+    *(f"dataset_builder.model_name_for_tokenizer={TEXT_MODEL}", "dataset_builder.renderer_name=qwen3_instruct"),
+)
+
+ASYNCHRONOUS = ("async_config.loss_fn=ppo", "async_config.max_steps_off_policy=1", "async_config.groups_per_batch=16")
+
+
+def check_that_it_learns_away_from_the_base(outcome: Outcome) -> None:
+    """The reward rises, and with it the distance from the base model, which is zero at first."""
+    correct, distance = outcome.curve("env/all/correct"), outcome.curve("kl_policy_base")
+    assert len(correct) == 12
+    assert correct[0] < 0.4
+    assert sum(correct[-3:]) / 3 > correct[0] + 0.4
+    assert distance[0] == pytest.approx(0, abs=1e-4)
+    assert distance[-1] > 0.02
+
+
+@pytest.fixture(scope="module")
+def synchronous(taught_model: Workshop) -> Outcome:
+    """Reinforcement learning step by step; what it ends with knows the price."""
+    return taught_model.completed("rl_basic", "log_path=rl_sync", "compute_post_kl=True", "eval_every=11", *RL_BASIC_OPTIONS)
+
+
+def test_synchronous_rl_with_a_kl_penalty(synchronous: Outcome) -> None:
+    check_that_it_learns_away_from_the_base(synchronous)
+    assert max(map(abs, synchronous.curve("optim/kl_sample_train_v1"))) < 1e-3  # the sampler's log-probabilities are the trainer's
+    before, after = synchronous.curve("test/env/all/correct")
+    assert after > before + 0.3
+
+
+def test_asynchronous_rl_with_a_kl_penalty(taught_model: Workshop) -> None:
+    outcome = taught_model.completed("rl_basic", "log_path=rl_async", *ASYNCHRONOUS, *RL_BASIC_OPTIONS)
+
+    check_that_it_learns_away_from_the_base(outcome)
+    assert max(outcome.curve("async/staleness_max")) == 1
+
+
+def test_distillation_on_policy_approaches_the_teacher(taught_model: Workshop, synchronous: Outcome) -> None:
+    outcome = taught_model.completed(
+        *("distillation.on_policy_distillation", "log_path=distillation", f"model_name={TEXT_MODEL}", f"teacher_model={TEXT_MODEL}"),
+        *(f"teacher_checkpoint={synchronous.sampler_path}", "dataset=deepmath", "max_tokens=12", "lora_rank=32"),
+        *("groups_per_batch=16", "group_size=4", "learning_rate=3e-4", "max_steps=10"),
+    )
+    distance = outcome.curve("teacher_kl")
+
+    assert len(distance) == 10
+    assert distance[0] > 0.1
+    assert sum(distance[-3:]) / 3 < distance[0] / 3
