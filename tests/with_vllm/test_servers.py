@@ -78,11 +78,11 @@ def test_samples_of_a_killed_server_are_sent_again(server: Server, service: tink
     learn(full, seed=2)
     samplers = [(adapter, snapshot(adapter)), (full, snapshot(full))]
     prompts = [image_input(adapter, seed) for seed in range(6)]
-    long = types.SamplingParams(max_tokens=300, stop=[])
+    long = types.SamplingParams(max_tokens=100, stop=[])
     for client, sampler in samplers:
         assert worst_difference(client, prompts[0], sample(sampler, prompts[0])) < 1e-4
     under_way = [
-        (client, p, sampler.sample(prompt=p, num_samples=2, sampling_params=long)) for p in prompts for client, sampler in samplers
+        (client, p, sampler.sample(prompt=p, num_samples=2, sampling_params=long)) for client, sampler in samplers for p in prompts
     ]
     time.sleep(0.5)
     (pid,) = vllm_pids(server)
@@ -91,7 +91,7 @@ def test_samples_of_a_killed_server_are_sent_again(server: Server, service: tink
     os.kill(pid, signal.SIGKILL)
     learn(adapter, seed=5)  # training goes on meanwhile, and the samples stay those of the snapshot
     first = [under_way[0][2].result()]
-    assert all(len(s.tokens) == 300 for s in first[0].sequences)
+    assert all(len(s.tokens) == 100 for s in first[0].sequences)
     replies = first + [future.result() for _, _, future in under_way[1:]]
     assert not {pid for pid in group if Path(f"/proc/{pid}").exists()}
     for (client, prompt, _), reply in zip(under_way, replies, strict=True):

@@ -18,7 +18,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.sequence import SampleResult
 from tinsmith.vllm.answers import prompt_answers, rescored, sequences_of
-from tinsmith.vllm.connection import ServerLostError
+from tinsmith.vllm.connection import ServerFailedError, ServerLostError
 from tinsmith.vllm.generate import generate
 from tinsmith.vllm.parameters import sampling_params, scoring_params, truncates
 from tinsmith.vllm.publisher import Publisher, Version
@@ -87,9 +87,7 @@ class VLLMClient:
 
     async def _open(self, sources: list[Launch | str], slots: int) -> Servers:
         changed = asyncio.Condition()
-        servers = Servers([Server(source, slots, changed) for source in sources], changed)
-        self.running = [asyncio.create_task(server.run()) for server in servers.all]
-        return servers
+        return Servers([Server(source, slots, changed) for source in sources], changed)
 
     async def _sample(self, job: Job) -> SampleResult:
         lost = ""
@@ -98,7 +96,9 @@ class VLLMClient:
             server.load += job.request.num_samples
             try:
                 return await self._sample_on(life, job)
-            except ServerLostError as error:
+            except (ServerLostError, ServerFailedError) as error:
+                if isinstance(error, ServerFailedError) and await life.answers():
+                    raise
                 lost = str(error)
                 server.doubt(life, lost)
                 log.warning("sample=%s is sent again: %s", job.request_id, lost)

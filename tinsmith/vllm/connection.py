@@ -53,6 +53,8 @@ class Connection:
         await self._session.close()
 
     async def _answer(self, method: str, path: str, body: bytes | None, query: Mapping[str, str]) -> Any:
+        if self._session.closed:
+            raise ServerLostError(f"the vLLM server at {self.address} went away before it was asked")
         headers = {"Content-Type": "application/json"}
         try:
             async with self._session.request(method, path, data=body, params=query, headers=headers) as reply:

@@ -19,6 +19,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter
 from tinsmith.vllm.canary import Canary
+from tinsmith.vllm.gate import BASE, UNKNOWN
 from tinsmith.vllm.generate import generate
 from tinsmith.vllm.parameters import scoring_params
 from tinsmith.vllm.servers import Life, Server
@@ -26,10 +27,6 @@ from tinsmith.vllm.weights import WeightFiles
 
 log = logging.getLogger(__name__)
 
-BASE = 0
-"""Stands for the base's own weights, where the number of weights is asked for."""
-_UNKNOWN = -1
-"""What a server computes with after a transfer that failed."""
 _LABEL = "tinsmith:"
 """How the names begin by which servers call the weights that we have given them."""
 
@@ -71,12 +68,9 @@ class Publisher:
 
         Raises TinsmithError if the server refuses the weights, or computes something else with them than the trainer does.
         """
-        await self._enter(life, version)
-        try:
+        await self._identify(life)
+        async with life.gate.passing(_number(version.full), partial(self._transfer, life, version.full)):
             yield await self._published(life, version)
-        finally:
-            life.running -= 1
-            life.idle.set()
 
     async def forget(self, servers: list[Server], uid: int) -> None:
         """Take an adapter off all servers and delete its files: nothing samples from it any more."""
@@ -89,18 +83,14 @@ class Publisher:
                 log.warning("adapter %d stays on a vLLM server: %s", uid, error)
         await asyncio.to_thread(self.files.remove, uid)
 
-    async def _enter(self, life: Life, version: Version) -> None:
-        async with life.gate:
+    async def _identify(self, life: Life) -> None:
+        """Ask a server once what it calls its weights."""
+        if life.label is None:
+            label = (await life.connection.get("/weight_info"))["weight_version"]
             if life.label is None:
-                life.label = (await life.connection.get("/weight_info"))["weight_version"]
-                if life.label.startswith(_LABEL):  # an engine before us has left its weights there
-                    life.weights = _UNKNOWN
-            if life.weights != _number(version.full):
-                while life.running:
-                    life.idle.clear()
-                    await life.idle.wait()
-                await self._transfer(life, version.full)
-            life.running += 1
+                life.label = label
+                if label.startswith(_LABEL):  # an engine before us has left its weights there
+                    life.gate.weights = UNKNOWN
 
     async def _published(self, life: Life, version: Version) -> str | None:
         task = life.published.get(version.uid)
@@ -128,7 +118,6 @@ class Publisher:
 
     async def _transfer(self, life: Life, weights: FullWeights | None) -> None:
         """Replace the weights that the server computes with. Nothing runs there meanwhile."""
-        life.weights = _UNKNOWN
         file = await asyncio.to_thread(self.files.model, weights)
         try:
             await life.connection.post("/pause", mode="wait")
@@ -136,8 +125,7 @@ class Publisher:
             await life.connection.post("/resume")
         finally:
             file.unlink()
-        life.weights = _number(weights)
-        life.published.pop(life.weights, None)  # its canary is due again
+        life.published.pop(_number(weights), None)  # its canary is due again
 
     async def _send(self, life: Life, file: Path, label: str) -> None:
         post = life.connection.post

@@ -25,8 +25,9 @@ from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sequence import SampleFailure, SampleResult
 from tinsmith.vllm.canary import Canary, score_prompt
 from tinsmith.vllm.client import Job, VLLMClient
+from tinsmith.vllm.gate import BASE
 from tinsmith.vllm.parameters import check_parameters, longest_answer
-from tinsmith.vllm.publisher import BASE, Version
+from tinsmith.vllm.publisher import Version
 from tinsmith.wire.prompt_scores import PromptAnswers
 from tinsmith.wire.sample import SampleRequest
 

@@ -21,6 +21,7 @@ from cachetools import LRUCache
 
 from tinsmith.errors import TinsmithError
 from tinsmith.vllm.connection import Connection, RefusedError, ServerFailedError, ServerLostError
+from tinsmith.vllm.gate import Gate
 
 log = logging.getLogger(__name__)
 
@@ -58,17 +59,20 @@ class Life:
     """One for each request that may be under way."""
     published: dict[int, "asyncio.Task[str | None]"] = field(default_factory=dict)
     """By the number of the weights, 0 for the base's: makes sure that they are there, and gives the model's name to ask for."""
-    weights: int = 0
-    """Number of the full weights that it computes with; 0 are the base's."""
+    gate: Gate = field(default_factory=Gate)
+    """To the weights that it computes with."""
     label: str | None = None
-    """What it calls these weights in its replies."""
-    gate: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while requests wait for other full weights than those that are used now; whoever comes later stays behind them."""
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    running: int = 0
-    """Requests that have passed the gate."""
+    """What it calls these weights in its replies; None as long as it was not asked."""
     pictures: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_KNOWN_PICTURES, getsizeof=lambda size: size))
     """Size in bytes, by hash, of the pictures that it has seen."""
+
+    async def answers(self) -> bool:
+        """Whether the server says that it and its engine are alive."""
+        try:
+            await self.connection.get("/health")
+        except (ServerLostError, RefusedError, ServerFailedError):
+            return False
+        return True
 
 
 class Server:
@@ -99,22 +103,32 @@ class Server:
             self._doubted.set()
 
     async def run(self) -> None:
-        """Keep it running, or in touch, for ever."""
+        """Keep it running, or in touch, for ever. One that was ready is started again at once, and what waits goes on waiting."""
         delay_s = 0.0
         while True:
             await self._change("starting", "it is starting")
-            life = Life(Connection(await self._start()), asyncio.Semaphore(self.slots))
             try:
-                if await self._gets_ready(life):
-                    delay_s = 0.0
-                    await self._stay(life)
-            finally:
-                await life.connection.close()
-                await self._end()
-            delay_s = min(max(1.0, 2 * delay_s), _LONGEST_DELAY_S)
-            await self._change("down", self._why_down())
-            log.error("%s; next attempt in %.0f s", self.reason, delay_s)
-            await asyncio.sleep(delay_s)
+                was_ready = await self._live()
+                reason = self._why_down()
+            except OSError as error:
+                was_ready, reason = False, f"a vLLM server cannot be started: {error}"
+            delay_s = 0.0 if was_ready else min(max(1.0, 2 * delay_s), _LONGEST_DELAY_S)
+            log.error("%s; next attempt in %.0f s", reason, delay_s)
+            if not was_ready:
+                await self._change("down", reason)
+                await asyncio.sleep(delay_s)
+
+    async def _live(self) -> bool:
+        """From a start to the end; whether it was ever ready in between."""
+        life = Life(Connection(await self._start()), asyncio.Semaphore(self.slots))
+        try:
+            was_ready = await self._gets_ready(life)
+            if was_ready:
+                await self._stay(life)
+        finally:
+            await life.connection.close()
+            await self._end()
+        return was_ready
 
     async def _change(self, state: Literal["starting", "ready", "down"], reason: str) -> None:
         async with self.changed:
@@ -172,8 +186,7 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self.process is None or self.process.returncode is None:
-                    with contextlib.suppress(ServerLostError, RefusedError, ServerFailedError):
-                        await life.connection.get("/health")
+                    if await life.answers():
                         return True
                     await asyncio.sleep(_POLL_S)
         return False
@@ -196,10 +209,11 @@ class Server:
 
 
 class Servers:
-    """All servers of one base model, and which of them a request goes to."""
+    """All servers of one base model, and which of them a request goes to. Made in the event loop that keeps them running."""
 
     def __init__(self, servers: list[Server], changed: asyncio.Condition) -> None:
         self.all = servers
+        self.tasks = [asyncio.create_task(server.run()) for server in servers]
         self.changed = changed
         self.homes: LRUCache[bytes, Server] = LRUCache(2**16)
         """Where prompts went, by the key of their last full block."""

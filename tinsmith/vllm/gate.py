@@ -1,0 +1,79 @@
+"""Who may use a server that holds one set of full weights at a time.
+
+Requests for the weights that are there run side by side. One for others waits until those that run have ended, switches, and takes along
+all that wait for the same. Nobody who came later overtakes it before.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+BASE = 0
+"""Stands for the base's own weights, where the number of weights is asked for."""
+UNKNOWN = -1
+"""What a server computes with while it switches, and after a switch that failed."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    number: int
+    turn: "asyncio.Future[bool]"
+    """Done when it may run; whether it has to switch first."""
+
+
+class Gate:
+    """The gate of one server. Used in one event loop."""
+
+    def __init__(self) -> None:
+        self.weights = BASE
+        """Number of the weights that are there."""
+        self.running = 0
+        self.line: deque[_Waiting] = deque()
+
+    @asynccontextmanager
+    async def passing(self, number: int, switch: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """Run the body while the server holds the weights of that number; `switch` is called if they have to be put there, alone."""
+        must_switch = await self._wait(number)
+        try:
+            if must_switch:
+                await switch()
+                self.weights = number
+                for other in [waiting for waiting in self.line if waiting.number == number]:
+                    self._let_in(other)
+            yield
+        finally:
+            self._leave()
+
+    async def _wait(self, number: int) -> bool:
+        waiting = _Waiting(number, asyncio.get_running_loop().create_future())
+        self.line.append(waiting)
+        self._move()
+        try:
+            return await waiting.turn
+        except asyncio.CancelledError:
+            if waiting in self.line:
+                self.line.remove(waiting)
+                self._move()
+            elif not waiting.turn.cancelled():  # it was let in at the same moment
+                self._leave()
+            raise
+
+    def _move(self) -> None:
+        while self.line and (self.line[0].number == self.weights or not self.running):
+            self._let_in(self.line[0])
+
+    def _let_in(self, waiting: _Waiting) -> None:
+        self.line.remove(waiting)
+        if waiting.turn.cancelled():
+            return
+        must_switch = waiting.number != self.weights
+        if must_switch:
+            self.weights = UNKNOWN
+        self.running += 1
+        waiting.turn.set_result(must_switch)
+
+    def _leave(self) -> None:
+        self.running -= 1
+        self._move()
