@@ -15,7 +15,7 @@ def training(random_models: Workshop) -> Outcome:
     return random_models.completed(
         *("vlm_classifier.train", "experiment_dir=vlm_classifier", f"model_name={VISION_MODEL}", "renderer_name=qwen3_vl_instruct"),
         *("num_epochs=12", "batch_size=50", "learning_rate=3e-3", "max_tokens=16"),
-        *("save_every=0", "eval_every=60", f"n_eval={SCANS_TO_TEST}"),
+        *("save_every=0", "eval_every=70", f"n_eval={SCANS_TO_TEST}"),
     )
 
 
