@@ -5,6 +5,7 @@ import signal
 import time
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -70,6 +71,32 @@ def test_a_server_with_other_weights_is_never_sampled(server: Server, socket: st
         with pytest.raises(tinker.RequestFailedError, match="vLLM computes other log-probabilities than the trainer with adapter"):
             sample(snapshot(client), text_input(1, 6))
         learn(client)  # training needs no vLLM
+
+
+def adapters_at(socket: str) -> set[str]:
+    """What the vLLM server has loaded."""
+    with httpx.Client(transport=httpx.HTTPTransport(uds=socket.removeprefix("unix:")), base_url="http://vllm") as vllm:
+        return {model["id"] for model in vllm.get("/v1/models").json()["data"] if model["parent"]}
+
+
+def test_adapters_come_back_and_leave_with_their_session(server: Server, socket: str) -> None:
+    """More snapshots than vLLM keeps adapters: the first is still there, and none is when the session has ended."""
+    before = adapters_at(socket)
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-many") as service:
+        client = train(service, "tiny")
+        samplers, prompt = [], text_input(1, 12)
+        for seed in range(18):
+            learn(client, seed=seed)
+            samplers.append(snapshot(client))
+        replies = [sample(sampler, prompt) for sampler in (*samplers, samplers[0])]
+        assert replies[0].sequences[0].tokens == replies[18].sequences[0].tokens
+        np.testing.assert_allclose(replies[0].sequences[0].logprobs, replies[18].sequences[0].logprobs, atol=1e-4)
+        assert worst_difference(client, prompt, replies[17]) < 1e-4
+        assert len(adapters_at(socket) - before) == 18
+    deadline = time.monotonic() + 20
+    while adapters_at(socket) - before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert adapters_at(socket) <= before
 
 
 def test_samples_of_a_killed_server_are_sent_again(server: Server, service: tinker.ServiceClient) -> None:
