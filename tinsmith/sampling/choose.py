@@ -67,7 +67,7 @@ def _choose_rows(logits: Tensor, how: Choice) -> list[Chosen]:
     logprobs = ((logits - logits.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
     u = uniforms(how.seed, how.sample, how.position, draws_needed(logits.shape[1]))
     drawn = draw(truncate(logprobs, how.top_k, how.top_p), u[..., np.newaxis]).squeeze(1)
-    tokens = torch.where(greedy.squeeze(1), logits.argmax(-1), drawn)
+    tokens = torch.where(greedy.squeeze(1), logits.argmax(-1), drawn) if (how.temperature == 0).any() else drawn
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
     tops = _tops(logprobs, how.topk)
     return [Chosen(*parts) for parts in zip(tokens.tolist(), chosen.tolist(), tops, strict=True)]
@@ -109,21 +109,25 @@ def draw(logprobs: Tensor, u: NDArray[np.float64]) -> Tensor:
 
     The vocabulary is a tree, and at each of its nodes inverse transform sampling chooses one of `BRANCHES` children. Over the whole
     vocabulary at once there would be as many borders as tokens at which a rounding difference of the logits, as other batch mates cause
-    it, turns a number into the neighbouring token; here there are a few dozen. In float64: the tail of a large vocabulary keeps its share.
+    it, turns a number into the neighbouring token; here there are a few dozen. Sums are in float64: the tail of a large vocabulary keeps
+    its share.
     """
-    levels = [logprobs.double().exp()]
+    levels = [_filled(logprobs.exp())]
     for _ in u[1:]:
-        short = -levels[-1].shape[1] % BRANCHES
-        levels[-1] = pad(levels[-1], (0, short))
-        levels.append(levels[-1].unflatten(1, (-1, BRANCHES)).sum(-1))
-    levels[-1] = pad(levels[-1], (0, BRANCHES - levels[-1].shape[1]))
+        levels.append(_filled(levels[-1].unflatten(1, (-1, BRANCHES)).sum(-1, dtype=torch.float64)))
     chosen = torch.zeros(u.shape[1:], dtype=torch.int64, device=logprobs.device)
     children = torch.arange(BRANCHES, device=logprobs.device)
     for level, numbers in zip(reversed(levels), torch.from_numpy(u).to(logprobs.device), strict=True):
         candidates = chosen.unsqueeze(-1) * BRANCHES + children  # [n, k, BRANCHES]
-        cumulative = level.gather(1, candidates.flatten(1)).view_as(candidates).cumsum(-1)
+        cumulative = level.gather(1, candidates.flatten(1)).view_as(candidates).cumsum(-1, dtype=torch.float64)
         total = cumulative[..., -1:]
         # Never beyond the last child that has probability, whatever the product rounds to.
         passed = (cumulative <= numbers.unsqueeze(-1) * total) & (cumulative < total)
         chosen = chosen * BRANCHES + passed.sum(-1)
     return chosen
+
+
+def _filled(level: Tensor) -> Tensor:
+    """With nodes of no probability behind the last one, so that each parent has all its children."""
+    missing = -level.shape[1] % BRANCHES
+    return pad(level, (0, missing)) if missing else level
