@@ -7,11 +7,12 @@ import base64
 import binascii
 import io
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import sha256
 from typing import Any, Literal
 
 import numpy as np
+import tinker
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from transformers import AutoConfig, AutoImageProcessor
@@ -34,6 +35,11 @@ class Picture:
         """SHA-256 of the file, in hexadecimal."""
         return sha256(self.data).hexdigest()
 
+    @cached_property
+    def chunk(self) -> tinker.types.ImageChunk:
+        """The picture as the SDK takes it; made once for all prompts that it is in."""
+        return tinker.types.ImageChunk(data=self.data, format=self.format, expected_tokens=self.tokens)
+
 
 def encode(source: Image.Image | bytes | str) -> tuple[bytes, Format, tuple[int, int]]:
     """File, format and size (width, height). PNG and JPEG files stay as they are, everything else becomes a PNG.
@@ -41,7 +47,8 @@ def encode(source: Image.Image | bytes | str) -> tuple[bytes, Format, tuple[int,
     Raises UserError for what is no picture.
     """
     if isinstance(source, Image.Image):
-        return _png(source), "png", source.size
+        plain = _plain(source)
+        return _pixels_as_png(plain.mode, plain.size, plain.tobytes()), "png", plain.size
     data = _from_data_uri(source) if isinstance(source, str) else source
     try:
         image = Image.open(io.BytesIO(data))
@@ -51,13 +58,20 @@ def encode(source: Image.Image | bytes | str) -> tuple[bytes, Format, tuple[int,
         return data, "png", image.size
     if image.format == "JPEG":
         return data, "jpeg", image.size
-    return _png(image), "png", image.size
+    return encode(image.copy())  # as pixels
 
 
-def _png(image: Image.Image) -> bytes:
+def _plain(image: Image.Image) -> Image.Image:
+    """The picture in a mode whose bytes are all there is to it (a palette is not)."""
+    return image if image.mode in ("RGB", "RGBA", "L") else image.convert("RGB")
+
+
+@lru_cache(maxsize=1024)
+def _pixels_as_png(mode: str, size: tuple[int, int], pixels: bytes) -> bytes:
+    # Remembered, because the episodes of a group begin with one picture, and simple environments show the same ones again and again.
     file = io.BytesIO()
     # Level 1: environments draw flat colours, and a smaller file is not worth more of the client's time.
-    (image if image.mode in ("RGB", "RGBA", "L") else image.convert("RGB")).save(file, "PNG", compress_level=1)
+    Image.frombytes(mode, size, pixels).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 

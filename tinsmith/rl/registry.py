@@ -7,6 +7,7 @@ imported when it is first made. A configuration may also use such a path directl
 import importlib
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from tinsmith.errors import ConfigError
@@ -57,10 +58,15 @@ def find(name: str) -> Factory:
     return found
 
 
+@cache
+def _signature(factory: Factory) -> inspect.Signature:
+    return inspect.signature(factory)
+
+
 def make(name: str, **options: Any) -> Env:
     """A new environment. Raises ConfigError: an unknown name, or options that the environment does not take."""
     factory = find(name)
-    signature = inspect.signature(factory)
+    signature = _signature(factory)
     try:
         signature.bind(**options)
     except TypeError as error:

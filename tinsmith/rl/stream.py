@@ -56,9 +56,8 @@ class TokenStream:
         for placed in self.pictures:
             if placed.offset > at:
                 chunks.append(tinker.EncodedTextChunk(tokens=self.ids[at : placed.offset].tolist()))
-            picture = placed.picture
-            chunks.append(tinker.types.ImageChunk(data=picture.data, format=picture.format, expected_tokens=picture.tokens))
-            at = placed.offset + picture.tokens
+            chunks.append(placed.picture.chunk)
+            at = placed.offset + placed.picture.tokens
         if at < len(self):
             chunks.append(tinker.EncodedTextChunk(tokens=self.ids[at:].tolist()))
         return tinker.ModelInput(chunks=chunks)
