@@ -78,7 +78,7 @@ class InlineSession:
         """The method's value. Raises EnvError."""
         try:
             return getattr(self.env, method)(*arguments)
-        except Exception as error:
+        except Exception as error:  # an environment is somebody's program: whatever it raises ends its episode, and is reported there
             raise _env_error(error) from error
 
     async def end(self) -> None:
