@@ -154,8 +154,7 @@ class LocalSampler:
             logits.append(behind)
         samples = [s.job.sequences if s.starts_job else [s] for s in ready]
         growing = [s for group in samples for s in group]
-        repeats = torch.tensor([len(group) for group in samples], device=self.base.device)
-        following = choose(torch.cat(logits).repeat_interleave(repeats, dim=0), choice_of(growing)) if ready else []
+        following = choose(_for_each(_joined(logits), [len(group) for group in samples]), choice_of(growing)) if ready else []
         for sequence, window in windows:
             self.schedule.computed(sequence, window.end)
         for sequence, token in zip(growing, following, strict=True):
@@ -202,9 +201,8 @@ class LocalSampler:
 
     def _logits(self, hidden: Tensor, owners: Items[Weights | None]) -> Tensor:
         """[sequences, vocabulary] float32, each sequence with its own LM head; their owners share a row."""
-        parts = [torch.empty(0, self.base.vocab_size, device=hidden.device)]
-        parts += [self._head_logits(owners[s.start], hidden[s.start : s.end]) for s in segments_of([1] * len(owners), owners)]
-        return torch.cat(parts)
+        parts = [self._head_logits(owners[s.start], hidden[s.start : s.end]) for s in segments_of([1] * len(owners), owners)]
+        return _joined(parts) if parts else torch.empty(0, self.base.vocab_size, device=hidden.device)
 
     def _head_logits(self, weights: Weights | None, hidden: Tensor) -> Tensor:
         return head_logits(hidden, self.base.head(weights), *head_lora(weights if isinstance(weights, Adapter) else None))
@@ -218,3 +216,13 @@ class LocalSampler:
         if ended:
             self.schedule.drop(lambda sequence: sequence.reason is not None)
         return results
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _for_each(rows: Tensor, counts: list[int]) -> Tensor:
+    """Row i as often as counts[i] says; where each is there once nothing is copied."""
+    return rows if len(rows) == sum(counts) else rows.repeat_interleave(torch.tensor(counts, device=rows.device), dim=0)
