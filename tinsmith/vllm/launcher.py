@@ -11,8 +11,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import ModuleType
 from typing import cast
+
+_GRACE_S = 5.0
+"""How long vLLM may take to end by itself."""
 
 _TORCHVISION_OPERATORS = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -47,10 +51,12 @@ def _is_pypi_build(distribution: str) -> bool:
 
 
 def end_with_parent() -> None:
-    """Kill this process group as soon as standard input is closed."""
+    """End this process group as soon as standard input is closed: first politely, so that vLLM gives its shared memory back."""
 
     def watch() -> None:
         os.read(sys.stdin.fileno(), 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_GRACE_S)
         os.killpg(os.getpgid(0), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()

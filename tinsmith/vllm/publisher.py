@@ -6,11 +6,12 @@ need others wait until those that run have ended, in the order in which they cam
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ from tinsmith.vllm.servers import Life, Server
 from tinsmith.vllm.weights import WeightFiles
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _LABEL = "tinsmith:"
 """How the names begin by which servers call the weights that we have given them."""
@@ -66,19 +69,30 @@ class Publisher:
     async def serving(self, life: Life, version: Version) -> AsyncIterator[str | None]:
         """The name to ask a server for while the body runs: None means what the server itself computes with.
 
-        Raises TinsmithError if the server refuses the weights, or computes something else with them than the trainer does.
+        The canary is compared meanwhile. Raises TinsmithError if the server refuses the weights, and afterwards, so that nothing that the
+        body has got may be used, if it computes something else with them than the trainer does.
         """
         await self._identify(life)
         async with life.gate.passing(_number(version.full), partial(self._transfer, life, version.full)):
-            yield await self._published(life, version)
+            name = None
+            if isinstance(version.weights, Adapter):
+                name = await _once(life.adapters, version.uid, partial(self._load, life, version.weights))
+            checked = _once(life.checks, version.uid, partial(self._check, life, version, name))
+            try:
+                yield name
+            except TinsmithError:
+                await checked  # wrong weights are taken off the server at once: then that is the error
+                raise
+            await checked
 
     async def forget(self, servers: list[Server], uid: int) -> None:
         """Take an adapter off all servers and delete its files: nothing samples from it any more."""
         for life in [server.life for server in servers if server.life is not None]:
-            task = life.published.pop(uid, None)
+            life.checks.pop(uid, None)
+            task = life.adapters.pop(uid, None)
             try:
-                if task is not None and (name := await task) is not None:
-                    await life.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
+                if task is not None:
+                    await self._unload(life, await task)
             except TinsmithError as error:
                 log.warning("adapter %d stays on a vLLM server: %s", uid, error)
         await asyncio.to_thread(self.files.remove, uid)
@@ -92,29 +106,23 @@ class Publisher:
                 if label.startswith(_LABEL):  # an engine before us has left its weights there
                     life.gate.weights = UNKNOWN
 
-    async def _published(self, life: Life, version: Version) -> str | None:
-        task = life.published.get(version.uid)
-        if task is None:
-            task = life.published[version.uid] = asyncio.create_task(self._publish(life, version))
-            task.add_done_callback(partial(_forget_failure, life, version.uid))
-        return await asyncio.shield(task)  # others wait for it too
-
-    async def _publish(self, life: Life, version: Version) -> str | None:
-        name = await self._load(life, version.weights) if isinstance(version.weights, Adapter) else None
+    async def _check(self, life: Life, version: Version, name: str | None) -> None:
+        reply = await generate(life, self.canary.rendered, scoring_params(0), name)
         try:
-            reply = await generate(life, self.canary.rendered, scoring_params(0), name)
             self.canary.compare(reply["prompt_logprobs"], version.canary, str(version))
         except TinsmithError:
-            if name is not None:
-                await life.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
+            if life.adapters.pop(version.uid, None) is not None and name is not None:
+                await self._unload(life, name)
             raise
-        return name
 
     async def _load(self, life: Life, adapter: Adapter) -> str:
         path = await asyncio.to_thread(self.files.adapter, adapter)
         name = f"{self.files.root.name}-{adapter.uid}"
         await life.connection.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
         return name
+
+    async def _unload(self, life: Life, name: str) -> None:
+        await life.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _transfer(self, life: Life, weights: FullWeights | None) -> None:
         """Replace the weights that the server computes with. Nothing runs there meanwhile."""
@@ -125,7 +133,7 @@ class Publisher:
             await life.connection.post("/resume")
         finally:
             file.unlink()
-        life.published.pop(_number(weights), None)  # its canary is due again
+        life.checks.pop(_number(weights), None)
 
     async def _send(self, life: Life, file: Path, label: str) -> None:
         post = life.connection.post
@@ -136,10 +144,18 @@ class Publisher:
         life.label = label
 
 
-def _forget_failure(life: Life, uid: int, task: "asyncio.Task[str | None]") -> None:
-    """Who comes next tries again."""
-    if task.cancelled() or task.exception() is not None:
-        life.published.pop(uid, None)
+def _once(tasks: "dict[int, asyncio.Task[T]]", uid: int, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Future[T]":
+    """The result of work that all who need these weights share. If it fails, who comes next tries again."""
+    task = tasks.get(uid)
+    if task is None:
+        task = tasks[uid] = asyncio.create_task(work())
+        task.add_done_callback(partial(_forget_failure, tasks, uid))
+    return asyncio.shield(task)
+
+
+def _forget_failure(tasks: "dict[int, asyncio.Task[T]]", uid: int, task: "asyncio.Task[T]") -> None:
+    if (task.cancelled() or task.exception() is not None) and tasks.get(uid) is task:
+        del tasks[uid]
 
 
 def _number(weights: FullWeights | None) -> int:

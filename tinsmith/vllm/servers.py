@@ -57,8 +57,10 @@ class Life:
     connection: Connection
     slots: asyncio.Semaphore
     """One for each request that may be under way."""
-    published: dict[int, "asyncio.Task[str | None]"] = field(default_factory=dict)
-    """By the number of the weights, 0 for the base's: makes sure that they are there, and gives the model's name to ask for."""
+    adapters: dict[int, "asyncio.Task[str]"] = field(default_factory=dict)
+    """By the number of the weights: loads the adapter, and gives the name it has there."""
+    checks: dict[int, "asyncio.Task[None]"] = field(default_factory=dict)
+    """By the number of the weights, 0 for the base's: compares the canary."""
     gate: Gate = field(default_factory=Gate)
     """To the weights that it computes with."""
     label: str | None = None
