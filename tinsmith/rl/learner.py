@@ -75,26 +75,28 @@ class Learner:
         return corrected, {"tis_weight": float(ratios.mean()) if len(ratios) else 1.0, "tis_capped": capped}
 
     async def _substeps(self, parts: Sequence[Sequence[WeightedSample]], step: int) -> Metrics:
-        """All requests are on their way before the first result is awaited."""
-        sent = [(part, *self._send(part, step)) for part in parts if any(each.advantages.any() for each in part)]
+        """All requests go out before the first result is awaited. A sample without any advantage adds nothing, and is not sent."""
+        settings = self.settings
+        scaled = [list(zip(part, scales([each.sample for each in part], settings.loss_scale), strict=True)) for part in parts]
+        taught = [[(each, factor) for each, factor in part if each.advantages.any()] for part in scaled]
+        sent = [(part, *self._send(part, step)) for part in taught if part]
         metrics: Metrics = {"learning_rate": self._learning_rate(step), "optimizer_steps": float(len(sent)), "loss": 0.0}
         for number, (part, forward, update) in enumerate(sent):
             output, updated = await forward, await update
             metrics["loss"] += float(output.metrics["loss:sum"]) / len(sent)
             metrics |= {f"optimizer/{name}": float(value) for name, value in (updated.metrics or {}).items()}
             if number == 0:  # later parts are scored by weights that have moved on
-                samples = [each.sample for each in part]
+                samples = [each.sample for each, _ in part]
                 masks = [sample.loss_mask for sample in samples]
                 trainer = _masked(response_logprobs(output, samples), masks)
                 metrics["kl_sampler_trainer"] = kl(_masked([sample.logprobs for sample in samples], masks), trainer)
         return metrics
 
     def _send(
-        self, part: Sequence[WeightedSample], step: int
+        self, part: Sequence[tuple[WeightedSample, float]], step: int
     ) -> "tuple[tinker.APIFuture[tinker.ForwardBackwardOutput], tinker.APIFuture[tinker.OptimStepResponse]]":
         settings = self.settings
-        factors = scales([each.sample for each in part], settings.loss_scale)
-        data = [policy_datum(each, settings.loss, factor) for each, factor in zip(part, factors, strict=True)]
+        data = [policy_datum(each, settings.loss, factor) for each, factor in part]
         forward = self.client.forward_backward(data, settings.loss, settings.loss_options or None)
         adam = tinker.AdamParams(
             learning_rate=self._learning_rate(step),
