@@ -1,4 +1,4 @@
-"""vLLM servers that die, that hold other weights, or that are somebody else's."""
+"""vLLM servers that die, and adapters that come and go."""
 
 import os
 import signal
@@ -7,16 +7,13 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import pytest
 import tinker
 from tinker import types
 
-from tests.acceptance.talking import image_input, scores, text_input, train, with_inputs
-from tests.bases import png
+from tests.acceptance.talking import image_input, text_input, train
 from tests.running import Server
-from tests.with_vllm.serving import sampling_with_vllm, wait_for_vllm
+from tests.with_vllm.serving import sampling_with_vllm
 from tests.with_vllm.talking import FREE, learn, sample, snapshot, worst_difference
-from tinsmith.models.tiny import write_tiny_model
 
 
 def vllm_pids(server: Server) -> list[int]:
@@ -35,42 +32,6 @@ def processes_of(group: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
             continue
     return found
-
-
-def test_rendering_by_vllm_equals_ours(server: Server, socket: str, vision_dir: Path, tmp_path: Path) -> None:
-    """One server whose engine processes pictures, one that lets vLLM do it: the same losses, the same counts."""
-    options = ("--base-model", f"tiny={vision_dir}", "--vllm-url", socket, "--renderer", "vllm")
-    with (
-        sampling_with_vllm(tmp_path, *options) as other,
-        tinker.ServiceClient(base_url=server.url, api_key="tml-a") as ours,
-        tinker.ServiceClient(base_url=other.url, api_key="tml-b") as theirs,
-    ):
-        wait_for_vllm(other)
-        found = []
-        for service in (ours, theirs):
-            client = train(service, "tiny")
-            prompts = [image_input(client, seed) for seed in range(3)] + [text_input(1, 9)]
-            data = [with_inputs(p, target_tokens=list(range(p.length)), weights=[1.0] * p.length) for p in prompts]
-            found.append(scores(client, data))
-        for one, two in zip(*found, strict=True):
-            np.testing.assert_allclose(one, two, atol=1e-5)
-        wrong = types.ImageChunk(data=png(0), format="png", expected_tokens=7)
-        with pytest.raises(tinker.RequestFailedError, match="expected_tokens is 7, but the image takes 6 tokens"):
-            scores(client, [with_inputs(types.ModelInput(chunks=[wrong]), target_tokens=[0] * 7, weights=[1.0] * 7)])
-        reply = sample(snapshot(client), prompts[0], n=2)
-        assert worst_difference(client, prompts[0], reply) < 1e-4
-
-
-def test_a_server_with_other_weights_is_never_sampled(server: Server, socket: str, tmp_path: Path) -> None:
-    write_tiny_model("qwen3-vl", tmp_path / "other", seed=1)
-    with (
-        sampling_with_vllm(tmp_path, "--base-model", f"tiny={tmp_path / 'other'}", "--vllm-url", socket) as other,
-        tinker.ServiceClient(base_url=other.url, api_key="tml-c") as service,
-    ):
-        client = train(service, "tiny")
-        with pytest.raises(tinker.RequestFailedError, match="vLLM computes other log-probabilities than the trainer with adapter"):
-            sample(snapshot(client), text_input(1, 6))
-        learn(client)  # training needs no vLLM
 
 
 def adapters_at(socket: str) -> set[str]:

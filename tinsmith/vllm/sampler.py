@@ -85,7 +85,8 @@ class VLLMSampler:
         results: list[SampleResult | SampleFailure] = []
         while self.ended:
             request_id, future = self.ended.popleft()
-            if self.jobs.pop(request_id, (0, None))[1] is future:
+            if self.jobs.get(request_id, (0, None))[1] is future:  # or it was cancelled, and perhaps came again
+                del self.jobs[request_id]
                 results.append(_outcome(request_id, future))
         return results
 
