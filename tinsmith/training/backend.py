@@ -248,21 +248,20 @@ class LocalBackend:
     def _logprobs(self, row: PackedRow, work: Sequence[DatumWork], owners: Sequence[Weights]) -> list[Tensor]:
         """Of each datum of the row, in the shape of its targets.
 
-        Neighbours of one owner and one K are scored together. None is filled up to the K of another, which may be in the millions.
+        Neighbours of one K are scored together, whoever owns them. None is filled up to the K of another, which may be in the millions.
         """
         hidden = self.base.hidden_states(row, PackedPlan(row.lengths, self.base.device, self.base.dtype))
-        chunk = self.config.logits_chunk
+        head, chunk = self.base.head(owners[0]), self.config.logits_chunk  # whoever has a head of his own is alone in the row
         parts: list[Tensor] = []
         start = 0
-        for _, group in groupby(zip(work, owners, strict=True), key=lambda pair: (id(pair[1]), _width(pair[0]))):
-            datums, (owner, *_) = zip(*group, strict=True)
+        for _, group in groupby(zip(work, owners, strict=True), key=lambda pair: _width(pair[0])):
+            datums, theirs = zip(*group, strict=True)
+            lengths = [len(datum.rendered) for datum in datums]
             columns = np.concatenate([datum.target_tokens.reshape(len(datum.rendered), -1) for datum in datums])
             targets = torch.from_numpy(columns).to(self.base.device)
-            segments = segments_of([len(targets)], [owner])
-            rows = hidden[start : start + len(targets)]
-            scored = target_logprobs(rows, self.base.head(owner), targets, segments, chunk, keep=len(hidden) <= chunk)
-            cut = scored.split([len(datum.rendered) for datum in datums])
-            parts += [part.view(datum.target_tokens.shape) for datum, part in zip(datums, cut, strict=True)]
+            rows = hidden if len(targets) == len(hidden) else hidden[start : start + len(targets)]  # the whole row needs no cut
+            scored = target_logprobs(rows, head, targets, segments_of(lengths, theirs), chunk, keep=len(hidden) <= chunk)
+            parts += [part.view(datum.target_tokens.shape) for datum, part in zip(datums, scored.split(lengths), strict=True)]
             start += len(targets)
         return parts
 
