@@ -1,0 +1,55 @@
+"""What is logged of a batch, number by number."""
+
+import numpy as np
+import pytest
+
+from tinsmith.rl.assemble import assemble
+from tinsmith.rl.metrics import pass_at_k, trajectory_metrics
+from tinsmith.rl.stream import text_stream
+from tinsmith.rl.trajectory import Origin, StopReason, Trajectory, Turn
+
+
+def trajectory(reward: float, tokens: int, reason: StopReason = "done") -> Trajectory:
+    """One turn of so many tokens, each sampled with a probability of one half."""
+    logprobs = np.full(tokens, np.log(0.5), np.float32)
+    turn = Turn(text_stream([1, 2]), np.arange(tokens, dtype=np.int32), logprobs, reward)
+    return Trajectory(Origin("test", 0), assemble([turn]), reason, 1, {"found": reward}, seconds={"env": 0.5 * tokens})
+
+
+def test_a_batch_in_numbers() -> None:
+    lost = Trajectory(Origin("test", 0), (), "env_timeout", 0)
+    made = trajectory_metrics([[trajectory(1.0, 2), trajectory(0.0, 4, "length")], [trajectory(0.5, 3), trajectory(0.5, 3), lost]])
+    assert made == pytest.approx(
+        {
+            "reward": 0.5,
+            "reward_std": np.std([1.0, 0.0, 0.5, 0.5]),
+            "trajectories": 5.0,
+            "dropped": 1.0,
+            "turns": 1.0,
+            "response_tokens": 3.0,
+            "samples_per_trajectory": 1.0,
+            "truncated": 0.2,
+            "entropy": np.log(2),
+            "zero_variance_groups": 0.5,
+            "tokens/sampled": 12.0,
+            "tokens/sequence": 20.0,
+            "stop/done": 0.6,
+            "stop/length": 0.2,
+            "stop/env_timeout": 0.2,
+            "env/found": 0.5,
+            "seconds/env_of_a_trajectory": 6.0 / 5,
+        }
+    )
+
+
+def test_a_batch_of_nothing_has_numbers_too() -> None:
+    made = trajectory_metrics([[Trajectory(Origin("test", 0), (), "empty", 1)]])
+    assert (made["reward"], made["entropy"], made["dropped"], made["stop/empty"]) == (0.0, 0.0, 1.0, 1.0)
+
+
+def test_pass_at_k_is_the_chance_of_one_success_in_k() -> None:
+    attempts = [True, False, False, False]
+    assert pass_at_k([attempts], 1) == pytest.approx(1 / 4)
+    assert pass_at_k([attempts], 2) == pytest.approx(1 - 3 / 6)
+    assert pass_at_k([attempts], 4) == 1.0
+    assert pass_at_k([attempts, [False] * 4], 2) == pytest.approx(1 / 4)
