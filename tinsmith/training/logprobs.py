@@ -108,7 +108,7 @@ class _TargetLogprobs(torch.autograd.Function):
             logprobs = _logits(h, lm_head, parts, matrices).log_softmax(-1) if every is None else every[rows]
             dz = logprobs.exp_().mul_(-g.sum(-1, keepdim=True)).scatter_add_(-1, t, g)
             if isinstance(rows, slice):
-                dz[~wanted] = 0.0  # where the logits are no numbers, 0 times them is none either
+                dz.index_fill_(0, (~wanted).nonzero().squeeze(-1), 0.0)  # where logits are no numbers, 0 times them is none either
             dz = dz.to(hidden.dtype)
             dh = dz @ lm_head
             _add_lora_gradients(found, dh, dz, h, parts, matrices)
