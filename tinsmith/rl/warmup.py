@@ -1,5 +1,8 @@
 """Supervised steps on demonstrations, so that a model that knows nothing begins with some reward."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
 import numpy as np
 import tinker
 
@@ -10,38 +13,58 @@ from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import EnvSection, WarmupSection
 from tinsmith.rl.conversation import Conversation
 from tinsmith.rl.datums import likelihood_datum
-from tinsmith.rl.env import Prompt, Teacher
+from tinsmith.rl.env import Message, Prompt, Step, Teacher
 from tinsmith.rl.trajectory import Sample, Turn
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """An episode as the environment itself would play it."""
+
+    opening: list[Message]
+    turns: list[tuple[str, Step]]
+    """What was said, and what the environment made of it."""
 
 
 def warm_up(client: tinker.TrainingClient, env: EnvSection, warmup: WarmupSection, template: ChatTemplate) -> list[float]:
     """The loss per token of each step; the learning rate falls to zero. Raises ConfigError if the environment cannot demonstrate."""
     losses = []
-    for step in range(warmup.steps):
-        first = warmup.seed + step * warmup.episodes
-        samples = [s for seed in range(first, first + warmup.episodes) for s in demonstration(env, Prompt(seed), template, warmup.thought)]
-        tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
-        forward = client.forward_backward([likelihood_datum(sample, 1.0 / tokens) for sample in samples], "cross_entropy")
-        rate = warmup.learning_rate * (1 - step / warmup.steps)
-        update = client.optim_step(tinker.AdamParams(learning_rate=rate, eps=1e-8, grad_clip_norm=1.0))
-        losses.append(float(forward.result().metrics["loss:sum"]))
-        update.result()
+    with ThreadPoolExecutor(env.worker_count if env.workers != "inline" else 1) as threads:
+        for step in range(warmup.steps):
+            first = warmup.seed + step * warmup.episodes
+            prompts = [Prompt(seed) for seed in range(first, first + warmup.episodes)]
+            played = threads.map(lambda prompt: demonstrated(env, prompt, warmup.thought), prompts)
+            samples = [sample for demonstration in played for sample in samples_of(demonstration, template)]
+            tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+            forward = client.forward_backward([likelihood_datum(sample, 1.0 / tokens) for sample in samples], "cross_entropy")
+            rate = warmup.learning_rate * (1 - step / warmup.steps)
+            update = client.optim_step(tinker.AdamParams(learning_rate=rate, eps=1e-8, grad_clip_norm=1.0))
+            losses.append(float(forward.result().metrics["loss:sum"]))
+            update.result()
     return losses
 
 
-def demonstration(env: EnvSection, prompt: Prompt, template: ChatTemplate, thought: str) -> tuple[Sample, ...]:
-    """An episode as the environment itself would play it; `thought` stands before every answer. Raises ConfigError if it cannot."""
+def demonstrated(env: EnvSection, prompt: Prompt, thought: str) -> Demonstration:
+    """One episode; `thought` stands before every answer. Raises ConfigError if the environment cannot demonstrate."""
     player = registry.make(env.name, **env.options)
     if not isinstance(player, Teacher):
         raise ConfigError(f"warmup: steps: the environment {env.name!r} has no demonstrations; it would have to be a Teacher")
-    messages, _ = player.init(prompt)
-    conversation, turns, done = Conversation(template, messages), [], False
-    while not done:
+    opening, _ = player.init(prompt)
+    turns: list[tuple[str, Step]] = []
+    while not turns or not turns[-1][1].done:
         text = thought + player.demonstrate()
-        said = np.array([*template.ids(text), *template.end_of_turn_ids], dtype=np.int32)
-        observations, reward, done, _ = player.step(text)
-        turns.append(Turn(conversation.prompt, said, np.zeros(len(said), dtype=np.float32), reward))
-        if not done:
-            conversation.extend(said, True, observations)
+        turns.append((text, Step(*player.step(text))))
     player.close()
+    return Demonstration(opening, turns)
+
+
+def samples_of(demonstration: Demonstration, template: ChatTemplate) -> tuple[Sample, ...]:
+    """The training samples of an episode."""
+    conversation = Conversation(template, demonstration.opening)
+    turns = []
+    for text, step in demonstration.turns:
+        said = np.array([*template.ids(text), *template.end_of_turn_ids], dtype=np.int32)
+        turns.append(Turn(conversation.prompt, said, np.zeros(len(said), dtype=np.float32), step.reward))
+        if not step.done:
+            conversation.extend(said, True, step.observations)
     return assemble(turns)
