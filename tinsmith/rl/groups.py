@@ -10,6 +10,7 @@ counted, and another one started.
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from tinsmith.rl.env import Prompt
@@ -120,7 +121,7 @@ class GroupStream:
             self._taken_draws += 1
             task = asyncio.ensure_future(self.play(number, self._version, self._policy))
             self._live[number] = task
-            task.add_done_callback(lambda done, number=number: self._finished(number, done))  # type: ignore[misc]
+            task.add_done_callback(partial(self._finished, number))
 
     def _finished(self, number: int, task: "asyncio.Task[Group]") -> None:
         self._news.set()

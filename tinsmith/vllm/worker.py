@@ -55,7 +55,7 @@ class FileWeightTransfer(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Load one file, tensor by tensor."""
         with safe_open(update_info.path, framework="pt", device=str(self.device)) as file:
-            self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            self.model.load_weights((name, file.get_tensor(name)) for name in file.offset_keys())
 
     def finish_weight_update(self) -> None:
         """Put the layers into the form in which they compute."""
