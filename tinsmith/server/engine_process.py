@@ -22,6 +22,9 @@ _LOADING = "the engine is loading its models"
 _TERMINATE_S = 1.0
 """How long a terminated engine may take before it is killed."""
 
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+"""Threads of a pass that wait for each other sleep: where other processes need the cores, those that spin make it ten times slower."""
+
 
 class EngineProcess:
     """Keeps one engine running."""
@@ -75,7 +78,7 @@ class EngineProcess:
         """One life of an engine: its exit code, and whether it was ever ready."""
         link = ServerLink()
         command = [sys.executable, "-m", "tinsmith.engine", link.address, str(os.getpid())]
-        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, env={**_ENVIRONMENT, **os.environ})
         self._link, self._process = link, process
         self.state, self.reason = "starting", _LOADING
         reader = asyncio.create_task(self._read(link))
