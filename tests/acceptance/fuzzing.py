@@ -200,9 +200,9 @@ def mutations(draw: st.DrawFn, right: Any) -> Any:
         if action == 0:
             del holder[key]
         elif action == 1 and isinstance(holder, dict):
-            holder[draw(st.text(max_size=4))] = draw(NASTY)
+            holder[draw(st.text(max_size=4))] = copy.deepcopy(draw(NASTY))
         else:
-            holder[key] = draw(NASTY)
+            holder[key] = copy.deepcopy(draw(NASTY))
     return body
 
 
