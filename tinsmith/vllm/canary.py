@@ -1,4 +1,4 @@
-"""The canary: a prompt whose log-probabilities vLLM and the trainer must agree on before weights are sampled.
+"""The canary: a prompt whose log-probabilities vLLM and the trainer must agree on before a sample leaves.
 
 vLLM leaves out what it does not know how to apply, pixel values may be normalized twice, a transfer may be half done: none of it is an
 error there, all of it shows here.
