@@ -106,6 +106,12 @@ class VLLMConfig:
     renderer: str = knob(
         "local", "Who processes pictures, for training too: local, this engine; vllm, its render endpoint", choices=("local", "vllm")
     )
+    vllm_transfer: str = knob(
+        "auto",
+        "How full weights get into vLLM servers that are started: file, in memory; ipc, the memory of one GPU that both use; broadcast, "
+        "from GPU to GPU (auto: what fits)",
+        choices=("auto", "file", "ipc", "broadcast"),
+    )
     vllm_dir: str = knob("", "Where weights lie while vLLM servers use them, if not in memory: a directory that all of them can read")
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.vllm.connection import ServerFailedError
 from tinsmith.vllm.features import features_of
+from tinsmith.vllm.older import modern
 from tinsmith.vllm.servers import Life
 
 
@@ -32,4 +33,4 @@ async def generate(
     for picture in rendered.pictures:
         if picture.pixel_values.nbytes <= life.pictures.maxsize:
             life.pictures[picture.sha256.hex()] = picture.pixel_values.nbytes
-    return reply
+    return modern(reply)

@@ -8,6 +8,7 @@ vLLM starts its worker processes with this file as their main module, so what st
 
 import importlib.metadata
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -17,6 +18,9 @@ from typing import cast
 
 _GRACE_S = 5.0
 """How long vLLM may take to end by itself."""
+
+_ALWAYS_SO_BEFORE = ("--enable-scale-out", "--no-mm-device-do-normalize")
+"""Options that vLLM 0.26 does not know, because it does what they say without being asked."""
 
 _TORCHVISION_OPERATORS = {
     "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -62,10 +66,25 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def serve() -> None:
+    """VLLM's API server, with the options of this process."""
+    if _vllm_version() >= (0, 32):
+        from vllm.entrypoints.launchers.api_server.entry import main
+
+        main()
+    else:
+        sys.argv[1:] = [option for option in sys.argv[1:] if option not in _ALWAYS_SO_BEFORE]
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+def _vllm_version() -> tuple[int, ...]:
+    import vllm
+
+    return tuple(int(part) for part in vllm.__version__.split(".")[:2])
+
+
 make_up_for_cuda_builds()
 
 if __name__ == "__main__":
     end_with_parent()
-    from vllm.entrypoints.launchers.api_server.entry import main
-
-    main()
+    serve()

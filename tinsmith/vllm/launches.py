@@ -12,7 +12,7 @@ import tinsmith
 from tinsmith.config import Config
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
-from tinsmith.vllm import FILE_BACKEND
+from tinsmith.vllm import TransferKind, backend_of
 from tinsmith.vllm.servers import Launch
 from tinsmith.wire.prompt_scores import MAX_TOPK
 
@@ -33,10 +33,38 @@ def launches(base: BaseModel, config: Config, directory: Path) -> list[Launch]:
     logs = Path(config.data_dir).resolve() / "vllm"
     directory.joinpath("tinsmith").symlink_to(Path(tinsmith.__file__).parent)
     names = [f"{_file_name(base.name)}-{index}" for index in range(config.vllm.vllm_servers)]
-    return [
-        Launch(_command(base, config), _environment(base, config, directory, index), directory, name, logs / f"{name}.log")
-        for index, name in enumerate(names)
-    ]
+    return [_launch(base, config, directory, name, logs, _gpu(base, index)) for index, name in enumerate(names)]
+
+
+def _launch(base: BaseModel, config: Config, directory: Path, name: str, logs: Path, gpu: int | None) -> Launch:
+    kind = _transfer_kind(base, config, gpu)
+    return Launch(_command(base, config, kind), _environment(base, config, directory, gpu), directory, name, logs / f"{name}.log", kind)
+
+
+def _gpu(base: BaseModel, index: int) -> int | None:
+    """Which of the GPUs that this process sees a server gets: the trainer's is taken last. None on a CPU."""
+    if base.device.type == "cpu":
+        return None
+    return ((base.device.index or 0) + 1 + index) % torch.cuda.device_count()
+
+
+def _transfer_kind(base: BaseModel, config: Config, gpu: int | None) -> TransferKind:
+    """Raises ConfigError if the way that was asked for does not exist between the trainer and the server's GPU."""
+    shared = gpu == (base.device.index or 0)
+    wanted = config.vllm.vllm_transfer
+    if wanted == "ipc" and not shared:
+        raise ConfigError(f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {_place(gpu)}. Use auto")
+    if wanted == "broadcast" and shared:
+        raise ConfigError("vllm_transfer=broadcast needs a GPU of its own for each server; here one shares the trainer's. Use auto")
+    match wanted:
+        case "file" | "ipc" | "broadcast":
+            return wanted
+        case _:
+            return "file" if gpu is None else "ipc" if shared else "broadcast"
+
+
+def _place(gpu: int | None) -> str:
+    return "no GPU" if gpu is None else f"GPU {gpu}"
 
 
 def _check_python(python: str) -> None:
@@ -55,14 +83,14 @@ def _file_name(text: str) -> str:
     return "".join(character if character.isalnum() or character in "-." else "_" for character in text)[-20:]
 
 
-def _command(base: BaseModel, config: Config) -> list[str]:
+def _command(base: BaseModel, config: Config, kind: TransferKind) -> list[str]:
     options = [
         *("--model", base.tokenizer_id, "--dtype", str(base.dtype).removeprefix("torch.")),
         *("--max-model-len", str(base.max_context), "--max-num-seqs", str(config.sampling.max_running)),
         "--enable-scale-out",  # the generate and render endpoints
         *("--enable-lora", "--max-lora-rank", str(_rank(config.models.max_lora_rank)), "--max-loras", "4", "--max-cpu-loras", "16"),
         *("--worker-extension-cls", "tinsmith.vllm.worker.WorkerExtension"),
-        *("--weight-transfer-config", json.dumps({"backend": FILE_BACKEND})),
+        *("--weight-transfer-config", json.dumps({"backend": backend_of(kind)})),
         # Log-probabilities at the temperature of the request; one more than the likeliest, because the sampled token counts as one.
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_TOPK + 1)),
         *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
@@ -82,24 +110,24 @@ def _rank(largest: int) -> int:
     raise ConfigError(f"max_lora_rank={largest} is more than vLLM can serve; it ends at {_RANKS[-1]}")
 
 
-def _environment(base: BaseModel, config: Config, directory: Path, index: int) -> dict[str, str]:
+def _environment(base: BaseModel, config: Config, directory: Path, gpu: int | None) -> dict[str, str]:
     environment = os.environ | {
         "PYTHONPATH": str(directory),  # our package, and no other of this environment
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer; the socket keeps them to this user
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # The newer runner applies adapters wrongly where it scores a prompt's tokens, and `worker.py` repairs the other one only.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
-    if base.device.type == "cpu":
+    if gpu is None:
         # Compiling takes 20 seconds at the first request, for functions that take microseconds.
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": str(max(1, round(config.sampling.kv_cache_gib))), "TORCHDYNAMO_DISABLE": "1"}
-    elif torch.cuda.device_count() > 1:
-        environment["CUDA_VISIBLE_DEVICES"] = _another_gpu(base, index)
+        return environment | {"VLLM_CPU_KVCACHE_SPACE": str(max(1, round(config.sampling.kv_cache_gib))), "TORCHDYNAMO_DISABLE": "1"}
+    if torch.cuda.device_count() > 1:
+        environment["CUDA_VISIBLE_DEVICES"] = _visible_name(gpu)
     return environment
 
 
-def _another_gpu(base: BaseModel, index: int) -> str:
-    """The GPU of a server, as CUDA_VISIBLE_DEVICES names it: the trainer's is taken last."""
-    count = torch.cuda.device_count()
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(i) for i in range(count))).split(",")
-    trainer = base.device.index or 0
-    return names[(trainer + 1 + index) % count]
+def _visible_name(gpu: int) -> str:
+    """A GPU of this process, as CUDA_VISIBLE_DEVICES names it in another."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[gpu] if visible else str(gpu)

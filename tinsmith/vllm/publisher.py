@@ -7,10 +7,9 @@ need others wait until those that run have ended, in the order in which they cam
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,10 +19,12 @@ from tinsmith.errors import TinsmithError
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter
 from tinsmith.vllm.canary import Canary
+from tinsmith.vllm.connection import RefusedError
 from tinsmith.vllm.gate import BASE, UNKNOWN
 from tinsmith.vllm.generate import generate
 from tinsmith.vllm.parameters import scoring_params
 from tinsmith.vllm.servers import Life, Server
+from tinsmith.vllm.transfers import Tensors, Transfer, new_transfer
 from tinsmith.vllm.weights import WeightFiles
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Publisher:
     def __init__(self, files: WeightFiles, canary: Canary) -> None:
         self.files = files
         self.canary = canary
+        self.device = canary.base.device
 
     @asynccontextmanager
     async def serving(self, life: Life, version: Version) -> AsyncIterator[str | None]:
@@ -98,13 +100,16 @@ class Publisher:
         await asyncio.to_thread(self.files.remove, uid)
 
     async def _identify(self, life: Life) -> None:
-        """Ask a server once what it calls its weights."""
-        if life.label is None:
+        """Ask a server once what it calls its weights. vLLM 0.26 cannot say."""
+        if life.identified:
+            return
+        label = None
+        with suppress(RefusedError):
             label = (await life.connection.get("/weight_info"))["weight_version"]
-            if life.label is None:
-                life.label = label
-                if label.startswith(_LABEL):  # an engine before us has left its weights there
-                    life.gate.weights = UNKNOWN
+        if not life.identified:
+            life.identified, life.label = True, label
+            if label is None or label.startswith(_LABEL):  # perhaps an engine before us has left its weights there
+                life.gate.weights = UNKNOWN
 
     async def _check(self, life: Life, version: Version, name: str | None) -> None:
         reply = await generate(life, self.canary.rendered, scoring_params(0), name)
@@ -126,22 +131,22 @@ class Publisher:
 
     async def _transfer(self, life: Life, weights: FullWeights | None) -> None:
         """Replace the weights that the server computes with. Nothing runs there meanwhile."""
-        file = await asyncio.to_thread(self.files.model, weights)
-        try:
-            await life.connection.post("/pause", mode="wait")
-            await self._send(life, file, f"{_LABEL}{self.files.root.name}-{_number(weights)}")
-            await life.connection.post("/resume")
-        finally:
-            file.unlink()
+        if life.transfer is None:
+            life.transfer = new_transfer(life.transfer_kind, self.files.root, self.device)
+            await life.transfer.open(life.connection)
+        await life.connection.post("/pause", mode="wait")
+        await self._send(life, life.transfer, self.files.tensors(weights), f"{_LABEL}{self.files.root.name}-{_number(weights)}")
+        await life.connection.post("/resume")
         life.checks.pop(_number(weights), None)
 
-    async def _send(self, life: Life, file: Path, label: str) -> None:
+    async def _send(self, life: Life, transfer: Transfer, tensors: Tensors, label: str) -> None:
         post = life.connection.post
         await post("/start_weight_update")
-        await post("/update_weights", {"update_info": {"path": str(file)}})
+        await transfer.send(life.connection, tensors)
         await post("/finish_weight_update", {"weight_version": label})
         await post("/reset_prefix_cache", reset_running_requests="true")
-        life.label = label
+        if life.label is not None:
+            life.label = label
 
 
 def _once(tasks: "dict[int, asyncio.Task[T]]", uid: int, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Future[T]":

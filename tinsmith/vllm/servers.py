@@ -20,8 +20,10 @@ from typing import Any, Literal
 from cachetools import LRUCache
 
 from tinsmith.errors import TinsmithError
+from tinsmith.vllm import TransferKind
 from tinsmith.vllm.connection import Connection, RefusedError, ServerFailedError, ServerLostError
 from tinsmith.vllm.gate import Gate
+from tinsmith.vllm.transfers import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ class Launch:
     name: str
     """Different for every server."""
     log: Path
+    transfer_kind: TransferKind
+    """How full weights get there."""
 
 
 @dataclass(eq=False)
@@ -57,6 +61,9 @@ class Life:
     connection: Connection
     slots: asyncio.Semaphore
     """One for each request that may be under way."""
+    transfer_kind: TransferKind = "file"
+    transfer: Transfer | None = None
+    """The way in for full weights, once some have been sent."""
     adapters: dict[int, "asyncio.Task[str]"] = field(default_factory=dict)
     """By the number of the weights: loads the adapter, and gives the name it has there."""
     checks: dict[int, "asyncio.Task[None]"] = field(default_factory=dict)
@@ -64,7 +71,9 @@ class Life:
     gate: Gate = field(default_factory=Gate)
     """To the weights that it computes with."""
     label: str | None = None
-    """What it calls these weights in its replies; None as long as it was not asked."""
+    """What it calls these weights in its replies; None if it does not say, or was not asked."""
+    identified: bool = False
+    """Whether it was asked."""
     pictures: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_KNOWN_PICTURES, getsizeof=lambda size: size))
     """Size in bytes, by hash, of the pictures that it has seen."""
 
@@ -122,7 +131,8 @@ class Server:
 
     async def _live(self) -> bool:
         """From a start to the end; whether it was ever ready in between."""
-        life = Life(Connection(await self._start()), asyncio.Semaphore(self.slots))
+        kind: TransferKind = "file" if isinstance(self.source, str) else self.source.transfer_kind
+        life = Life(Connection(await self._start()), asyncio.Semaphore(self.slots), kind)
         try:
             was_ready = await self._gets_ready(life)
             if was_ready:

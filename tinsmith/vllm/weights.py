@@ -1,4 +1,4 @@
-"""Weights as files that vLLM servers read: PEFT folders of adapters, which stay as long as the weights, and whole models in passing.
+"""Weights as vLLM servers take them: adapters as PEFT folders, which stay as long as the weights, and full weights by checkpoint name.
 
 The files lie in memory where the system has a file system for that. Every version has a directory of its own: vLLM takes what it computed
 under an adapter's name and path for good.
@@ -8,10 +8,9 @@ import os
 import shutil
 import tempfile
 import threading
-import uuid
 from pathlib import Path
 
-from safetensors.torch import save_file
+from torch import Tensor
 
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights
@@ -46,19 +45,10 @@ class WeightFiles:
                 partly.rename(directory)
         return directory
 
-    def model(self, weights: FullWeights | None) -> Path:
-        """A new file of all that full-parameter training can change: of `weights` what they have, of the base the rest.
-
-        It takes the memory of a whole model, so who asks for it should delete it soon.
-        """
+    def tensors(self, weights: FullWeights | None) -> dict[str, Tensor]:
+        """What full-parameter training can change, by checkpoint name: of `weights` what they have, of the base the rest. No copies."""
         own = weights.working if weights is not None else {}
-        tensors = {
-            self.outline.parameter_name(name): own.get(name, parameter).detach().cpu().contiguous()
-            for name, parameter in self.parameters.items()
-        }
-        file = self.root / f"{uuid.uuid4().hex}.safetensors"
-        save_file(tensors, file, metadata={"format": "pt"})
-        return file
+        return {self.outline.parameter_name(name): own.get(name, parameter) for name, parameter in self.parameters.items()}
 
     def remove(self, uid: int) -> None:
         """Delete the files of an adapter, if there are any."""

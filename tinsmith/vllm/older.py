@@ -1,0 +1,24 @@
+"""Replies of vLLM 0.26, the newest for PyTorch 2.11, in the form that the rest of this room knows from 0.32.
+
+It does not say which weights it computed with, so for full weights the canary is the only check there.
+"""
+
+from typing import Any
+
+_TOKEN_ID = "token_id:"
+
+
+def modern(reply: dict[str, Any]) -> dict[str, Any]:
+    """A reply of the generate endpoint. One of 0.32 is returned as it is."""
+    for choice in reply["choices"]:
+        if "weight_versions" not in choice:
+            choice["weight_versions"] = None
+            for entry in choice["logprobs"]["content"]:
+                _name(entry)
+                for other in entry["top_logprobs"]:
+                    _name(other)
+    return reply
+
+
+def _name(entry: dict[str, Any]) -> None:
+    entry["token_id"] = int(entry["token"].removeprefix(_TOKEN_ID))

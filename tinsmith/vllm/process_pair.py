@@ -1,0 +1,62 @@
+"""A process group of two, the trainer and one vLLM worker: weights travel through it from one GPU to another.
+
+Both ends use this module, which needs PyTorch and nothing else. Between GPUs it is NCCL; Gloo does the same between CPUs.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+TRAINER, WORKER = 0, 1
+"""Their ranks."""
+_LONGEST = timedelta(minutes=5)
+"""How long one end waits for the other."""
+
+
+class ProcessPair:
+    """One end. Not for two threads at a time."""
+
+    def __init__(self, meeting_point: str, rank: int, device: torch.device) -> None:
+        """Wait for the other end. `meeting_point` is the path of a file that does not exist yet, the same for both."""
+        self.device = device
+        store = distributed.FileStore(meeting_point, 2)
+        # Both ends are on this machine, and no port may be open to others.
+        self._group: Any
+        if device.type == "cuda":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = _LONGEST
+            self._group = distributed.ProcessGroupNCCL(store, rank, 2, options)
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            self._group = distributed.ProcessGroupGloo(store, rank, 2, _LONGEST)
+
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """The trainer's side. All have been sent when it returns. Raises RuntimeError if the other end is lost."""
+        for tensor in tensors:
+            self._broadcast(tensor.detach().contiguous())
+        self._finish()
+
+    def receive(self, shapes: Iterable[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
+        """The worker's side: tensors of these shapes and types, in the order in which they are sent."""
+        for shape, dtype in shapes:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            self._broadcast(tensor)
+            yield tensor
+        self._finish()
+
+    def abort(self) -> None:
+        """Give up what is under way: the thread that waits for it gets an error. The link is of no use then."""
+        self._group.abort()
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        self._group.broadcast([tensor], distributed.BroadcastOptions()).wait()  # from rank 0, unless told otherwise
+
+    def _finish(self) -> None:
+        """NCCL only puts work into the GPU's queue."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()

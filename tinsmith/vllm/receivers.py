@@ -1,0 +1,154 @@
+"""The server's side of getting full weights into vLLM (`transfers.py` has the trainer's): its weight transfer engines, in our ways.
+
+Runs inside of vLLM's worker processes. All of them take tensors under the names of the model's checkpoint and load them layer by layer.
+"""
+
+import base64
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from tinsmith.vllm import TransferKind, backend_of
+from tinsmith.vllm.process_pair import WORKER, ProcessPair
+
+_DEVICE_ARGUMENT = 6
+"""Where `rebuild_cuda_tensor` takes the number of the GPU, which may be another in this process."""
+
+
+@dataclass
+class NoPreparation(WeightTransferInitInfo):
+    """Nothing has to be said before the first update."""
+
+
+@dataclass
+class FileUpdate(WeightTransferUpdateInfo):
+    """A safetensors file."""
+
+    path: str
+
+
+@dataclass
+class IpcUpdate(WeightTransferUpdateInfo):
+    """Memory of the trainer on this GPU."""
+
+    handles: str
+    """Name -> arguments of `rebuild_cuda_tensor`, pickled, in base64. They come through a socket that only the user can reach."""
+
+
+@dataclass
+class MeetingPoint(WeightTransferInitInfo):
+    """Where the trainer waits."""
+
+    meeting_point: str
+
+
+@dataclass
+class BroadcastUpdate(WeightTransferUpdateInfo):
+    """What the trainer is about to send."""
+
+    outline: list[tuple[str, list[int], str]]
+    """(name, shape, dtype) of each tensor, in order."""
+
+
+class _LayerByLayer(WeightTransferEngine[Any, Any]):
+    """What all receivers share. `receive_weights` is what differs."""
+
+    init_info_cls = NoPreparation
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Make ready to load layer by layer."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one update. vLLM's own version synchronizes an accelerator, which a CPU has none of."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def finish_weight_update(self) -> None:
+        """Put the layers into the form in which they compute."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _repack_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing to do."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterable[Any], trainer_args: Any) -> None:
+        """Wanted by vLLM 0.26; our trainer does not send through vLLM."""
+        raise NotImplementedError("tinsmith/vllm/transfers.py sends")
+
+
+class FileReceiver(_LayerByLayer):
+    """From a file in memory."""
+
+    update_info_cls = FileUpdate
+
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        """Load one file, tensor by tensor."""
+        with safe_open(update_info.path, framework="pt", device=str(self.device)) as file:
+            self.model.load_weights((name, file.get_tensor(name)) for name in file.offset_keys())
+
+
+class IpcReceiver(_LayerByLayer):
+    """From the trainer's memory on this GPU."""
+
+    update_info_cls = IpcUpdate
+
+    def receive_weights(self, update_info: IpcUpdate) -> None:
+        """Load what the trainer has lent."""
+        handles = pickle.loads(base64.b64decode(update_info.handles))
+        self.model.load_weights((name, self._tensor(arguments)) for name, arguments in handles.items())
+
+    def _tensor(self, arguments: tuple[Any, ...]) -> Tensor:
+        here = list(arguments)
+        here[_DEVICE_ARGUMENT] = self.device.index
+        tensor: Tensor = rebuild_cuda_tensor(*here)
+        return tensor
+
+
+class BroadcastReceiver(_LayerByLayer):
+    """From the trainer's GPU to this one."""
+
+    init_info_cls = MeetingPoint
+    update_info_cls = BroadcastUpdate
+
+    def init_transfer_engine(self, init_info: MeetingPoint) -> None:
+        """Join the trainer."""
+        self.pair = ProcessPair(init_info.meeting_point, WORKER, self.device)
+
+    def receive_weights(self, update_info: BroadcastUpdate) -> None:
+        """Load what the trainer sends."""
+        names = [name for name, _, _ in update_info.outline]
+        shapes = ((torch.Size(shape), getattr(torch, dtype)) for _, shape, dtype in update_info.outline)
+        self.model.load_weights(zip(names, self.pair.receive(shapes), strict=True))
+
+
+def _repack_heads(model: torch.nn.Module) -> None:
+    """Pack the output projection again: on a CPU vLLM computes with a packed copy, which it forgets to renew where embeddings are tied."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+RECEIVERS: dict[TransferKind, type[_LayerByLayer]] = {"file": FileReceiver, "ipc": IpcReceiver, "broadcast": BroadcastReceiver}
+
+
+def register() -> None:
+    """Let vLLM's --weight-transfer-config know them."""
+    for kind, receiver in RECEIVERS.items():
+        WeightTransferEngineFactory.register_engine(backend_of(kind), receiver)
