@@ -316,3 +316,52 @@ def test_thousands_of_episodes_are_played_a_few_at_a_time(plain: ChatTemplate) -
     assert len(made) == 2000
     assert most == 50
     assert [trajectory.origin.seed for trajectory in made] == list(range(2000))
+
+
+CLUE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+RULED: list[Message] = [{"role": "system", "content": "One word."}, *OPENING]
+SYSTEM = "<|im_start|>system\nOne word.<|im_end|>\n"
+CLUES = [([user("warmer")], 0.25, False), ([user("colder")], 0.5, False), ([], 1.0, True)]
+
+
+def test_only_the_newest_turn_and_the_system_message_are_seen(plain: ChatTemplate, thinking: ChatTemplate) -> None:
+    made, policy = play(plain, [(word + END, True) for word in ("hot", "ice", "cold")], CLUES, RULED, context_turns=1)
+    prompts = [SYSTEM + CLUE.format(clue) for clue in ("hot or cold?", "warmer", "colder")]
+    assert policy.prompts == [tinker.ModelInput.from_ints(ids(plain, prompt)) for prompt in prompts]
+    for n, (sample, word) in enumerate(zip(made.samples, ("hot", "ice", "cold"), strict=True)):
+        assert_sample(sample, plain, prompts[n], [(word + END, n + 1, CLUES[n][1])], last=n == 2)
+    said = ["i</think>\n\nhot" + END, "n</think>\n\nice" + END, "o</think>\n\ncold" + END]
+    made, _ = play(thinking, [(text, True) for text in said], CLUES, RULED, context_turns=1)
+    for n, (sample, text) in enumerate(zip(made.samples, said, strict=True)):
+        assert_sample(sample, thinking, prompts[n] + "<think>\n", [(text, n + 1, CLUES[n][1])], last=n == 2)
+
+
+def test_turns_extend_each_other_until_one_is_forgotten(plain: ChatTemplate, thinking: ChatTemplate) -> None:
+    made, _ = play(plain, [(word + END, True) for word in ("hot", "ice", "cold")], CLUES, RULED, context_turns=2)
+    both = [("hot" + END, 1, 0.25), ("\n" + NEXT, 0, 0.0), ("ice" + END, 2, 0.5)]
+    assert_sample(made.samples[0], plain, SYSTEM + ASKED, both, last=False)
+    assert_sample(made.samples[1], plain, SYSTEM + NEXT + "ice" + END + "\n" + CLUE.format("colder"), [("cold" + END, 3, 1.0)])
+    said = ["i</think>\n\nhot" + END, "n</think>\n\nice" + END, "o</think>\n\ncold" + END]
+    made, _ = play(thinking, [(text, True) for text in said], CLUES, OPENING, context_turns=2)
+    prompts = [ASKED, ASKED + "hot" + END + "\n" + NEXT, NEXT + "ice" + END + "\n" + CLUE.format("colder")]
+    for n, (sample, text) in enumerate(zip(made.samples, said, strict=True)):
+        assert_sample(sample, thinking, prompts[n] + "<think>\n", [(text, n + 1, CLUES[n][1])], last=n == 2)
+
+
+def test_a_context_that_is_long_enough_changes_nothing(plain: ChatTemplate) -> None:
+    answers = [(word + END, True) for word in ("hot", "ice", "cold")]
+    whole, limited = (play(plain, answers, CLUES, RULED, context_turns=turns)[0] for turns in (0, 3))
+    assert whole.samples[0].response_ids.tolist() == only(limited).response_ids.tolist()
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_pictures_are_forgotten_with_their_turns(turns: int, plain: ChatTemplate) -> None:
+    colors = ["red", "blue", "green", "white"]
+    system: Message = {"role": "system", "content": [{"type": "image", "image": picture("black")}]}
+    steps: list[tuple[list[Message], float, bool]] = [([user(picture(color))], 0.0, False) for color in colors[1:]]
+    made, policy = play(plain, [("x" + END, True)] * 4, [*steps, ([], 1.0, True)], [system, user(picture("red"))], context_turns=turns)
+    seen = [["black", *colors[max(0, n + 1 - turns) : n + 1]] for n in range(4)]
+    asked = [[chunk.data for chunk in prompt.chunks if isinstance(chunk, tinker.types.ImageChunk)] for prompt in policy.prompts]
+    assert asked == [[plain.picture(picture(color)).data for color in shown] for shown in seen]
+    assert [len(sample.stream.pictures) for sample in made.samples] == ([2] * 4 if turns == 1 else [3] * 3)
+    assert made.samples[-1].is_last_step

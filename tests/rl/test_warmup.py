@@ -26,6 +26,9 @@ def test_a_demonstration_is_right_and_stands_in_the_template(plain: ChatTemplate
     steps = samples_of(thoughtful, thinking)
     assert len(steps) == len(thoughtful.turns)
     assert [step.response_ids.tolist() for step in steps] == [ids(thinking, f"hm</think>\n\n{text}{END}") for text, _ in played.turns]
+    one_turn = samples_of(played, plain, context_turns=1)
+    assert [turn.response_ids.tolist() for turn in one_turn] == [ids(plain, text + END) for text, _ in played.turns]
+    assert [turn.loss_mask.all() for turn in one_turn] == [True] * len(played.turns)
 
 
 def test_an_environment_that_cannot_demonstrate_is_refused() -> None:

@@ -64,6 +64,7 @@ class GenerationSection:
 
     max_tokens: int = knob(256, "Longest answer of one turn", "tokens", 1)
     max_turns: int = knob(32, "Most turns of an episode", "turns", 1)
+    context_turns: int = knob(0, "Newest turns that the model sees, 1 only what was said last; system messages stay; 0 all", "turns", 0)
     max_context: int = knob(0, "Longest conversation; 0 takes the server's limit for the model", "tokens", 0)
     temperature: float = knob(1.0, "Sampling temperature", "", 0)
     top_p: float = knob(1.0, "Nucleus sampling", "", 0, 1)

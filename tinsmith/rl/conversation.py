@@ -4,10 +4,14 @@ After a turn the whole conversation is rendered again, as a text, only to see wh
 model has seen, the rest is appended to the tokens that are there. If it does not, because templates of thinking models drop earlier
 reasoning, the next turn begins anew with the tokens of the new rendering; what a trajectory becomes then is decided in `assemble.py`. A
 template that changes more than the answers' reasoning fits neither way and is refused.
+
+With `context_turns` the model sees the newest turns only. A turn is what the environment said and the answer to it; system messages at the
+start belong to none and stay. Once a turn is forgotten, every next one begins anew, with the tokens of what is left.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +29,7 @@ class TemplateError(UserError):
 
 @dataclass(frozen=True)
 class Opening:
-    """What was said before the model's first answer."""
+    """What was said before the first of the model's answers that are still seen."""
 
     messages: tuple[Message, ...]
     pictures: tuple[Picture, ...]
@@ -35,20 +39,25 @@ class Conversation:
     """A conversation that waits for the model to speak; `prompt` is what it has seen by then.
 
     `end_turn_after_stop_string`: an answer that ended on a stop string gets the template's end-of-turn token, which nobody sampled.
+    `context_turns`: how many turns the model sees, the one it is about to answer included; 0 is all.
     """
 
     prompt: TokenStream
     """What the model is given for its next turn."""
 
-    def __init__(self, template: ChatTemplate, messages: Sequence[Message], end_turn_after_stop_string: bool = True) -> None:
+    def __init__(
+        self, template: ChatTemplate, messages: Sequence[Message], end_turn_after_stop_string: bool = True, context_turns: int = 0
+    ) -> None:
         self.template = template
         self.end_turn_after_stop_string = end_turn_after_stop_string
+        self.context_turns = context_turns
         self.messages = list(messages)
         self.pictures: tuple[Picture, ...] = tuple(map(template.picture, sources_of(messages)))
         rendered = template.render(self.messages, self.pictures, add_generation_prompt=True)
         self._opening = Opening(tuple(messages), self.pictures)
         self._shown = rendered.text
         self._answers: list[str] = []
+        self._turn_starts = [len(list(takewhile(_is_system, messages)))]
         self.prompt = template.encode(rendered)
 
     def text_of(self, sampled: NDArray[np.int32]) -> str:
@@ -83,6 +92,22 @@ class Conversation:
             self.prompt = self.template.encode(rendered)
         else:
             self.prompt = self.prompt + text_stream(sampled) + self.template.encode(Rendered(rest, new))
+        self._turn_starts.append(len(history) - len(observations))
+        if self.context_turns and len(self._turn_starts) > self.context_turns:
+            self._forget_a_turn()
+
+    def _forget_a_turn(self) -> None:
+        """Leave the oldest turn out, and begin anew with what is left."""
+        first, second = self._turn_starts[:2]
+        before, gone = (len(sources_of(part)) for part in (self.messages[:first], self.messages[first:second]))
+        self.pictures = self.pictures[:before] + self.pictures[before + gone :]
+        self.messages = self.messages[:first] + self.messages[second:]
+        self._turn_starts = [first, *(start - second + first for start in self._turn_starts[2:])]
+        self._answers = self._answers[1:]
+        opening = self.messages[: self._turn_starts[1] - 1] if self._answers else self.messages
+        self._opening = Opening(tuple(opening), self.pictures[: len(sources_of(opening))])
+        rendered = self.template.render(self.messages, self.pictures, add_generation_prompt=True)
+        self._shown, self.prompt = rendered.text, self.template.encode(rendered)
 
     def _ended_itself(self, sampled: NDArray[np.int32]) -> bool:
         return len(sampled) > 0 and int(sampled[-1]) in self.template.stop_ids
@@ -119,3 +144,7 @@ class Conversation:
             f"the chat template changes what was said, beyond leaving out reasoning: token {at} of the conversation was {was} and is {now} "
             "when it is rendered again; give a template that keeps the messages and the visible answers"
         )
+
+
+def _is_system(message: Message) -> bool:
+    return message["role"] == "system"

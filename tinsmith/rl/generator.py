@@ -33,6 +33,8 @@ class Rules:
     """The run's. Turns get seeds that follow from it; None leaves sampling to chance."""
     end_turn_after_stop_string: bool = True
     """Put the end-of-turn token behind an answer that ended on a stop string, where the template has it."""
+    context_turns: int = 0
+    """Newest turns that the model sees, the one it is about to answer included; 0 is all."""
     pixel_values: bool = False
     """Give samples the pixel values of their pictures."""
 
@@ -89,7 +91,7 @@ class _Episode:
     async def play(self, session: Session, prompt: Prompt) -> None:
         """Turn by turn until something ends it."""
         messages, self.notes = await self._timed(session.call("init", prompt))
-        conversation = Conversation(self.template, messages, self.rules.end_turn_after_stop_string)
+        conversation = Conversation(self.template, messages, self.rules.end_turn_after_stop_string, self.rules.context_turns)
         while True:
             room = self.rules.max_context - len(conversation.prompt)
             if room < 1:

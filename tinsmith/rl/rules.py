@@ -9,4 +9,5 @@ def rules_of(config: RlConfig, max_context: int) -> Rules:
     """The rules of a run."""
     section = config.generation
     request = Request(section.max_tokens, section.temperature, section.top_p, section.top_k, tuple(section.stop))
-    return Rules(request, section.max_turns, max_context, config.training.seed, section.end_turn_after_stop_string)
+    ends = section.end_turn_after_stop_string
+    return Rules(request, section.max_turns, max_context, config.training.seed, ends, section.context_turns)

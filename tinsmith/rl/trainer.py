@@ -71,7 +71,7 @@ def _prepared(
     max_context = config.generation.max_context or context_limit(config.server, base_model)
     reference = policy_of(service, config.training.kl_reference, base_model).client if config.training.kl_coefficient else None
     if not state.step and config.warmup.steps:
-        losses = warm_up(client, config.env, config.warmup, template)
+        losses = warm_up(client, config.env, config.warmup, template, config.generation.context_turns)
         console.print(f"warm-up: loss per token {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps", highlight=False)
     section = config.prompts
     prompts = rows(Path(section.file), section.count) if section.file else seeds(section.seed, section.count)

@@ -26,15 +26,20 @@ class Demonstration:
     """What was said, and what the environment made of it."""
 
 
-def warm_up(client: tinker.TrainingClient, env: EnvSection, warmup: WarmupSection, template: ChatTemplate) -> list[float]:
-    """The loss per token of each step; the learning rate falls to zero. Raises ConfigError if the environment cannot demonstrate."""
+def warm_up(
+    client: tinker.TrainingClient, env: EnvSection, warmup: WarmupSection, template: ChatTemplate, context_turns: int
+) -> list[float]:
+    """The loss per token of each step; the learning rate falls to zero. Raises ConfigError if the environment cannot demonstrate.
+
+    `context_turns`: the newest turns that the model will see when it plays; 0 is all.
+    """
     losses = []
     with ThreadPoolExecutor(env.worker_count if env.workers != "inline" else 1) as threads:
         for step in range(warmup.steps):
             first = warmup.seed + step * warmup.episodes
             prompts = [Prompt(seed) for seed in range(first, first + warmup.episodes)]
             played = threads.map(lambda prompt: demonstrated(env, prompt, warmup.thought), prompts)
-            samples = [sample for demonstration in played for sample in samples_of(demonstration, template)]
+            samples = [sample for demonstration in played for sample in samples_of(demonstration, template, context_turns)]
             tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
             forward = client.forward_backward([likelihood_datum(sample, 1.0 / tokens) for sample in samples], "cross_entropy")
             rate = warmup.learning_rate * (1 - step / warmup.steps)
@@ -58,9 +63,9 @@ def demonstrated(env: EnvSection, prompt: Prompt, thought: str) -> Demonstration
     return Demonstration(opening, turns)
 
 
-def samples_of(demonstration: Demonstration, template: ChatTemplate) -> tuple[Sample, ...]:
+def samples_of(demonstration: Demonstration, template: ChatTemplate, context_turns: int = 0) -> tuple[Sample, ...]:
     """The training samples of an episode."""
-    conversation = Conversation(template, demonstration.opening)
+    conversation = Conversation(template, demonstration.opening, context_turns=context_turns)
     turns = []
     for text, step in demonstration.turns:
         said = np.array([*template.ids(text), *template.end_of_turn_ids], dtype=np.int32)
