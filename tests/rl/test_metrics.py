@@ -36,6 +36,7 @@ def test_a_batch_in_numbers() -> None:
             "stop/done": 0.6,
             "stop/length": 0.2,
             "stop/env_timeout": 0.2,
+            **{f"stop/{reason}": 0.0 for reason in ("context", "max_turns", "empty", "env_error")},
             "env/found": 0.5,
             "seconds/env_of_a_trajectory": 6.0 / 5,
         }

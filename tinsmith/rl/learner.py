@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import tinker
@@ -28,7 +28,7 @@ class Learner:
     async def learn(self, groups: Sequence[Group], step: int) -> Metrics:
         """All substeps on one batch. A part of it in which every advantage is zero makes no optimizer step."""
         metrics: Metrics = {}
-        weighted = self._weighted(groups)
+        weighted = weighted_samples(groups, self.settings)
         if self.reference is not None:
             weighted, metrics["kl_reference"] = await self._penalised(weighted, self.reference)
         if self.settings.tis_cap:
@@ -37,19 +37,6 @@ class Learner:
         parts = [part for part in _split(weighted, self.settings.substeps) if part]
         metrics |= await self._substeps(parts, step)
         return metrics
-
-    def _weighted(self, groups: Sequence[Group]) -> list[WeightedSample]:
-        """Every usable sample with its trajectory's advantage, which all of its steps share."""
-        rewards = [[trajectory.reward for trajectory in group.usable] for group in groups]
-        weighted = []
-        for group, values in zip(groups, advantages(self.settings.advantages, rewards), strict=True):
-            for trajectory, value in zip(group.usable, values, strict=True):
-                worth = 0.0 if self.settings.overlong_filtering and trajectory.truncated else float(value)
-                for sample in trajectory.samples:
-                    spread = (sample.loss_mask * worth).astype(np.float32)
-                    learnable = replace(sample, loss_mask=_learnable(sample, trajectory.truncated and self.settings.overlong_filtering))
-                    weighted.append(WeightedSample(learnable, spread, sample.logprobs))
-        return weighted
 
     async def _penalised(self, weighted: list[WeightedSample], reference: tinker.SamplingClient) -> tuple[list[WeightedSample], float]:
         futures = [reference.compute_logprobs(each.sample.model_input) for each in weighted]
@@ -63,7 +50,7 @@ class Learner:
     async def _corrected(self, weighted: list[WeightedSample]) -> tuple[list[WeightedSample], Metrics]:
         """Advantages times the truncated ratio of trainer to sampler; the loss then compares with the trainer's logprobs."""
         samples = [each.sample for each in weighted]
-        scores = response_logprobs(await self.client.forward([likelihood_datum(sample) for sample in samples], "cross_entropy"), samples)
+        scores = await self._scores(samples)
         masks = [sample.loss_mask for sample in samples]
         trainer, sampler = _masked(scores, masks), _masked([sample.logprobs for sample in samples], masks)
         ratios = importance_weights(trainer, sampler, self.settings.tis_cap)
@@ -87,10 +74,17 @@ class Learner:
             metrics |= {f"optimizer/{name}": float(value) for name, value in (updated.metrics or {}).items()}
             if number == 0:  # later parts are scored by weights that have moved on
                 samples = [each.sample for each, _ in part]
-                masks = [sample.loss_mask for sample in samples]
-                trainer = _masked(response_logprobs(output, samples), masks)
-                metrics["kl_sampler_trainer"] = kl(_masked([sample.logprobs for sample in samples], masks), trainer)
+                metrics["kl_sampler_trainer"] = _kl_to_sampler(samples, response_logprobs(output, samples))
+        if not sent:  # nothing was learnt, and nothing scored
+            samples = [each.sample for each, _ in chain(*scaled)]
+            metrics["kl_sampler_trainer"] = _kl_to_sampler(samples, await self._scores(samples))
         return metrics
+
+    async def _scores(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """[r] for each sample: the trainer's log-probabilities of the response."""
+        if not samples:
+            return []
+        return response_logprobs(await self.client.forward([likelihood_datum(sample) for sample in samples], "cross_entropy"), samples)
 
     def _send(
         self, part: Sequence[tuple[WeightedSample, float]], step: int
@@ -113,8 +107,25 @@ class Learner:
         return settings.learning_rate * rising * falling
 
 
-def _learnable(sample: Sample, filtered: bool) -> NDArray[np.bool_]:
-    return np.zeros_like(sample.loss_mask) if filtered else sample.loss_mask
+def weighted_samples(groups: Sequence[Group], settings: TrainingSection) -> list[WeightedSample]:
+    """Every usable sample with its trajectory's advantage, which all of its steps share.
+
+    Overlong filtering takes the tokens of cut trajectories out of the loss mask; their rewards still count in their group.
+    """
+    rewards = [[trajectory.reward for trajectory in group.usable] for group in groups]
+    weighted = []
+    for group, values in zip(groups, advantages(settings.advantages, rewards), strict=True):
+        for trajectory, value in zip(group.usable, values, strict=True):
+            kept = not (settings.overlong_filtering and trajectory.truncated)
+            for sample in trajectory.samples:
+                learnable = replace(sample, loss_mask=sample.loss_mask & kept)
+                weighted.append(WeightedSample(learnable, (learnable.loss_mask * value).astype(np.float32), sample.logprobs))
+    return weighted
+
+
+def _kl_to_sampler(samples: Sequence[Sample], scores: Sequence[NDArray[np.float32]]) -> float:
+    masks = [sample.loss_mask for sample in samples]
+    return kl(_masked([sample.logprobs for sample in samples], masks), _masked(scores, masks))
 
 
 def _split(weighted: Sequence[WeightedSample], parts: int) -> list[Sequence[WeightedSample]]:

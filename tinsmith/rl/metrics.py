@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tinsmith.rl.advantages import has_variance
-from tinsmith.rl.trajectory import Trajectory
+from tinsmith.rl.trajectory import STOP_REASONS, Trajectory
 
 Metrics = dict[str, float]
 
@@ -22,6 +22,7 @@ def trajectory_metrics(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
     samples = [sample for trajectory in usable for sample in trajectory.samples]
     sampled = [sample.logprobs[sample.loss_mask] for sample in samples]
     logprobs = np.concatenate([np.zeros(0, dtype=np.float32), *sampled])
+    endings = Counter(trajectory.stop_reason for trajectory in everyone)
     return {
         "reward": _mean([trajectory.reward for trajectory in usable]),
         "reward_std": float(np.std([trajectory.reward for trajectory in usable])) if usable else 0.0,
@@ -35,7 +36,7 @@ def trajectory_metrics(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
         "zero_variance_groups": _mean([not has_variance(group) for group in rewards]),
         "tokens/sampled": float(len(logprobs)),
         "tokens/sequence": float(sum(len(sample.stream) for sample in samples)),
-        **{f"stop/{reason}": count / len(everyone) for reason, count in Counter(t.stop_reason for t in everyone).items()},
+        **{f"stop/{reason}": endings[reason] / max(len(everyone), 1) for reason in STOP_REASONS},
         **_env_metrics([trajectory.metrics for trajectory in usable]),
         **_seconds(everyone),
     }

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import tinker
@@ -14,6 +14,8 @@ from tinsmith.rl.stream import TokenStream
 StopReason = Literal["done", "length", "context", "max_turns", "empty", "env_error", "env_timeout"]
 """Why a trajectory ended: the environment was done; a generation reached its length; the conversation left no room for another one;
 `max_turns` were played; the first generation was empty; the environment raised, or took too long."""
+
+STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)
 
 TRUNCATED: frozenset[StopReason] = frozenset({"length", "context"})
 """Endings by which a trajectory was cut for being long."""

@@ -1,0 +1,106 @@
+"""What a batch becomes: advantages shared over the steps, what is filtered, and what the KL penalty does to groups without variance."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import tinker
+from numpy.typing import NDArray
+
+from tinsmith.rl.assemble import assemble
+from tinsmith.rl.config import TrainingSection
+from tinsmith.rl.corrections import kl
+from tinsmith.rl.datums import likelihood_datum, response_logprobs
+from tinsmith.rl.env import Prompt
+from tinsmith.rl.groups import Group
+from tinsmith.rl.learner import Learner, weighted_samples
+from tinsmith.rl.stream import text_stream
+from tinsmith.rl.trajectory import Origin, Sample, StopReason, Trajectory, Turn
+
+
+def turn(prompt: list[int], sampled: list[int], reward: float = 0.0, logprob: float = -1.0) -> Turn:
+    return Turn(text_stream(prompt), np.array(sampled, np.int32), np.full(len(sampled), logprob, np.float32), reward)
+
+
+def trajectory(*turns: Turn, reason: StopReason = "done") -> Trajectory:
+    return Trajectory(Origin("test", 0), assemble(turns), reason, len(turns))
+
+
+def group(*trajectories: Trajectory) -> Group:
+    return Group(0, Prompt(0), 0, trajectories)
+
+
+def test_all_steps_of_a_trajectory_share_its_advantage() -> None:
+    stepwise = trajectory(turn([1, 2], [3, 4], 0.25), turn([1, 5], [6], 0.75))  # the second does not begin with the first
+    merged = trajectory(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6]))
+    failed = trajectory(turn([1, 2], [3], 9.0), reason="env_error")
+    made = weighted_samples([group(stepwise, merged, failed)], TrainingSection(advantages="rloo"))
+    assert [each.advantages.tolist() for each in made] == [[1.0, 1.0], [1.0], [-1.0, -1.0, 0.0, -1.0]]
+    assert [each.sample.is_last_step for each in made] == [False, True, True]
+    assert [each.logprobs.tolist() for each in made] == [[-1.0, -1.0], [-1.0], [-1.0, -1.0, 0.0, -1.0]]
+
+
+def test_overlong_filtering_leaves_cut_trajectories_out_of_the_loss() -> None:
+    good = group(trajectory(turn([1], [2, 3], 1.0)), trajectory(turn([1], [4, 5]), reason="length"))
+    for filtering, masks, advantages in (
+        (False, [[True, True], [True, True]], [[1.0, 1.0], [-1.0, -1.0]]),
+        (True, [[True, True], [False, False]], [[1.0, 1.0], [0.0, 0.0]]),
+    ):
+        made = weighted_samples([good], TrainingSection(advantages="rloo", overlong_filtering=filtering))
+        assert [each.sample.loss_mask.tolist() for each in made] == masks
+        assert [each.advantages.tolist() for each in made] == advantages
+
+
+PROMPT, ANSWERS = [5, 6, 7, 8], [[20, 21, 22], [30, 31, 32], [40, 41, 42], [50, 51, 52]]
+
+
+def samples_of(answers: list[list[int]]) -> list[Sample]:
+    return [assemble([turn(PROMPT, answer)])[0] for answer in answers]
+
+
+def scores(client: tinker.TrainingClient) -> NDArray[np.float32]:
+    """[4, 3] the trainer's log-probabilities of the answers."""
+    samples = samples_of(ANSWERS)
+    output = client.forward([likelihood_datum(sample) for sample in samples], "cross_entropy").result()
+    return np.array(response_logprobs(output, samples))
+
+
+def equally_good(client: tinker.TrainingClient) -> Group:
+    """The answers as if sampled from the model as it is, all with a reward of one."""
+    turns = [Turn(text_stream(PROMPT), np.array(answer, np.int32), row, 1.0) for answer, row in zip(ANSWERS, scores(client), strict=True)]
+    return group(*map(trajectory, turns))
+
+
+def model(server_url: str) -> tinker.TrainingClient:
+    """A new adapter."""
+    service = tinker.ServiceClient(base_url=server_url, api_key="tml-test")
+    client: tinker.TrainingClient = service.create_lora_training_client(base_model="tiny", rank=8, seed=0).result()
+    return client
+
+
+def test_groups_without_variance_feel_the_kl_penalty(server_url: str) -> None:
+    taught, client = model(server_url), model(server_url)
+    for _ in range(6):
+        taught.forward_backward([likelihood_datum(sample, 0.1) for sample in samples_of(ANSWERS[:2])], "cross_entropy")
+        taught.optim_step(tinker.AdamParams(learning_rate=3e-3, eps=1e-8)).result()
+    before, wanted = scores(client), scores(taught)
+    reference = taught.save_weights_and_get_sampling_client().result()
+    settings = TrainingSection(learning_rate=1e-4, kl_coefficient=0.1)
+    metrics = asyncio.run(Learner(client, settings, reference).learn([equally_good(client)], 0))
+    assert metrics["optimizer_steps"] == 1.0
+    assert metrics["kl_reference"] == pytest.approx(kl(before.ravel(), wanted.ravel()), rel=1e-3)
+    assert metrics["kl_sampler_trainer"] < 1e-6
+    gap = before - wanted
+    assert ((scores(client) - before) * (gap - gap.mean())).sum() < 0.0  # towards the reference
+
+
+def test_groups_without_variance_teach_nothing_else_and_are_measured(server_url: str) -> None:
+    client = model(server_url)
+    learner, before = Learner(client, TrainingSection(), None), scores(client)
+    metrics = asyncio.run(learner.learn([equally_good(client)], 0))
+    assert (metrics["optimizer_steps"], metrics["loss"]) == (0.0, 0.0)
+    assert 0.0 <= metrics["kl_sampler_trainer"] < 1e-6
+    assert np.array_equal(scores(client), before)
+    stale = group(*(trajectory(turn(PROMPT, answer, logprob=-1.0)) for answer in ANSWERS))
+    assert asyncio.run(learner.learn([stale], 0))["kl_sampler_trainer"] > 0.1
+    assert asyncio.run(learner.learn([group(trajectory(reason="empty"))], 0))["kl_sampler_trainer"] == 0.0
