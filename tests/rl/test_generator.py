@@ -15,6 +15,7 @@ from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.conversation import TemplateError
 from tinsmith.rl.env import Message, Prompt, user
 from tinsmith.rl.generator import Generator
+from tinsmith.rl.pictures import Picture
 from tinsmith.rl.policy import Answer, Request
 from tinsmith.rl.trajectory import Origin, Sample, Trajectory
 from tinsmith.rl.workers import InlineWorkers
@@ -40,7 +41,9 @@ def play(
     return asyncio.run(generator.play(policy, Prompt(5), Origin("script", 5))), policy
 
 
-def assert_sample(sample: Sample, template: ChatTemplate, prompt: str, parts: Parts, last: bool = True) -> None:
+def assert_sample(
+    sample: Sample, template: ChatTemplate, prompt: str, parts: Parts, last: bool = True, pictures: Sequence[Picture] = ()
+) -> None:
     """The whole sample: its prompt, and parts of (text or ids, turn that sampled it or 0, reward on its last token)."""
     response: list[int] = []
     mask: list[bool] = []
@@ -58,7 +61,20 @@ def assert_sample(sample: Sample, template: ChatTemplate, prompt: str, parts: Pa
     assert sample.rewards.tolist() == rewards
     assert sample.logprobs.tolist() == pytest.approx(logprobs)
     assert sample.is_last_step is last
-    assert sample.model_input == tinker.ModelInput.from_ints(ids(template, prompt) + response)
+    assert sample.model_input == input_of(template, ids(template, prompt) + response, pictures)
+    assert [placed.picture for placed in sample.stream.pictures] == list(pictures)
+
+
+def input_of(template: ChatTemplate, tokens: list[int], pictures: Sequence[Picture] = ()) -> tinker.ModelInput:
+    """Text, and behind every `<|vision_start|>` a picture in place of its placeholders."""
+    (begin,) = ids(template, "<|vision_start|>")
+    chunks: list[tinker.ModelInputChunk] = []
+    for picture in pictures:
+        at = tokens.index(begin) + 1
+        chunks.append(tinker.EncodedTextChunk(tokens=tokens[:at]))
+        chunks.append(tinker.types.ImageChunk(data=picture.data, format=picture.format, expected_tokens=picture.tokens))
+        tokens = tokens[at + picture.tokens :]
+    return tinker.ModelInput(chunks=[*chunks, tinker.EncodedTextChunk(tokens=tokens)])
 
 
 def only(trajectory: Trajectory) -> Sample:
@@ -214,6 +230,12 @@ def test_an_empty_generation_adds_its_reward_to_what_was_sampled_before(plain: C
     made, _ = play(thinking, [(said, True), ([], True)], [steps[0], ([], 0.25, True)])
     assert_sample(only(made), thinking, ASKED + "<think>\n", [(said, 1, 0.75)])
     assert (made.reward, made.turns, made.stop_reason) == (0.75, 2, "done")
+    made, _ = play(thinking, [(said, True), ([], True), ("o</think>\n\ncold" + END, True)], steps)
+    again = ASKED + "hot" + END + "\n" + NEXT + "<think>\n"
+    assert_sample(made.samples[0], thinking, ASKED + "<think>\n", [(said, 1, 0.75)], last=False)
+    # The thought that nobody went on with stays, so the third turn extends the empty second one.
+    parts = [(END + "\n" + NEXT + "<think>\n", 0, 0.0), ("o</think>\n\ncold" + END, 3, 1.0)]
+    assert_sample(made.samples[1], thinking, again, parts)
 
 
 def test_an_episode_that_begins_with_an_empty_generation_is_dropped(plain: ChatTemplate, thinking: ChatTemplate) -> None:
@@ -226,50 +248,61 @@ def picture(color: str) -> Image.Image:
     return Image.new("RGB", (64, 32), color)
 
 
-@pytest.mark.parametrize("name", ["plain", "thinking"])
-def test_pictures_of_every_turn_ride_as_chunks(name: str, request: pytest.FixtureRequest) -> None:
-    template: ChatTemplate = request.getfixturevalue(name)
-    begun = "<think>\n" if name == "thinking" else ""
-    said = "i</think>\n\nhot" + END if name == "thinking" else "hot" + END
+SHOWN = "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>"
+"""A picture of `picture`, two tokens."""
+LOOK = f"<|im_start|>user\n{SHOWN}hot?<|im_end|>\n<|im_start|>assistant\n"
+MORE = f"<|im_start|>user\nand{SHOWN}{SHOWN}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_pictures_of_every_turn_ride_as_chunks(plain: ChatTemplate, thinking: ChatTemplate) -> None:
     opening, second = [user(picture("red"), "hot?")], [user("and", picture("blue"), picture("red"))]
-    made, policy = play(template, [(said, True), ("x" + END, True)], [(second, 0.5, False), ([], 1.0, True)], opening, pixel_values=True)
-    shown = "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>"  # two tokens each
-    asked = f"<|im_start|>user\n{shown}hot?<|im_end|>\n<|im_start|>assistant\n"
-    more = f"<|im_start|>user\nand{shown}{shown}<|im_end|>\n<|im_start|>assistant\n"
-    last = made.samples[-1]
-    assert last.stream.ids.tolist() == ids(template, asked + f"hot{END}\n" + more + begun + "x" + END)
-    assert [len(sample.stream.pictures) for sample in made.samples] == ([1, 3] if name == "thinking" else [3])
-    files = [template.picture(picture(color)) for color in ("red", "blue", "red")]
-    assert [placed.picture for placed in last.stream.pictures] == files
-    places = np.flatnonzero(last.stream.ids == ids(template, "<|image_pad|>")[0])
-    assert [placed.offset for placed in last.stream.pictures] == places[::2].tolist()
-    chunks = [chunk for chunk in policy.prompts[1].chunks if isinstance(chunk, tinker.types.ImageChunk)]
-    assert [(chunk.data, chunk.format, chunk.expected_tokens) for chunk in chunks] == [(file.data, "png", 2) for file in files]
-    assert last.model_input.length == len(last.stream)
-    assert last.pixel_values is not None
-    assert last.image_grid_thw is not None
-    assert last.pixel_values.shape == (24, 3 * 2 * 16 * 16)  # 8 patches each
-    assert last.image_grid_thw.tolist() == [[1, 2, 4]] * 3
-    assert last.loss_mask.sum() == len(ids(template, "x" + END)) + (len(ids(template, said)) if name == "plain" else 0)
+    steps = [(second, 0.5, False), ([], 1.0, True)]
+    files = [plain.picture(picture(color)) for color in ("red", "blue", "red")]
+    made, policy = play(plain, [("hot" + END, True), ("x" + END, True)], steps, opening)
+    parts = [("hot" + END, 1, 0.5), ("\n" + MORE, 0, 0.0), ("x" + END, 2, 1.0)]
+    assert_sample(only(made), plain, LOOK, parts, pictures=files)
+    again = f"{LOOK}hot{END}\n{MORE}"
+    assert policy.prompts == [input_of(plain, ids(plain, LOOK), files[:1]), input_of(plain, ids(plain, again), files)]
+
+    said = ["i</think>\n\nhot" + END, "n</think>\n\nx" + END]
+    made, policy = play(thinking, [(text, True) for text in said], steps, opening)
+    prompts = [f"{LOOK}<think>\n", f"{again}<think>\n"]
+    assert_sample(made.samples[0], thinking, prompts[0], [(said[0], 1, 0.5)], last=False, pictures=files[:1])
+    assert_sample(made.samples[1], thinking, prompts[1], [(said[1], 2, 1.0)], pictures=files)
+    inputs = [input_of(thinking, ids(thinking, prompt), shown) for prompt, shown in zip(prompts, (files[:1], files), strict=True)]
+    assert policy.prompts == inputs
 
 
-@pytest.mark.parametrize("name", ["plain", "thinking"])
-def test_a_placeholder_that_the_model_samples_stays_text(name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("name", "pictures"), [("plain", [3]), ("thinking", [1, 3])])
+def test_samples_have_pixel_values_on_request(name: str, pictures: list[int], request: pytest.FixtureRequest) -> None:
     template: ChatTemplate = request.getfixturevalue(name)
+    opening, steps = [user(picture("red"), "hot?")], [([user(picture("blue"), picture("red"))], 0.5, False), ([], 1.0, True)]
+    answers = [("i</think>x" + END, True), ("x" + END, True)]
+    made, _ = play(template, answers, steps, opening, pixel_values=True)
+    for sample, count in zip(made.samples, pictures, strict=True):
+        assert sample.pixel_values is not None
+        assert sample.image_grid_thw is not None
+        assert sample.pixel_values.shape == (8 * count, 3 * 2 * 16 * 16)
+        assert sample.image_grid_thw.tolist() == [[1, 2, 4]] * count
+    without, _ = play(template, answers, steps, opening)
+    assert [(sample.pixel_values, sample.image_grid_thw) for sample in without.samples] == [(None, None)] * len(pictures)
+
+
+def test_a_placeholder_that_the_model_samples_stays_text(plain: ChatTemplate, thinking: ChatTemplate) -> None:
+    steps, file = [([user("see", picture("red"))], 0.5, False), ([], 1.0, True)], plain.picture(picture("red"))
+    see = f"<|im_start|>user\nsee{SHOWN}<|im_end|>\n<|im_start|>assistant\n"
     said = "hot<|image_pad|>" + END
-    made, policy = play(template, [(said, True), ("x" + END, True)], [([user(picture("red"))], 0.5, False), ([], 1.0, True)])
+    made, policy = play(plain, [(said, True), ("x" + END, True)], steps)
     assert Script.heard[0] == "hot<|image_pad|>"
-    assert [sample.stream.pictures for sample in made.samples][-1] == made.samples[-1].stream.pictures
-    (placed,) = made.samples[-1].stream.pictures
-    text = ids(template, "<|image_pad|>")[0]
-    written = int(np.flatnonzero(made.samples[-1].stream.ids == text)[0])
-    assert placed.offset > written
-    chunks = policy.prompts[1].chunks
-    assert [type(chunk).__name__ for chunk in chunks] == ["EncodedTextChunk", "ImageChunk", "EncodedTextChunk"]
-    assert isinstance(chunks[0], tinker.EncodedTextChunk)
-    assert text in chunks[0].tokens
-    if name == "plain":
-        assert made.samples[0].response_ids[: len(ids(template, said))].tolist() == ids(template, said)
+    assert_sample(only(made), plain, ASKED, [(said, 1, 0.5), ("\n" + see, 0, 0.0), ("x" + END, 2, 1.0)], pictures=[file])
+    assert policy.prompts[1] == input_of(plain, ids(plain, f"{ASKED}{said}\n{see}"), [file])
+
+    said = "i</think>\n\nhot<|image_pad|>" + END
+    made, policy = play(thinking, [(said, True), ("x" + END, True)], steps)
+    assert_sample(made.samples[0], thinking, ASKED + "<think>\n", [(said, 1, 0.5)], last=False)
+    again = f"{ASKED}hot<|image_pad|>{END}\n{see}<think>\n"
+    assert_sample(made.samples[1], thinking, again, [("x" + END, 2, 1.0)], pictures=[file])
+    assert policy.prompts[1] == input_of(thinking, ids(thinking, again), [file])
 
 
 @pytest.mark.parametrize(("broken", "was", "now"), [(SHOUTS, "'hot'", "'H'"), (COUNTS, "'1'", "'3'")])
@@ -296,7 +329,8 @@ def test_turns_get_seeds_of_their_own(plain: ChatTemplate) -> None:
     assert seeds[3] == [None, None]
 
 
-def test_thousands_of_episodes_are_played_a_few_at_a_time(plain: ChatTemplate) -> None:
+@pytest.mark.parametrize("in_flight", [50, 2000])
+def test_thousands_of_episodes_are_played_and_no_more_at_a_time_than_wanted(in_flight: int, plain: ChatTemplate) -> None:
     at_once, most = 0, 0
 
     class Slow:
@@ -309,13 +343,13 @@ def test_thousands_of_episodes_are_played_a_few_at_a_time(plain: ChatTemplate) -
             return Answer(np.array(plain.end_of_turn_ids, np.int32), np.zeros(1, np.float32), True)
 
     async def play_all() -> list[Trajectory]:
-        generator = Generator("arithmetic", {}, rules(), plain, InlineWorkers(), in_flight=50)
-        return await asyncio.gather(*(generator.play(Slow(), Prompt(n), Origin("arithmetic", n)) for n in range(2000)))
+        generator = Generator("arithmetic", {}, rules(), plain, InlineWorkers(), in_flight=in_flight)
+        return await asyncio.gather(*(generator.play(Slow(), Prompt(n), Origin("arithmetic", n)) for n in range(3000)))
 
     made = asyncio.run(play_all())
-    assert len(made) == 2000
-    assert most == 50
-    assert [trajectory.origin.seed for trajectory in made] == list(range(2000))
+    assert most == in_flight
+    assert [trajectory.origin.seed for trajectory in made] == list(range(3000))
+    assert all(trajectory.usable for trajectory in made)
 
 
 CLUE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
