@@ -1,6 +1,7 @@
 """What people look at: pages with pictures, masks and rewards; trackers; and that a picture is worked on once."""
 
 import json
+import sys
 from hashlib import sha256
 from pathlib import Path
 
@@ -71,7 +72,8 @@ def test_trackers_log_to_their_places(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_trackers_that_are_not_there_are_refused(tmp_path: Path) -> None:
+def test_trackers_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="trackers: 'paper' is not known; known are console, tensorboard, wandb and trackio"):
         make_trackers(["paper"], tmp_path, 0, {}, Console())
     with pytest.raises(ConfigError, match="trackers: 'wandb' is not installed; install it with: pip install wandb"):

@@ -84,15 +84,18 @@ class TensorBoardTracker:
 
 
 class ServiceTracker:
-    """Weights & Biases or trackio, whose modules have the same `init`, `log` and `finish`."""
+    """Weights & Biases or trackio, whose modules have the same `init`, `log` and `finish`.
+
+    A resumed run begins another one there, in one group with its first part.
+    """
 
     def __init__(self, module: ModuleType, project: str, name: str, settings: dict[str, Any]) -> None:
         self.module: Any = module
-        self.module.init(project=project, name=name, config=settings)
+        self.module.init(project=project, name=name, group=name, config=settings)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Send the metrics."""
-        self.module.log(metrics, step=step)
+        """Send the metrics, by the number of steps done: Weights & Biases drops what belongs to a step below zero."""
+        self.module.log(metrics, step=step + 1)
 
     def close(self) -> None:
         """Wait until everything is sent."""
