@@ -11,6 +11,9 @@ from tests.running import Server, serving
 PYTHON = Path(os.environ.get("TINSMITH_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
 """Of the environment that vLLM is installed in."""
 
+ON_GPU = os.environ.get("TINSMITH_TEST_DEVICE") == "cuda"
+"""Whether trainer and vLLM share one GPU: `TINSMITH_TEST_DEVICE=cuda pytest tests/with_vllm/test_bfloat16.py`."""
+
 READY_S = 300.0
 """How long a vLLM server may take to start on a busy machine."""
 
@@ -18,7 +21,8 @@ READY_S = 300.0
 def sampling_with_vllm(directory: Path, *options: str) -> AbstractContextManager[Server]:
     """A server with vLLM servers in small."""
     small = ("--max-context", "1024", "--kv-cache-gib", "1", "--max-lora-rank", "32", "--max-running", "64")
-    return serving(directory, "--sampler", "vllm", "--vllm-python", str(PYTHON), *small, *options)
+    where = ("--device", "cuda", "--vllm-arg=--gpu-memory-utilization=0.3") if ON_GPU else ("--device", "cpu")
+    return serving(directory, "--sampler", "vllm", "--vllm-python", str(PYTHON), *small, *where, *options)
 
 
 def wait_for_vllm(server: Server, starts: int = 1) -> str:

@@ -1,4 +1,4 @@
-"""Trainer and vLLM in bfloat16, where both round: they stay close on average."""
+"""Trainer and vLLM in bfloat16, where both round: they stay close on average. Full weights get there as between two GPUs."""
 
 from pathlib import Path
 
@@ -7,13 +7,14 @@ import pytest
 import tinker
 
 from tests.acceptance.talking import image_input, numbers, text_input, train
-from tests.with_vllm.serving import sampling_with_vllm, wait_for_vllm
+from tests.with_vllm.serving import ON_GPU, sampling_with_vllm, wait_for_vllm
 from tests.with_vllm.talking import FREE, learn, sample, snapshot, trainers_logprobs
 
 
 @pytest.mark.timeout(400)
 def test_base_adapter_and_full_weights(vision_dir: Path, tmp_path: Path) -> None:
-    with sampling_with_vllm(tmp_path, "--base-model", f"tiny={vision_dir}", "--dtype", "bfloat16") as server:
+    options = ("--dtype", "bfloat16") if ON_GPU else ("--dtype", "bfloat16", "--vllm-transfer", "broadcast")
+    with sampling_with_vllm(tmp_path, "--base-model", f"tiny={vision_dir}", *options) as server:
         wait_for_vllm(server)
         with tinker.ServiceClient(base_url=server.url, api_key="tml-bfloat16") as service:
             for rank, steps in ((8, 0), (8, 1), (0, 1)):

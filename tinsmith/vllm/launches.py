@@ -33,34 +33,34 @@ def launches(base: BaseModel, config: Config, directory: Path) -> list[Launch]:
     logs = Path(config.data_dir).resolve() / "vllm"
     directory.joinpath("tinsmith").symlink_to(Path(tinsmith.__file__).parent)
     names = [f"{_file_name(base.name)}-{index}" for index in range(config.vllm.vllm_servers)]
-    return [_launch(base, config, directory, name, logs, _gpu(base, index)) for index, name in enumerate(names)]
+    return [_launch(base, config, directory, name, logs, index) for index, name in enumerate(names)]
 
 
-def _launch(base: BaseModel, config: Config, directory: Path, name: str, logs: Path, gpu: int | None) -> Launch:
-    kind = _transfer_kind(base, config, gpu)
-    return Launch(_command(base, config, kind), _environment(base, config, directory, gpu), directory, name, logs / f"{name}.log", kind)
+def _launch(base: BaseModel, config: Config, directory: Path, name: str, logs: Path, index: int) -> Launch:
+    gpu = gpu_of(base.device, torch.cuda.device_count(), index)
+    kind = transfer_kind(config.vllm.vllm_transfer, base.device, gpu)
+    return Launch(_command(base, config, kind), _environment(config, directory, gpu), directory, name, logs / f"{name}.log", kind)
 
 
-def _gpu(base: BaseModel, index: int) -> int | None:
-    """Which of the GPUs that this process sees a server gets: the trainer's is taken last. None on a CPU."""
-    if base.device.type == "cpu":
-        return None
-    return ((base.device.index or 0) + 1 + index) % torch.cuda.device_count()
+def gpu_of(trainer: torch.device, gpus: int, index: int) -> int | None:
+    """Which of the GPUs that this process sees the server `index` gets: the trainer's is taken last. None on a CPU."""
+    return None if trainer.type == "cpu" else ((trainer.index or 0) + 1 + index) % gpus
 
 
-def _transfer_kind(base: BaseModel, config: Config, gpu: int | None) -> TransferKind:
-    """Raises ConfigError if the way that was asked for does not exist between the trainer and the server's GPU."""
-    shared = gpu == (base.device.index or 0)
-    wanted = config.vllm.vllm_transfer
-    if wanted == "ipc" and not shared:
-        raise ConfigError(f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {_place(gpu)}. Use auto")
-    if wanted == "broadcast" and shared:
-        raise ConfigError("vllm_transfer=broadcast needs a GPU of its own for each server; here one shares the trainer's. Use auto")
+def transfer_kind(wanted: str, trainer: torch.device, gpu: int | None) -> TransferKind:
+    """How full weights get to a server on this GPU, None for a CPU. Raises ConfigError if `wanted` does not exist there."""
+    shared = gpu is not None and gpu == (trainer.index or 0)
     match wanted:
+        case "auto":
+            return "file" if gpu is None else "ipc" if shared else "broadcast"
+        case "ipc" if not shared:
+            raise ConfigError(f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {_place(gpu)}. Use auto")
+        case "broadcast" if shared:
+            raise ConfigError("vllm_transfer=broadcast needs a GPU of its own for each server; here one shares the trainer's. Use auto")
         case "file" | "ipc" | "broadcast":
             return wanted
         case _:
-            return "file" if gpu is None else "ipc" if shared else "broadcast"
+            raise ConfigError(f"vllm_transfer={wanted!r} must be auto, file, ipc or broadcast")
 
 
 def _place(gpu: int | None) -> str:
@@ -110,7 +110,7 @@ def _rank(largest: int) -> int:
     raise ConfigError(f"max_lora_rank={largest} is more than vLLM can serve; it ends at {_RANKS[-1]}")
 
 
-def _environment(base: BaseModel, config: Config, directory: Path, gpu: int | None) -> dict[str, str]:
+def _environment(config: Config, directory: Path, gpu: int | None) -> dict[str, str]:
     environment = os.environ | {
         "PYTHONPATH": str(directory),  # our package, and no other of this environment
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer; the socket keeps them to this user

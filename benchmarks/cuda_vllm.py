@@ -1,0 +1,50 @@
+"""vLLM on GPUs, at Qwen3-1.7B's shape in bfloat16 with random weights: how long publishing takes, and samples against bare vLLM.
+
+- From save_weights_and_get_sampling_client to the first token sampled with changed weights: an adapter of rank 32, and all parameters. These
+  get into vLLM in each way that fits the machine: the GPU's memory where there is one GPU, from GPU to GPU where there are two, a file.
+- 64 requests of 64 tokens at once, 64 sampled each: tokens per second through SDK, server and vLLM over those of the same vLLM alone.
+
+Run it with: TINSMITH_TEST_DEVICE=cuda TINSMITH_VLLM_PYTHON=.../bin/python python -m benchmarks.cuda_vllm
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import tinker
+import torch
+
+from benchmarks.cuda_sft import QWEN3_4B, write_model
+from benchmarks.servers import API_KEY
+from benchmarks.with_vllm import publishing, texts, throughput
+from tests.with_vllm.serving import sampling_with_vllm, wait_for_vllm
+
+QWEN3_1_7B = QWEN3_4B | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
+
+
+@contextmanager
+def running(model: Path, *options: str) -> Iterator[tuple[tinker.ServiceClient, str]]:
+    """An SDK client of a server of the model, and the address of its vLLM server, which is ready."""
+    with tempfile.TemporaryDirectory() as folder, sampling_with_vllm(Path(folder), "--base-model", f"tiny={model}", *options) as server:
+        address = wait_for_vllm(server)
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            yield service, address
+
+
+def main() -> None:
+    """Measure and print the lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder)
+        write_model(model, QWEN3_1_7B, "cuda")
+        torch.cuda.empty_cache()
+        with running(model) as (service, address):
+            throughput(service, address, "cuda_vllm_text", "at least 0.95 times as fast", texts)
+            publishing(service.create_lora_training_client("tiny", rank=32).result(), "cuda_vllm_publish_lora", "")
+            publishing(service.create_lora_training_client("tiny", rank=0).result(), "cuda_vllm_publish_full", "")
+        with running(model, "--vllm-transfer", "file") as (service, _):
+            publishing(service.create_lora_training_client("tiny", rank=0).result(), "cuda_vllm_publish_full_by_file", "")
+
+
+if __name__ == "__main__":
+    main()
