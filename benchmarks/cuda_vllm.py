@@ -1,6 +1,6 @@
 """vLLM on GPUs, at Qwen3-1.7B's shape in bfloat16 with random weights: how long publishing takes, and samples against bare vLLM.
 
-- From save_weights_and_get_sampling_client to the first token sampled with changed weights: an adapter of rank 32, and all parameters. These
+- From save_weights_and_get_sampling_client to a token sampled with changed weights: an adapter of rank 32, and all parameters. These
   get into vLLM in each way that fits the machine: the GPU's memory where there is one GPU, from GPU to GPU where there are two, a file.
 - 64 requests of 64 tokens at once, 64 sampled each: tokens per second through SDK, server and vLLM over those of the same vLLM alone.
 
