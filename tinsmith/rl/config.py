@@ -53,6 +53,7 @@ class EnvSection:
 
     name: str = knob("", "Registered name, or an import path such as my_package.envs:MyEnv")
     options: dict[str, Any] = knob({}, "Arguments of the environment")
+    kind: Literal["env", "cookbook"] = knob("env", "What the name makes: an environment, or an EnvGroupBuilder of the Tinker cookbook")
     workers: WorkerKind = knob("inline", "Where environments run: threads for those that wait, processes for what computes")
     worker_count: int = knob(32, "Threads or processes", "", 1)
     timeout_s: float = knob(60.0, "Longest call of an environment in a thread or process", "seconds", 0.01)
@@ -86,7 +87,7 @@ class TrainingSection:
     loss: PolicyLoss = knob("importance_sampling", "Loss on the server, by its name")
     loss_options: dict[str, Any] = knob({}, "Numbers for the loss, such as clip_low_threshold")
     loss_scale: LossScale = knob("tokens", "Mean over sampled tokens, over samples of their mean, or a plain sum")
-    substeps: int = knob(1, "Optimizer steps on one batch, each with its share of the groups", "", 1)
+    substeps: int = knob(1, "Optimizer steps on one batch, each with its share of the samples", "", 1)
     learning_rate: float = knob(1e-4, "AdamW's, after its warm-up", "", 0)
     decay: Literal["constant", "linear"] = knob("constant", "Learning rate over the run")
     warmup_steps: int = knob(0, "Steps in which the learning rate rises from zero", "steps", 0)

@@ -13,12 +13,11 @@ from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import EvaluationSection, RlConfig
 from tinsmith.rl.connection import chat_template, connect, context_limit, load_tokenizer, policy_of
 from tinsmith.rl.env import Prompt
-from tinsmith.rl.generator import Generator
 from tinsmith.rl.metrics import Metrics, pass_at_k, trajectory_metrics
 from tinsmith.rl.pages import write_jsonl, write_page
 from tinsmith.rl.policy import Policy
 from tinsmith.rl.prompts import rows, seeds
-from tinsmith.rl.rules import rules_of
+from tinsmith.rl.rules import make_player, rules_of
 from tinsmith.rl.run_state import load_state
 from tinsmith.rl.trajectory import Origin, Trajectory
 from tinsmith.rl.workers import Workers, make_workers
@@ -46,8 +45,7 @@ class Evaluator:
         self.prompts = evaluation_prompts(config.evaluation)
         rules = rules_of(config, max_context)
         rules = replace(rules, seed=config.evaluation.seed, request=replace(rules.request, temperature=config.evaluation.temperature))
-        options = {**config.env.options, **config.evaluation.options}
-        self.generator = Generator(config.env.name, options, rules, template, workers, config.generation.in_flight)
+        self.player = make_player(config, {**config.env.options, **config.evaluation.options}, rules, template, workers)
 
     async def evaluate(self, policy: Policy, version: int = 0) -> Evaluation:
         """Every prompt `samples` times."""
@@ -59,9 +57,8 @@ class Evaluator:
         return Evaluation(metrics, tuple(groups))
 
     async def _group(self, policy: Policy, number: int, prompt: Prompt, version: int) -> tuple[Trajectory, ...]:
-        env = self.generator.env
-        origins = [Origin(env, prompt.seed, number, member, version) for member in range(self.section.samples)]
-        return tuple(await asyncio.gather(*(self.generator.play(policy, prompt, origin) for origin in origins)))
+        origins = [Origin(self.player.env, prompt.seed, number, member, version) for member in range(self.section.samples)]
+        return await self.player.play_group(policy, prompt, origins)
 
 
 def evaluation_prompts(section: EvaluationSection) -> list[Prompt]:

@@ -6,10 +6,10 @@ Token in, token out: the policy's tokens go into the next prompt and into the tr
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from tinsmith.rl.assemble import assemble, with_pixels
 from tinsmith.rl.chat import ChatTemplate
@@ -39,8 +39,18 @@ class Rules:
     """Give samples the pixel values of their pictures."""
 
 
+class Player(Protocol):
+    """Plays groups of episodes of what its environment's name stands for."""
+
+    env: str
+
+    async def play_group(self, policy: Policy, prompt: Prompt, origins: Sequence[Origin]) -> tuple[Trajectory, ...]:
+        """Episodes of one prompt, one for each origin. What environments do wrong ends their episode with the reason."""
+        ...
+
+
 class Generator:
-    """Plays episodes of one environment with one chat template, at most `in_flight` at a time."""
+    """A player of our environments: plays episodes of one environment with one chat template, at most `in_flight` at a time."""
 
     def __init__(
         self, env: str, options: Mapping[str, Any], rules: Rules, template: ChatTemplate, workers: Workers, in_flight: int = 4096
@@ -48,6 +58,10 @@ class Generator:
         self.env, self.options = env, dict(options)
         self.rules, self.template, self.workers = rules, template, workers
         self._slots = asyncio.Semaphore(in_flight)
+
+    async def play_group(self, policy: Policy, prompt: Prompt, origins: Sequence[Origin]) -> tuple[Trajectory, ...]:
+        """Episodes of one prompt, side by side. Raises as `play` does."""
+        return tuple(await asyncio.gather(*(self.play(policy, prompt, origin) for origin in origins)))
 
     async def play(self, policy: Policy, prompt: Prompt, origin: Origin) -> Trajectory:
         """One episode. What the environment does wrong ends it with the reason.

@@ -20,6 +20,8 @@ class Request:
     top_k: int = -1
     stop: tuple[str, ...] = ()
     """Texts that end the answer, beside the model's own end of turn."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the answer, in place of all else."""
     seed: int | None = None
 
 
@@ -56,7 +58,7 @@ class TinkerPolicy:
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
-            stop=list(request.stop) or None,  # None is the model's own end; an empty list would be no end at all
+            stop=list(request.stop_ids) or list(request.stop) or None,  # None is the model's own end; an empty list would be no end at all
             seed=request.seed,
         )
         reply = await self.client.sample(prompt, 1, params)

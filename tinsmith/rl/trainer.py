@@ -22,14 +22,14 @@ from tinsmith.rl.config import RlConfig, to_tree
 from tinsmith.rl.connection import base_model_of, chat_template, connect, context_limit, load_tokenizer, policy_of, training_client
 from tinsmith.rl.env import Prompt
 from tinsmith.rl.evaluation import Evaluator
-from tinsmith.rl.generator import Generator
+from tinsmith.rl.generator import Player
 from tinsmith.rl.groups import Counts, Group, GroupStream
 from tinsmith.rl.learner import Learner
 from tinsmith.rl.metrics import Metrics, trajectory_metrics
 from tinsmith.rl.pages import write_jsonl, write_page
 from tinsmith.rl.policy import Policy, TinkerPolicy
 from tinsmith.rl.prompts import rows, seeds, shuffled
-from tinsmith.rl.rules import rules_of
+from tinsmith.rl.rules import make_player, rules_of
 from tinsmith.rl.run_state import RunState, load_state
 from tinsmith.rl.trackers import Tracker, make_trackers
 from tinsmith.rl.trajectory import Origin, Trajectory
@@ -76,10 +76,10 @@ def _prepared(
     section = config.prompts
     prompts = rows(Path(section.file), section.count) if section.file else seeds(section.seed, section.count)
     rules = rules_of(config, max_context)
-    generator = Generator(config.env.name, config.env.options, rules, template, workers, config.generation.in_flight)
+    player = make_player(config, config.env.options, rules, template, workers)
     evaluator = Evaluator(config, template, workers, max_context) if config.evaluation.every else None
     state = replace(state, tokenizer=str(template.tokenizer.name_or_path))
-    return Run(config, client, template, generator, prompts, Learner(client, config.training, reference), evaluator, trackers, state)
+    return Run(config, client, template, player, prompts, Learner(client, config.training, reference), evaluator, trackers, state)
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Run:
     config: RlConfig
     client: tinker.TrainingClient
     template: ChatTemplate
-    generator: Generator
+    player: Player
     prompts: Sequence[Prompt]
     learner: Learner
     evaluator: Evaluator | None
@@ -155,9 +155,8 @@ class Run:
 
     async def _play(self, number: int, version: int, policy: Policy) -> Group:
         prompt = shuffled(self.prompts, number, self.config.training.seed)
-        origins = [Origin(self.generator.env, prompt.seed, number, m, version) for m in range(self.config.training.group_size)]
-        trajectories = await asyncio.gather(*(self.generator.play(policy, prompt, origin) for origin in origins))
-        return Group(number, prompt, version, tuple(trajectories))
+        origins = [Origin(self.player.env, prompt.seed, number, m, version) for m in range(self.config.training.group_size)]
+        return Group(number, prompt, version, await self.player.play_group(policy, prompt, origins))
 
     def _wanted(self, group: Group) -> bool:
         return not self.config.training.dynamic_sampling or has_variance([trajectory.reward for trajectory in group.usable])

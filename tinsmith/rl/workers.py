@@ -79,7 +79,7 @@ class InlineSession:
         try:
             return getattr(self.env, method)(*arguments)
         except Exception as error:  # an environment is somebody's program: whatever it raises ends its episode, and is reported there
-            raise _env_error(error) from error
+            raise env_error(error) from error
 
     async def end(self) -> None:
         """Close it."""
@@ -244,9 +244,10 @@ async def _outcome(pool: Executor, timeout_s: float, function: Callable[..., Any
     if isinstance(error, BrokenProcessPool):
         raise error
     if error is not None:
-        raise _env_error(error) from error
+        raise env_error(error) from error
     return future.result()
 
 
-def _env_error(error: BaseException) -> EnvError:
+def env_error(error: BaseException) -> EnvError:
+    """What an environment raised, as the reason of an ending."""
     return EnvError(f"{type(error).__name__}: {error}")

@@ -5,25 +5,36 @@ messages. So its environments come over as whole episodes, which `CookbookPlayer
 chat template in `CookbookEnv` and `CookbookEnvGroupBuilder`.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import tinker
+from numpy.typing import NDArray
 from tinker_cookbook.completers import TokenCompleter, TokensWithLogprobs
+from tinker_cookbook.rl.rollout_limits import RolloutLimits
+from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.types import Env as TheirEnv
-from tinker_cookbook.rl.types import EnvGroupBuilder, InitialObservationOverflow, StepResult
+from tinker_cookbook.rl.types import EnvGroupBuilder, StepResult
+from tinker_cookbook.rl.types import StopReason as TheirStopReason
+from tinker_cookbook.rl.types import Trajectory as TheirTrajectory
 
-from tinsmith.errors import UserError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl import registry
 from tinsmith.rl.assemble import assemble
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.conversation import Conversation
 from tinsmith.rl.env import Prompt
+from tinsmith.rl.generator import Rules
 from tinsmith.rl.pictures import Picture
-from tinsmith.rl.policy import Answer, Policy, Request
+from tinsmith.rl.policy import Answer, Policy, Request, derived_seed
 from tinsmith.rl.stream import PlacedPicture, TokenStream, join, text_stream
-from tinsmith.rl.trajectory import Origin, Trajectory, Turn
+from tinsmith.rl.trajectory import Origin, StopReason, Trajectory, Turn
+from tinsmith.rl.workers import EnvError, env_error
+
+T = TypeVar("T")
 
 
 class PolicyOfCompleter:
@@ -34,21 +45,29 @@ class PolicyOfCompleter:
 
     async def answer(self, prompt: tinker.ModelInput, request: Request) -> Answer:
         """One answer; temperature, top_p and seed are the completer's own."""
-        made = await self.completer(prompt, list(request.stop) or self.stop, max_tokens=request.max_tokens)
+        stop: list[Any] = list(request.stop_ids) or list(request.stop) or self.stop
+        made = await self.completer(prompt, stop, max_tokens=request.max_tokens)
         return Answer(np.array(made.tokens, np.int32), np.array(made.logprobs, np.float32), made.stop_reason == "stop")
 
 
 class CompleterOfPolicy(TokenCompleter):
-    """One of our policies for the cookbook's rollouts."""
+    """One of our policies for the cookbook's rollouts. Every answer gets a seed of its own, if the request has one."""
 
     def __init__(self, policy: Policy, request: Request) -> None:
         self.policy, self.request = policy, request
+        self.answers = 0
 
     async def __call__(self, model_input: tinker.ModelInput, stop: Any, *, max_tokens: int | None = None) -> TokensWithLogprobs:
-        """One answer. Stop strings are passed on; token ids are the model's own end, which ends every answer."""
-        texts = tuple(text for text in stop if isinstance(text, str))
-        limit = min(self.request.max_tokens, max_tokens or self.request.max_tokens)
-        answer = await self.policy.answer(model_input, Request(**{**vars(self.request), "max_tokens": limit, "stop": texts}))
+        """One answer, which ends on `stop`: texts or token ids."""
+        number, self.answers = self.answers, self.answers + 1
+        request = replace(
+            self.request,
+            max_tokens=min(self.request.max_tokens, max_tokens or self.request.max_tokens),
+            seed=None if self.request.seed is None else derived_seed(self.request.seed, number),
+            stop=tuple(end for end in stop if isinstance(end, str)),
+            stop_ids=tuple(end for end in stop if isinstance(end, int)),
+        )
+        answer = await self.policy.answer(model_input, request)
         return TokensWithLogprobs(answer.tokens.tolist(), answer.logprobs.tolist(), "stop" if answer.stopped else "length")
 
 
@@ -91,34 +110,98 @@ class CookbookEnvGroupBuilder(EnvGroupBuilder):
         return [CookbookEnv(self.name, self.options, self.prompt, self.template) for _ in range(self.group_size)]
 
 
-async def play_group(
-    builder: EnvGroupBuilder, policy: Policy, request: Request, template: ChatTemplate, origin: Origin
-) -> tuple[Trajectory, ...]:
-    """The episodes of one of the cookbook's groups, as trajectories of ours; the group's rewards are on the last sampled tokens."""
-    envs = await builder.make_envs()
-    episodes = [await _episode(env, policy, request, template) for env in envs]
-    return tuple(
-        Trajectory(Origin(origin.env, origin.seed, origin.group, member, origin.version), assemble(turns), "done", len(turns), metrics)
-        for member, (turns, metrics) in enumerate(episodes)
-    )
+class CookbookPlayer:
+    """A player of the cookbook's environments. `env` names a function (prompt, group_size, **options) -> EnvGroupBuilder.
+
+    Their rollouts run in the event loop, within the rules' limits or, if they have some, within their own.
+    """
+
+    def __init__(self, env: str, options: Mapping[str, Any], rules: Rules, template: ChatTemplate, in_flight: int = 4096) -> None:
+        self.env, self.options = env, dict(options)
+        self.rules, self.template = rules, template
+        self._slots = asyncio.Semaphore(in_flight)
+
+    async def play_group(self, policy: Policy, prompt: Prompt, origins: Sequence[Origin]) -> tuple[Trajectory, ...]:
+        """The episodes of one of their groups; the group's rewards are on the last sampled tokens.
+
+        What an environment raises ends its episode, what the group's builder raises all of them. Raises ConfigError for a builder that
+        makes another number of environments, and what the policy raises.
+        """
+        builder: EnvGroupBuilder = registry.find(self.env)(prompt, len(origins), **self.options)
+        try:
+            envs = await _guarded(builder.make_envs())
+            if len(envs) != len(origins):
+                raise ConfigError(f"env={self.env!r} made {len(envs)} environments for a group of {len(origins)}")
+            played = await asyncio.gather(*(self._rollout(env, policy, origin) for env, origin in zip(envs, origins, strict=True)))
+            finished = [(env, made) for env, made in zip(envs, played, strict=True) if not isinstance(made, EnvError)]
+            rewards = iter(await _guarded(builder.compute_group_rewards([made for _, made in finished], [env for env, _ in finished])))
+        except EnvError as error:
+            return tuple(_failed(origin, error) for origin in origins)
+        finally:
+            await builder.cleanup()
+        return tuple(
+            _failed(origin, made) if isinstance(made, EnvError) else self._trajectory(origin, made, *next(rewards))
+            for origin, made in zip(origins, played, strict=True)
+        )
+
+    async def _rollout(self, env: TheirEnv, policy: Policy, origin: Origin) -> TheirTrajectory | EnvError:
+        rules = self.rules
+        limits = RolloutLimits(max_turns=rules.max_turns, max_trajectory_tokens=rules.max_context, max_turn_tokens=rules.request.max_tokens)
+        seed = None if rules.seed is None else derived_seed(rules.seed, origin.group, origin.member)
+        completer = CompleterOfPolicy(policy, replace(rules.request, seed=seed))
+        async with self._slots:
+            try:
+                return await run_rollout(completer, _Guarded(env), limits=getattr(env, "rollout_limits", None) or limits)
+            except EnvError as error:
+                return error
+
+    def _trajectory(self, origin: Origin, made: TheirTrajectory, reward: float, metrics: Mapping[str, Any]) -> Trajectory:
+        turns = [
+            Turn(stream_of(step.ob, self.template), np.array(step.ac.tokens, np.int32), _logprobs(step.ac), step.reward)
+            for step in made.transitions
+        ]
+        if turns:
+            turns[-1] = replace(turns[-1], reward=turns[-1].reward + reward)
+        merged = {name: float(value) for step in made.transitions for name, value in step.metrics.items()}
+        merged |= {name: float(value) for name, value in metrics.items()}
+        return Trajectory(origin, assemble(turns), _stop_reason(made), len(turns), merged)
 
 
-async def _episode(env: TheirEnv, policy: Policy, request: Request, template: ChatTemplate) -> tuple[list[Turn], dict[str, float]]:
-    opening = await env.initial_observation()
-    if isinstance(opening, InitialObservationOverflow):
-        return [], {}
-    prompt, stop = opening
-    turns: list[Turn] = []
-    metrics: dict[str, float] = {}
-    done = False
-    while not done:
-        texts = tuple(text for text in stop if isinstance(text, str))
-        answer = await policy.answer(prompt, Request(**{**vars(request), "stop": texts}))
-        result = await env.step(answer.tokens.tolist(), extra={"stop_reason": "stop" if answer.stopped else "length"})
-        turns.append(Turn(stream_of(prompt, template), answer.tokens, answer.logprobs, result.reward))
-        metrics |= {name: float(value) for name, value in result.metrics.items()}
-        done, prompt, stop = result.episode_done, result.next_observation, result.next_stop_condition
-    return turns, metrics
+class _Guarded(TheirEnv):
+    """An environment that raises nothing but EnvError."""
+
+    def __init__(self, env: TheirEnv) -> None:
+        self.env = env
+
+    async def initial_observation(self) -> Any:
+        return await _guarded(self.env.initial_observation())
+
+    async def step(self, action: list[int], *, extra: Any = None) -> StepResult:
+        return await _guarded(self.env.step(action, extra=extra))
+
+
+async def _guarded(call: Awaitable[T]) -> T:
+    try:
+        return await call
+    except Exception as error:  # somebody's program: see workers.py
+        raise env_error(error) from error
+
+
+def _failed(origin: Origin, error: EnvError) -> Trajectory:
+    return Trajectory(origin, (), "env_error", 0, error=str(error))
+
+
+def _logprobs(said: TokensWithLogprobs) -> NDArray[np.float32]:
+    """[s]; an opening that overflows the context has an answer without any."""
+    return np.array(said.maybe_logprobs or [], np.float32)
+
+
+def _stop_reason(made: TheirTrajectory) -> StopReason:
+    if made.stop_reason == TheirStopReason.MAX_TURNS:
+        return "max_turns"
+    if made.transitions and made.transitions[-1].ac.stop_reason == "length":
+        return "length"
+    return "context" if made.stop_reason in (TheirStopReason.MAX_TOKENS, TheirStopReason.CONTEXT_OVERFLOW) else "done"
 
 
 def stream_of(model_input: tinker.ModelInput, template: ChatTemplate) -> TokenStream:
