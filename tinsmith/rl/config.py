@@ -137,6 +137,7 @@ class OutputSection:
     directory: str = knob("rl-output", "Metrics, trajectories, pages and the state to resume from")
     resume: bool = knob(True, "Go on where the run in the directory stopped; false refuses a directory that holds a run")
     save_every: int = knob(0, "Steps between checkpoints, and one at the end; 0 saves at the end only", "steps", 0)
+    keep: int = knob(3, "Newest of these checkpoints that stay on the server, and the best weights alone; 0 keeps all", "checkpoints", 0)
     save_best: bool = knob(True, "Keep the weights with the best reward so far (of evaluations, if there are any)")
     trajectories_every: int = knob(10, "Steps between batches written as JSONL and as an HTML page; 0 never", "steps", 0)
     page_trajectories: int = knob(32, "Most trajectories on one page", "", 1)

@@ -16,6 +16,11 @@ def connect(server: ServerSection) -> tinker.ServiceClient:
     return tinker.ServiceClient(base_url=server.url or None, api_key=server.api_key or None)
 
 
+def rest(server: ServerSection) -> tinker.RestClient:
+    """A client for what is neither training nor sampling."""
+    return tinker.RestClient(base_url=server.url or None, api_key=server.api_key or None)
+
+
 def training_client(service: tinker.ServiceClient, model: ModelSection, resume_from: str) -> tinker.TrainingClient:
     """The model to train: resumed with its optimizer, begun from a checkpoint, or a new adapter."""
     client: tinker.TrainingClient
@@ -62,8 +67,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 
 def context_limit(server: ServerSection, base_model: str) -> int:
     """The server's longest sequence for a base model, in tokens. Raises ConfigError if it does not say."""
-    rest = tinker.RestClient(base_url=server.url or None, api_key=server.api_key or None)
-    capabilities = rest.get_server_capabilities().result()
+    capabilities = rest(server).get_server_capabilities().result()
     for supported in capabilities.supported_models:
         if supported.model_name == base_model and supported.max_context_length:
             return int(supported.max_context_length)

@@ -25,8 +25,15 @@ class RunState:
     best_step: int = 0
     best_weights: str = ""
     """The weights with the best reward, to sample from."""
+    kept: tuple[str, ...] = ()
+    """Checkpoints of steps that are on the server, oldest first: two for each step, those above included."""
     tokenizer: str = ""
     """Directory or Hub id."""
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Every checkpoint that the state refers to."""
+        return frozenset({self.weights, self.sampler_weights, self.best_weights, *self.kept} - {""})
 
     def save(self, directory: Path) -> None:
         """Replace the state in `directory`."""
@@ -44,4 +51,4 @@ def load_state(directory: Path) -> RunState | None:
     known = {spec.name for spec in dataclasses.fields(RunState)}
     if set(values) != known:
         raise ConfigError(f"{file} was written by another version: its keys are {sorted(values)}, expected {sorted(known)}")
-    return RunState(**values)
+    return RunState(**{**values, "kept": tuple(values["kept"])})

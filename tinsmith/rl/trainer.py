@@ -18,8 +18,9 @@ from rich.console import Console
 from tinsmith.errors import ConfigError
 from tinsmith.rl.advantages import has_variance
 from tinsmith.rl.chat import ChatTemplate
+from tinsmith.rl.checkpoints import Checkpoints
 from tinsmith.rl.config import RlConfig, to_tree
-from tinsmith.rl.connection import base_model_of, chat_template, connect, context_limit, load_tokenizer, policy_of, training_client
+from tinsmith.rl.connection import base_model_of, chat_template, connect, context_limit, load_tokenizer, policy_of, rest, training_client
 from tinsmith.rl.env import Prompt
 from tinsmith.rl.evaluation import Evaluator
 from tinsmith.rl.generator import Player
@@ -45,15 +46,15 @@ def train(config: RlConfig, console: Console | None = None) -> RunState:
     console = console or Console()
     directory = Path(config.output.directory)
     directory.mkdir(parents=True, exist_ok=True)
-    state = load_state(directory) or RunState()
-    if state.step and not config.output.resume:
-        raise ConfigError(f"output: directory={config.output.directory!r} holds a run of {state.step} steps, and resume is false")
+    written = load_state(directory) or RunState()
+    if written.step and not config.output.resume:
+        raise ConfigError(f"output: directory={config.output.directory!r} holds a run of {written.step} steps, and resume is false")
     workers = make_workers(config.env.workers, config.env.worker_count, config.env.timeout_s)
-    trackers = make_trackers(config.output.trackers, directory, state.step, to_tree(config), console)
+    trackers = make_trackers(config.output.trackers, directory, written.step, to_tree(config), console)
     (directory / "config.json").write_text(json.dumps(to_tree(config), indent=2) + "\n", encoding="utf-8")
     with connect(config.server) as service:
         try:
-            run = _prepared(config, service, workers, state, trackers, console)
+            run = _prepared(config, service, workers, written, trackers, console)
             return asyncio.run(run.steps())
         finally:
             workers.shutdown()
@@ -62,9 +63,10 @@ def train(config: RlConfig, console: Console | None = None) -> RunState:
 
 
 def _prepared(
-    config: RlConfig, service: tinker.ServiceClient, workers: Workers, state: RunState, trackers: Sequence[Tracker], console: Console
+    config: RlConfig, service: tinker.ServiceClient, workers: Workers, written: RunState, trackers: Sequence[Tracker], console: Console
 ) -> "Run":
-    """Everything a run needs, warmed up if it is new."""
+    """Everything a run needs, warmed up if it is new: with no step `written`, there is nothing to go on with."""
+    state = written if written.step else RunState()
     client = training_client(service, config.model, state.weights)
     template = chat_template(config.model, load_tokenizer(config.model.tokenizer) if config.model.tokenizer else client.get_tokenizer())
     base_model = config.model.base_model or base_model_of(client)
@@ -79,7 +81,9 @@ def _prepared(
     player = make_player(config, config.env.options, rules, template, workers)
     evaluator = Evaluator(config, template, workers, max_context) if config.evaluation.every else None
     state = replace(state, tokenizer=str(template.tokenizer.name_or_path))
-    return Run(config, client, template, player, prompts, Learner(client, config.training, reference), evaluator, trackers, state)
+    checkpoints = Checkpoints(client, rest(config.server), Path(config.output.directory), config.output.keep, written)
+    learner = Learner(client, config.training, reference)
+    return Run(config, client, template, player, prompts, learner, evaluator, checkpoints, trackers, state)
 
 
 @dataclass
@@ -93,6 +97,7 @@ class Run:
     prompts: Sequence[Prompt]
     learner: Learner
     evaluator: Evaluator | None
+    checkpoints: Checkpoints
     trackers: Sequence[Tracker]
     state: RunState
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -145,11 +150,10 @@ class Run:
         best = metrics.get("eval/reward", None if self.evaluator else metrics["reward"])
         output = self.config.output
         if output.save_best and best is not None and (self.state.best_reward is None or best > self.state.best_reward):
-            saved = await self.client.save_weights_for_sampler(f"best-{done:06d}")
-            self.state = replace(self.state, best_reward=best, best_step=done, best_weights=saved.path)
+            self.state = await self.checkpoints.save_best(self.state, best)
         if last or (output.save_every and done % output.save_every == 0):
             with self._timed("save"):
-                await self._save(done)
+                self.state = await self.checkpoints.save_step(self.state)
         if output.trajectories_every and (last or done % output.trajectories_every == 0):
             self._show(f"step-{done:06d}", [trajectory for group in groups for trajectory in group.trajectories])
 
@@ -180,13 +184,6 @@ class Run:
             evaluation = await self.evaluator.evaluate(policy, version)
         self._show(f"evaluation-{version:06d}", evaluation.trajectories)
         return {f"eval/{name}": value for name, value in evaluation.metrics.items()}
-
-    async def _save(self, done: int) -> None:
-        name = f"step-{done:06d}"
-        weights = await self.client.save_state(name, overwrite=True)
-        sampler_weights = await self.client.save_weights_for_sampler(name)
-        self.state = replace(self.state, weights=weights.path, sampler_weights=sampler_weights.path)
-        self.state.save(Path(self.config.output.directory))
 
     def _show(self, name: str, trajectories: Sequence[Trajectory]) -> None:
         if not self.config.output.trajectories_every:

@@ -1,0 +1,105 @@
+"""What of a run stays on the server: the newest checkpoints and the best, and nothing that state.json does not name."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+
+from tests.rl.test_run import QUIET, config_of
+from tinsmith.rl.checkpoints import Checkpoints
+from tinsmith.rl.evaluation import run_evaluation
+from tinsmith.rl.run_state import RunState, load_state
+from tinsmith.rl.trainer import train
+
+KEY = "tml-checkpoints"
+Named = Callable[[], set[str]]
+
+
+@pytest.fixture
+def rest(server_url: str) -> tinker.RestClient:
+    """A client whose key has no other checkpoints than those of this file."""
+    return tinker.RestClient(base_url=server_url, api_key=KEY)
+
+
+@pytest.fixture
+def on_server(rest: tinker.RestClient) -> Named:
+    """The paths of all checkpoints that are there, but those that were there before."""
+
+    def paths() -> set[str]:
+        return {checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints(limit=1000).result().checkpoints}
+
+    before = paths()
+    return lambda: paths() - before
+
+
+def config(url: str, directory: Path, steps: int, **output: Any) -> Any:
+    """A run that saves every step."""
+    server = {"url": url, "api_key": KEY}
+    output = {"save_every": 1, "trajectories_every": 0, **output}
+    return config_of(url, directory, server=server, training={"steps": steps, "groups": 1, "group_size": 2}, output=output)
+
+
+def test_a_run_keeps_its_newest_checkpoints_and_its_best(server_url: str, tmp_path: Path, on_server: Named) -> None:
+    state = train(config(server_url, tmp_path, 3, keep=2), QUIET)
+    assert [Path(path).name for path in state.kept] == ["step-000002", "step-000002", "step-000003", "step-000003"]
+    assert state.kept[2:] == (state.weights, state.sampler_weights)
+    assert on_server() == {*state.kept, state.best_weights}
+    resumed = train(config(server_url, tmp_path, 5, keep=1), QUIET)
+    assert [Path(path).name for path in resumed.kept] == ["step-000005", "step-000005"]
+    assert on_server() == {*resumed.kept, resumed.best_weights}
+    assert load_state(tmp_path) == resumed
+
+
+def test_keep_0_deletes_nothing(server_url: str, tmp_path: Path, on_server: Named) -> None:
+    state = train(config(server_url, tmp_path, 3, keep=0, save_best=False), QUIET)
+    assert len(state.kept) == 6
+    assert on_server() == set(state.kept)
+
+
+async def saved(url: str, rest: tinker.RestClient, directory: Path) -> tuple[RunState, RunState]:
+    """Step 1 is saved; then steps 2 and 3 are best, one after the other, and the run dies. The state before it died, and in the file."""
+    client = await tinker.ServiceClient(base_url=url, api_key=KEY).create_lora_training_client(base_model="tiny", rank=4)
+    checkpoints = Checkpoints(client, rest, directory, 1, RunState())
+    state = await checkpoints.save_step(RunState(step=1, tokenizer="there"))
+    for step, reward in ((2, 0.25), (3, 0.5)):
+        state = await checkpoints.save_best(replace(state, step=step, next_group=step), reward)
+    written = load_state(directory)
+    assert written is not None
+    return state, written
+
+
+def test_what_is_best_is_written_at_once_and_the_step_to_resume_stays(
+    server_url: str, rest: tinker.RestClient, tmp_path: Path, on_server: Named
+) -> None:
+    state, written = asyncio.run(saved(server_url, rest, tmp_path))
+    assert (written.step, written.next_group, written.best_step, written.best_reward) == (1, 0, 3, 0.5)
+    assert written.best_weights == state.best_weights
+    assert on_server() == written.paths == {state.weights, state.sampler_weights, state.best_weights}
+
+
+def test_a_run_that_died_before_its_first_checkpoint_leaves_nothing(server_url: str, tmp_path: Path, on_server: Named) -> None:
+    first = train(config(server_url, tmp_path, 1), QUIET)
+    unsaved = RunState(best_reward=2.0, best_step=1, best_weights=first.best_weights, kept=first.kept)
+    unsaved.save(tmp_path)
+    again = train(config(server_url, tmp_path, 1), QUIET)
+    assert again.best_reward == first.best_reward
+    assert on_server() == again.paths
+    assert not again.paths & first.paths
+
+
+def test_a_checkpoint_that_somebody_else_deleted_is_no_error(
+    rest: tinker.RestClient, server_url: str, tmp_path: Path, on_server: Named
+) -> None:
+    first = train(config(server_url, tmp_path, 1, keep=1, save_best=False), QUIET)
+    rest.delete_checkpoint_from_tinker_path(first.sampler_weights).result()
+    second = train(config(server_url, tmp_path, 2, keep=1, save_best=False), QUIET)
+    assert on_server() == second.paths
+    assert json.loads((tmp_path / "state.json").read_text())["kept"] == list(second.kept)
+    section = {"model": str(tmp_path), "prompts": 2}
+    evaluated = config_of(server_url, tmp_path, server={"url": server_url, "api_key": KEY}, evaluation=section)
+    assert run_evaluation(evaluated, QUIET).metrics["trajectories"] == 2.0
