@@ -1,65 +1,78 @@
-"""A `verifiers` environment as ours. Needs `verifiers` 0.1.x, which no target installs: it brings some hundred packages."""
+"""A `verifiers` environment as ours. Needs `verifiers` 0.4, which no target installs: it brings some fifty packages."""
 
 import asyncio
-from typing import Any
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import verifiers
-from datasets import Dataset
 
 from tests.rl.scripted import Scripted, ids, rules
+from tinsmith.errors import UserError
 from tinsmith.rl import registry
-from tinsmith.rl.adapters.verifiers import VerifiersEnv
+from tinsmith.rl.adapters.verifiers import VerifiersEpisodes
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.env import Prompt
 from tinsmith.rl.generator import Generator
-from tinsmith.rl.trajectory import Origin
+from tinsmith.rl.trajectory import Origin, Trajectory
 from tinsmith.rl.workers import make_workers
 
-
-class Countdown(verifiers.MultiTurnEnv):
-    """Wants to hear its answer, and gives three tries."""
-
-    async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
-        if messages[-1].content == state["answer"]:
-            state["final_env_response"] = [{"role": "user", "content": "right"}]
-            return state["final_env_response"]
-        return [{"role": "user", "content": f"no, try {len(state['trajectory']) + 1}"}]
+sys.path.append(str(Path(__file__).parent / "verifiers_parts"))
+PLAYER = {"harness": {"id": "countdown_tasks"}, "runtime": {"type": "subprocess"}}
 
 
-def heard(completion: Any, answer: str) -> float:
-    said = [message.content for message in completion if message.role == "assistant"]
-    return 1.0 / len(said) if said[-1] == answer else 0.0
+@pytest.fixture(params=[False, True], ids=["text", "pictures"])
+def episodes(request: pytest.FixtureRequest) -> Iterator[VerifiersEpisodes]:
+    """Of an environment with three tasks; the third offers tools."""
+    made = VerifiersEpisodes({"taskset": {"id": "countdown_tasks", "shows": request.param}, "player": PLAYER})
+    yield made
+    made.close()
 
 
-def make() -> VerifiersEnv:
-    rows = Dataset.from_list([{"question": "hot or cold?", "answer": answer} for answer in ("hot", "cold")])
-    return VerifiersEnv(Countdown(max_turns=3, dataset=rows, rubric=verifiers.Rubric(funcs=[heard])))
+def play(episodes: VerifiersEpisodes, template: ChatTemplate, said: list[list[str]], seeds: list[int]) -> list[Trajectory]:
+    """Episodes side by side."""
 
+    async def all_of_them() -> list[Trajectory]:
+        generator = Generator("countdown", {}, rules(), template, make_workers("thread", 4, timeout_s=20))
+        answers = [[(ids(template, f"{text}<|im_end|>"), True) for text in episode] for episode in said]
+        playing = [generator.play(Scripted(one), Prompt(seed), Origin("countdown", seed)) for one, seed in zip(answers, seeds, strict=True)]
+        return list(await asyncio.gather(*playing))
 
-@pytest.mark.parametrize(("said", "reward", "turns"), [(["hot"], 1.0, 1), (["no", "hot"], 0.5, 2), (["a", "b", "c"], 0.0, 3)])
-def test_its_rollout_asks_us_and_its_rubric_scores(said: list[str], reward: float, turns: int, plain: ChatTemplate) -> None:
-    registry.register("countdown", make)
+    registry.register("countdown", episodes)
     try:
-        workers = make_workers("thread", 2, timeout_s=20)
-        generator = Generator("countdown", {}, rules(), plain, workers)
-        answers = [(ids(plain, f"{text}<|im_end|>"), True) for text in said]
-        made = asyncio.run(generator.play(Scripted(answers), Prompt(0), Origin("countdown", 0)))
-        workers.shutdown()
+        return asyncio.run(all_of_them())
     finally:
         registry.deregister("countdown")
-    assert (made.stop_reason, made.reward, made.turns) == ("done", reward, turns)
-    assert made.metrics["heard"] == reward
-    (sample,) = made.samples
-    between = [f"<|im_end|>\n<|im_start|>user\nno, try {turn}<|im_end|>\n<|im_start|>assistant\n" for turn in range(2, turns + 1)]
-    talk = "".join(text + after for text, after in zip(said, [*between, "<|im_end|>"], strict=True))
-    assert plain.decode(sample.response_ids.tolist()) == talk
 
 
-def test_an_episode_that_is_left_ends_its_rollout() -> None:
-    env = make()
+def test_its_episodes_ask_us_and_are_scored_by_it(episodes: VerifiersEpisodes, plain: ChatTemplate) -> None:
+    said = [["hot"], ["no", "cold"], ["a", "b", "c"]]
+    made = play(episodes, plain, said, [0, 1, 3])
+    assert [(trajectory.stop_reason, trajectory.reward, trajectory.turns) for trajectory in made] == [
+        ("done", 1.0, 1),
+        ("done", 0.5, 2),
+        ("done", 0.0, 3),
+    ]
+    for trajectory, texts in zip(made, said, strict=True):
+        (sample,) = trajectory.samples
+        turns = range(2, len(texts) + 1)
+        between = [f"<|im_end|>\n<|im_start|>user\nno, try {turn}<|im_end|>\n<|im_start|>assistant\n" for turn in turns]
+        talk = "".join(text + after for text, after in zip(texts, [*between, "<|im_end|>"], strict=True))
+        assert plain.decode(sample.response_ids.tolist()) == talk
+        assert len(sample.stream.pictures) == (1 if episodes.environment.taskset.config.shows else 0)
+        assert trajectory.metrics["heard"] == trajectory.reward
+
+
+def test_tools_are_refused_with_their_names(episodes: VerifiersEpisodes, plain: ChatTemplate) -> None:
+    (made,) = play(episodes, plain, [["hot"]], [2])
+    assert made.stop_reason == "env_error"
+    assert "the program offers tools (look), and answers here are text" in made.error
+
+
+def test_an_episode_that_is_left_ends(episodes: VerifiersEpisodes) -> None:
+    env = episodes()
     messages, _ = env.init(Prompt(1))
-    assert messages[-1] == {"role": "user", "content": "hot or cold?"}
+    assert messages[-1]["role"] == "user"
     env.close()
-    with pytest.raises(asyncio.CancelledError):
-        env._rollout.result(timeout=10)
+    with pytest.raises(UserError, match="cancelled"):
+        env.step("cold")

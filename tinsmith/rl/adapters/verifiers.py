@@ -1,128 +1,140 @@
-"""Environments of the `verifiers` library (0.1.x) as ours: its own rollout runs in a thread, and asks us where it would ask a model.
+"""Environments of the `verifiers` library (0.4) as ours: it runs its own episodes, and asks us where it would ask a model.
 
-    def wordle() -> VerifiersEnv:
-        return VerifiersEnv(verifiers.load_environment("wordle"))
+    registry.register("wordle", VerifiersEpisodes({"taskset": {"id": "textarena", "game": "Wordle-v0"}, "player": PLAYER}))
 
-    registry.register("wordle", wordle)
-
-Whatever the environment does between two answers, and its rubric at the end, is done by `verifiers` itself. Tools are refused: here a model
-answers in text.
+with PLAYER = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}: a configuration as `verifiers` takes it. Whatever happens
+between two answers, in its harness and on its runtime, and how the episode is scored, is `verifiers`' own. Pictures come through; tools
+are refused: here a model answers in text. Run it in threads (`workers: thread`), of which every episode holds one while it waits.
 """
 
 import asyncio
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from queue import Queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-import verifiers
-from verifiers.clients import Client
-from verifiers.types import Response, ResponseMessage
+from verifiers import v1
 
 from tinsmith.errors import UserError
+from tinsmith.rl.adapters.chat_endpoint import ChatEndpoint, Conversation
 from tinsmith.rl.env import Env, Message, Prompt, Step
 
 
-class VerifiersEnv(Env):
-    """An episode of `environment`, of the row in the prompt's fields or else of row `seed` of its data set. The reward comes at the end."""
+class VerifiersEpisodes:
+    """Makes episodes of one environment, which they share: a factory for the registry. Its tasks are numbered by the prompts' seeds."""
 
-    def __init__(self, environment: verifiers.Environment) -> None:
-        self.environment = environment
-        self._thread = ThreadPoolExecutor(1)
-        self._model = _AskedModel()
-        self._seen = 0
-        self._output: dict[str, Any] = {}
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.environment: Any = v1.load_environment(v1.resolve_env_config(dict(config)))
+        self.endpoint = ChatEndpoint(header="X-Session-ID")
+        client = v1.EvalClientConfig(base_url=self.endpoint.url, api_key_var="TINSMITH_NO_KEY")
+        self.context = v1.ModelContext(model="policy", client=client)
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self._serving: AbstractAsyncContextManager[None] = self.environment.serving()
+        asyncio.run_coroutine_threadsafe(self._serving.__aenter__(), self.loop).result()
+        self._lock = threading.Lock()
+        self._tasks: list[Any] = []
+        self._coming: Iterator[Any] = iter(self.environment.taskset)
+        self._playing: set[asyncio.Task[Any]] = set()
 
-    def init(self, prompt: Prompt) -> tuple[list[Message], dict[str, Any]]:
-        """Begin the rollout, up to its first question."""
-        row = dict(prompt.fields) or self._row(prompt.seed)
-        self._rollout: Future[Any] = self._thread.submit(asyncio.run, self.environment.run_rollout(row, self._model, "policy", {}))
-        self._rollout.add_done_callback(lambda _: self._model.asked.put(None))
-        messages = self._model.asked.get()
-        if messages is None:
-            raise UserError(f"the environment ended before it asked anything: {self._rollout.result()!r:.500}")
-        self._seen = len(messages)
-        return messages, {"example_id": row.get("example_id")}
+    def __call__(self) -> "VerifiersEnv":
+        """A new episode."""
+        return VerifiersEnv(self)
 
-    def step(self, text: str) -> Step:
-        """Give the answer; the next question, or the rubric's reward."""
-        self._model.answer(text)
-        messages = self._model.asked.get()
-        if messages is None:
-            self._output = dict(self._rollout.result())
-            return Step([], float(self._output["reward"] or 0.0), True)
-        new = messages[self._seen + 1 :]  # behind what was seen comes the answer itself
-        self._seen = len(messages)
-        return Step(new, 0.0, False)
+    def task(self, number: int) -> Any:
+        """The task of that number, counted round in a set that ends."""
+        with self._lock:
+            while len(self._tasks) <= number and (task := next(self._coming, None)) is not None:
+                self._tasks.append(task)
+            return self._tasks[number % len(self._tasks)]
+
+    def start(self, task: Any, on_trace: Callable[[Any], None]) -> "Future[Any]":
+        """Begin to play a task; `on_trace` is told of each of its traces before that asks anything."""
+        return asyncio.run_coroutine_threadsafe(self._play(task, on_trace), self.loop)
 
     def close(self) -> None:
-        """End the rollout."""
-        self._model.hang_up()
-        self._thread.shutdown(wait=False)
+        """Give back what the environment serves, once the episodes that were left have ended."""
+        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.endpoint.close()
+
+    async def _play(self, task: Any, on_trace: Callable[[Any], None]) -> Any:
+        playing = asyncio.ensure_future(self.environment.run_episode(task, self.context, on_trace=on_trace))
+        self._playing.add(playing)
+        playing.add_done_callback(self._playing.discard)
+        return await playing
+
+    async def _end(self) -> None:
+        await asyncio.gather(*self._playing, return_exceptions=True)
+        await self._serving.__aexit__(None, None, None)
+
+
+class VerifiersEnv(Env):
+    """An episode of the task that the prompt's seed numbers. The reward comes at the end."""
+
+    def __init__(self, episodes: VerifiersEpisodes) -> None:
+        self.episodes = episodes
+        self._conversation = Conversation()
+        self._traces: list[str] = []
+        self._said: list[Message] = []
+        self._metrics: dict[str, float] = {}
+
+    def init(self, prompt: Prompt) -> tuple[list[Message], dict[str, Any]]:
+        """Begin the episode, up to its first question."""
+        task = self.episodes.task(prompt.seed)
+        self._episode = self.episodes.start(task, self._expect)
+        self._episode.add_done_callback(lambda _: self._conversation.questions.put(None))
+        question = self._conversation.questions.get()
+        if question is None:
+            raise UserError(f"the environment asked nothing: {self._fault() or 'its episode is over'}")
+        self._said = question
+        return list(question), {"task": task.key}
+
+    def step(self, text: str) -> Step:
+        """Give the answer; the next question, or the reward. Raises UserError for an episode that failed."""
+        self._conversation.answer(text)
+        question = self._conversation.questions.get()
+        if question is None:
+            if fault := self._fault():
+                raise UserError(fault)
+            traces = self._episode.result().traces
+            self._metrics = _numbers(traces)
+            return Step([], sum(trace.reward for trace in traces if trace.agent.trainable), True)
+        seen, self._said = self._said, question
+        if question[: len(seen)] != seen:
+            raise UserError("the environment asks about another conversation than before; only those that grow can be played")
+        return Step(question[len(seen) + 1 :], 0.0, False)  # behind what was seen comes the answer itself
+
+    def close(self) -> None:
+        """End the episode."""
+        self._conversation.hang_up()
+        self._episode.cancel()
+        self.episodes.endpoint.forget(self._traces)
 
     def metrics(self) -> dict[str, float]:
-        """The rubric's functions."""
-        return {name: float(value) for name, value in (self._output.get("metrics") or {}).items()}
+        """The environment's metrics, and its rewards by name."""
+        return self._metrics
 
-    def _row(self, number: int) -> dict[str, Any]:
-        rows = self.environment.get_dataset()
-        return dict(rows[number % len(rows)])
+    def _expect(self, trace: Any) -> None:
+        self._traces.append(trace.id)
+        self.episodes.endpoint.expect(trace.id, self._conversation)
 
-
-class _AskedModel(Client[None, Any, Any, Any]):
-    """The model as the rollout sees it. Its questions go to `asked`; the rollout waits until `answer` is called from another thread."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.asked: Queue[list[Message] | None] = Queue()
-        self._waiting: asyncio.Future[str] | None = None
-
-    async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any) -> Response:
-        """Ask, and wait for the answer."""
-        if tools:
-            raise UserError(f"the environment offers tools ({', '.join(tool.name for tool in tools)}), and answers here are text")
-        self._waiting = asyncio.get_running_loop().create_future()
-        self.asked.put([{"role": message.role, "content": _content(message.content)} for message in prompt])
-        text = await self._waiting
-        message = ResponseMessage(content=text, finish_reason="stop", is_truncated=False)
-        return Response(id="", created=int(time.time()), model=model, message=message)
-
-    def answer(self, text: str) -> None:
-        """What the model says."""
-        assert self._waiting is not None
-        self._waiting.get_loop().call_soon_threadsafe(self._waiting.set_result, text)
-
-    def hang_up(self) -> None:
-        """End a rollout that still waits."""
-        if self._waiting is not None and not self._waiting.done() and not self._waiting.get_loop().is_closed():
-            self._waiting.get_loop().call_soon_threadsafe(self._waiting.cancel)
-
-    def setup_client(self, config: Any) -> None:
-        """There is no client underneath."""
-
-    async def to_native_tool(self, tool: Any) -> Any:
-        """Not asked: `get_response` needs no native form."""
-        return tool
-
-    async def to_native_prompt(self, messages: Any) -> tuple[Any, dict[str, Any]]:
-        """Not asked."""
-        return messages, {}
-
-    async def get_native_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any) -> Any:
-        """Not asked."""
-        return await self.get_response(prompt, model, sampling_args, tools)
-
-    async def raise_from_native_response(self, response: Any) -> None:
-        """Every answer is good."""
-
-    async def from_native_response(self, response: Any) -> Any:
-        """It has the form already."""
-        return response
-
-    async def close(self) -> None:
-        """Nothing is open."""
+    def _fault(self) -> str:
+        """What went wrong in an episode that is over; empty if nothing did."""
+        if self._conversation.refusal:
+            return self._conversation.refusal
+        if self._episode.cancelled():
+            return "the episode was cancelled"
+        episode = self._episode.result()
+        errors = [error for part in (episode, *episode.traces) for error in part.errors]
+        return f"{errors[0].type}: {errors[0].message}" if errors else ""
 
 
-def _content(content: Any) -> Any:
-    """A message's content as plain data."""
-    return content if isinstance(content, str) else [part if isinstance(part, dict) else part.model_dump() for part in content]
+def _numbers(traces: Any) -> dict[str, float]:
+    """Metrics of all traces, and their rewards by name."""
+    found: dict[str, float] = {}
+    for trace in traces:
+        found |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
+        found |= {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
+    return found

@@ -1,0 +1,61 @@
+"""Programs that ask a model over OpenAI's API are answered by whoever plays the model."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tinsmith.rl.adapters.chat_endpoint import ChatEndpoint, Conversation
+
+QUESTION = [{"role": "user", "content": "hot or cold?"}]
+
+
+@pytest.fixture
+def endpoint() -> Iterator[ChatEndpoint]:
+    made = ChatEndpoint("X-Game")
+    yield made
+    made.close()
+
+
+def ask(endpoint: ChatEndpoint, game: str, **body: Any) -> httpx.Response:
+    whole = {"model": "policy", "messages": QUESTION, **body}
+    return httpx.post(f"{endpoint.url}/chat/completions", headers={"x-game": game}, json=whole, timeout=10)
+
+
+def test_conversations_are_answered_apart(endpoint: ChatEndpoint) -> None:
+    games = {name: Conversation() for name in ("first", "second")}
+    for name, game in games.items():
+        endpoint.expect(name, game)
+    with ThreadPoolExecutor(2) as threads:
+        replies = {name: threads.submit(ask, endpoint, name) for name in games}
+        assert all(game.questions.get(timeout=10) == QUESTION for game in games.values())
+        games["second"].answer("cold")
+        games["first"].answer("hot")
+        answers = {name: reply.result().json() for name, reply in replies.items()}
+    assert {name: answer["choices"][0]["message"] for name, answer in answers.items()} == {
+        "first": {"role": "assistant", "content": "hot"},
+        "second": {"role": "assistant", "content": "cold"},
+    }
+    assert answers["first"]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_what_no_text_can_answer_is_refused(endpoint: ChatEndpoint) -> None:
+    game = Conversation()
+    endpoint.expect("game", game)
+    refused = ask(endpoint, "game", tools=[{"type": "function", "function": {"name": "look"}}])
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, game.refusal)
+    assert game.refusal == "the program offers tools (look), and answers here are text"
+    assert ask(endpoint, "game", stream=True).status_code == 400
+    assert game.questions.empty()
+
+
+def test_nobody_answers_a_stranger_or_after_the_end(endpoint: ChatEndpoint) -> None:
+    game = Conversation()
+    endpoint.expect("game", game)
+    assert ask(endpoint, "stranger").status_code == 404
+    game.hang_up()
+    assert [ask(endpoint, "game").status_code for _ in range(2)] == [410, 410]
+    endpoint.forget(["game"])
+    assert ask(endpoint, "game").status_code == 404
