@@ -112,6 +112,12 @@ class VLLMConfig:
         "from GPU to GPU (auto: what fits)",
         choices=("auto", "file", "ipc", "broadcast"),
     )
+    vllm_hung_s: float = knob(
+        120.0,
+        "How long a vLLM server with samples to do may answer nothing before it is taken for lost; longer than a transfer takes",
+        "seconds",
+        1,
+    )
     vllm_dir: str = knob("", "Where weights lie while vLLM servers use them, if not in memory: a directory that all of them can read")
 
 

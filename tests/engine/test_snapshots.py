@@ -77,13 +77,19 @@ def test_full_weights_go_to_disk_and_come_back_in_the_precision_of_the_base(fami
 
 def test_inflight_weights_take_the_place_of_former_ones_also_of_those_on_disk(text_base: BaseModel, tmp_path: Path) -> None:
     old, new = random_adapter(text_base, seed=1), random_adapter(text_base, seed=2)
+    new.version = "m/7"
     snapshots = make(text_base, tmp_path, limit_bytes=0)
+    seen: list[object] = []
+    snapshots.watchers.append(lambda *published: seen.append(published))
     snapshots.publish("tiny", "m/inflight", old)
+    assert seen == [("tiny", "m/inflight", old)]
     snapshots.publish("tiny", "other/1", random_adapter(text_base))  # puts the old ones on disk
     assert files(tmp_path) == 1
     snapshots.publish("tiny", "m/inflight", new)
     snapshots.publish("tiny", "other/2", random_adapter(text_base))
-    assert equal(snapshots.find("tiny", "m/inflight"), new)
+    again = snapshots.find("tiny", "m/inflight")
+    assert again is not new
+    assert (equal(again, new), again.version) == (True, "m/7")
 
 
 def test_a_new_engine_starts_without_the_snapshots_of_the_last(text_base: BaseModel, tmp_path: Path) -> None:

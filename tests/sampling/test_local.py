@@ -362,3 +362,46 @@ def test_pictures_are_told_apart_by_content_and_from_text_of_the_same_ids(vision
         np.testing.assert_allclose(result.sequences[0].logprobs, expected, atol=1e-4)
     sampler.add("x", ask(), asked[0], None)
     assert run(sampler)["x"].cached_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
+@pytest.mark.parametrize("blocks", [400, 12])
+def test_samples_go_on_with_the_weights_that_replace_theirs(family_base: Callable[[str], BaseModel], family: str, blocks: int) -> None:
+    """Twice, with other samples beside them: each token is what its version gives after all tokens before it."""
+    base = family_base(family)
+    sampler, render = sampler_of(base, blocks), renderer(base)
+    rendered = render.render(prompts(base)[-1])
+    versions = [random_adapter(base, 4, seed).snapshot() for seed in range(3)]
+    for number, weights in enumerate(versions):
+        weights.version = f"v{number}"
+    sampler.add("line", ask(num_samples=2), rendered, versions[0], "m/inflight")
+    sampler.add("fixed", ask(), rendered, versions[0])
+    sampler.add("other", ask(), rendered, versions[0], "n/inflight")
+    for number in (1, 2):
+        for _ in range(3):
+            assert sampler.step() == []
+        sampler.publish(versions[number], "m/inflight")
+        sampler.publish(versions[number], None)
+    done = run(sampler)
+    for name, result in done.items():
+        for sequence in result.sequences:
+            assert [span.version for span in sequence.versions] == (["v0", "v1", "v2"] if name == "line" else ["v0"])
+            assert [0, *(span.end for span in sequence.versions)] == [*(span.start for span in sequence.versions), 12]
+            for span in sequence.versions:
+                _, expected = forward_logprobs(base, versions[int(span.version[1])], rendered, sequence.tokens)
+                np.testing.assert_allclose(sequence.logprobs[span.start : span.end], expected[span.start : span.end], atol=1e-4)
+
+
+def test_a_prompt_is_answered_about_by_one_version(text_base: BaseModel) -> None:
+    """Weights that are replaced while the prompt is being computed: its scores are all of the new ones."""
+    sampler, rendered = sampler_of(text_base, prefill_tokens=7), renderer(text_base).render([random_tokens(0, 40)])
+    old, new = (random_adapter(text_base, 4, seed).snapshot() for seed in range(2))
+    sampler.add("x", ask(prompt_logprobs=True), rendered, old, "m/inflight")
+    for _ in range(3):
+        sampler.step()
+    sampler.publish(new, "m/inflight")
+    result = run(sampler)["x"]
+    prompt, answer = forward_logprobs(text_base, new, rendered, result.sequences[0].tokens)
+    assert result.answers.logprobs is not None
+    np.testing.assert_allclose(result.answers.logprobs[1:], prompt, atol=1e-4)
+    np.testing.assert_allclose(result.sequences[0].logprobs, answer, atol=1e-4)

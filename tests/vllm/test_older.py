@@ -18,7 +18,7 @@ def reply() -> dict[str, Any]:
 
 
 def test_an_older_reply_is_read() -> None:
-    (sequence,) = sequences_of(modern(reply()), 1, 1, None)
+    (sequence,) = sequences_of(modern(reply()), 1, 1, None, "m/3")
     assert sequence.tokens == [5, 7]
     assert sequence.logprobs == [-5.0, -7.0]
     assert sequence.topk is not None
@@ -36,4 +36,4 @@ def test_logprobs_of_other_tokens_are_noticed() -> None:
     older = reply()
     older["choices"][0]["token_ids"] = [5, 8]
     with pytest.raises(Exception, match="other tokens than it sampled"):
-        sequences_of(modern(older), 1, 0, None)
+        sequences_of(modern(older), 1, 0, None, "m/3")

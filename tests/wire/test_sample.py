@@ -16,9 +16,10 @@ from tinker.proto.response_conv import deserialize_sample_response
 from tinker.types.sample_request import SampleRequest as SdkRequest
 
 from tinsmith.errors import NotBuiltError, UserError
+from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import Alternatives, PromptAnswers, PromptQuestions, TargetIds, TargetLogprobs, TopLogprobs
-from tinsmith.wire.sample import SampledSequence, StopRule, encode_sample_response, parse_sample_request
+from tinsmith.wire.sample import SampledSequence, StopRule, VersionSpan, encode_sample_response, parse_sample_request
 
 
 def sdk_body(params: types.SamplingParams, **more: Any) -> bytes:
@@ -176,15 +177,15 @@ def test_a_long_prompt_is_read_in_milliseconds() -> None:
 
 def test_the_sdk_reads_our_response() -> None:
     top = TopLogprobs(np.array([[5, 3], [6, 5]], dtype=np.int32), np.array([[-0.5, -2.0], [-1.0, -1.5]], dtype=np.float32))
-    sequences = [SampledSequence([5, 6], [-0.5, -1.0], "stop", top), SampledSequence([7], [-2.0], "length")]
+    spans = (VersionSpan("m/3", 0, 1), VersionSpan("m/5", 1, 2))
+    sequences = [SampledSequence([5, 6], [-0.5, -1.0], "stop", top, spans), SampledSequence([7], [-2.0], "length")]
     logprobs = np.array([math.nan, -0.25, 0.0], dtype=np.float32)
     prompt_top = TopLogprobs.empty(3, 1)
     prompt_top.token_ids[1], prompt_top.logprobs[1] = 9, -0.125
     alternatives = Alternatives(np.array([[4], [8]], dtype=np.int32), np.array([[-3.0], [-4.0]], dtype=np.float32))
     dense = TargetLogprobs(TargetIds((2, 2), np.array([0, 0, 1, 1]), np.array([1, -1, 2, 3])), np.array([-1, 0, -2, -3], dtype=np.float32))
-    read = deserialize_sample_response(
-        encode_sample_response(sequences, PromptAnswers(logprobs, prompt_top, dense, alternatives), prompt_cache_hit_tokens=2)
-    )
+    encoded = encode_sample_response(sequences, PromptAnswers(logprobs, prompt_top, dense, alternatives), prompt_cache_hit_tokens=2)
+    read = deserialize_sample_response(encoded)
     assert [(s.tokens, s.logprobs, s.stop_reason) for s in read.sequences] == [([5, 6], [-0.5, -1.0], "stop"), ([7], [-2.0], "length")]
     assert [s.topk_logprobs for s in read.sequences] == [[[(5, -0.5), (3, -2.0)], [(6, -1.0), (5, -1.5)]], None]
     assert read.prompt_logprobs == [None, -0.25, 0.0]
@@ -195,6 +196,8 @@ def test_the_sdk_reads_our_response() -> None:
     assert read.prompt_alt_tokens.tokens.tolist() == [[4], [8]]
     assert read.prompt_alt_tokens.logprobs.tolist() == [[-3.0], [-4.0]]
     assert read.prompt_cache_hit_tokens == 2
+    ours = tinker_pb2.SampleResponse.FromString(encoded)  # what the SDK does not know it leaves out
+    assert [[(span.version, span.start, span.end) for span in s.versions] for s in ours.sequences] == [[("m/3", 0, 1), ("m/5", 1, 2)], []]
 
 
 def test_the_sdk_reads_target_logprobs_in_the_layout_it_sent() -> None:

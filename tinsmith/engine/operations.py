@@ -152,7 +152,9 @@ class Operations:
     def _snapshot(self, command: Command, request: SaveWeightsForSamplerRequest) -> dict[str, Any]:
         model = self.model(command.model_id)
         snapshot_id = ids.inflight_id(command.model_id) if request.kind == "inflight" else command.request_id
-        self.snapshots.publish(model.served.name, snapshot_id, model.served.backend.snapshot(command.model_id))
+        weights = model.served.backend.snapshot(command.model_id)
+        weights.version = command.request_id
+        self.snapshots.publish(model.served.name, snapshot_id, weights)
         session_id = command.model_id.partition(":train:")[0]
         return {"sampling_session_id": f"{session_id}:sample:{request.sampling_session_seq_id}"}
 

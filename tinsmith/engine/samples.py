@@ -10,9 +10,11 @@ from tinsmith.engine.boundary import failing_into
 from tinsmith.engine.messages import Message, Sample, SampleDone, SampleFailed
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, TinsmithError
+from tinsmith.models.full import Weights
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local import Sampler
 from tinsmith.sampling.sequence import SampleFailure, SampleResult
+from tinsmith.store import ids
 from tinsmith.wire.sample import encode_sample_response, parse_sample_request
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class Samples:
         """Requests that run, by id, with when they came (Unix time)."""
         self.sampled_tokens = 0
         """Of all requests that are finished."""
+        snapshots.watchers.append(self._publish)
 
     @property
     def has_work(self) -> bool:
@@ -52,9 +55,10 @@ class Samples:
         """Start a request, or answer why it cannot be."""
         with failing_into(lambda error: self._fail(message, error)):
             base = self.bases[message.base_model]
-            adapter = None if message.weights_id is None else self.snapshots.find(message.base_model, message.weights_id)
+            weights = None if message.weights_id is None else self.snapshots.find(message.base_model, message.weights_id)
             request = parse_sample_request(message.payload)
-            base.sampler.add(message.request_id, request, base.renderer.render(request.prompt), adapter)
+            rendered = base.renderer.render(request.prompt)
+            base.sampler.add(message.request_id, request, rendered, weights, _line(message.weights_id))
             self.started[message.request_id] = (message, time.time())
 
     def cancel(self, request_id: str) -> None:
@@ -71,6 +75,10 @@ class Samples:
                 with failing_into(partial(self._abandon, name)):
                     for ended in base.sampler.step():
                         self._end(ended)
+
+    def _publish(self, base_model: str, weights_id: str, weights: Weights) -> None:
+        if base_model in self.bases:
+            self.bases[base_model].sampler.publish(weights, _line(weights_id))
 
     def _abandon(self, base_model: str, error: TinsmithError) -> None:
         self.bases[base_model].sampler.abandon()
@@ -102,3 +110,8 @@ class Samples:
             tokens,
             time.time() - started_at,
         )
+
+
+def _line(weights_id: str | None) -> str | None:
+    """What the versions of these weights share if they take each other's place: their id."""
+    return weights_id if weights_id is not None and ids.is_inflight(weights_id) else None

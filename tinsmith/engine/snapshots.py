@@ -9,7 +9,7 @@ import shutil
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,15 @@ class Held:
     """Unix time from which a checkpoint may not be sampled any more."""
 
 
+@dataclass(frozen=True)
+class Written:
+    """Weights on disk."""
+
+    directory: Path
+    version: str
+    """Of the weights."""
+
+
 class Snapshots:
     """Frozen weights by base model and id."""
 
@@ -47,8 +56,10 @@ class Snapshots:
         self.limit_bytes = limit_bytes
         self.held: OrderedDict[Key, Held] = OrderedDict()
         """In memory, least recently sampled first."""
-        self.written: dict[Key, Path] = {}
+        self.written: dict[Key, Written] = {}
         """Ephemeral snapshots that are on disk."""
+        self.watchers: list[Callable[[str, str, Weights], None]] = []
+        """Called with base model, id and weights of each publication."""
         shutil.rmtree(spill, ignore_errors=True)
         spill.mkdir(parents=True)
 
@@ -56,15 +67,17 @@ class Snapshots:
         """Keep frozen weights for the sampling sessions that are bound to this id, in the place of what they had before."""
         former = self.written.pop((base_model, snapshot_id), None)
         if former is not None:
-            shutil.rmtree(former)
+            shutil.rmtree(former.directory)
         self._hold((base_model, snapshot_id), Held(weights))
+        for watch in self.watchers:
+            watch(base_model, snapshot_id, weights)
 
     def withdraw(self, model_id: str) -> None:
         """Forget the model's snapshots. What is being sampled from them goes on."""
         for key in [key for key in (*self.held, *self.written) if key[1].startswith(f"{model_id}/")]:
             self.held.pop(key, None)
             if key in self.written:
-                shutil.rmtree(self.written.pop(key))
+                shutil.rmtree(self.written.pop(key).directory)
 
     def find(self, base_model: str, weights_id: str) -> Weights:
         """The weights of that snapshot or path. Raises NotFoundError if they are gone, UserError if they fit neither base nor memory."""
@@ -80,22 +93,25 @@ class Snapshots:
         weights_id = key[1]
         if is_path(weights_id):
             with self.checkpoints.opened(weights_id, "sampler") as (checkpoint, directory):
-                held = Held(self._read(key, directory), checkpoint.expires_at)
+                held = Held(self._read(key, directory, weights_id), checkpoint.expires_at)
         elif key in self.written:
-            held = Held(self._read(key, self.written[key]))
+            written = self.written[key]
+            held = Held(self._read(key, written.directory, written.version))
         else:
             raise NotFoundError(f"the weights of snapshot {weights_id} are gone; save them again")
         self._hold(key, held)
         return held
 
-    def _read(self, key: Key, directory: Path) -> Weights:
+    def _read(self, key: Key, directory: Path, version: str) -> Weights:
         base_model, weights_id = key
         base = self.bases[base_model]
         shape = read_about(directory).shape
         if shape.rank == 0:
             size = snapshot_bytes(sum(parameter.numel() for parameter in base.full_targets(shape).values()), base.dtype)
             require_memory(f"sampling from {weights_id}", size, base.device)
-        return read_weights(directory, base, frozen=True)
+        weights = read_weights(directory, base, frozen=True)
+        weights.version = version
+        return weights
 
     def forget(self, path: str) -> None:
         """Look a checkpoint up again when it is next sampled: it was deleted, or expires at another time."""
@@ -118,5 +134,5 @@ class Snapshots:
             return
         weights, directory = self.held[key].weights, self.spill / uuid.uuid4().hex
         write_checkpoint(directory, About.of(self.bases[base_model], weights.shape), weights)
-        self.written[key] = directory
+        self.written[key] = Written(directory, weights.version)
         log.info("snapshot %s goes to disk: snapshots take more than %.3g GiB", weights_id, self.limit_bytes / 2**30)

@@ -33,6 +33,8 @@ class FullWeights:
     dtype: torch.dtype
     working: dict[str, Tensor] = field(init=False)
     uid: int = field(init=False, default_factory=next_uid)
+    version: str = field(init=False, default="")
+    """What clients are told that they sampled from. Empty for weights that train."""
 
     def __post_init__(self) -> None:
         self.working = {name: master.detach().to(self.dtype).requires_grad_() for name, master in self.masters.items()}

@@ -58,6 +58,8 @@ class Adapter:
     dtype: torch.dtype
     working: dict[str, LoraPair] = field(init=False)
     uid: int = field(init=False, default_factory=next_uid)
+    version: str = field(init=False, default="")
+    """What clients are told that they sampled from. Empty for weights that train."""
 
     def __post_init__(self) -> None:
         self.working = {name: LoraPair(*(t.detach().to(self.dtype).requires_grad_() for t in pair)) for name, pair in self.masters.items()}

@@ -46,8 +46,17 @@ class Sampler(Protocol):
         """How many sequences are being decoded, and how many wait."""
         ...
 
-    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None) -> None:
-        """Accept a request. Raises UserError if it can never run."""
+    def add(
+        self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, line: str | None = None
+    ) -> None:
+        """Accept a request. `line` is what the versions of its weights share that are replaced while it runs (`publish`).
+
+        Raises UserError if it can never run.
+        """
+        ...
+
+    def publish(self, weights: Weights, line: str | None) -> None:
+        """There are new weights to sample from. With a `line`, what is being sampled on it goes on with them from its next token."""
         ...
 
     def step(self) -> Items[SampleResult | SampleFailure]:
@@ -83,7 +92,9 @@ class LocalSampler:
         """See `Sampler`."""
         return len(self.schedule.running), sum(1 + s.forks for s in (*self.schedule.filling, *self.schedule.waiting))
 
-    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None) -> None:
+    def add(
+        self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, line: str | None = None
+    ) -> None:
         """See `Sampler`."""
         params = request.params
         request.questions.check(len(rendered), self.base.vocab_size)
@@ -92,6 +103,8 @@ class LocalSampler:
             request_id=request_id,
             rendered=rendered,
             weights=weights,
+            line=line,
+            version=weights.version if weights else self.base.name,
             params=params,
             num_samples=request.num_samples,
             scores=PromptScores(rendered, request.questions, params, seed) if request.questions else None,
@@ -102,6 +115,15 @@ class LocalSampler:
         )
         job.sequences = [Sequence(job, index, self._stop_rule(job)) for index in range(job.num_samples)]
         self.schedule.waiting.append(job.sequences[0])
+
+    def publish(self, weights: Weights, line: str | None) -> None:
+        """See `Sampler`. What the former weights have computed is computed again; answers about a prompt stay, if they are complete."""
+        if line is None:
+            return
+        for job in self.schedule.restart(lambda sequence: sequence.job.line == line):
+            job.weights, job.version = weights, weights.version
+            if job.scores and not job.scores.complete:
+                job.scores = PromptScores(job.rendered, job.scores.asked, job.params, job.seed)
 
     def step(self) -> list[SampleResult]:
         """See `Sampler`. A pass that runs out of memory leaves no trace, and the next one is smaller."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tinsmith.sampling.cached_attention import Window
 from tinsmith.sampling.kv_cache import KVCache, blocks_for
 from tinsmith.sampling.prefix import BLOCK
-from tinsmith.sampling.sequence import Sequence
+from tinsmith.sampling.sequence import SampleJob, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,18 @@ class Schedule:
         self.filling = [s for s in self.filling if not gone(s)]
         if any(gone(s) for s in self.waiting):
             self.waiting = deque(s for s in self.waiting if not gone(s))
+
+    def restart(self, chosen: Callable[[Sequence], bool]) -> list[SampleJob]:
+        """Let sequences wait whose weights are about to be replaced, to be computed from their first token on; returns their jobs."""
+        for group in (self.filling, self.running):
+            for sequence in [s for s in reversed(group) if chosen(s)]:
+                group.remove(sequence)
+                self._release(sequence)
+                self.waiting.appendleft(sequence)
+        restarted = [sequence for sequence in self.waiting if chosen(sequence)]
+        for sequence in restarted:
+            sequence.keys = []
+        return list({id(sequence.job): sequence.job for sequence in restarted}.values())
 
     def retreat(self, windows: list[tuple[Sequence, Window]]) -> bool:
         """The pass ran out of memory: take half as much from now on. False if it was as small as can be."""

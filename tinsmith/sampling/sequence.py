@@ -13,7 +13,7 @@ from tinsmith.sampling.choose import Choice, Chosen
 from tinsmith.sampling.prefix import prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.wire.prompt_scores import PromptAnswers, TopLogprobs
-from tinsmith.wire.sample import SampledSequence, SamplingParams
+from tinsmith.wire.sample import SampledSequence, SamplingParams, VersionSpan
 
 
 class StopRuleState(Protocol):
@@ -32,6 +32,10 @@ class SampleJob:
     rendered: RenderedInput
     weights: Weights | None
     """The snapshot to sample from; None is the bare base."""
+    line: str | None
+    """What the versions of its weights share, if new ones take their place while it runs."""
+    version: str
+    """What its client is told that the weights are."""
     params: SamplingParams
     num_samples: int
     seed: int
@@ -63,6 +67,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     """What it generated so far."""
     logprobs: list[float] = field(default_factory=list)
+    starts: list[tuple[str, int]] = field(default_factory=list)
+    """The versions that its tokens come from, in order, and the first token of each."""
     tops: list[tuple[list[int], list[float]]] = field(default_factory=list)
     """The likeliest tokens at each position and their log-probabilities, as many as were asked for."""
     blocks: list[int] = field(default_factory=list)
@@ -115,6 +121,8 @@ class Sequence:
 
     def append(self, chosen: Chosen) -> None:
         """Take the next token; it may end the sequence."""
+        if not self.starts or self.starts[-1][0] != self.job.version:
+            self.starts.append((self.job.version, len(self.tokens)))
         self.tokens.append(chosen.token)
         self.logprobs.append(chosen.logprob)
         if self.job.topk:
@@ -130,7 +138,9 @@ class Sequence:
         if self.job.topk:
             ids, logprobs = zip(*self.tops, strict=True)
             top = TopLogprobs(np.array(ids, dtype=np.int32), np.array(logprobs, dtype=np.float32))
-        return SampledSequence(self.tokens, self.logprobs, self.reason or "length", top)
+        ends = [start for _, start in self.starts[1:]] + [len(self.tokens)]
+        versions = tuple(VersionSpan(version, start, end) for (version, start), end in zip(self.starts, ends, strict=True))
+        return SampledSequence(self.tokens, self.logprobs, self.reason or "length", top, versions)
 
 
 @dataclass(frozen=True, eq=False)

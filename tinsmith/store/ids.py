@@ -9,6 +9,7 @@ sample             SESSION:sample:N/SEQ_ID     (client k of a sampling session c
 
 _TRAIN = ":train:"
 _SAMPLE = ":sample:"
+_INFLIGHT = "/inflight"
 _MAX_NUMBER = 2**63 - 1
 _CLONE = 10**9
 
@@ -25,7 +26,12 @@ def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
 
 def inflight_id(model_id: str) -> str:
     """What the newest weights that a model has handed to its inflight sampling sessions are called."""
-    return f"{model_id}/inflight"
+    return f"{model_id}{_INFLIGHT}"
+
+
+def is_inflight(weights_id: str) -> bool:
+    """Whether weights of this id are replaced by newer ones of their model."""
+    return weights_id.endswith(_INFLIGHT)
 
 
 def clone_of(seq_id: int) -> int:

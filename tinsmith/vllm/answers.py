@@ -1,6 +1,7 @@
 """vLLM's replies as the sampler's results. What does not fit together is an error, never a result."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,23 +11,27 @@ from tinsmith.errors import TinsmithError
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.vllm.connection import ServerLostError
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TopLogprobs
-from tinsmith.wire.sample import SampledSequence
+from tinsmith.wire.sample import SampledSequence, VersionSpan
 
 
-def sequences_of(reply: dict[str, Any], count: int, topk: int, label: str | None) -> list[SampledSequence]:
-    """The samples of a reply, with the `topk` likeliest tokens of each position.
+def sequences_of(
+    reply: dict[str, Any], count: int, topk: int, label: str | None, version: str, may_be_cut: bool = False
+) -> list[SampledSequence]:
+    """The samples of a reply from the weights that clients call `version`, with the `topk` likeliest tokens of each position.
 
-    `label` names the weights that were asked for; None checks nothing. Raises TinsmithError for other weights, ServerLostError for a sample
-    that the server gave up.
+    `label` is what the server calls the weights that were asked for; None checks nothing. Raises TinsmithError for other weights,
+    ServerLostError for a sample that the server gave up, unless it `may_be_cut`.
     """
     choices = sorted(reply["choices"], key=lambda choice: choice["index"])
     if len(choices) != count:
         raise TinsmithError(f"vLLM answered {len(choices)} samples where {count} were asked for")
-    return [_sequence(choice, topk, label) for choice in choices]
+    return [_sequence(choice, topk, label, version, may_be_cut) for choice in choices]
 
 
-def _sequence(choice: dict[str, Any], topk: int, label: str | None) -> SampledSequence:
+def _sequence(choice: dict[str, Any], topk: int, label: str | None, version: str, may_be_cut: bool) -> SampledSequence:
     reason, tokens = choice["finish_reason"], choice["token_ids"]
+    if may_be_cut and reason == "abort":
+        reason = "length"
     if reason not in ("stop", "length"):
         raise ServerLostError(f"vLLM ended a sample with finish_reason={reason!r}")
     versions = {span["version"] for span in choice["weight_versions"] or ()}
@@ -40,7 +45,8 @@ def _sequence(choice: dict[str, Any], topk: int, label: str | None) -> SampledSe
         top = TopLogprobs.empty(len(tokens), topk)
         for row, entry in enumerate(content):
             _fill(top, row, {other["token_id"]: other["logprob"] for other in entry["top_logprobs"]}, topk)
-    return SampledSequence(tokens, [entry["logprob"] for entry in content], reason, top)
+    spans = (VersionSpan(version, 0, len(tokens)),)
+    return SampledSequence(tokens, [entry["logprob"] for entry in content], reason, top, spans)
 
 
 def _fill(top: TopLogprobs, row: int, logprobs: dict[int, float], k: int) -> None:
@@ -58,7 +64,7 @@ def rescored(sequence: SampledSequence, scores: Sequence[dict[str, Any]], topk: 
         top = TopLogprobs.empty(len(scores), topk)
         for row, entry in enumerate(scores):
             _fill(top, row, _by_token(entry), topk)
-    return SampledSequence(sequence.tokens, logprobs, sequence.stop_reason, top)
+    return replace(sequence, logprobs=logprobs, topk=top)
 
 
 def _by_token(entry: dict[str, Any]) -> dict[int, float]:

@@ -1,5 +1,12 @@
-"""One generate request to one vLLM server. A picture's pixel values travel until the server has answered once about it."""
+"""One generate request to one vLLM server, and the pictures that it needs there.
 
+A picture's pixel values travel to a server once, however many requests with it come together: the first of them goes ahead as a request for
+a single token, and takes along what the others, and itself again, then name by its hash. That token's prompt stays in the prefix cache.
+"""
+
+import asyncio
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from tinsmith.rendering.rendered import RenderedInput
@@ -8,29 +15,69 @@ from tinsmith.vllm.features import features_of
 from tinsmith.vllm.older import modern
 from tinsmith.vllm.servers import Life
 
+REQUEST_PREFIX = "generate-tokens-"
+"""What vLLM puts before the name of a request."""
+_ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprobs": 0}
+
 
 async def generate(
-    life: Life, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...] = ()
+    life: Life, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...] = (), name: str | None = None
 ) -> dict[str, Any]:
-    """The reply to a prompt, followed by `answer`. Raises as `Connection.post`.
+    """The reply to a prompt, followed by `answer`. `name` is what vLLM can be told to give up. Raises as `Connection.post`.
 
     The server may have forgotten a picture that it has seen, which it answers with an error: then it is sent again.
     """
-    known = {picture.sha256.hex() for picture in rendered.pictures} & set(life.pictures)
-    body: dict[str, Any] = {
-        "token_ids": [*rendered.token_ids.tolist(), *answer],
-        "sampling_params": params,
-        "model": model,
-        "features": features_of(rendered, known),
-    }
+    await _introduce(life, rendered, model)
+    known = _known(life, rendered)
+    body: dict[str, Any] = {"token_ids": [*rendered.token_ids.tolist(), *answer], "sampling_params": params, "model": model}
+    if name is not None:
+        body["request_id"] = name
     async with life.slots:
         try:
-            reply: dict[str, Any] = await life.connection.post("/inference/v1/generate", body)
+            return await _post(life, rendered, body, known)
         except ServerFailedError:
             if not known:
                 raise
-            reply = await life.connection.post("/inference/v1/generate", body | {"features": features_of(rendered, ())})
-    for picture in rendered.pictures:
-        if picture.pixel_values.nbytes <= life.pictures.maxsize:
-            life.pictures[picture.sha256.hex()] = picture.pixel_values.nbytes
-    return modern(reply)
+            return await _post(life, rendered, body, ())
+
+
+async def _post(life: Life, rendered: RenderedInput, body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    return modern(await life.connection.post("/inference/v1/generate", body | {"features": features_of(rendered, known)}))
+
+
+def _known(life: Life, rendered: RenderedInput) -> set[str]:
+    """Hashes of the prompt's pictures that the server has seen, and is not known to have forgotten."""
+    return {key for key in _keepable(life, rendered) if life.pictures.get(key) is not None}
+
+
+def _keepable(life: Life, rendered: RenderedInput) -> dict[str, int]:
+    """Hash and size of the prompt's pictures that are not too large to be remembered."""
+    sizes = {picture.sha256.hex(): picture.pixel_values.nbytes for picture in rendered.pictures}
+    return {key: size for key, size in sizes.items() if size <= life.pictures.maxsize}
+
+
+async def _introduce(life: Life, rendered: RenderedInput, model: str | None) -> None:
+    """Return when the server knows the prompt's pictures. Raises as `Connection.post` if it is this request that brings them."""
+    sizes = _keepable(life, rendered)
+    while arriving := {life.arriving[key] for key in sizes if key in life.arriving}:
+        await asyncio.wait(arriving)  # if one fails, the first who waited brings its pictures
+    if new := sizes.keys() - _known(life, rendered):
+        task = asyncio.create_task(_bring(life, rendered, model, {key: sizes[key] for key in new}))
+        life.arriving |= dict.fromkeys(new, task)
+        task.add_done_callback(partial(_arrived, life, new))
+        await asyncio.shield(task)
+
+
+async def _bring(life: Life, rendered: RenderedInput, model: str | None, new: dict[str, int]) -> None:
+    body = {"token_ids": rendered.token_ids.tolist(), "sampling_params": _ONE_TOKEN, "model": model}
+    async with life.slots:
+        await _post(life, rendered, body, _known(life, rendered))
+    life.pictures.update(new)
+
+
+def _arrived(life: Life, keys: Collection[str], task: "asyncio.Task[None]") -> None:
+    for key in keys:
+        if life.arriving.get(key) is task:
+            del life.arriving[key]
+    if not task.cancelled():
+        task.exception()  # whoever brought them has it

@@ -44,8 +44,13 @@ def check_parameters(request: SampleRequest) -> None:
         )
 
 
-def sampling_params(request: SampleRequest, max_tokens: int, eos: Iterable[int], vocab_size: int, first: int, count: int) -> dict[str, Any]:
-    """What vLLM is sent for the samples [first, first + count) of a request. The first of them all also answers about the prompt."""
+def sampling_params(
+    request: SampleRequest, max_tokens: int, eos: Iterable[int], vocab_size: int, first: int, count: int, done: int = 0
+) -> dict[str, Any]:
+    """What vLLM is sent for the samples [first, first + count) of a request, of which it has `done` tokens already.
+
+    The first of them all also answers about the prompt.
+    """
     params, stop = request.params, request.params.stop
     greedy = params.temperature == 0
     body: dict[str, Any] = {
@@ -63,8 +68,8 @@ def sampling_params(request: SampleRequest, max_tokens: int, eos: Iterable[int],
         "logprobs": likeliest(request.topk_sample_logprobs, vocab_size),
     }
     if params.seed is not None:
-        body["seed"] = vllm_seed(params.seed) + first
-    if first == 0 and (request.questions.logprobs or request.questions.topk):
+        body["seed"] = vllm_seed(params.seed, done) + first
+    if first == done == 0 and (request.questions.logprobs or request.questions.topk):
         body["prompt_logprobs"] = request.questions.topk
     return body
 
@@ -79,6 +84,10 @@ def likeliest(k: int, vocab_size: int) -> int:
     return min(k + 1, vocab_size) if k else 0
 
 
-def vllm_seed(seed: int) -> int:
-    """The seed of the first sample; vLLM counts on for the others. Hashed, because seeds that are neighbours would share samples."""
-    return int.from_bytes(hashlib.sha256(seed.to_bytes(8, "little")).digest()[:7], "little")
+def vllm_seed(seed: int, done: int = 0) -> int:
+    """The seed of the first sample from its token `done` on; vLLM counts on for the others.
+
+    Hashed, because seeds that are neighbours would share samples, and a sample that goes on must not draw what it drew at its beginning.
+    """
+    text = seed.to_bytes(8, "little") + (done.to_bytes(8, "little") if done else b"")
+    return int.from_bytes(hashlib.sha256(text).digest()[:7], "little")

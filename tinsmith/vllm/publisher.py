@@ -6,17 +6,12 @@ need others wait until those that run have ended, in the order in which they cam
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from tinsmith.errors import TinsmithError
-from tinsmith.models.full import FullWeights, Weights
+from tinsmith.models.full import FullWeights
 from tinsmith.models.lora import Adapter
 from tinsmith.vllm.canary import Canary
 from tinsmith.vllm.connection import RefusedError
@@ -24,39 +19,15 @@ from tinsmith.vllm.gate import BASE, UNKNOWN
 from tinsmith.vllm.generate import generate
 from tinsmith.vllm.parameters import scoring_params
 from tinsmith.vllm.servers import Life, Server
+from tinsmith.vllm.tasks import once
 from tinsmith.vllm.transfers import Tensors, Transfer, new_transfer
+from tinsmith.vllm.version import Version
 from tinsmith.vllm.weights import WeightFiles
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _LABEL = "tinsmith:"
 """How the names begin by which servers call the weights that we have given them."""
-
-
-@dataclass(frozen=True, eq=False)
-class Version:
-    """Weights to sample from."""
-
-    weights: Weights | None
-    """None are the base's."""
-    canary: NDArray[np.float32]
-    """What the trainer makes of the canary prompt with them."""
-
-    @property
-    def uid(self) -> int:
-        """Their number."""
-        return self.weights.uid if self.weights is not None else BASE
-
-    @property
-    def full(self) -> FullWeights | None:
-        """What takes the place of the base's weights."""
-        return self.weights if isinstance(self.weights, FullWeights) else None
-
-    def __str__(self) -> str:
-        kind = {Adapter: "adapter", FullWeights: "full weights"}.get(type(self.weights))
-        return f"{kind} {self.uid}" if kind else "the base weights"
 
 
 class Publisher:
@@ -77,15 +48,26 @@ class Publisher:
         await self._identify(life)
         async with life.gate.passing(_number(version.full), partial(self._transfer, life, version.full)):
             name = None
-            if isinstance(version.weights, Adapter):
-                name = await _once(life.adapters, version.uid, partial(self._load, life, version.weights))
-            checked = _once(life.checks, version.uid, partial(self._check, life, version, name))
+            if version.adapter is not None:
+                name = await self._loaded(life, version.adapter)
+            checked = once(life.checks, version.uid, partial(self._check, life, version, name))
             try:
                 yield name
             except TinsmithError:
                 await checked  # wrong weights are taken off the server at once: then that is the error
                 raise
             await checked
+
+    async def prepare(self, life: Life, version: Version) -> None:
+        """Load an adapter and compare it before a request asks, as far as nobody has to wait for that. Raises as `serving`."""
+        if version.adapter is None:
+            return
+        await self._identify(life)
+        if life.gate.weights == BASE and not life.gate.line:
+            async with self.serving(life, version):
+                pass
+        else:
+            await self._loaded(life, version.adapter)
 
     async def forget(self, servers: list[Server], uid: int) -> None:
         """Take an adapter off all servers and delete its files: nothing samples from it any more."""
@@ -120,6 +102,10 @@ class Publisher:
                 await self._unload(life, name)
             raise
 
+    async def _loaded(self, life: Life, adapter: Adapter) -> str:
+        """The name of an adapter that is on the server now."""
+        return await once(life.adapters, adapter.uid, partial(self._load, life, adapter))
+
     async def _load(self, life: Life, adapter: Adapter) -> str:
         path = await asyncio.to_thread(self.files.adapter, adapter)
         name = f"{self.files.root.name}-{adapter.uid}"
@@ -147,20 +133,6 @@ class Publisher:
         await post("/reset_prefix_cache", reset_running_requests="true")
         if life.label is not None:
             life.label = label
-
-
-def _once(tasks: "dict[int, asyncio.Task[T]]", uid: int, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Future[T]":
-    """The result of work that all who need these weights share. If it fails, who comes next tries again."""
-    task = tasks.get(uid)
-    if task is None:
-        task = tasks[uid] = asyncio.create_task(work())
-        task.add_done_callback(partial(_forget_failure, tasks, uid))
-    return asyncio.shield(task)
-
-
-def _forget_failure(tasks: "dict[int, asyncio.Task[T]]", uid: int, task: "asyncio.Task[T]") -> None:
-    if (task.cancelled() or task.exception() is not None) and tasks.get(uid) is task:
-        del tasks[uid]
 
 
 def _number(weights: FullWeights | None) -> int:

@@ -24,10 +24,11 @@ from tinsmith.sampling.prefix import BLOCK, prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sequence import SampleFailure, SampleResult
 from tinsmith.vllm.canary import Canary, score_prompt
-from tinsmith.vllm.client import Job, VLLMClient
+from tinsmith.vllm.client import VLLMClient
 from tinsmith.vllm.gate import BASE
+from tinsmith.vllm.job import Draft, Job
 from tinsmith.vllm.parameters import check_parameters, longest_answer
-from tinsmith.vllm.publisher import Version
+from tinsmith.vllm.version import Version
 from tinsmith.wire.prompt_scores import PromptAnswers
 from tinsmith.wire.sample import SampleRequest
 
@@ -48,20 +49,24 @@ class VLLMSampler:
         """Number of samples, and what becomes of them, by request id."""
         self.ended: deque[tuple[str, Future[SampleResult]]] = deque()
         """Filled by the client's thread."""
+        self.published: deque[tuple[Weights, str | None]] = deque()
+        """New weights, and the lines that go on with them."""
         self.canaries: dict[int, NDArray[np.float32]] = {}
         """The trainer's log-probabilities of the canary, by the number of the weights, as long as these live."""
 
     @property
     def has_work(self) -> bool:
         """See `Sampler`: what vLLM computes is no work for this process."""
-        return bool(self.ended)
+        return bool(self.ended or self.published)
 
     @property
     def load(self) -> tuple[int, int]:
         """See `Sampler`. Which of them wait only vLLM knows."""
         return sum(samples for samples, _ in self.jobs.values()), 0
 
-    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None) -> None:
+    def add(
+        self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, line: str | None = None
+    ) -> None:
         """See `Sampler`."""
         check_parameters(request)
         request.questions.check(len(rendered), self.base.vocab_size)
@@ -72,16 +77,26 @@ class VLLMSampler:
             request=request,
             rendered=rendered,
             version=version,
+            line=line,
             max_tokens=longest_answer(request, len(rendered), self.base.max_context),
             eos=self.base.eos_token_ids(),
             vocab_size=self.base.vocab_size,
+            tokenizer=self.base.tokenizer,
             keys=prompt_keys(weights_key(version.uid), rendered, [], [], blocks),
             answers=self._local_answers(request, rendered, weights),
+            drafts=[Draft() for _ in range(request.num_samples)],
         )
         self.jobs[request_id] = (request.num_samples, self.client.submit(job, partial(self._end, request_id)))
 
+    def publish(self, weights: Weights, line: str | None) -> None:
+        """See `Sampler`. The next `step` does it, so that who saves them need not wait."""
+        self.published.append((weights, line))
+
     def step(self) -> list[SampleResult | SampleFailure]:
         """See `Sampler`."""
+        while self.published:
+            weights, line = self.published.popleft()
+            self.client.publish(self._version(weights), line)
         results: list[SampleResult | SampleFailure] = []
         while self.ended:
             request_id, future = self.ended.popleft()
@@ -110,7 +125,7 @@ class VLLMSampler:
             self.canaries[uid] = self.canary.expected(weights)
             if weights is not None:
                 weakref.finalize(weights, self._forget, uid).atexit = False
-        return Version(weights, self.canaries[uid])
+        return Version(weights, self.canaries[uid], self.base.name if weights is None else weights.version)
 
     def _forget(self, uid: int) -> None:
         del self.canaries[uid]

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.25
 _STARTS_WITHIN_S = 900.0
 """A server that loads a large model takes minutes."""
+_LOOK_EVERY_S = 2.0
+"""How often a server that has samples to do is asked whether it still does anything."""
 _ANSWERS_WITHIN_S = 10.0
 """How long a server that is doubted, or that was given, may take to answer."""
 _LONGEST_DELAY_S = 30.0
@@ -76,6 +78,8 @@ class Life:
     """Whether it was asked."""
     pictures: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_KNOWN_PICTURES, getsizeof=lambda size: size))
     """Size in bytes, by hash, of the pictures that it has seen."""
+    arriving: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    """By hash: brings a picture there."""
 
     async def answers(self) -> bool:
         """Whether the server says that it and its engine are alive."""
@@ -85,17 +89,29 @@ class Life:
             return False
         return True
 
+    async def is_silent(self, for_s: float) -> bool:
+        """Whether its engine, which answers between two steps, says nothing for so long. A process that hangs still takes requests."""
+        try:
+            async with asyncio.timeout(for_s):
+                await self.connection.get("/is_paused")
+        except TimeoutError:
+            return True
+        except (ServerLostError, RefusedError, ServerFailedError):  # its samples notice that themselves
+            return False
+        return False
+
 
 class Server:
     """One vLLM server through all its lives."""
 
-    def __init__(self, source: Launch | str, slots: int, changed: asyncio.Condition) -> None:
+    def __init__(self, source: Launch | str, slots: int, hung_s: float, changed: asyncio.Condition) -> None:
         """`source` says how to start it, or is the URL of one that is not ours. It gets at most `slots` requests at a time.
 
-        `changed` is notified whenever `state` is another.
+        With samples to do and silent for `hung_s` seconds it is taken for lost. `changed` is notified whenever `state` is another.
         """
         self.source = source
         self.slots = slots
+        self.hung_s = hung_s
         self.changed = changed
         self.state: Literal["starting", "ready", "down"] = "starting"
         self.reason = "it is starting"
@@ -179,20 +195,32 @@ class Server:
         return True
 
     async def _stay(self, life: Life) -> None:
-        """Until the server has gone."""
+        """Until the server has gone, or hangs."""
+        hangs = asyncio.create_task(self._hang(life))
+        try:
+            while True:
+                gone: list[asyncio.Task[Any]] = [asyncio.create_task(self._doubted.wait())]
+                if self.process is not None:
+                    gone.append(asyncio.create_task(self.process.wait()))
+                try:
+                    await asyncio.wait((hangs, *gone), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for task in gone:
+                        task.cancel()
+                if hangs.done() or not await self._answers_within(life, _ANSWERS_WITHIN_S):
+                    return
+                self._doubted.clear()
+                await self._change("ready", "")
+        finally:
+            hangs.cancel()
+
+    async def _hang(self, life: Life) -> None:
+        """Return when the server has samples to do, and its engine has been silent for too long."""
         while True:
-            gone: list[asyncio.Task[Any]] = [asyncio.create_task(self._doubted.wait())]
-            if self.process is not None:
-                gone.append(asyncio.create_task(self.process.wait()))
-            try:
-                await asyncio.wait(gone, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in gone:
-                    task.cancel()
-            if not await self._answers_within(life, _ANSWERS_WITHIN_S):
+            await asyncio.sleep(_LOOK_EVERY_S)
+            if self.load and await life.is_silent(self.hung_s):
+                log.error("the vLLM server at %s hangs: it answered nothing for %g s", life.connection.address, self.hung_s)
                 return
-            self._doubted.clear()
-            await self._change("ready", "")
 
     async def _answers_within(self, life: Life, limit_s: float) -> bool:
         with contextlib.suppress(TimeoutError):

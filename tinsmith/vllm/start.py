@@ -28,7 +28,7 @@ def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake
     atexit.register(files.close)
     canary = Canary(base, renderer)
     sources = config.vllm.vllm_urls or launches(base, config, files.root)
-    client = VLLMClient([*sources], config.sampling.max_running, Publisher(files, canary))
+    client = VLLMClient([*sources], config.sampling.max_running, config.vllm.vllm_hung_s, Publisher(files, canary))
     if config.vllm.renderer == "vllm" and base.family.takes_images:
         renderer.processor = VLLMProcessor(base, client)
     return VLLMSampler(base, canary, client, config.training.logits_chunk, wake)

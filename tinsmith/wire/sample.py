@@ -65,6 +65,16 @@ class SampleRequest:
 
 
 @dataclass(frozen=True)
+class VersionSpan:
+    """Tokens [start, end) of an answer, which one version of the weights gave."""
+
+    version: str
+    """A base model's name, the path of a checkpoint, or the request id of the save that made a snapshot."""
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class SampledSequence:
     """One sampled continuation."""
 
@@ -75,6 +85,8 @@ class SampledSequence:
     stop_reason: Literal["stop", "length"]
     topk: TopLogprobs | None = None
     """Of each position, at the temperature of the request; None if it was not asked for."""
+    versions: tuple[VersionSpan, ...] = ()
+    """Whose tokens these are, in order: several only for weights that were replaced meanwhile (`inflight`)."""
 
 
 class _TextBody(StrictModel):
@@ -237,6 +249,7 @@ def encode_sample_response(sequences: Sequence[SampledSequence], answers: Prompt
             tokens=np.array(sequence.tokens, dtype="<i4").tobytes(),
             logprobs=np.array(sequence.logprobs, dtype="<f4").tobytes(),
             topk_sampled_logprobs=None if sequence.topk is None else sequence.topk.encode(),
+            versions=[tinker_pb2.VersionSpan(version=span.version, start=span.start, end=span.end) for span in sequence.versions],
         )
     answers.encode_into(response)
     return response.SerializeToString()
