@@ -11,7 +11,7 @@ import tinker
 from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.rollouts import do_group_rollout
-from tinker_cookbook.rl.types import Env, EnvGroupBuilder
+from tinker_cookbook.rl.types import Env, EnvGroupBuilder, InitialObservationOverflow
 
 from tests.rl.scripted import Scripted, ids, rules
 from tests.rl.test_run import QUIET, config_of, told
@@ -61,17 +61,17 @@ class Fixed:
 
 
 class Judged(CookbookEnvGroupBuilder):
-    """Our GuessNumber as one of the cookbook's, whose last member is judged best, and whose member `broken` fails."""
+    """Our GuessNumber as one of the cookbook's, whose last member is judged best, and one of whose members may be another one."""
 
-    def __init__(self, prompt: Prompt, template: ChatTemplate, group_size: int, broken: int | None = None) -> None:
+    def __init__(self, prompt: Prompt, template: ChatTemplate, group_size: int, replaced: tuple[int, Env] | None = None) -> None:
         super().__init__("guess_number", {}, prompt, template, group_size)
-        self.broken = broken
+        self.replaced = replaced
         self.cleaned = 0
 
     async def make_envs(self) -> Sequence[Env]:
         envs = list(await super().make_envs())
-        if self.broken is not None:
-            envs[self.broken] = Broken()
+        if self.replaced is not None:
+            envs[self.replaced[0]] = self.replaced[1]
         return envs
 
     async def compute_group_rewards(self, trajectory_group: list[Any], env_group: Sequence[Env]) -> list[tuple[float, dict[str, float]]]:
@@ -119,11 +119,23 @@ def test_we_play_the_cookbook_s_environment_with_its_policy(plain: ChatTemplate)
 
 def test_what_the_cookbook_s_environment_raises_ends_its_episode(plain: ChatTemplate) -> None:
     policy = PolicyOfCompleter(Fixed(ids(plain, "4<|im_end|>")), sorted(plain.stop_ids))
-    broken, good = play(Judged(Prompt(0), plain, 2, broken=0), policy, plain, 2)
+    broken, good = play(Judged(Prompt(0), plain, 2, replaced=(0, Broken())), policy, plain, 2)
     assert (broken.stop_reason, broken.error, broken.usable) == ("env_error", "ValueError: no game today", False)
     assert (good.stop_reason, good.reward) == ("done", 1.0)
     with pytest.raises(ConfigError, match="env='theirs' made 2 environments for a group of 3"):
         play(Judged(Prompt(0), plain, 2), policy, plain, 3)
+
+
+class Overflowing(Broken):
+    async def initial_observation(self) -> Any:
+        return InitialObservationOverflow(reward=-0.5, metrics={"stop/max_tokens": 1.0})
+
+
+def test_an_opening_that_overflows_leaves_nothing_to_learn(plain: ChatTemplate) -> None:
+    builder = Judged(Prompt(0), plain, 2, replaced=(0, Overflowing()))
+    full, good = play(builder, Scripted(answers(plain)), plain, 2)
+    assert (full.samples, full.usable, full.truncated) == ((), False, True)
+    assert (good.stop_reason, good.reward) == ("done", 1.0)
 
 
 def test_the_rules_limit_the_cookbook_s_rollouts(plain: ChatTemplate) -> None:

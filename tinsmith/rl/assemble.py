@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from tinsmith.rl.pictures import PictureProcessor
-from tinsmith.rl.stream import text_stream
+from tinsmith.rl.stream import join, text_stream
 from tinsmith.rl.trajectory import Sample, Turn
 
 
@@ -62,7 +62,7 @@ def _sample(run: Sequence[Turn], is_last_step: bool) -> Sample:
         run = run[:-1]
         end = run[-1]
     first = len(run[0].prompt)
-    stream = end.prompt + text_stream(end.sampled) + text_stream(end.tail)
+    stream = join((end.prompt, text_stream(end.sampled), text_stream(end.tail)))
     loss_mask = np.zeros(len(stream) - first, dtype=np.bool_)
     rewards, logprobs = np.zeros(len(loss_mask), dtype=np.float32), np.zeros(len(loss_mask), dtype=np.float32)
     for turn in run:

@@ -20,7 +20,7 @@ from tinsmith.errors import UserError
 from tinsmith.rl.chat import ChatTemplate, Rendered, sources_of
 from tinsmith.rl.env import Message, visible
 from tinsmith.rl.pictures import Picture
-from tinsmith.rl.stream import TokenStream, text_stream
+from tinsmith.rl.stream import TokenStream, join, text_stream
 
 
 class TemplateError(UserError):
@@ -91,7 +91,7 @@ class Conversation:
             self._check_kept(rendered, sampled)
             self.prompt = self.template.encode(rendered)
         else:
-            self.prompt = self.prompt + text_stream(sampled) + self.template.encode(Rendered(rest, new))
+            self.prompt = join((self.prompt, text_stream(sampled), self.template.encode(Rendered(rest, new))))
         self._turn_starts.append(len(history) - len(observations))
         if self.context_turns and len(self._turn_starts) > self.context_turns:
             self._forget_a_turn()

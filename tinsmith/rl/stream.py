@@ -35,8 +35,7 @@ class TokenStream:
         return len(self.ids)
 
     def __add__(self, other: "TokenStream") -> "TokenStream":
-        moved = tuple(PlacedPicture(placed.offset + len(self), placed.picture) for placed in other.pictures)
-        return TokenStream(np.concatenate([self.ids, other.ids]), self.pictures + moved)
+        return join((self, other))
 
     def begins_with(self, other: "TokenStream") -> bool:
         """Whether `other` is a prefix: the same tokens, and the same pictures at the same places."""
@@ -69,8 +68,10 @@ def text_stream(ids: ArrayLike) -> TokenStream:
 
 
 def join(streams: Sequence[TokenStream]) -> TokenStream:
-    """Streams one after the other."""
-    total = text_stream([])
+    """At least one stream, one after the other."""
+    pictures: list[PlacedPicture] = []
+    offset = 0
     for stream in streams:
-        total = total + stream
-    return total
+        pictures += [PlacedPicture(offset + placed.offset, placed.picture) for placed in stream.pictures]
+        offset += len(stream)
+    return TokenStream(np.concatenate([stream.ids for stream in streams]), tuple(pictures))

@@ -216,4 +216,4 @@ def stream_of(model_input: tinker.ModelInput, template: ChatTemplate) -> TokenSt
             parts.append(text_stream(chunk.tokens))
         else:
             raise UserError(f"a chunk of type {chunk.type!r} has no place in a conversation; text and images do")
-    return join(parts)
+    return join([text_stream([]), *parts])
