@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tinsmith.vllm.answers import sequences_of
+from tinsmith.vllm.connection import ServerFailedError
 from tinsmith.vllm.older import modern
 
 
@@ -37,3 +38,10 @@ def test_logprobs_of_other_tokens_are_noticed() -> None:
     older["choices"][0]["token_ids"] = [5, 8]
     with pytest.raises(Exception, match="other tokens than it sampled"):
         sequences_of(modern(older), 1, 0, None, "m/3")
+
+
+def test_a_request_that_failed_is_an_error() -> None:
+    failed = reply()
+    failed["choices"][0] |= {"finish_reason": "error", "token_ids": [], "logprobs": None}
+    with pytest.raises(ServerFailedError):
+        modern(failed)

@@ -116,6 +116,7 @@ def _environment(config: Config, directory: Path, gpu: int | None) -> dict[str, 
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer; the socket keeps them to this user
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",  # what its processes have to say to each other stays on this machine
         # The newer runner applies adapters wrongly where it scores a prompt's tokens, and `worker.py` repairs the other one only.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }

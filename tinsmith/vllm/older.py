@@ -5,15 +5,22 @@ It does not say which weights it computed with, so for full weights the canary i
 
 from typing import Any
 
+from tinsmith.vllm.connection import ServerFailedError
+
 _TOKEN_ID = "token_id:"
 
 
 def modern(reply: dict[str, Any]) -> dict[str, Any]:
-    """A reply of the generate endpoint. One of 0.32 is returned as it is."""
+    """A reply of the generate endpoint. One of 0.32 is returned as it is.
+
+    Raises ServerFailedError where 0.32 answers 500, for a picture that it has forgotten, say.
+    """
+    if any(choice["finish_reason"] == "error" for choice in reply["choices"]):
+        raise ServerFailedError("vLLM could not compute a request; its log says why")
     for choice in reply["choices"]:
         if "weight_versions" not in choice:
             choice["weight_versions"] = None
-            for entry in choice["logprobs"]["content"]:
+            for entry in (choice["logprobs"] or {"content": []})["content"]:
                 _name(entry)
                 for other in entry["top_logprobs"]:
                     _name(other)

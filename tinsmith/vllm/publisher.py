@@ -90,7 +90,7 @@ class Publisher:
             label = (await life.connection.get("/weight_info"))["weight_version"]
         if not life.identified:
             life.identified, life.label = True, label
-            if label is None or label.startswith(_LABEL):  # perhaps an engine before us has left its weights there
+            if not life.is_ours and (label is None or label.startswith(_LABEL)):  # perhaps an engine before us has left its weights there
                 life.gate.weights = UNKNOWN
 
     async def _check(self, life: Life, version: Version, name: str | None) -> None:
@@ -120,7 +120,7 @@ class Publisher:
         if life.transfer is None:
             life.transfer = new_transfer(life.transfer_kind, self.files.root, self.device)
             await life.transfer.open(life.connection)
-        await life.connection.post("/pause", mode="wait")
+        await life.connection.post("/pause", mode="wait", clear_cache="false")  # pictures stay; prefixes are reset below
         await self._send(life, life.transfer, self.files.tensors(weights), f"{_LABEL}{self.files.root.name}-{_number(weights)}")
         await life.connection.post("/resume")
         life.checks.pop(_number(weights), None)

@@ -15,12 +15,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from tinsmith.vllm import TransferKind, backend_of
 from tinsmith.vllm.process_pair import WORKER, ProcessPair
 
+_OLDER = not hasattr(BaseLayerWithLoRA, "load_weights")
+"""Whether this is vLLM 0.26, whose wrappers of layers for adapters do not hand weights on to what is inside."""
 _DEVICE_ARGUMENT = 6
 """Where `rebuild_cuda_tensor` takes the number of the GPU, which may be another in this process."""
 
@@ -78,6 +81,11 @@ class _LayerByLayer(WeightTransferEngine[Any, Any]):
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load tensors under their names in the checkpoint."""
+        wrapped = _wrapped(self.model) if _OLDER else frozenset()
+        self.model.load_weights((_inside(name, wrapped), tensor) for name, tensor in tensors)
+
     def finish_weight_update(self) -> None:
         """Put the layers into the form in which they compute."""
         finalize_layerwise_reload(self.model, self.model_config)
@@ -101,7 +109,7 @@ class FileReceiver(_LayerByLayer):
     def receive_weights(self, update_info: FileUpdate) -> None:
         """Load one file, tensor by tensor."""
         with safe_open(update_info.path, framework="pt", device=str(self.device)) as file:
-            self.model.load_weights((name, file.get_tensor(name)) for name in file.offset_keys())
+            self.load((name, file.get_tensor(name)) for name in file.offset_keys())
 
 
 class IpcReceiver(_LayerByLayer):
@@ -112,7 +120,7 @@ class IpcReceiver(_LayerByLayer):
     def receive_weights(self, update_info: IpcUpdate) -> None:
         """Load what the trainer has lent."""
         handles = pickle.loads(base64.b64decode(update_info.handles))
-        self.model.load_weights((name, self._tensor(arguments)) for name, arguments in handles.items())
+        self.load((name, self._tensor(arguments)) for name, arguments in handles.items())
 
     def _tensor(self, arguments: tuple[Any, ...]) -> Tensor:
         here = list(arguments)
@@ -135,7 +143,20 @@ class BroadcastReceiver(_LayerByLayer):
         """Load what the trainer sends."""
         names = [name for name, _, _ in update_info.outline]
         shapes = ((torch.Size(shape), getattr(torch, dtype)) for _, shape, dtype in update_info.outline)
-        self.model.load_weights(zip(names, self.pair.receive(shapes), strict=True))
+        self.load(zip(names, self.pair.receive(shapes), strict=True))
+
+
+def _wrapped(model: torch.nn.Module) -> frozenset[str]:
+    """What the checkpoint calls the layers that vLLM has put a wrapper for adapters around: the last part of their names."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, BaseLayerWithLoRA)}
+    return frozenset(part for leaf in leaves for part in packed.get(leaf, [leaf]))
+
+
+def _inside(name: str, wrapped: frozenset[str]) -> str:
+    """The name of a parameter, which may be inside of a wrapper."""
+    layer, _, parameter = name.rpartition(".")
+    return f"{layer}.base_layer.{parameter}" if layer.rpartition(".")[2] in wrapped else name
 
 
 def _repack_heads(model: torch.nn.Module) -> None:

@@ -63,7 +63,9 @@ class Life:
     connection: Connection
     slots: asyncio.Semaphore
     """One for each request that may be under way."""
-    transfer_kind: TransferKind = "file"
+    is_ours: bool
+    """Whether we have started it, so that it begins with the base's weights."""
+    transfer_kind: TransferKind
     transfer: Transfer | None = None
     """The way in for full weights, once some have been sent."""
     adapters: dict[int, "asyncio.Task[str]"] = field(default_factory=dict)
@@ -147,8 +149,9 @@ class Server:
 
     async def _live(self) -> bool:
         """From a start to the end; whether it was ever ready in between."""
-        kind: TransferKind = "file" if isinstance(self.source, str) else self.source.transfer_kind
-        life = Life(Connection(await self._start()), asyncio.Semaphore(self.slots), kind)
+        is_ours = isinstance(self.source, Launch)
+        kind: TransferKind = self.source.transfer_kind if isinstance(self.source, Launch) else "file"
+        life = Life(Connection(await self._start()), asyncio.Semaphore(self.slots), is_ours, kind)
         try:
             was_ready = await self._gets_ready(life)
             if was_ready:
