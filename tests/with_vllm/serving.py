@@ -6,6 +6,8 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import httpx
+
 from tests.running import Server, serving
 
 PYTHON = Path(os.environ.get("TINSMITH_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
@@ -23,6 +25,13 @@ def sampling_with_vllm(directory: Path, *options: str) -> AbstractContextManager
     small = ("--max-context", "1024", "--kv-cache-gib", "1", "--max-lora-rank", "32", "--max-running", "64")
     where = ("--device", "cuda", "--vllm-arg=--gpu-memory-utilization=0.3") if ON_GPU else ("--device", "cpu")
     return serving(directory, "--sampler", "vllm", "--vllm-python", str(PYTHON), *small, *where, *options)
+
+
+def asked_at(socket: str, path: str) -> httpx.Response:
+    """What a vLLM server answers to a GET."""
+    transport = httpx.HTTPTransport(uds=socket.removeprefix("unix:"), verify=False, trust_env=False)  # reading certificates takes long
+    with httpx.Client(transport=transport, trust_env=False, base_url="http://vllm", timeout=60) as vllm:
+        return vllm.get(path)
 
 
 def wait_for_vllm(server: Server, starts: int = 1) -> str:

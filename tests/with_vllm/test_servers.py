@@ -5,14 +5,13 @@ import signal
 import time
 from pathlib import Path
 
-import httpx
 import numpy as np
 import tinker
 from tinker import types
 
 from tests.acceptance.talking import image_input, text_input, train
 from tests.running import Server
-from tests.with_vllm.serving import sampling_with_vllm
+from tests.with_vllm.serving import asked_at, sampling_with_vllm
 from tests.with_vllm.talking import FREE, learn, sample, snapshot, worst_difference
 
 
@@ -36,8 +35,7 @@ def processes_of(group: int) -> list[int]:
 
 def adapters_at(socket: str) -> set[str]:
     """What the vLLM server has loaded."""
-    with httpx.Client(transport=httpx.HTTPTransport(uds=socket.removeprefix("unix:")), base_url="http://vllm") as vllm:
-        return {model["id"] for model in vllm.get("/v1/models").json()["data"] if model["parent"]}
+    return {model["id"] for model in asked_at(socket, "/v1/models").json()["data"] if model["parent"]}
 
 
 def test_adapters_come_back_and_leave_with_their_session(server: Server, socket: str) -> None:

@@ -1,0 +1,154 @@
+"""The vLLM sampler in this process, at the server of another engine, with a proxy in between that sees what vLLM is asked.
+
+These tests run before full weights are transferred to that server.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from PIL.Image import Image
+
+from tests.bases import image, load, random_adapter, random_tokens, renderer
+from tests.with_vllm.proxy import Proxy, in_front_of
+from tinsmith.config import load as load_config
+from tinsmith.models.base import BaseModel, PictureInput
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.rendering.renderer import Processor, Renderer
+from tinsmith.sampling.sequence import SampleFailure, SampleResult
+from tinsmith.vllm.sampler import VLLMSampler
+from tinsmith.vllm.start import start_vllm_sampler
+from tinsmith.wire.chunks import Chunk
+from tinsmith.wire.prompt_scores import PromptQuestions
+from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
+
+NO_STOP = StopRule(eos=False, strings=(), token_ids=())
+PARAMS = SamplingParams(max_tokens=8, temperature=1.0, top_p=1.0, top_k=-1, seed=5, stop=NO_STOP)
+SLOTS = 6
+
+
+@dataclass
+class Bench:
+    """A sampler, what it samples from, and what passes between it and vLLM."""
+
+    base: BaseModel
+    renderer: Renderer
+    sampler: VLLMSampler
+    proxy: Proxy
+    awake: threading.Event
+
+    def add(self, name: str, rendered: RenderedInput, n: int = 1, weights: Any = None, line: str | None = None, **params: Any) -> None:
+        """One request."""
+        asked = SampleRequest("s:sample:0", 0, n, [], replace(PARAMS, **params), PromptQuestions())
+        self.sampler.add(name, asked, rendered, weights, line)
+
+    def results(self, count: int) -> dict[str, SampleResult | SampleFailure]:
+        """The next requests that end."""
+        ended: dict[str, SampleResult | SampleFailure] = {}
+        deadline = time.monotonic() + 60
+        while len(ended) < count and time.monotonic() < deadline:
+            self.awake.wait(0.05)
+            self.awake.clear()
+            ended |= {result.request_id: result for result in self.sampler.step()}
+        assert len(ended) == count
+        return ended
+
+
+@pytest.fixture
+def bench(socket: str, vision_dir: Path, tmp_path: Path) -> Iterator[Bench]:
+    """A bench of the tiny vision model."""
+    with in_front_of(socket, tmp_path) as (proxy, address):
+        base, awake = load(vision_dir, max_context=1024), threading.Event()
+        (tmp_path / "weights").mkdir()
+        options = {"base_models": ["tiny"], "vllm_urls": [address], "vllm_dir": str(tmp_path / "weights"), "max_running": SLOTS}
+        own = renderer(base)
+        yield Bench(base, own, start_vllm_sampler(base, own, load_config(options=options), awake.set), proxy, awake)
+
+
+class CountingProcessor:
+    """Counts what it lets the real one do."""
+
+    def __init__(self, inner: Processor) -> None:
+        self.inner = inner
+        self.seen: Counter[bytes] = Counter()
+
+    def __call__(self, sha256: bytes, picture: Image) -> PictureInput:
+        self.seen[sha256] += 1
+        return self.inner(sha256, picture)
+
+
+def test_each_picture_is_processed_once_and_sent_once(bench: Bench) -> None:
+    """Eight requests at once of eight samples with each of four pictures, two of them in one prompt: 256 samples."""
+    assert bench.renderer.processor is not None
+    bench.renderer.processor = counting = CountingProcessor(bench.renderer.processor)
+    pictures = [image(10 + i) for i in range(4)]
+    prompts: list[list[Chunk]] = [[picture, random_tokens(i, 9)] for i, picture in enumerate(pictures)]
+    prompts[0] = [pictures[0], random_tokens(0, 4), pictures[3], random_tokens(1, 5)]
+    for i in range(32):
+        bench.add(str(i), bench.renderer.render(prompts[i % 4]), n=8, seed=i)
+    ended = bench.results(32)
+    assert all(isinstance(result, SampleResult) and len(result.sequences) == 8 for result in ended.values())
+    hashes = {picture.sha256 for picture in pictures}
+    assert dict(counting.seen) == dict.fromkeys(hashes, 1)
+    assert {key: sent for key, sent in bench.proxy.pictures.items() if bytes.fromhex(key) in hashes} == {h.hex(): 1 for h in hashes}
+
+
+def test_a_failure_is_one_samples_own(bench: Bench) -> None:
+    """One is refused, one makes the server fail: each ends in the server's words, and all others are answered."""
+    prompts = [bench.renderer.render([random_tokens(seed, 12)]) for seed in range(20)]
+    marks = {name: prompts[int(name)].token_ids.tolist() for name in ("3", "7")}
+
+    def refuse(asked: dict[str, Any]) -> web.Response | None:
+        if asked["token_ids"] == marks["3"]:
+            return web.json_response({"error": {"message": "no such thing"}}, status=400)
+        return web.Response(status=500, text="out of luck") if asked["token_ids"] == marks["7"] else None
+
+    bench.proxy.refusal = refuse
+    for i, prompt in enumerate(prompts):
+        bench.add(str(i), prompt)
+    ended = bench.results(20)
+    failed = {name: str(result.error) for name, result in ended.items() if isinstance(result, SampleFailure)}
+    assert failed == {
+        "3": "vLLM answered 400 to /inference/v1/generate: no such thing",
+        "7": "vLLM answered 500 to /inference/v1/generate: out of luck",
+    }
+
+
+def test_requests_under_way_are_bounded(bench: Bench) -> None:
+    """However many samples come at once, of whatever kind."""
+    for i in range(40):
+        chunks: list[Chunk] = [random_tokens(i, 9), *([image(i)] if i % 2 else [])]
+        adapter = random_adapter(bench.base, seed=1) if i % 4 == 0 else None
+        top_k = 20 if i % 5 == 0 else -1
+        bench.add(str(i), bench.renderer.render(chunks), n=3, weights=adapter, line=f"m{i}/inflight" if i % 8 == 0 else None, top_k=top_k)
+    assert all(isinstance(result, SampleResult) for result in bench.results(40).values())
+    assert bench.proxy.most_at_once == SLOTS
+
+
+def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that vLLM computes differently fails what follows it: no token of it leaves, and others go on."""
+    first, second = (random_adapter(bench.base, seed=seed).snapshot() for seed in (1, 2))
+    rendered = bench.renderer.render([random_tokens(1, 12)])
+    bench.add("follows", rendered, weights=first, line="m/inflight", max_tokens=600)
+    bench.add("stays", rendered, weights=first, max_tokens=600)
+    bench.add("other", rendered, weights=first, line="n/inflight", max_tokens=600)
+    time.sleep(0.5)
+    expected = bench.sampler.canary.expected
+
+    def wrong(weights: Any) -> np.ndarray:
+        return expected(weights) - (0.01 if weights is second else 0.0)
+
+    monkeypatch.setattr(bench.sampler.canary, "expected", wrong)
+    bench.sampler.publish(second, "m/inflight")
+    ended = bench.results(3)
+    failure = ended["follows"]
+    assert isinstance(failure, SampleFailure)
+    assert f"other log-probabilities than the trainer with adapter {second.uid}" in str(failure.error)
+    assert all(isinstance(ended[name], SampleResult) for name in ("stays", "other"))

@@ -1,0 +1,169 @@
+"""Samples that run while their model is trained and saved again (`kind="inflight"`): every token is one of the version that it names."""
+
+import re
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tinker
+from tinker import types
+
+from tests.acceptance.talking import image_input, text_input, train
+from tests.running import Server
+from tests.with_vllm.serving import asked_at
+from tests.with_vllm.talking import learn, sample, snapshot, trainers_logprobs, worst_difference
+from tinsmith.wire import tinker_pb2
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one sample came to."""
+
+    tokens: list[int]
+    logprobs: np.ndarray
+    versions: list[tuple[str, int, int]]
+
+
+def replies(server: Server, sampler: tinker.SamplingClient, prompt: types.ModelInput, n: int, **params: Any) -> list[Reply]:
+    """Samples with what the SDK leaves out of them: which version gave which tokens. It is asked for as the SDK does, without it."""
+    body = {
+        "sampling_session_id": sampler._sampling_session_id,
+        "seq_id": time.monotonic_ns() // 1000 % 10**9,
+        "prompt": prompt.model_dump(mode="json"),
+        "num_samples": n,
+        "sampling_params": {"stop": []} | params,
+    }
+    with server.client() as http:
+        http.headers["X-API-Key"] = "tml-inflight"
+        asked = http.post("asample", json=body)
+        assert asked.status_code == 200, asked.text
+        while (answer := http.post("retrieve_future", json={"request_id": asked.json()["request_id"]})).status_code == 408:
+            pass
+    assert answer.headers["Content-Type"] == "application/x-protobuf", answer.text
+    response = tinker_pb2.SampleResponse.FromString(answer.content)
+    return [
+        Reply(
+            np.frombuffer(s.tokens, "<i4").tolist(),
+            np.frombuffer(s.logprobs, "<f4"),
+            [(span.version, span.start, span.end) for span in s.versions],
+        )
+        for s in response.sequences
+    ]
+
+
+@dataclass
+class Story:
+    """A model that is trained, and saved for inflight sampling each time."""
+
+    client: tinker.TrainingClient
+    service: tinker.ServiceClient
+    sampler: tinker.SamplingClient | None = None
+    states: list[str] | None = None
+
+    def learn(self, seed: int) -> None:
+        """Another version, a visible step away, and a copy of it to compare with."""
+        learn(self.client, seed=seed)
+        self.states = [*(self.states or []), self.client.save_state(f"v{seed}").result().path]
+
+    def publish(self) -> None:
+        """Let it be sampled."""
+        self.sampler = self.client.save_weights_and_get_sampling_client(kind="inflight").result()
+
+    def check(self, prompt: types.ModelInput, reply: Reply) -> None:
+        """Every span is what its version computes, and no other."""
+        assert self.states is not None
+        assert [start for _, start, _ in reply.versions] == [0, *(end for _, _, end in reply.versions[:-1])]
+        assert reply.versions[-1][2] == len(reply.tokens)
+        saves = [int(version.removeprefix(f"{self.client.model_id}/")) for version, _, _ in reply.versions]
+        assert saves == sorted(set(saves))
+        for state, (_, start, end) in zip(self.states[-len(saves) :], reply.versions, strict=True):
+            whole = self.service.create_training_client_from_state(state).result()
+            expected = trainers_logprobs(whole, prompt, reply.tokens)
+            np.testing.assert_allclose(reply.logprobs[start:end], expected[start:end], atol=1e-4)
+            others = np.abs(reply.logprobs - expected) > 1e-3
+            assert others[:start].mean() > 0.5 if start else True
+            assert others[end:].mean() > 0.5 if end < len(reply.tokens) else True
+
+
+LENGTH = 500
+"""Of the samples that run meanwhile, in tokens."""
+
+
+def go_on(socket: str, pending: "list[Future[Any]]", story: Story, versions: int) -> None:
+    """Publish so many versions while samples run. The first of them has been learned before these began."""
+    for seed in range(3, 3 + versions):
+        before = generated(socket)
+        while generated(socket) < before + 100 and not any(future.done() for future in pending):
+            time.sleep(0.02)
+        story.publish()
+        assert not any(future.done() for future in pending), "sampling was faster than saving: ask for more tokens"
+        if seed < 2 + versions:
+            story.learn(seed)
+
+
+def generated(socket: str) -> float:
+    """Tokens that the vLLM server has sampled so far."""
+    counts = re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)", asked_at(socket, "/metrics").text, re.MULTILINE)
+    return sum(float(count) for count in counts)
+
+
+def begun(story: Story) -> tinker.SamplingClient:
+    """A client of the story's first version; the second is learned, and not published yet."""
+    story.learn(1)
+    story.publish()
+    story.learn(2)
+    assert story.sampler is not None
+    return story.sampler
+
+
+def test_samples_go_on_with_each_new_version(server: Server, socket: str, service: tinker.ServiceClient) -> None:
+    """Text and pictures, several samples each, beside samples of a snapshot and of the base, which nothing disturbs."""
+    story = Story(train(service, "tiny"), service)
+    sampler = begun(story)
+    fixed = snapshot(story.client)
+    assert story.states is not None
+    second = story.states[-1]
+    base = service.create_sampling_client(base_model="tiny").result()
+    prompts = [text_input(1, 20), image_input(story.client, 3)]
+    long = types.SamplingParams(max_tokens=LENGTH, stop=[], seed=1)
+    with ThreadPoolExecutor(5) as pool:
+        pending = [pool.submit(replies, server, sampler, prompt, 2, max_tokens=LENGTH, seed=1) for prompt in prompts]
+        stays = [(client, pool.submit(sample, client, prompts[1], long)) for client in (fixed, base)]
+        go_on(socket, pending, story, 2)
+        for prompt, future in zip(prompts, pending, strict=True):
+            for reply in future.result():
+                assert (len(reply.tokens), len(reply.versions)) == (LENGTH, 3)
+                story.check(prompt, reply)
+        assert worst_difference(service.create_training_client_from_state(second).result(), prompts[1], stays[0][1].result()) < 1e-4
+        assert worst_difference(train(service, "tiny"), prompts[1], stays[1][1].result()) < 1e-4
+    (after,) = replies(server, sampler, prompts[0], 1, max_tokens=8)  # an older session: what is newest now
+    assert len(after.versions) == 1
+    story.check(prompts[0], after)
+
+
+def test_full_weights_are_replaced_too(server: Server, socket: str, service: tinker.ServiceClient) -> None:
+    """The server takes them in between, when all samples of the former version have been given up."""
+    story = Story(train(service, "tiny", rank=0), service)
+    sampler = begun(story)
+    prompt = image_input(story.client, 3)
+    with ThreadPoolExecutor(1) as pool:
+        pending = [pool.submit(replies, server, sampler, prompt, 2, max_tokens=LENGTH)]
+        go_on(socket, pending, story, 1)
+        for reply in pending[0].result():
+            assert (len(reply.tokens), len(reply.versions)) == (LENGTH, 2)
+            story.check(prompt, reply)
+
+
+def test_top_k_is_scored_by_the_version_of_each_piece(server: Server, socket: str, service: tinker.ServiceClient) -> None:
+    """What takes requests of its own to answer is answered by the right version."""
+    story = Story(train(service, "tiny"), service)
+    sampler = begun(story)
+    prompt = text_input(1, 20)
+    with ThreadPoolExecutor(1) as pool:
+        pending = [pool.submit(replies, server, sampler, prompt, 1, max_tokens=LENGTH, top_k=50)]
+        go_on(socket, pending, story, 1)
+        (reply,) = pending[0].result()
+        assert len(reply.versions) == 2
+        story.check(prompt, reply)
