@@ -24,7 +24,9 @@ def make(base: BaseModel, data_dir: Path, limit_bytes: float = 2**30) -> Snapsho
     return Snapshots({"tiny": base}, checkpoints, data_dir / "snapshots", limit_bytes)
 
 
-def files(data_dir: Path) -> int:
+def files(data_dir: Path, snapshots: Snapshots) -> int:
+    """How many snapshots are on the disk, when all that are on their way have arrived."""
+    snapshots.spill.settle()
     return len(list((data_dir / "snapshots").iterdir()))
 
 
@@ -36,9 +38,9 @@ def test_the_snapshots_of_one_model_are_withdrawn(text_base: BaseModel, tmp_path
     snapshots = make(text_base, tmp_path, limit_bytes=0)
     for snapshot_id in ("s:train:1/2", "s:train:1/5", "s:train:10/2"):
         snapshots.publish("tiny", snapshot_id, random_adapter(text_base))
-    assert files(tmp_path) == 2
+    assert files(tmp_path, snapshots) == 2
     snapshots.withdraw("s:train:1")
-    assert files(tmp_path) == 0
+    assert files(tmp_path, snapshots) == 0
     assert list(snapshots.held) == [("tiny", "s:train:10/2")]
     with pytest.raises(NotFoundError, match="gone"):
         snapshots.find("tiny", "s:train:1/2")
@@ -56,7 +58,7 @@ def test_the_least_recently_sampled_go_to_disk_and_come_back(text_base: BaseMode
         for _ in range(2):
             assert equal(snapshots.find("tiny", snapshot_id), adapter)
         assert len(snapshots.held) == 2
-    assert files(tmp_path) == 3
+    assert files(tmp_path, snapshots) == 3
 
 
 def test_full_weights_go_to_disk_and_come_back_in_the_precision_of_the_base(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
@@ -68,7 +70,7 @@ def test_full_weights_go_to_disk_and_come_back_in_the_precision_of_the_base(fami
         backend.create_model("m", LoraShape(0, 0, **{switch: False}))
         taken[f"m/{number}"] = backend.snapshot("m")
         snapshots.publish("tiny", f"m/{number}", taken[f"m/{number}"])
-    assert files(tmp_path) == 1
+    assert files(tmp_path, snapshots) == 1
     again = snapshots.find("tiny", "m/0")
     assert again is not taken["m/0"]
     assert (again.shape, again.nbytes) == (taken["m/0"].shape, taken["m/0"].nbytes)
@@ -84,9 +86,10 @@ def test_inflight_weights_take_the_place_of_former_ones_also_of_those_on_disk(te
     snapshots.publish("tiny", "m/inflight", old)
     assert seen == [("tiny", "m/inflight", old)]
     snapshots.publish("tiny", "other/1", random_adapter(text_base))  # puts the old ones on disk
-    assert files(tmp_path) == 1
+    assert files(tmp_path, snapshots) == 1
     snapshots.publish("tiny", "m/inflight", new)
     snapshots.publish("tiny", "other/2", random_adapter(text_base))
+    snapshots.spill.settle()
     again = snapshots.find("tiny", "m/inflight")
     assert again is not new
     assert (equal(again, new), again.version) == (True, "m/7")
@@ -96,6 +99,5 @@ def test_a_new_engine_starts_without_the_snapshots_of_the_last(text_base: BaseMo
     snapshots = make(text_base, tmp_path, limit_bytes=0)
     for number in range(2):
         snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
-    assert files(tmp_path) == 1
-    make(text_base, tmp_path)
-    assert files(tmp_path) == 0
+    assert files(tmp_path, snapshots) == 1
+    assert files(tmp_path, make(text_base, tmp_path)) == 0

@@ -1,30 +1,26 @@
 """The frozen weights that sampling sessions are bound to: ephemeral snapshots, and checkpoints loaded when they are first sampled.
 
 Over `limit_bytes` the least recently sampled leave the memory and come back on use. An ephemeral snapshot is written to disk then, once,
-because nothing else holds it; a checkpoint lies there already.
+because nothing else holds it (`spill.py`); a checkpoint lies there already.
 """
 
 import logging
-import shutil
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.engine.checkpoints import Checkpoints
+from tinsmith.engine.spill import Key, Spill, Written
 from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights, snapshot_bytes
 from tinsmith.models.machine import require_memory
-from tinsmith.training.checkpoint import About, read_about, read_weights, write_checkpoint
+from tinsmith.training.checkpoint import About, read_about, read_weights
 from tinsmith.wire.paths import is_path
 
 log = logging.getLogger(__name__)
-
-Key = tuple[str, str]
-"""Name of the base model, and the id of a snapshot or the path of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -36,48 +32,32 @@ class Held:
     """Unix time from which a checkpoint may not be sampled any more."""
 
 
-@dataclass(frozen=True)
-class Written:
-    """Weights on disk."""
-
-    directory: Path
-    version: str
-    """Of the weights."""
-
-
 class Snapshots:
     """Frozen weights by base model and id."""
 
     def __init__(self, bases: Mapping[str, BaseModel], checkpoints: Checkpoints, spill: Path, limit_bytes: float) -> None:
-        """What a former engine left in the directory `spill` is deleted: its snapshots ended with it."""
+        """Snapshots that memory has no room for go to the directory `spill`; what a former engine left there is deleted."""
         self.bases = bases
         self.checkpoints = checkpoints
-        self.spill = spill
+        self.spill = Spill(spill)
         self.limit_bytes = limit_bytes
         self.held: OrderedDict[Key, Held] = OrderedDict()
         """In memory, least recently sampled first."""
-        self.written: dict[Key, Written] = {}
-        """Ephemeral snapshots that are on disk."""
         self.watchers: list[Callable[[str, str, Weights], None]] = []
         """Called with base model, id and weights of each publication."""
-        shutil.rmtree(spill, ignore_errors=True)
-        spill.mkdir(parents=True)
 
     def publish(self, base_model: str, snapshot_id: str, weights: Weights) -> None:
         """Keep frozen weights for the sampling sessions that are bound to this id, in the place of what they had before."""
-        former = self.written.pop((base_model, snapshot_id), None)
-        if former is not None:
-            shutil.rmtree(former.directory)
+        self.spill.drop((base_model, snapshot_id))
         self._hold((base_model, snapshot_id), Held(weights))
         for watch in self.watchers:
             watch(base_model, snapshot_id, weights)
 
     def withdraw(self, model_id: str) -> None:
         """Forget the model's snapshots. What is being sampled from them goes on."""
-        for key in [key for key in (*self.held, *self.written) if key[1].startswith(f"{model_id}/")]:
+        for key in [key for key in (*self.held, *self.spill.keys()) if key[1].startswith(f"{model_id}/")]:
             self.held.pop(key, None)
-            if key in self.written:
-                shutil.rmtree(self.written.pop(key).directory)
+            self.spill.drop(key)
 
     def find(self, base_model: str, weights_id: str) -> Weights:
         """The weights of that snapshot or path. Raises NotFoundError if they are gone, UserError if they fit neither base nor memory."""
@@ -94,11 +74,14 @@ class Snapshots:
         if is_path(weights_id):
             with self.checkpoints.opened(weights_id, "sampler") as (checkpoint, directory):
                 held = Held(self._read(key, directory, weights_id), checkpoint.expires_at)
-        elif key in self.written:
-            written = self.written[key]
-            held = Held(self._read(key, written.directory, written.version))
         else:
-            raise NotFoundError(f"the weights of snapshot {weights_id} are gone; save them again")
+            match self.spill.find(key):
+                case None:
+                    raise NotFoundError(f"the weights of snapshot {weights_id} are gone; save them again")
+                case Written(directory, version):
+                    held = Held(self._read(key, directory, version))
+                case weights:
+                    held = Held(weights)
         self._hold(key, held)
         return held
 
@@ -124,15 +107,14 @@ class Snapshots:
         for oldest in list(self.held)[:-1]:
             if used <= self.limit_bytes:
                 return
-            self._write(oldest)
+            self._spill(oldest)
             used -= self.held.pop(oldest).weights.nbytes
 
-    def _write(self, key: Key) -> None:
-        """Put an ephemeral snapshot on the disk, unless it is there or can be had again."""
+    def _spill(self, key: Key) -> None:
+        """Put an ephemeral snapshot on the disk. A checkpoint is on one."""
         base_model, weights_id = key
-        if is_path(weights_id) or key in self.written:
+        if is_path(weights_id):
             return
-        weights, directory = self.held[key].weights, self.spill / uuid.uuid4().hex
-        write_checkpoint(directory, About.of(self.bases[base_model], weights.shape), weights)
-        self.written[key] = Written(directory, weights.version)
+        weights = self.held[key].weights
+        self.spill.put(key, About.of(self.bases[base_model], weights.shape), weights)
         log.info("snapshot %s goes to disk: snapshots take more than %.3g GiB", weights_id, self.limit_bytes / 2**30)

@@ -1,0 +1,72 @@
+"""Snapshots on their way to the disk: never gone, whatever the disk does."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.bases import random_adapter
+from tinsmith.engine.spill import Key, Spill, Written
+from tinsmith.errors import TinsmithError
+from tinsmith.models.base import BaseModel
+from tinsmith.models.lora import Adapter
+from tinsmith.training.checkpoint import About
+
+ONE, TWO = ("tiny", "m/1"), ("tiny", "m/2")
+
+
+def put(spill: Spill, key: Key, base: BaseModel) -> Adapter:
+    adapter = random_adapter(base)
+    spill.put(key, About.of(base, adapter.shape), adapter)
+    return adapter
+
+
+def test_a_snapshot_is_in_memory_until_it_is_on_the_disk(text_base: BaseModel, tmp_path: Path) -> None:
+    spill = Spill(tmp_path / "spill")
+    assert spill.find(ONE) is None
+    adapter = put(spill, ONE, text_base)
+    found = spill.find(ONE)
+    assert found is adapter or isinstance(found, Written)
+    spill.settle()
+    found = spill.find(ONE)
+    assert isinstance(found, Written)
+    assert found.version == adapter.version
+    assert [found.directory] == list((tmp_path / "spill").iterdir())
+    put(spill, TWO, text_base)
+    assert sorted(spill.keys()) == [ONE, TWO]
+
+
+def test_what_is_dropped_on_its_way_leaves_nothing(text_base: BaseModel, tmp_path: Path) -> None:
+    spill = Spill(tmp_path / "spill")
+    put(spill, ONE, text_base)
+    spill.drop(ONE)
+    spill.drop(TWO)
+    assert (spill.find(ONE), spill.keys(), list((tmp_path / "spill").iterdir())) == (None, [], [])
+
+
+def test_what_the_disk_does_not_take_stays_in_memory_and_is_tried_again(text_base: BaseModel, tmp_path: Path) -> None:
+    spill = Spill(tmp_path / "spill")
+    (tmp_path / "spill").rmdir()
+    (tmp_path / "spill").touch()  # no directory: nothing can be written
+    adapter = put(spill, ONE, text_base)
+    with pytest.raises(TinsmithError, match="make room there"):
+        put(spill, TWO, text_base)
+    assert spill.find(ONE) is adapter
+    assert spill.find(TWO) is None
+    with pytest.raises(TinsmithError):
+        spill.settle()
+    (tmp_path / "spill").unlink()
+    (tmp_path / "spill").mkdir()
+    with pytest.raises(TinsmithError):
+        spill.settle()  # the attempt before
+    spill.settle()
+    assert isinstance(spill.find(ONE), Written)
+
+
+def test_dropping_what_the_disk_did_not_take_ends_the_error(text_base: BaseModel, tmp_path: Path) -> None:
+    spill = Spill(tmp_path / "spill")
+    (tmp_path / "spill").rmdir()
+    (tmp_path / "spill").touch()
+    put(spill, ONE, text_base)
+    spill.drop(ONE)
+    assert spill.find(ONE) is None
+    spill.settle()

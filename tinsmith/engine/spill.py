@@ -1,0 +1,107 @@
+"""Ephemeral snapshots that memory has no room for, on the disk.
+
+A thread writes them, one at a time, so that training goes on meanwhile. Until one is written it stays in memory.
+"""
+
+import shutil
+import threading
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinsmith.errors import TinsmithError
+from tinsmith.models.full import Weights
+from tinsmith.training.checkpoint import About, write_checkpoint
+
+Key = tuple[str, str]
+"""Name of the base model, and the id of a snapshot or the path of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """Weights on disk."""
+
+    directory: Path
+    version: str
+    """Of the weights."""
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """Weights on their way."""
+
+    key: Key
+    about: About
+    weights: Weights
+
+
+class Spill:
+    """Snapshots on disk, by key. For one thread, beside its own."""
+
+    def __init__(self, directory: Path) -> None:
+        """What a former engine left in the directory is deleted: its snapshots ended with it."""
+        self.directory = directory
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        self._thread = ThreadPoolExecutor(1, "spill")
+        self._lock = threading.Lock()
+        self._leaving: _Leaving | None = None
+        self._writing: Future[None] | None = None
+        self._written: dict[Key, Written] = {}
+
+    def put(self, key: Key, about: About, weights: Weights) -> None:
+        """Start to write weights, as soon as the ones before are on the disk. Those that are there already are not written again.
+
+        Raises TinsmithError if the disk did not take the ones before: they are kept, and tried again.
+        """
+        if self.find(key) is None:
+            self.settle()
+            self._start(_Leaving(key, about, weights))
+
+    def find(self, key: Key) -> Weights | Written | None:
+        """The weights, if they are still in memory, or where they are on disk; None if they were never put here."""
+        with self._lock:
+            if self._leaving is not None and self._leaving.key == key:
+                return self._leaving.weights
+            return self._written.get(key)
+
+    def keys(self) -> list[Key]:
+        """Of all that was put here."""
+        with self._lock:
+            return [*self._written, *([self._leaving.key] if self._leaving is not None else [])]
+
+    def drop(self, key: Key) -> None:
+        """Forget a snapshot, if it is here."""
+        leaving = self._leaving
+        if leaving is not None and leaving.key == key:
+            self._thread.submit(self._forget_leaving).result()  # when it has been written, or has failed
+            self._writing = None
+        written = self._written.pop(key, None)
+        if written is not None:
+            shutil.rmtree(written.directory)
+
+    def settle(self) -> None:
+        """Wait until all is on the disk. Raises as `put`."""
+        if self._writing is None:
+            return
+        try:
+            self._writing.result()
+        except TinsmithError:
+            if self._leaving is not None:
+                self._start(self._leaving)
+            raise
+
+    def _start(self, leaving: _Leaving) -> None:
+        self._leaving = leaving
+        self._writing = self._thread.submit(self._write, leaving)
+
+    def _write(self, leaving: _Leaving) -> None:
+        directory = self.directory / uuid.uuid4().hex
+        write_checkpoint(directory, leaving.about, leaving.weights)
+        with self._lock:
+            self._written[leaving.key] = Written(directory, leaving.weights.version)
+            self._leaving = None
+
+    def _forget_leaving(self) -> None:
+        self._leaving = None
