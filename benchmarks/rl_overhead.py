@@ -2,7 +2,8 @@
 
 The episodes are played on the server once, and played again with the answers recorded. What the second time takes of the processor is all
 that our side does: environment, pictures, chat template, samples (the SDK takes no part). It is printed as a share of the first time's wall
-time, with the training sequences per trajectory. Not measured: the trainer's side, where making datums is all that is ours.
+time, with the training sequences per trajectory, and how often the server's renderer processes each picture on its way through all
+prompts and training sequences. Not measured: the trainer's side, where making datums is all that is ours.
 """
 
 import asyncio
@@ -12,12 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tinker
+from PIL.Image import Image
 
 from benchmarks.servers import API_KEY
+from benchmarks.timing import report
+from tests.bases import load, renderer
+from tests.rl.scripted import chunk_of
 from tests.running import serving
+from tinsmith.models.base import PictureInput
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.connection import load_tokenizer
+from tinsmith.rl.datums import likelihood_datum
 from tinsmith.rl.env import Prompt
 from tinsmith.rl.generator import Generator, Rules
 from tinsmith.rl.policy import Answer, Policy, Request, TinkerPolicy
@@ -33,9 +40,11 @@ class Recorder:
 
     policy: Policy
     answers: dict[int, Answer] = field(default_factory=dict)
+    prompts: list[tinker.ModelInput] = field(default_factory=list)
 
     async def answer(self, prompt: tinker.ModelInput, request: Request) -> Answer:
         """The policy's answer, as one that ended by itself: a random model does not know how to stop."""
+        self.prompts.append(prompt)
         made = await self.policy.answer(prompt, request)
         assert request.seed is not None
         self.answers[request.seed] = Answer(made.tokens, made.logprobs, stopped=True)
@@ -54,26 +63,64 @@ class Replay:
         return self.answers[request.seed]
 
 
-async def play_all(generator: Generator, policy: Policy) -> list[Trajectory]:
+def play_all(generator: Generator, policy: Policy, first_seed: int) -> list[Trajectory]:
     """Every trajectory, all at once."""
-    origins = [Origin(generator.env, number, number) for number in range(TRAJECTORIES)]
-    return list(await asyncio.gather(*(generator.play(policy, Prompt(origin.seed), origin) for origin in origins)))
+    made: list[Trajectory] = []
+
+    async def play() -> None:  # returns nothing: asyncio.run formats what it returns
+        origins = [Origin(generator.env, first_seed + number, number) for number in range(TRAJECTORIES)]
+        made.extend(await asyncio.gather(*(generator.play(policy, Prompt(origin.seed), origin) for origin in origins)))
+
+    asyncio.run(play())
+    return made
 
 
-def measure(url: str, template: ChatTemplate) -> tuple[float, float, float]:
-    """Wall seconds with the server, processor seconds without it, training sequences per trajectory."""
+@dataclass(frozen=True)
+class Costs:
+    """What was measured."""
+
+    wall_s: float
+    """With the server."""
+    ours_s: float
+    """Of the processor, without it."""
+    sequences: float
+    """Training sequences per trajectory."""
+    inputs: list[tinker.ModelInput]
+    """Everything that the server sees: prompts and training sequences."""
+
+
+def measure(url: str, template: ChatTemplate) -> Costs:
+    """Play with the server, then with the recorded answers."""
     rules = Rules(Request(max_tokens=8), max_turns=TURNS, max_context=1024)
     generator = Generator("digit_sum", {"turns": TURNS, "scans": 1}, rules, template, InlineWorkers())
     with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
         recorder = Recorder(TinkerPolicy(service.create_sampling_client(base_model="tiny").result()))
         start = time.perf_counter()
-        played = asyncio.run(play_all(generator, recorder))
+        played = play_all(generator, recorder, first_seed=0)
         wall = time.perf_counter() - start
     start = time.process_time()
-    replayed = asyncio.run(play_all(generator, Replay(recorder.answers)))
+    replayed = play_all(generator, Replay(recorder.answers), first_seed=TRAJECTORIES)  # pictures that nobody has encoded yet
     assert [trajectory.turns for trajectory in replayed] == [TURNS] * TRAJECTORIES
     assert all((a.samples[0].stream.ids == b.samples[0].stream.ids).all() for a, b in zip(played, replayed, strict=True))
-    return wall, time.process_time() - start, sum(len(trajectory.samples) for trajectory in played) / TRAJECTORIES
+    ours = time.process_time() - start
+    samples = [sample for trajectory in played for sample in trajectory.samples]
+    return Costs(wall, ours, len(samples) / TRAJECTORIES, recorder.prompts + [likelihood_datum(sample).model_input for sample in samples])
+
+
+def processed(inputs: list[tinker.ModelInput], model: Path) -> float:
+    """How often the server's renderer processes each picture of the inputs, on average."""
+    render = renderer(load(model))
+    own, seen = render.processor, []
+    assert own is not None
+
+    def counted(digest: bytes, image: Image) -> PictureInput:
+        seen.append(digest)
+        return own(digest, image)
+
+    render.processor = counted
+    for model_input in inputs:
+        render.render([chunk_of(chunk) for chunk in model_input.chunks])
+    return len(seen) / len(set(seen))
 
 
 def main() -> None:
@@ -84,11 +131,11 @@ def main() -> None:
         template = ChatTemplate.for_tokenizer(load_tokenizer(str(model)))
         with serving(Path(folder), "--base-model", f"tiny={model}", "--kv-cache-gib", "0.25") as server:
             server.wait_for_health()
-            wall, ours, sequences = measure(server.url, template)
-    print(
-        f"{TRAJECTORIES} trajectories of {TURNS} turns with pictures: {wall:.1f} s, {ours:.2f} s of them in tinsmith.rl ({ours / wall:.1%})"
-    )
-    print(f"training sequences per trajectory: {sequences:.2f}")
+            costs = measure(server.url, template)
+        times = processed(costs.inputs, model)
+    report("rl_overhead", costs.ours_s / costs.wall_s, "at most 0.05", wall_s=costs.wall_s, processor_s=costs.ours_s)
+    report("rl_sequences_per_trajectory", costs.sequences, "1")
+    report("rl_times_a_picture_is_processed", times, "1")
 
 
 if __name__ == "__main__":

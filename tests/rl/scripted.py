@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.env import Env, Message, Prompt, Step
 from tinsmith.rl.generator import Rules
 from tinsmith.rl.policy import Answer, Request
+from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 
 THINKING = """
 {%- for message in messages -%}
@@ -98,3 +100,11 @@ def rules(**changes: Any) -> Rules:
 def ids(template: ChatTemplate, text: str) -> list[int]:
     """Tokens of a text with its special tokens."""
     return list(template.tokenizer.encode(text, add_special_tokens=False))
+
+
+def chunk_of(chunk: tinker.ModelInputChunk) -> Chunk:
+    """The chunk as it arrives at the server."""
+    if isinstance(chunk, tinker.EncodedTextChunk):
+        return TextChunk(np.array(chunk.tokens, np.int32))
+    assert isinstance(chunk, tinker.types.ImageChunk)
+    return ImageChunk(sha256(chunk.data).digest(), chunk.data, chunk.format, chunk.expected_tokens)

@@ -2,16 +2,14 @@
 
 import json
 import sys
-from hashlib import sha256
 from pathlib import Path
 
-import numpy as np
 import pytest
-import tinker
 from PIL import Image
 from rich.console import Console
 
 from tests.bases import renderer
+from tests.rl.scripted import chunk_of
 from tests.rl.test_generator import play
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, PictureInput
@@ -21,7 +19,6 @@ from tinsmith.rl.env import user
 from tinsmith.rl.pages import write_jsonl, write_page
 from tinsmith.rl.trackers import make_trackers
 from tinsmith.rl.trajectory import Trajectory
-from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 
 END = "<|im_end|>"
 
@@ -100,11 +97,3 @@ def test_every_picture_of_a_trajectory_is_processed_once(name: str, request: pyt
         assert len(rendered.token_ids) == model_input.length
     assert len(processed) == len(set(processed)) == 3
     assert len(made.samples) == (3 if name == "thinking" else 1)
-
-
-def chunk_of(chunk: tinker.ModelInputChunk) -> Chunk:
-    """The chunk as it arrives at the server."""
-    if isinstance(chunk, tinker.EncodedTextChunk):
-        return TextChunk(np.array(chunk.tokens, np.int32))
-    assert isinstance(chunk, tinker.types.ImageChunk)
-    return ImageChunk(sha256(chunk.data).digest(), chunk.data, chunk.format, chunk.expected_tokens)

@@ -48,6 +48,9 @@ class ChatTemplate:
         self.processor = processor
         # Environments say the same short things over and over: most texts are known already.
         self._tokenize = lru_cache(maxsize=4096)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
+        self._text = lru_cache(maxsize=4096)(
+            lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        )
         self.template = template
         self.options = dict(options or {})
         self.placeholder = "" if processor is None else str(tokenizer.convert_ids_to_tokens(processor.placeholder_id))
@@ -98,7 +101,7 @@ class ChatTemplate:
 
     def decode(self, ids: list[int]) -> str:
         """Text of sampled tokens, special ones included."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._text(tuple(ids))
 
     def protected(self, text: str) -> str:
         """The text with every written placeholder as `WRITTEN`."""
