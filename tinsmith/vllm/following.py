@@ -55,7 +55,7 @@ async def follow(publisher: Publisher, life: Life, job: Job, line: Line) -> Samp
     await together([_finish(publisher, life, job, line, index) for index in range(job.request.num_samples)])
     reply = job.drafts[0].reply
     assert reply is not None, "a draft that has ended has a piece"
-    return result_of(job, [_joined(job, draft) for draft in job.drafts], reply)
+    return result_of(job, [joined(job, draft) for draft in job.drafts], reply)
 
 
 async def _finish(publisher: Publisher, life: Life, job: Job, line: Line, index: int) -> None:
@@ -114,7 +114,7 @@ async def _after(event: asyncio.Event, work: Any) -> None:
     await work()
 
 
-def _joined(job: Job, draft: Draft) -> SampledSequence:
+def joined(job: Job, draft: Draft) -> SampledSequence:
     """The pieces of a sample as one."""
     tokens = list(draft.tokens)
     logprobs = [logprob for piece in draft.pieces for logprob in piece.logprobs]
