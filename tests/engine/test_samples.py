@@ -15,6 +15,7 @@ from tinsmith.models.lora import LoraPair
 from tinsmith.sampling.local import LocalSampler
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
+from tinsmith.wire import tinker_pb2
 
 
 def sample(request_id: str, weights_id: str | None = None) -> Sample:
@@ -25,6 +26,32 @@ def sample(request_id: str, weights_id: str | None = None) -> Sample:
         "sampling_params": {"max_tokens": 4, "stop": []},
     }
     return Sample(request_id, "tiny", weights_id, orjson.dumps(body))
+
+
+def test_samples_go_on_with_newer_inflight_weights_and_say_so(text_base: BaseModel, tmp_path: Path) -> None:
+    sampler = LocalSampler(text_base, SamplingConfig(kv_cache_gib=0.01), logits_chunk=16)
+    sent: list[Message] = []
+    snapshots = Snapshots({"tiny": text_base}, Checkpoints(Store.open(tmp_path), CheckpointFiles(tmp_path)), tmp_path / "snapshots", 2**30)
+    samples = Samples({"tiny": Sampled(sampler, renderer(text_base))}, snapshots, sent.append)
+    first, second = (random_adapter(text_base, seed=seed).snapshot() for seed in (1, 2))
+    first.version, second.version = "s:train:0/1", "s:train:0/3"
+    for weights_id in ("s:train:0/inflight", "s:train:0/1"):
+        snapshots.publish("tiny", weights_id, first)
+    for weights_id in ("s:train:0/inflight", "s:train:0/1", None):
+        samples.add(sample(str(weights_id), weights_id))
+    samples.step()
+    snapshots.publish("tiny", "s:train:0/inflight", second)
+    settle(samples)
+    versions = {}
+    for done in sent:
+        assert isinstance(done, SampleDone)
+        (sequence,) = tinker_pb2.SampleResponse.FromString(done.payload).sequences
+        versions[done.request_id] = [(span.version, span.start, span.end) for span in sequence.versions]
+    assert versions == {
+        "s:train:0/inflight": [("s:train:0/1", 0, 1), ("s:train:0/3", 1, 4)],
+        "s:train:0/1": [("s:train:0/1", 0, 4)],
+        "None": [(text_base.name, 0, 4)],
+    }
 
 
 def settle(samples: Samples) -> None:
