@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from tinsmith.vllm.tasks import whole
+
 BASE = 0
 """Stands for the base's own weights, where the number of weights is asked for."""
 UNKNOWN = -1
@@ -38,13 +40,16 @@ class Gate:
         must_switch = await self._wait(number)
         try:
             if must_switch:
-                await switch()
-                self.weights = number
+                await whole(self._switch(number, switch))
                 for other in [waiting for waiting in self.line if waiting.number == number]:
                     self._let_in(other)
             yield
         finally:
             self._leave()
+
+    async def _switch(self, number: int, switch: Callable[[], Awaitable[None]]) -> None:
+        await switch()
+        self.weights = number
 
     async def _wait(self, number: int) -> bool:
         waiting = _Waiting(number, asyncio.get_running_loop().create_future())

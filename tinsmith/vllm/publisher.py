@@ -14,7 +14,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.models.full import FullWeights
 from tinsmith.models.lora import Adapter
 from tinsmith.vllm.canary import Canary
-from tinsmith.vllm.connection import RefusedError
+from tinsmith.vllm.connection import RefusedError, ServerFailedError
 from tinsmith.vllm.gate import BASE, UNKNOWN
 from tinsmith.vllm.generate import generate
 from tinsmith.vllm.parameters import scoring_params
@@ -116,14 +116,27 @@ class Publisher:
         await life.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _transfer(self, life: Life, weights: FullWeights | None) -> None:
-        """Replace the weights that the server computes with. Nothing runs there meanwhile."""
-        if life.transfer is None:
-            life.transfer = new_transfer(life.transfer_kind, self.files.root, self.device)
-            await life.transfer.open(life.connection)
+        """Replace the weights that the server computes with. Nothing runs there meanwhile.
+
+        After a failure the server holds nothing that could be sampled from, but the next attempt can begin.
+        """
+        transfer = life.transfer or await self._opened(life)
+        life.transfer = None
         await life.connection.post("/pause", mode="wait", clear_cache="false")  # pictures stay; prefixes are reset below
-        await self._send(life, life.transfer, self.files.tensors(weights), f"{_LABEL}{self.files.root.name}-{_number(weights)}")
-        await life.connection.post("/resume")
+        try:
+            await self._send(life, transfer, self.files.tensors(weights), f"{_LABEL}{self.files.root.name}-{_number(weights)}")
+            life.transfer = transfer
+        finally:
+            if life.transfer is None:
+                with suppress(RefusedError, ServerFailedError):  # there may be nothing to finish
+                    await life.connection.post("/finish_weight_update", {})
+            await life.connection.post("/resume")
         life.checks.pop(_number(weights), None)
+
+    async def _opened(self, life: Life) -> Transfer:
+        transfer = new_transfer(life.transfer_kind, self.files.root, self.device)
+        await transfer.open(life.connection)
+        return transfer
 
     async def _send(self, life: Life, transfer: Transfer, tensors: Tensors, label: str) -> None:
         post = life.connection.post

@@ -23,6 +23,16 @@ def _forget_failure(tasks: "MutableMapping[K, asyncio.Task[T]]", key: K, task: "
         del tasks[key]
 
 
+async def whole(work: Coroutine[Any, Any, T]) -> T:
+    """The result of work that must not stop half-way: who gives up waits for its end first."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
 async def together(work: list[Coroutine[Any, Any, T]]) -> list[T]:
     """The results of all, in order. The first error ends the others."""
     tasks = [asyncio.create_task(one) for one in work]

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from tinsmith.errors import TinsmithError
 from tinsmith.vllm import TransferKind
 from tinsmith.vllm.connection import Connection
 from tinsmith.vllm.process_pair import TRAINER, ProcessPair
@@ -105,4 +107,9 @@ def new_transfer(kind: TransferKind, directory: Path, device: torch.device) -> T
 
 
 def _write(tensors: Tensors, file: Path) -> None:
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a file system that is full
+        raise TinsmithError(
+            f"weights for vLLM do not fit into {file.parent}: {error}; make room there, or name another --vllm-dir"
+        ) from error
