@@ -66,5 +66,5 @@ class DigitSum(Env, Teacher):
         chosen = self.random.integers(len(digits), size=self.scans)
         self.sum = int(digits[chosen].sum())
         size = (self.side, self.side)
-        pictures = [Image.fromarray(images[i]).resize(size, Image.Resampling.NEAREST).convert("RGB") for i in chosen]
+        pictures = [Image.fromarray(images[i]).resize(size, Image.Resampling.NEAREST) for i in chosen]
         return user(*pictures, "What is the sum?" if self.scans > 1 else "What digit is this?")
