@@ -1,4 +1,7 @@
-"""A proxy in front of a real vLLM server: it writes down what a client asks it, and may refuse some of it."""
+"""A proxy in front of a real vLLM server: it writes down what a client asks it, and may refuse some of it.
+
+Adapters get names of their own, so that two proxies of one server are two servers to their client.
+"""
 
 import asyncio
 import threading
@@ -29,13 +32,19 @@ class Proxy:
         """Requests for tokens that are under way, and that ever were."""
         self.refusal: Callable[[dict[str, Any]], web.Response | None] = lambda _: None
         """What to answer to a request for tokens instead of the server."""
+        self.break_down: Callable[[], None] = lambda: None
+        """Close all connections, and take no more."""
 
     async def pass_on(self, request: web.Request) -> web.Response:
         """One request, and the server's reply."""
         body = await request.read()
+        asked = orjson.loads(body) if body else {}
+        for field in ("lora_name", "model"):
+            if asked.get(field):
+                asked[field] += f"-by-{id(self)}"
+        body = orjson.dumps(asked)
         if request.path != GENERATE:
             return await self._ask(request, body)
-        asked = orjson.loads(body)
         self._note(asked)
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -67,18 +76,19 @@ def in_front_of(socket: str, directory: Path) -> Iterator[tuple[Proxy, str]]:
     async def open_up() -> web.AppRunner:
         app = web.Application(client_max_size=2**30)
         app.router.add_route("*", "/{path:.*}", proxy.pass_on)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.UnixSite(runner, str(address)).start()
         return runner
 
     runner = loop.run_until_complete(open_up())
+    proxy.break_down = lambda: asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
         yield proxy, f"unix:{address}"
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        proxy.break_down()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

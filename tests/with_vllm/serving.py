@@ -43,3 +43,21 @@ def wait_for_vllm(server: Server, starts: int = 1) -> str:
             return str(ready[starts - 1])
         time.sleep(0.1)
     raise AssertionError(server.log.read_text())
+
+
+def vllm_pids(server: Server) -> list[int]:
+    """The vLLM servers that the server's engine has started."""
+    threads = Path(f"/proc/{server.engine_pid()}/task").iterdir()
+    return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
+
+
+def processes_of(group: int) -> list[int]:
+    """All processes of a process group."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
+                found.append(int(stat.parent.name))
+        except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
+            continue
+    return found

@@ -3,10 +3,13 @@
 These tests run before full weights are transferred to that server.
 """
 
+import os
+import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,10 @@ from aiohttp import web
 from PIL.Image import Image
 
 from tests.bases import image, load, random_adapter, random_tokens, renderer
+from tests.running import Server
+from tests.sampling.test_local import forward_logprobs
 from tests.with_vllm.proxy import Proxy, in_front_of
+from tests.with_vllm.serving import processes_of, vllm_pids
 from tinsmith.config import load as load_config
 from tinsmith.models.base import BaseModel, PictureInput
 from tinsmith.rendering.rendered import RenderedInput
@@ -41,8 +47,15 @@ class Bench:
     base: BaseModel
     renderer: Renderer
     sampler: VLLMSampler
-    proxy: Proxy
+    proxies: list[Proxy]
+    """The way to each of its servers: the same real one, but it does not know."""
     awake: threading.Event
+
+    @property
+    def proxy(self) -> Proxy:
+        """The only way."""
+        (proxy,) = self.proxies
+        return proxy
 
     def add(self, name: str, rendered: RenderedInput, n: int = 1, weights: Any = None, line: str | None = None, **params: Any) -> None:
         """One request."""
@@ -61,15 +74,25 @@ class Bench:
         return ended
 
 
-@pytest.fixture
-def bench(socket: str, vision_dir: Path, tmp_path: Path) -> Iterator[Bench]:
-    """A bench of the tiny vision model."""
-    with in_front_of(socket, tmp_path) as (proxy, address):
+@contextmanager
+def bench_of(count: int, socket: str, vision_dir: Path, tmp_path: Path, **more: Any) -> Iterator[Bench]:
+    """A bench of the tiny vision model, with so many ways to the real server."""
+    with ExitStack() as stack:
+        for index in range(count):
+            (tmp_path / str(index)).mkdir()
+        ways = [stack.enter_context(in_front_of(socket, tmp_path / str(index))) for index in range(count)]
         base, awake = load(vision_dir, max_context=1024), threading.Event()
         (tmp_path / "weights").mkdir()
-        options = {"base_models": ["tiny"], "vllm_urls": [address], "vllm_dir": str(tmp_path / "weights"), "max_running": SLOTS}
-        own = renderer(base)
-        yield Bench(base, own, start_vllm_sampler(base, own, load_config(options=options), awake.set), proxy, awake)
+        options = {"vllm_urls": [address for _, address in ways], "vllm_dir": str(tmp_path / "weights"), "max_running": SLOTS}
+        config, own = load_config(options={"base_models": ["tiny"], **options, **more}), renderer(base)
+        yield Bench(base, own, start_vllm_sampler(base, own, config, awake.set), [proxy for proxy, _ in ways], awake)
+
+
+@pytest.fixture
+def bench(socket: str, vision_dir: Path, tmp_path: Path) -> Iterator[Bench]:
+    """With one way."""
+    with bench_of(1, socket, vision_dir, tmp_path) as made:
+        yield made
 
 
 class CountingProcessor:
@@ -152,3 +175,74 @@ def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench
     assert isinstance(failure, SampleFailure)
     assert f"other log-probabilities than the trainer with adapter {second.uid}" in str(failure.error)
     assert all(isinstance(ended[name], SampleResult) for name in ("stays", "other"))
+
+
+def test_samples_of_a_lost_server_go_on_at_another(socket: str, vision_dir: Path, tmp_path: Path) -> None:
+    """Turns of a conversation stay at one server, others are spread; when one is lost, the other gets its samples.
+
+    One that follows its model's weights was given a new version before, and keeps the tokens that the former version gave.
+    """
+    with bench_of(2, socket, vision_dir, tmp_path) as bench:
+        first, second = (random_adapter(bench.base, seed=seed).snapshot() for seed in (1, 2))
+        first.version, second.version = "m/1", "m/2"
+        conversation = [random_tokens(7, 40)]
+        rendered = bench.renderer.render([random_tokens(1, 12)])
+        bench.add("follows", rendered, weights=first, line="m/inflight", max_tokens=400)
+        for turn in range(4):
+            bench.add(f"turn{turn}", bench.renderer.render([*conversation]))
+            assert isinstance(bench.results(1)[f"turn{turn}"], SampleResult)
+            conversation.append(random_tokens(20 + turn, 20))
+        begins = conversation[0].tokens.tolist()
+        assert sorted(sum(asked["token_ids"][:40] == begins for asked in proxy.generates) for proxy in bench.proxies) == [0, 4]
+        bench.sampler.publish(second, "m/inflight")
+        bench.sampler.step()
+        (lost,) = [proxy for proxy in bench.proxies if any(asked["max_tokens"] == 400 for asked in params_of(proxy))]
+        wait_until(lambda: any(0 < 400 - asked["max_tokens"] < 400 for asked in params_of(lost)))
+        for i in range(12):
+            bench.add(str(i), bench.renderer.render([random_tokens(100 + i, 12)]), max_tokens=200)
+        wait_until(lambda: min(sum(asked["max_tokens"] == 200 for asked in params_of(proxy)) for proxy in bench.proxies) >= 3)
+        lost.break_down()
+        ended = bench.results(13)
+        assert all(isinstance(result, SampleResult) for result in ended.values())
+        follows = ended["follows"]
+        assert isinstance(follows, SampleResult)
+        (sequence,) = follows.sequences
+        assert (len(sequence.tokens), [span.version for span in sequence.versions]) == (400, ["m/1", "m/2"])
+        for span, weights in zip(sequence.versions, (first, second), strict=True):
+            _, expected = forward_logprobs(bench.base, weights, rendered, sequence.tokens)
+            np.testing.assert_allclose(sequence.logprobs[span.start : span.end], expected[span.start : span.end], atol=1e-4)
+
+
+def params_of(proxy: Proxy) -> list[dict[str, Any]]:
+    """The parameters of all that was asked there, but of canaries and pictures."""
+    return [asked["sampling_params"] for asked in proxy.generates if asked["sampling_params"]["max_tokens"] > 1]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Return when it does."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_real_server_that_hangs_is_left_and_taken_back(
+    server: Server, socket: str, vision_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its engine is stopped while the process that takes requests goes on; later it runs again."""
+    (group,) = vllm_pids(server)
+    engine = next(pid for pid in processes_of(group) if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text())
+    with bench_of(1, socket, vision_dir, tmp_path, vllm_hung_s=3.0) as bench:
+        rendered = bench.renderer.render([random_tokens(1, 12)])
+        bench.add("first", rendered, max_tokens=20)
+        expected = bench.results(1)["first"]
+        bench.add("again", rendered, max_tokens=20)
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            wait_until(lambda: "hangs: it answered nothing for 3 s" in caplog.text)
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        again = bench.results(1)["again"]
+        assert isinstance(expected, SampleResult)
+        assert isinstance(again, SampleResult)
+        assert again.sequences[0].tokens == expected.sequences[0].tokens

@@ -87,7 +87,7 @@ class Story:
             assert others[end:].mean() > 0.5 if end < len(reply.tokens) else True
 
 
-LENGTH = 500
+LENGTH = 900
 """Of the samples that run meanwhile, in tokens."""
 
 
@@ -95,7 +95,7 @@ def go_on(socket: str, pending: "list[Future[Any]]", story: Story, versions: int
     """Publish so many versions while samples run. The first of them has been learned before these began."""
     for seed in range(3, 3 + versions):
         before = generated(socket)
-        while generated(socket) < before + 100 and not any(future.done() for future in pending):
+        while generated(socket) < before + 20 and not any(future.done() for future in pending):
             time.sleep(0.02)
         story.publish()
         assert not any(future.done() for future in pending), "sampling was faster than saving: ask for more tokens"

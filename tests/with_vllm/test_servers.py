@@ -11,26 +11,8 @@ from tinker import types
 
 from tests.acceptance.talking import image_input, text_input, train
 from tests.running import Server
-from tests.with_vllm.serving import asked_at, sampling_with_vllm
+from tests.with_vllm.serving import asked_at, processes_of, sampling_with_vllm, vllm_pids
 from tests.with_vllm.talking import FREE, learn, sample, snapshot, worst_difference
-
-
-def vllm_pids(server: Server) -> list[int]:
-    """The vLLM servers that the server's engine has started."""
-    threads = Path(f"/proc/{server.engine_pid()}/task").iterdir()
-    return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
-
-
-def processes_of(group: int) -> list[int]:
-    """All processes of a process group."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
-                found.append(int(stat.parent.name))
-        except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
-            continue
-    return found
 
 
 def adapters_at(socket: str) -> set[str]:
