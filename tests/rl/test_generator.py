@@ -1,6 +1,7 @@
 """Every way in which an episode goes and ends, on a plain and a thinking template: the exact tokens, mask, rewards and logprobs."""
 
 import asyncio
+import base64
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.rl.scripted import COUNTS, KEEPS_THOUGHTS, SHOUTS, Script, Scripted, 
 from tinsmith.errors import UserError
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.conversation import TemplateError
-from tinsmith.rl.env import Message, Prompt, user
+from tinsmith.rl.env import Message, Prompt, image_part, text_part, user
 from tinsmith.rl.generator import Generator
 from tinsmith.rl.pictures import Picture
 from tinsmith.rl.policy import Answer, Request
@@ -271,6 +272,15 @@ def test_pictures_of_every_turn_ride_as_chunks(plain: ChatTemplate, thinking: Ch
     assert_sample(made.samples[1], thinking, prompts[1], [(said[1], 2, 1.0)], pictures=files)
     inputs = [input_of(thinking, ids(thinking, prompt), shown) for prompt, shown in zip(prompts, (files[:1], files), strict=True)]
     assert policy.prompts == inputs
+
+
+def test_pictures_come_as_images_bytes_or_data_uris(plain: ChatTemplate) -> None:
+    file = plain.picture(picture("red"))
+    uri = "data:image/png;base64," + base64.b64encode(file.data).decode()
+    for part in (image_part(picture("red")), image_part(file.data), image_part(uri), {"type": "image_url", "image_url": {"url": uri}}):
+        opening: list[Message] = [{"role": "user", "content": [part, text_part("hot?")]}]
+        made, _ = play(plain, [("hot" + END, True)], [([], 1.0, True)], opening)
+        assert_sample(only(made), plain, LOOK, [("hot" + END, 1, 1.0)], pictures=[file])
 
 
 @pytest.mark.parametrize(("name", "pictures"), [("plain", [3]), ("thinking", [1, 3])])

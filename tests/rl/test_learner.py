@@ -18,8 +18,8 @@ from tinsmith.rl.stream import text_stream
 from tinsmith.rl.trajectory import Origin, Sample, StopReason, Trajectory, Turn
 
 
-def turn(prompt: list[int], sampled: list[int], reward: float = 0.0, logprob: float = -1.0) -> Turn:
-    return Turn(text_stream(prompt), np.array(sampled, np.int32), np.full(len(sampled), logprob, np.float32), reward)
+def turn(prompt: list[int], sampled: list[int], reward: float = 0.0) -> Turn:
+    return Turn(text_stream(prompt), np.array(sampled, np.int32), np.full(len(sampled), -1.0, np.float32), reward)
 
 
 def trajectory(*turns: Turn, reason: StopReason = "done") -> Trajectory:
@@ -65,10 +65,10 @@ def scores(client: tinker.TrainingClient) -> NDArray[np.float32]:
     return np.array(response_logprobs(output, samples))
 
 
-def equally_good(client: tinker.TrainingClient) -> Group:
-    """The answers as if sampled from the model as it is, all with a reward of one."""
-    turns = [Turn(text_stream(PROMPT), np.array(answer, np.int32), row, 1.0) for answer, row in zip(ANSWERS, scores(client), strict=True)]
-    return group(*map(trajectory, turns))
+def sampled(answers: list[list[int]], logprobs: NDArray[np.float32], reward: float) -> list[Trajectory]:
+    """The answers as if a sampler had given them with these log-probabilities [n, 3]."""
+    rows = zip(answers, logprobs, strict=True)
+    return [trajectory(Turn(text_stream(PROMPT), np.array(answer, np.int32), row, reward)) for answer, row in rows]
 
 
 def model(server_url: str) -> tinker.TrainingClient:
@@ -86,7 +86,7 @@ def test_groups_without_variance_feel_the_kl_penalty(server_url: str) -> None:
     before, wanted = scores(client), scores(taught)
     reference = taught.save_weights_and_get_sampling_client().result()
     settings = TrainingSection(learning_rate=1e-4, kl_coefficient=0.1)
-    metrics = asyncio.run(Learner(client, settings, reference).learn([equally_good(client)], 0))
+    metrics = asyncio.run(Learner(client, settings, reference).learn([group(*sampled(ANSWERS, before, 1.0))], 0))
     assert metrics["optimizer_steps"] == 1.0
     assert metrics["kl_reference"] == pytest.approx(kl(before.ravel(), wanted.ravel()), rel=1e-3)
     assert metrics["kl_sampler_trainer"] < 1e-6
@@ -97,10 +97,22 @@ def test_groups_without_variance_feel_the_kl_penalty(server_url: str) -> None:
 def test_groups_without_variance_teach_nothing_else_and_are_measured(server_url: str) -> None:
     client = model(server_url)
     learner, before = Learner(client, TrainingSection(), None), scores(client)
-    metrics = asyncio.run(learner.learn([equally_good(client)], 0))
+    metrics = asyncio.run(learner.learn([group(*sampled(ANSWERS, before, 1.0))], 0))
     assert (metrics["optimizer_steps"], metrics["loss"]) == (0.0, 0.0)
     assert 0.0 <= metrics["kl_sampler_trainer"] < 1e-6
     assert np.array_equal(scores(client), before)
-    stale = group(*(trajectory(turn(PROMPT, answer, logprob=-1.0)) for answer in ANSWERS))
+    stale = group(*sampled(ANSWERS, np.full((4, 3), -1.0, np.float32), 0.0))
     assert asyncio.run(learner.learn([stale], 0))["kl_sampler_trainer"] > 0.1
     assert asyncio.run(learner.learn([group(trajectory(reason="empty"))], 0))["kl_sampler_trainer"] == 0.0
+
+
+def test_ratios_of_trainer_to_sampler_are_capped(server_url: str) -> None:
+    client = model(server_url)
+    before = scores(client)
+    mixed = group(*sampled(ANSWERS[:2], before[:2] - 2.0, 1.0), *sampled(ANSWERS[2:], before[2:] + 0.5, 0.0))
+    settings = TrainingSection(advantages="rloo", tis_cap=3.0, learning_rate=0.0)
+    metrics = asyncio.run(Learner(client, settings, None).learn([mixed], 0))
+    assert metrics["tis_capped"] == 0.5
+    assert metrics["tis_weight"] == pytest.approx((3.0 + np.exp(-0.5)) / 2, rel=1e-3)
+    # Every sampled token weighs the same, at a ratio of one to the trainer's own logprobs: the loss is minus the mean corrected advantage.
+    assert metrics["loss"] == pytest.approx(-(3.0 * 2 / 3 - np.exp(-0.5) * 2 / 3) / 2, rel=1e-3)
