@@ -2,6 +2,8 @@
 
 import io
 from collections.abc import Callable
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,10 @@ from PIL import Image
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl import registry
+from tinsmith.rl.config import load
 from tinsmith.rl.env import Env, Message, Prompt, Step, Teacher, user
 
+MAZE_EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "maze2d.yaml"
 SHIPPED = ["arithmetic", "color_square", "digit_sum", "guess_number", "maze2d"]
 
 
@@ -129,6 +133,29 @@ def test_the_player_s_view_is_centred_and_points_to_the_goal() -> None:
     assert around.getpixel((70 + 32 * x, 70 + 32 * y)) == (30, 170, 60)
 
 
+def test_the_player_sees_as_far_as_its_reach() -> None:
+    wide, narrow = maze_picture(view="player"), maze_picture(view="player", reach=1)
+    assert narrow.size == (96, 96)
+    cells = {(x, y): narrow.getpixel((32 * x + 16, 32 * y + 16)) for x in range(3) for y in range(3)}
+    farther = {(x, y): wide.getpixel((32 * x + 48, 32 * y + 48)) for x in range(3) for y in range(3)}
+    goal = next(cell for cell, color in cells.items() if color == (30, 170, 60))
+    assert {cell: color for cell, color in cells.items() if cell != goal} == {c: color for c, color in farther.items() if c != goal}
+
+
+def test_lines_are_drawn_where_a_cell_cannot_be_left() -> None:
+    plain, lined = (maze_picture(lines=lines) for lines in (0, 5))
+    black = {(x, y) for x in range(4) for y in range(4) if plain.getpixel((32 * x, 32 * y)) == (0, 0, 0)}
+    for x, y in product(range(4), repeat=2):
+        middle = plain.getpixel((32 * x + 16, 32 * y + 16))
+        for right, down in ((1, 0), (-1, 0), (0, 1), (0, -1)):
+            blocked = (x + right, y + down) in black or not (0 <= x + right < 4 and 0 <= y + down < 4)
+            outermost, inside = (
+                lined.getpixel((32 * x + 16 + right * off - (right < 0), 32 * y + 16 + down * off - (down < 0))) for off in (15, 9)
+            )
+            assert outermost == ((0, 0, 0) if blocked else middle)
+            assert inside == middle
+
+
 def test_a_bump_ends_the_episode_unless_it_only_costs_a_move() -> None:
     def against_the_border(_: Env) -> str:
         return "up"
@@ -137,10 +164,11 @@ def test_a_bump_ends_the_episode_unless_it_only_costs_a_move() -> None:
     assert play("maze2d", 0, against_the_border, bumps_end=False)[2] == {"reached": 0.0, "moves": 20.0}
 
 
-def test_a_random_player_seldom_finds_the_goal() -> None:
+@pytest.mark.parametrize("options", [{}, load(MAZE_EXAMPLE).env.options], ids=["default", "example"])
+def test_a_random_player_seldom_finds_the_goal(options: dict[str, Any]) -> None:
     random = np.random.default_rng(0)
     moves = ["up", "down", "left", "right"]
-    rewards = [play("maze2d", seed, lambda _: moves[random.integers(4)])[1] for seed in range(400)]
+    rewards = [play("maze2d", seed, lambda _: moves[random.integers(4)], **options)[1] for seed in range(400)]
     assert np.mean(rewards) <= 0.2
 
 
@@ -164,3 +192,7 @@ def test_environments_are_registered_made_and_deregistered() -> None:
         registry.make("arithmetic", speed=3)
     with pytest.raises(ConfigError, match="level='brutal' must be one of easy, medium, hard"):
         registry.make("maze2d", level="brutal")
+    with pytest.raises(ConfigError, match="reach=0 must be at least 1"):
+        registry.make("maze2d", reach=0)
+    with pytest.raises(ConfigError, match="lines=16 must be at least 0 and less than 16, half a cell"):
+        registry.make("maze2d", lines=16)

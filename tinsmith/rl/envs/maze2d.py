@@ -2,13 +2,15 @@
 
 A cell is 32 pixels a side: white is free, black a wall, blue the player, green the goal. Reward 1 for the goal. A move into a wall or off
 the board, and a word that is no move, end the episode (`bumps_end=False`: they only cost a move). Nothing but the picture says where
-anything is. It shows the board, or with `view="player"` the 5 x 5 cells around the player: what is off the board is black, and a goal
-farther away stands at the edge, in its direction.
+anything is. It shows the board, or with `view="player"` the cells around the player, `reach` to every side: what is off the board is black,
+and a goal farther away stands at the edge, in its direction. `lines` draws black lines, so many pixels wide, on those sides of a free cell
+that lead into a wall or off the board: a cell's own pixels then say where one can go from it.
 """
 
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -22,8 +24,6 @@ MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 LEVELS = {"easy": (4, 3), "medium": (6, 9), "hard": (8, 20)}
 """Level -> (cells a side, walls)."""
 CELL = 32
-REACH = 2
-"""Cells that the player sees to every side."""
 FREE, WALL, PLAYER, GOAL = (255, 255, 255), (0, 0, 0), (40, 60, 220), (30, 170, 60)
 
 Cell = tuple[int, int]
@@ -38,12 +38,18 @@ class Maze2D(Env, Teacher):
     nearest: int = 2
     bumps_end: bool = True
     view: Literal["board", "player"] = "board"
+    reach: int = 2
+    lines: int = 0
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise ConfigError(f"level={self.level!r} must be one of {', '.join(LEVELS)}")
         if self.view not in ("board", "player"):
             raise ConfigError(f"view={self.view!r} must be board or player")
+        if self.reach < 1:
+            raise ConfigError(f"reach={self.reach} must be at least 1")
+        if not 0 <= self.lines < CELL // 2:
+            raise ConfigError(f"lines={self.lines} must be at least 0 and less than {CELL // 2}, half a cell")
 
     def init(self, prompt: Prompt) -> tuple[list[Message], dict[str, Any]]:
         """Build a maze and show it."""
@@ -81,22 +87,39 @@ class Maze2D(Env, Teacher):
         return Step([] if done else [self._view()], reward, done)
 
     def _view(self) -> Message:
-        board = np.full((self.side, self.side, 3), FREE, dtype=np.uint8)
+        cells = np.full((self.side, self.side, 3), FREE, dtype=np.uint8)
         for wall in self.walls:
-            board[wall] = WALL
-        board[self.goal], board[self.player] = GOAL, PLAYER
-        if self.view == "player":
-            board = self._around_player(board)
-        return user(Image.fromarray(board.repeat(CELL, axis=0).repeat(CELL, axis=1)), "Move:")
+            cells[wall] = WALL
+        cells[self.goal], cells[self.player] = GOAL, PLAYER
+        pixels = cells.repeat(CELL, axis=0).repeat(CELL, axis=1)
+        self._draw_lines(pixels)
+        return user(Image.fromarray(self._around_player(pixels) if self.view == "player" else pixels), "Move:")
+
+    def _draw_lines(self, pixels: NDArray[np.uint8]) -> None:
+        """Draw into the board [pixels, pixels, 3] where its free cells cannot be left."""
+        sides = {
+            "up": np.s_[: self.lines],
+            "down": np.s_[CELL - self.lines :],
+            "left": np.s_[:, : self.lines],
+            "right": np.s_[:, CELL - self.lines :],
+        }
+        for cell in product(range(self.side), repeat=2):
+            if self._free(cell):
+                free = {name for name, _ in self._neighbours(cell)}
+                for name in sides.keys() - free:
+                    _square(pixels, cell)[sides[name]] = WALL
 
     def _around_player(self, board: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """[5, 5, 3] of the board [side, side, 3]."""
+        """The part of the board's pixels that the player sees."""
+        margin = self.reach * CELL
+        wide = np.pad(board, ((margin, margin), (margin, margin), (0, 0)), constant_values=WALL[0])
         down, right = self.player
-        wide = np.pad(board, ((REACH, REACH), (REACH, REACH), (0, 0)), constant_values=WALL[0])
-        around = wide[down : down + 2 * REACH + 1, right : right + 2 * REACH + 1].copy()
+        seen = wide[down * CELL :, right * CELL :][: 2 * margin + CELL, : 2 * margin + CELL].copy()
         away = np.array(self.goal) - np.array(self.player)
-        around[tuple(np.clip(away, -REACH, REACH) + REACH)] = GOAL
-        return around
+        if np.abs(away).max() > self.reach:
+            row, column = np.clip(away, -self.reach, self.reach) + self.reach
+            _square(seen, (int(row), int(column)))[:] = GOAL
+        return seen
 
     def _free(self, cell: Cell) -> bool:
         return 0 <= cell[0] < self.side and 0 <= cell[1] < self.side and cell not in self.walls
@@ -117,3 +140,9 @@ class Maze2D(Env, Teacher):
                     distances[neighbour] = distances[cell] + 1
                     waiting.append(neighbour)
         return distances
+
+
+def _square(pixels: NDArray[np.uint8], cell: Cell) -> NDArray[np.uint8]:
+    """The part of a picture [height, width, 3] that shows a cell; writing to it writes to the picture."""
+    row, column = cell
+    return pixels[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL]
