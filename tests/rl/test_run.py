@@ -155,6 +155,7 @@ def test_corrections_penalty_and_filters_are_applied(server_url: str, tmp_path: 
         "kl_coefficient": 0.1,
         "tis_cap": 2.0,
         "substeps": 2,
+        "epochs": 2,
         "loss": "ppo",
         "loss_options": {"clip_high_threshold": 1.3},
         "overlong_filtering": True,
@@ -167,5 +168,5 @@ def test_corrections_penalty_and_filters_are_applied(server_url: str, tmp_path: 
     lines = logged(tmp_path)
     assert all(line["tis_weight"] == pytest.approx(1.0, abs=1e-3) and line["tis_capped"] == 0.0 for line in lines)
     assert all(line["kl_reference"] > 0.1 for line in lines)  # warmed up, it is far from the base model
-    assert all(line["optimizer_steps"] == 2.0 for line in lines)
+    assert all(line["optimizer_steps"] == 4.0 for line in lines)
     assert any(line["groups_without_variance_replaced"] > 0 for line in lines)

@@ -88,6 +88,7 @@ class TrainingSection:
     loss_options: dict[str, Any] = knob({}, "Numbers for the loss, such as clip_low_threshold")
     loss_scale: LossScale = knob("tokens", "Mean over sampled tokens, over samples of their mean, or a plain sum")
     substeps: int = knob(1, "Optimizer steps on one batch, each with its share of the samples", "", 1)
+    epochs: int = knob(1, "Passes over a batch; more than one calls for a loss that clips, such as ppo", "", 1)
     learning_rate: float = knob(1e-4, "AdamW's, after its warm-up", "", 0)
     decay: Literal["constant", "linear"] = knob("constant", "Learning rate over the run")
     warmup_steps: int = knob(0, "Steps in which the learning rate rises from zero", "steps", 0)

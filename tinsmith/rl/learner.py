@@ -26,7 +26,7 @@ class Learner:
     reference: tinker.SamplingClient | None
 
     async def learn(self, groups: Sequence[Group], step: int) -> Metrics:
-        """All substeps on one batch. A part of it in which every advantage is zero makes no optimizer step."""
+        """All epochs and substeps on one batch. A part of it in which every advantage is zero makes no optimizer step."""
         metrics: Metrics = {}
         weighted = weighted_samples(groups, self.settings)
         if self.reference is not None:
@@ -35,7 +35,7 @@ class Learner:
             weighted, corrected = await self._corrected(weighted)
             metrics |= corrected
         parts = [part for part in _split(weighted, self.settings.substeps) if part]
-        metrics |= await self._substeps(parts, step)
+        metrics |= await self._substeps(parts * self.settings.epochs, step)
         return metrics
 
     async def _penalised(self, weighted: list[WeightedSample], reference: tinker.SamplingClient) -> tuple[list[WeightedSample], float]:
