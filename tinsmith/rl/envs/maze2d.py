@@ -98,12 +98,12 @@ class Maze2D(Env, Teacher):
     def _draw_lines(self, pixels: NDArray[np.uint8]) -> None:
         """Draw into the board [pixels, pixels, 3] where its free cells cannot be left."""
         sides = {
-            "up": np.s_[: self.lines],
-            "down": np.s_[CELL - self.lines :],
+            "up": np.s_[: self.lines, :],
+            "down": np.s_[CELL - self.lines :, :],
             "left": np.s_[:, : self.lines],
             "right": np.s_[:, CELL - self.lines :],
         }
-        for cell in product(range(self.side), repeat=2):
+        for cell in product(range(self.side), range(self.side)):
             if self._free(cell):
                 free = {name for name, _ in self._neighbours(cell)}
                 for name in sides.keys() - free:
