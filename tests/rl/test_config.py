@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import from_tree, load, to_tree
 from tinsmith.rl.env import Prompt
+from tinsmith.rl.evaluation import run_evaluation
 from tinsmith.rl.prompts import rows, seeds, shuffled
 
 SMALLEST: dict[str, Any] = {"model": {"base_model": "tiny"}, "env": {"name": "maze2d"}}
@@ -42,6 +44,13 @@ def test_a_file_fills_the_tree_and_the_rest_is_default(tmp_path: Path) -> None:
 def test_what_cannot_work_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_tree({**SMALLEST, **change})
+
+
+def test_a_base_model_whose_name_leads_to_no_tokenizer_needs_one(server_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = from_tree({**SMALLEST, "server": {"url": server_url, "api_key": "tml-test"}})
+    with pytest.raises(ConfigError, match="model: tokenizer is empty, and the base model's name leads to none"):
+        run_evaluation(config, Console(quiet=True))
 
 
 def test_prompts_come_in_a_new_order_every_pass() -> None:

@@ -43,6 +43,15 @@ def policy_of(service: tinker.ServiceClient, path: str, base_model: str) -> Tink
     return TinkerPolicy(service.create_sampling_client(model_path=path).result())
 
 
+def tokenizer_of(policy: TinkerPolicy) -> PreTrainedTokenizerBase:
+    """The tokenizer of a policy's base model, by that model's name. Raises ConfigError if the name is no Hub id that can be reached."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = policy.client.get_tokenizer()
+    except OSError as error:
+        raise ConfigError(f"model: tokenizer is empty, and the base model's name leads to none: {error}; give its directory") from error
+    return tokenizer
+
+
 def chat_template(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
     """The chat template of the configuration. Raises ConfigError if its file is not there."""
     text = None

@@ -11,7 +11,7 @@ from rich.table import Table
 from tinsmith.errors import ConfigError
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import EvaluationSection, RlConfig
-from tinsmith.rl.connection import chat_template, connect, context_limit, load_tokenizer, policy_of
+from tinsmith.rl.connection import chat_template, connect, context_limit, load_tokenizer, policy_of, tokenizer_of
 from tinsmith.rl.env import Prompt
 from tinsmith.rl.metrics import Metrics, pass_at_k, trajectory_metrics
 from tinsmith.rl.pages import write_jsonl, write_page
@@ -74,7 +74,7 @@ def run_evaluation(config: RlConfig, console: Console) -> Evaluation:
     path, tokenizer = _evaluated(config)
     with connect(config.server) as service:
         policy = policy_of(service, path, config.model.base_model)
-        template = chat_template(config.model, load_tokenizer(tokenizer) if tokenizer else policy.client.get_tokenizer())
+        template = chat_template(config.model, load_tokenizer(tokenizer) if tokenizer else tokenizer_of(policy))
         workers = make_workers(config.env.workers, config.env.worker_count, config.env.timeout_s)
         max_context = config.generation.max_context or context_limit(config.server, config.model.base_model)
         evaluation = asyncio.run(Evaluator(config, template, workers, max_context).evaluate(policy))
