@@ -38,6 +38,10 @@ from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 NO_STOP = StopRule(eos=False, strings=(), token_ids=())
 PARAMS = SamplingParams(max_tokens=8, temperature=1.0, top_p=1.0, top_k=-1, seed=5, stop=NO_STOP)
 SLOTS = 6
+WAIT_S = 240.0
+"""Longest wait on a busy machine."""
+LONG = 900
+"""Tokens of a sample that something happens to meanwhile."""
 
 
 @dataclass
@@ -65,7 +69,7 @@ class Bench:
     def results(self, count: int) -> dict[str, SampleResult | SampleFailure]:
         """The next requests that end."""
         ended: dict[str, SampleResult | SampleFailure] = {}
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + WAIT_S
         while len(ended) < count and time.monotonic() < deadline:
             self.awake.wait(0.05)
             self.awake.clear()
@@ -159,9 +163,9 @@ def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench
     """A version that vLLM computes differently fails what follows it: no token of it leaves, and others go on."""
     first, second = (random_adapter(bench.base, seed=seed).snapshot() for seed in (1, 2))
     rendered = bench.renderer.render([random_tokens(1, 12)])
-    bench.add("follows", rendered, weights=first, line="m/inflight", max_tokens=600)
-    bench.add("stays", rendered, weights=first, max_tokens=600)
-    bench.add("other", rendered, weights=first, line="n/inflight", max_tokens=600)
+    bench.add("follows", rendered, weights=first, line="m/inflight", max_tokens=LONG)
+    bench.add("stays", rendered, weights=first, max_tokens=LONG)
+    bench.add("other", rendered, weights=first, line="n/inflight", max_tokens=LONG)
     time.sleep(0.5)
     expected = bench.sampler.canary.expected
 
@@ -187,7 +191,7 @@ def test_samples_of_a_lost_server_go_on_at_another(socket: str, vision_dir: Path
         first.version, second.version = "m/1", "m/2"
         conversation = [random_tokens(7, 40)]
         rendered = bench.renderer.render([random_tokens(1, 12)])
-        bench.add("follows", rendered, weights=first, line="m/inflight", max_tokens=400)
+        bench.add("follows", rendered, weights=first, line="m/inflight", max_tokens=LONG)
         for turn in range(4):
             bench.add(f"turn{turn}", bench.renderer.render([*conversation]))
             assert isinstance(bench.results(1)[f"turn{turn}"], SampleResult)
@@ -196,8 +200,8 @@ def test_samples_of_a_lost_server_go_on_at_another(socket: str, vision_dir: Path
         assert sorted(sum(asked["token_ids"][:40] == begins for asked in proxy.generates) for proxy in bench.proxies) == [0, 4]
         bench.sampler.publish(second, "m/inflight")
         bench.sampler.step()
-        (lost,) = [proxy for proxy in bench.proxies if any(asked["max_tokens"] == 400 for asked in params_of(proxy))]
-        wait_until(lambda: any(0 < 400 - asked["max_tokens"] < 400 for asked in params_of(lost)))
+        (lost,) = [proxy for proxy in bench.proxies if any(asked["max_tokens"] == LONG for asked in params_of(proxy))]
+        wait_until(lambda: any(0 < LONG - asked["max_tokens"] < LONG for asked in params_of(lost)))
         for i in range(12):
             bench.add(str(i), bench.renderer.render([random_tokens(100 + i, 12)]), max_tokens=200)
         wait_until(lambda: min(sum(asked["max_tokens"] == 200 for asked in params_of(proxy)) for proxy in bench.proxies) >= 3)
@@ -207,7 +211,7 @@ def test_samples_of_a_lost_server_go_on_at_another(socket: str, vision_dir: Path
         follows = ended["follows"]
         assert isinstance(follows, SampleResult)
         (sequence,) = follows.sequences
-        assert (len(sequence.tokens), [span.version for span in sequence.versions]) == (400, ["m/1", "m/2"])
+        assert (len(sequence.tokens), [span.version for span in sequence.versions]) == (LONG, ["m/1", "m/2"])
         for span, weights in zip(sequence.versions, (first, second), strict=True):
             _, expected = forward_logprobs(bench.base, weights, rendered, sequence.tokens)
             np.testing.assert_allclose(sequence.logprobs[span.start : span.end], expected[span.start : span.end], atol=1e-4)
@@ -220,7 +224,7 @@ def params_of(proxy: Proxy) -> list[dict[str, Any]]:
 
 def wait_until(holds: Callable[[], bool]) -> None:
     """Return when it does."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
