@@ -1,4 +1,4 @@
-"""The Tinker Cookbook's environments and policies as ours, and ours as its.
+"""The Tinker Cookbook's (0.6) environments and policies as ours, and ours as its.
 
 Its environments speak tokens (`Env.initial_observation`, `Env.step(tokens)`) and are played by its policies (`TokenCompleter`); ours speak
 messages. So its environments come over as whole episodes, which `CookbookPlayer` plays to trajectories of ours, and ours go over with their
