@@ -23,6 +23,14 @@ def test_reinforce_pp_divides_by_the_batch_s_deviation() -> None:
     assert np.concatenate(made) == pytest.approx(centred / centred.std(), rel=1e-5)
 
 
+def test_batch_compares_with_all_episodes_also_single_ones() -> None:
+    made = advantages("batch", [[1.0], [0.0], [], [0.0, 1.0, 1.0]])
+    assert [len(group) for group in made] == [1, 1, 0, 3]
+    assert np.concatenate(made) == pytest.approx(np.array([0.4, -0.6, -0.6, 0.4, 0.4]) / np.sqrt(0.24), rel=1e-5)
+    assert [group.tolist() for group in advantages("batch", [[0.1, 0.1], [0.1]])] == [[0.0, 0.0], [0.0]]
+    assert advantages("batch", []) == []
+
+
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "reinforce_pp"])
 def test_equal_rewards_give_exact_zeros(kind: AdvantageKind) -> None:
     third = [0.1] * 3

@@ -33,6 +33,7 @@ def test_a_file_fills_the_tree_and_the_rest_is_default(tmp_path: Path) -> None:
         ({"training": {"loss": "cross_entropy"}}, "loss='cross_entropy' must be one of importance_sampling, ppo, cispo, dro, gspo"),
         ({"training": {"steps": 0}}, "steps=0 must lie between 1 and any number"),
         ({"training": {"group_size": 1}}, "group_size=1 leaves grpo nothing to compare with"),
+        ({"training": {"group_size": 1, "advantages": "reinforce_pp"}}, "group_size=1 leaves reinforce_pp nothing to compare with"),
         ({"training": {"groups": 2, "substeps": 3}}, "substeps=3 exceeds groups=2"),
         ({"evaluation": {"samples": 2, "pass_at": [1, 4]}}, r"pass_at=\[4\] must lie between 1 and samples=2"),
         ({"evaluation": {"pass_at": "1"}}, "pass_at must be a list of numbers"),

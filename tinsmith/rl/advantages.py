@@ -6,19 +6,22 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-AdvantageKind = Literal["grpo", "rloo", "reinforce_pp"]
+AdvantageKind = Literal["grpo", "rloo", "reinforce_pp", "batch"]
 
 EPSILON = 1e-6
 """Keeps a division by a tiny deviation finite. Groups of exactly one reward never come to it."""
 
 
 def advantages(kind: AdvantageKind, groups: Sequence[Sequence[float]]) -> list[NDArray[np.float64]]:
-    """One array [g] for each group of g rewards. A group in which all rewards are equal gets exact zeros.
+    """One array [g] for each group of g rewards. A group in which all rewards are equal gets exact zeros, and with "batch" a batch.
 
     grpo: (r - mean) / (standard deviation), both of the group (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
     rloo: r - mean of the group's other rewards (Ahmadian et al., arXiv 2402.14740).
     reinforce_pp: r - mean of the group, then divided by the standard deviation over the batch (REINFORCE++-baseline, arXiv 2501.03262).
+    batch: r - mean of the batch, divided by the standard deviation over it: groups may be single episodes, of as many prompts.
     """
+    if kind == "batch":
+        return _over_batch(groups)
     centred = [_centred(np.asarray(rewards, dtype=np.float64)) for rewards in groups]
     match kind:
         case "grpo":
@@ -28,6 +31,13 @@ def advantages(kind: AdvantageKind, groups: Sequence[Sequence[float]]) -> list[N
         case "reinforce_pp":
             whole = np.concatenate([*centred, np.zeros(0)])
             return [group / (whole.std() + EPSILON) for group in centred] if len(whole) else centred
+
+
+def _over_batch(groups: Sequence[Sequence[float]]) -> list[NDArray[np.float64]]:
+    sizes = [len(group) for group in groups]
+    centred = _centred(np.array([reward for group in groups for reward in group], dtype=np.float64))
+    whole = centred / (centred.std() + EPSILON) if len(centred) else centred
+    return np.split(whole, np.cumsum(sizes)[:-1]) if sizes else []
 
 
 def has_variance(rewards: Sequence[float]) -> bool:

@@ -190,7 +190,7 @@ def _check(config: RlConfig, source: str) -> None:
         raise ConfigError(f"{source}: env: name is missing: which environment?")
     if not config.model.base_model and not config.model.start_from:
         raise ConfigError(f"{source}: model: base_model is missing: which model of the server?")
-    if config.training.advantages != "reinforce_pp" and config.training.group_size < 2:
+    if config.training.advantages != "batch" and config.training.group_size < 2:
         raise ConfigError(f"{source}: training: group_size=1 leaves {config.training.advantages} nothing to compare with; take 2 or more")
     if config.training.substeps > config.training.groups:
         raise ConfigError(f"{source}: training: substeps={config.training.substeps} exceeds groups={config.training.groups}")
