@@ -34,6 +34,12 @@ def asked_at(socket: str, path: str) -> httpx.Response:
         return vllm.get(path)
 
 
+def generated(socket: str) -> float:
+    """Tokens that the vLLM server has sampled so far."""
+    counts = re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)", asked_at(socket, "/metrics").text, re.MULTILINE)
+    return sum(float(count) for count in counts)
+
+
 def wait_for_vllm(server: Server, starts: int = 1) -> str:
     """The address of its vLLM server, as soon as one has got ready for the so-manieth time."""
     deadline = time.monotonic() + READY_S

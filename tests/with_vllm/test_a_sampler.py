@@ -23,7 +23,7 @@ from tests.bases import image, load, random_adapter, random_tokens, renderer
 from tests.running import Server
 from tests.sampling.test_local import forward_logprobs
 from tests.with_vllm.proxy import Proxy, in_front_of
-from tests.with_vllm.serving import processes_of, vllm_pids
+from tests.with_vllm.serving import generated, processes_of, vllm_pids
 from tinsmith.config import load as load_config
 from tinsmith.models.base import BaseModel, PictureInput
 from tinsmith.rendering.rendered import RenderedInput
@@ -191,7 +191,9 @@ def test_samples_of_a_lost_server_go_on_at_another(socket: str, vision_dir: Path
         first.version, second.version = "m/1", "m/2"
         conversation = [random_tokens(7, 40)]
         rendered = bench.renderer.render([random_tokens(1, 12)])
+        before = generated(socket)
         bench.add("follows", rendered, weights=first, line="m/inflight", max_tokens=LONG)
+        wait_until(lambda: generated(socket) > before + 5)
         for turn in range(4):
             bench.add(f"turn{turn}", bench.renderer.render([*conversation]))
             assert isinstance(bench.results(1)[f"turn{turn}"], SampleResult)
