@@ -37,8 +37,8 @@ def test_samples_go_on_with_newer_inflight_weights_and_say_so(text_base: BaseMod
     first.version, second.version = "s:train:0/1", "s:train:0/3"
     for weights_id in ("s:train:0/inflight", "s:train:0/1"):
         snapshots.publish("tiny", weights_id, first)
-    for weights_id in ("s:train:0/inflight", "s:train:0/1", None):
-        samples.add(sample(str(weights_id), weights_id))
+    for asked in ("s:train:0/inflight", "s:train:0/1", None):
+        samples.add(sample(str(asked), asked))
     samples.step()
     snapshots.publish("tiny", "s:train:0/inflight", second)
     settle(samples)
