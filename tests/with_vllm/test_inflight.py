@@ -1,12 +1,12 @@
 """Samples that run while their model is trained and saved again (`kind="inflight"`): every token is one of the version that it names."""
 
-import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import tinker
 from tinker import types
 
@@ -60,12 +60,14 @@ class Story:
     client: tinker.TrainingClient
     service: tinker.ServiceClient
     sampler: tinker.SamplingClient | None = None
-    states: list[str] | None = None
+    states: list[str] = field(default_factory=list)
+    """Of each version."""
 
-    def learn(self, seed: int) -> None:
+    def learn(self) -> None:
         """Another version, a visible step away, and a copy of it to compare with."""
-        learn(self.client, seed=seed)
-        self.states = [*(self.states or []), self.client.save_state(f"v{seed}").result().path]
+        number = len(self.states) + 1
+        learn(self.client, seed=number)
+        self.states.append(self.client.save_state(f"v{number}").result().path)
 
     def publish(self) -> None:
         """Let it be sampled."""
@@ -73,7 +75,6 @@ class Story:
 
     def check(self, prompt: types.ModelInput, reply: Reply) -> None:
         """Every span is what its version computes, and no other."""
-        assert self.states is not None
         assert [start for _, start, _ in reply.versions] == [0, *(end for _, _, end in reply.versions[:-1])]
         assert reply.versions[-1][2] == len(reply.tokens)
         saves = [int(version.removeprefix(f"{self.client.model_id}/")) for version, _, _ in reply.versions]
@@ -92,24 +93,26 @@ LENGTH = 900
 """Of the samples that run meanwhile, in tokens."""
 
 
+ATTEMPTS = 4
+"""On a busy machine saving may take longer than sampling: then nothing was replaced, and it is tried again."""
+
+
 def go_on(socket: str, pending: "list[Future[Any]]", story: Story, versions: int) -> None:
-    """Publish so many versions while samples run. The first of them has been learned before these began."""
-    for seed in range(3, 3 + versions):
-        before = generated(socket)
+    """Publish so many versions while samples run, as long as these do. The first has been learned before they began, and one is after."""
+    before = generated(socket)
+    for _ in range(versions):
         while generated(socket) < before + 20 and not any(future.done() for future in pending):
             time.sleep(0.02)
         story.publish()
-        assert not any(future.done() for future in pending), "sampling was faster than saving: ask for more tokens"
-        if seed < 2 + versions:
-            story.learn(seed)
+        story.learn()
+        before = generated(socket)
 
 
 def begun(story: Story) -> tinker.SamplingClient:
     """A client of the story's first version; the second is learned, and not published yet."""
-    story.learn(1)
+    story.learn()
     story.publish()
-    story.learn(2)
-    os.sync()  # a busy disk would keep the next save waiting for what these have written
+    story.learn()
     assert story.sampler is not None
     return story.sampler
 
@@ -118,22 +121,26 @@ def test_samples_go_on_with_each_new_version(server: Server, socket: str, servic
     """Text and pictures, several samples each, beside samples of a snapshot and of the base, which nothing disturbs."""
     story = Story(train(service, "tiny"), service)
     sampler = begun(story)
-    fixed = snapshot(story.client)
-    assert story.states is not None
-    second = story.states[-1]
+    fixed, copy = snapshot(story.client), story.states[-1]
+    story.learn()
     base = service.create_sampling_client(base_model="tiny").result()
     prompts = [text_input(1, 20), image_input(story.client, 3)]
     long = types.SamplingParams(max_tokens=LENGTH, stop=[], seed=1)
-    with ThreadPoolExecutor(5) as pool:
-        pending = [pool.submit(replies, server, sampler, prompt, 2, max_tokens=LENGTH, seed=1) for prompt in prompts]
-        stays = [(client, pool.submit(sample, client, prompts[1], long)) for client in (fixed, base)]
-        go_on(socket, pending, story, 2)
+    for _ in range(ATTEMPTS):
+        with ThreadPoolExecutor(4) as pool:
+            pending = [pool.submit(replies, server, sampler, prompt, 2, max_tokens=LENGTH, seed=1) for prompt in prompts]
+            stays = [pool.submit(sample, client, prompts[1], long) for client in (fixed, base)]
+            go_on(socket, pending, story, 2)
         for prompt, future in zip(prompts, pending, strict=True):
             for reply in future.result():
-                assert (len(reply.tokens), len(reply.versions)) == (LENGTH, 3)
+                assert len(reply.tokens) == LENGTH
                 story.check(prompt, reply)
-        assert worst_difference(service.create_training_client_from_state(second).result(), prompts[1], stays[0][1].result()) < 1e-4
-        assert worst_difference(train(service, "tiny"), prompts[1], stays[1][1].result()) < 1e-4
+        assert worst_difference(service.create_training_client_from_state(copy).result(), prompts[1], stays[0].result()) < 1e-4
+        assert worst_difference(train(service, "tiny"), prompts[1], stays[1].result()) < 1e-4
+        if all(len(reply.versions) == 3 for future in pending for reply in future.result()):
+            break
+    else:
+        pytest.fail("saving always took longer than sampling")
     (after,) = replies(server, sampler, prompts[0], 1, max_tokens=8)  # an older session: what is newest now
     assert len(after.versions) == 1
     story.check(prompts[0], after)
@@ -144,18 +151,20 @@ def test_full_weights_are_replaced_too(server: Server, socket: str, service: tin
     story = Story(train(service, "tiny", rank=0), service)
     sampler = begun(story)
     prompt = image_input(story.client, 3)
-    with ThreadPoolExecutor(1) as pool:
-        pending = [pool.submit(replies, server, sampler, prompt, 2, max_tokens=LENGTH)]
-        before = generated(socket)
-        while generated(socket) < before + 20 and not pending[0].done():
-            time.sleep(0.02)
-        story.publish()  # on a busy machine the save may come too late, for all samples have ended: then they are the former version's
+    for _ in range(ATTEMPTS):
+        with ThreadPoolExecutor(1) as pool:
+            pending = [pool.submit(replies, server, sampler, prompt, 2, max_tokens=LENGTH)]
+            go_on(socket, pending, story, 1)
         for reply in pending[0].result():
-            assert (len(reply.tokens), len(reply.versions) <= 2) == (LENGTH, True)
+            assert len(reply.tokens) == LENGTH
             story.check(prompt, reply)
+        if all(len(reply.versions) == 2 for reply in pending[0].result()):
+            break
+    else:
+        pytest.fail("saving always took longer than sampling")
     (after,) = replies(server, sampler, prompt, 1, max_tokens=8)
     story.check(prompt, after)
-    assert after.versions[0][0] == f"{story.client.model_id}/8"
+    assert len(after.versions) == 1
 
 
 def test_top_k_is_scored_by_the_version_of_each_piece(server: Server, socket: str, service: tinker.ServiceClient) -> None:
@@ -163,9 +172,13 @@ def test_top_k_is_scored_by_the_version_of_each_piece(server: Server, socket: st
     story = Story(train(service, "tiny"), service)
     sampler = begun(story)
     prompt = text_input(1, 20)
-    with ThreadPoolExecutor(1) as pool:
-        pending = [pool.submit(replies, server, sampler, prompt, 1, max_tokens=LENGTH, top_k=50)]
-        go_on(socket, pending, story, 1)
+    for _ in range(ATTEMPTS):
+        with ThreadPoolExecutor(1) as pool:
+            pending = [pool.submit(replies, server, sampler, prompt, 1, max_tokens=LENGTH, top_k=50)]
+            go_on(socket, pending, story, 1)
         (reply,) = pending[0].result()
-        assert len(reply.versions) == 2
         story.check(prompt, reply)
+        if len(reply.versions) == 2:
+            break
+    else:
+        pytest.fail("saving always took longer than sampling")
