@@ -111,7 +111,7 @@ def test_a_maze_is_a_picture_of_its_cells(level: str, side: int) -> None:
     picture = maze_picture(level=level)
     assert picture.size == (32 * side, 32 * side)
     counts = {color: count // 32**2 for count, color in picture.getcolors() or ()}
-    walls = {"easy": 3, "medium": 9, "hard": 20}[level]
+    walls = {"easy": 2, "medium": 9, "hard": 20}[level]
     assert counts == {(255, 255, 255): side**2 - walls - 2, (0, 0, 0): walls, (40, 60, 220): 1, (30, 170, 60): 1}
 
 

@@ -21,7 +21,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.env import Env, Message, Prompt, Step, Teacher, generator, user, visible
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
-LEVELS = {"easy": (4, 3), "medium": (6, 9), "hard": (8, 20)}
+LEVELS = {"easy": (4, 2), "medium": (6, 9), "hard": (8, 20)}
 """Level -> (cells a side, walls)."""
 CELL = 32
 FREE, WALL, PLAYER, GOAL = (255, 255, 255), (0, 0, 0), (40, 60, 220), (30, 170, 60)
