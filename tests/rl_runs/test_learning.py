@@ -69,7 +69,7 @@ def test_rl_gains_half_of_what_the_warm_start_misses(example: str, server_url: s
     assert after - before >= (1.0 - before) / 2, (before, after)
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(900)
 def test_the_maze_is_learnt_from_its_picture(server_url: str, tmp_path: Path, curves: Path) -> None:
     lines = run("maze2d", server_url, tmp_path)
     draw(curves / "maze2d.png", "maze2d, easy", {"maze2d": lines})
