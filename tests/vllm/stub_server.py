@@ -1,6 +1,7 @@
 """A process that answers as a vLLM server does to those who ask whether it lives: `python stub_server.py --uds SOCKET`."""
 
 import asyncio
+import os
 import sys
 
 from aiohttp import web
@@ -16,6 +17,7 @@ async def take_long(_: web.Request) -> web.Response:
 
 
 if __name__ == "__main__":
+    os.setpgrp()
     app = web.Application()
     app.add_routes([web.get("/health", live), web.get("/is_paused", live), web.get("/long", take_long)])
     web.run_app(app, path=sys.argv[-1], print=None)

@@ -4,6 +4,7 @@ A sample goes to one server. If that is lost the sample is sent to another, or t
 """
 
 import asyncio
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -25,6 +26,8 @@ from tinsmith.vllm.version import Version
 
 log = logging.getLogger(__name__)
 
+_STOPS_WITHIN_S = 5.0
+
 T = TypeVar("T")
 
 _ATTEMPTS = 5
@@ -42,7 +45,9 @@ class VLLMClient:
         self.lines: WeakValueDictionary[str, Line] = WeakValueDictionary()
         """Of inflight weights from which something is being sampled."""
         self.loop = uvloop.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="vllm", daemon=True).start()
+        thread = threading.Thread(target=self.loop.run_forever, name="vllm", daemon=True)
+        thread.start()
+        atexit.register(_stop, self.loop, thread)
         self.servers = self.run(self._open(sources, slots, hung_s)).result()
 
     def run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
@@ -111,3 +116,9 @@ class VLLMClient:
         for prepared in await asyncio.gather(*(self.publisher.prepare(life, version) for life in lives), return_exceptions=True):
             if prepared is not None:
                 log.info("%s is not ready yet on a vLLM server: %s", version, prepared)
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """End the loop before the interpreter ends, which it would not survive."""
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(_STOPS_WITHIN_S)

@@ -86,5 +86,7 @@ def _vllm_version() -> tuple[int, ...]:
 make_up_for_cuda_builds()
 
 if __name__ == "__main__":
+    # A group, to end all that vLLM starts. Not a session: where the scheduler groups processes by session, vLLM's starved ours for seconds.
+    os.setpgrp()
     end_with_parent()
     serve()

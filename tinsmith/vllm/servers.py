@@ -182,7 +182,6 @@ class Server:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,
             )
         return f"unix:{socket}"
 
@@ -240,7 +239,9 @@ class Server:
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # the launcher has made a group of its own
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()  # or had no time to
         await process.wait()
 
     def _why_down(self) -> str:
