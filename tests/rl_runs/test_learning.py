@@ -60,7 +60,7 @@ def draw(file: Path, title: str, runs: dict[str, list[dict[str, float]]]) -> Non
     plt.close(figure)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize("example", ["color_square", "digit_sum"])
 def test_rl_gains_half_of_what_the_warm_start_misses(example: str, server_url: str, tmp_path: Path, curves: Path) -> None:
     lines = run(example, server_url, tmp_path)
@@ -69,7 +69,7 @@ def test_rl_gains_half_of_what_the_warm_start_misses(example: str, server_url: s
     assert after - before >= (1.0 - before) / 2, (before, after)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_the_maze_is_learnt_from_its_picture(server_url: str, tmp_path: Path, curves: Path) -> None:
     lines = run("maze2d", server_url, tmp_path)
     draw(curves / "maze2d.png", "maze2d, easy", {"maze2d": lines})
@@ -77,7 +77,7 @@ def test_the_maze_is_learnt_from_its_picture(server_url: str, tmp_path: Path, cu
     assert evaluations(lines)[-1][1] >= 0.8
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(360)
 def test_a_thinking_template_learns_step_by_step(server_url: str, tmp_path: Path, curves: Path) -> None:
     lines = run("guess_number_thinking", server_url, tmp_path, model={"chat_template": str(EXAMPLES / "thinking.jinja")})
     draw(curves / "guess_number_thinking.png", "guess_number, thinking template", {"step-wise": lines})
@@ -87,7 +87,7 @@ def test_a_thinking_template_learns_step_by_step(server_url: str, tmp_path: Path
     assert 0.8 * turns < samples <= turns  # an answer without a thought is merged with what follows
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(360)
 def test_an_asynchronous_run_ends_as_high_and_sooner(server_url: str, tmp_path: Path, curves: Path) -> None:
     made, seconds = {}, {}
     for mode in ("sync", "async"):
@@ -100,7 +100,7 @@ def test_an_asynchronous_run_ends_as_high_and_sooner(server_url: str, tmp_path: 
     assert seconds["async"] < seconds["sync"]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(360)
 def test_a_killed_and_resumed_run_is_the_undisturbed_one(server_url: str, tmp_path: Path) -> None:
     short = {"training": {"steps": 12}, "output": {"save_every": 4}, "evaluation": {"every": 0}}
     directories = {name: tmp_path / name for name in ("undisturbed", "killed")}
