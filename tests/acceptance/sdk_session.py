@@ -42,7 +42,7 @@ def run(url: str) -> dict[str, Any]:
     samples = [greedy(sampler), greedy(ready(service.create_sampling_client(model_path=saved)))]
     resumed = ready(service.create_training_client_from_state(client.save_state("sdk").result().path))
     listed = service.create_rest_client().list_checkpoints(client.model_id).result().checkpoints
-    return {
+    outcome = {
         "version": tinker.__version__,
         "losses": losses,
         "samples": samples,
@@ -50,6 +50,10 @@ def run(url: str) -> dict[str, Any]:
         "prompt": sampler.compute_logprobs(PROMPT).result()[1:],
         "checkpoints": sorted(checkpoint.checkpoint_id for checkpoint in listed),
     }
+    # The HTTP library of newer versions aborts a Python 3.11 that ends while an answer comes in. The oldest has no `close`, and never did.
+    if hasattr(service, "close"):
+        service.close("success").result()
+    return outcome
 
 
 def step(client: Any, item: types.Datum, loss_fn: str) -> float:
