@@ -15,6 +15,8 @@ TRAINER, WORKER = 0, 1
 """Their ranks."""
 _LONGEST = timedelta(minutes=5)
 """How long one end waits for the other."""
+_LONGEST_WITH_GLOO = timedelta(seconds=30)
+"""The same for each tensor with Gloo, which cannot be told to give up."""
 
 
 class ProcessPair:
@@ -50,11 +52,14 @@ class ProcessPair:
         self._finish()
 
     def abort(self) -> None:
-        """Give up what is under way: the thread that waits for it gets an error. The link is of no use then."""
+        """Give up what is under way: the thread that waits for it gets an error, with Gloo when its time is over. No tensor can follow."""
         self._group.abort()
 
     def _broadcast(self, tensor: Tensor) -> None:
-        self._group.broadcast([tensor], distributed.BroadcastOptions()).wait()  # from rank 0, unless told otherwise
+        options = distributed.BroadcastOptions()  # from rank 0, unless told otherwise
+        if self.device.type == "cpu":
+            options.timeout = _LONGEST_WITH_GLOO
+        self._group.broadcast([tensor], options).wait()
 
     def _finish(self) -> None:
         """NCCL only puts work into the GPU's queue."""
