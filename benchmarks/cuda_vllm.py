@@ -3,7 +3,7 @@
 - From save_weights_and_get_sampling_client to a token sampled with changed weights: an adapter of rank 32, and all parameters. These
   get into vLLM in the way that fits the machine, from the GPU's own memory where there is one GPU, from GPU to GPU where there are two; and
   with one GPU as a file too.
-- 64 requests of 64 tokens at once, 64 sampled each: tokens per second through SDK, server and vLLM over those of the same vLLM alone.
+- 64 requests of 64 tokens at once, 64 or 256 sampled each: tokens per second through SDK, server and vLLM over those of the same vLLM alone.
 
 Run it with: TINSMITH_TEST_DEVICE=cuda TINSMITH_VLLM_PYTHON=.../bin/python python -m benchmarks.cuda_vllm
 """
@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.cuda_sft import QWEN3_4B, write_model
 from benchmarks.servers import API_KEY
-from benchmarks.with_vllm import publishing, texts, throughput
+from benchmarks.with_vllm import ANSWERS, publishing, texts, throughput
 from tests.with_vllm.serving import sampling_with_vllm, wait_for_vllm
 
 QWEN3_1_7B = QWEN3_4B | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
@@ -41,7 +41,9 @@ def main() -> None:
         write_model(model, QWEN3_1_7B, "cuda")
         torch.cuda.empty_cache()
         with running(model) as (service, address):
-            throughput(service, address, "cuda_vllm_text", "at least 0.95 times as fast", texts)
+            client = service.create_sampling_client(base_model="tiny").result()
+            for answer in ANSWERS:
+                throughput(client, address, "cuda_vllm_text", "at least 0.95 times as fast", texts, answer)
             publishing(service.create_lora_training_client("tiny", rank=32).result(), "cuda_vllm_publish_lora", "")
             publishing(service.create_lora_training_client("tiny", rank=0).result(), "cuda_vllm_publish_full", "")
         if torch.cuda.device_count() == 1:

@@ -1,6 +1,6 @@
 """Sampling through the SDK, the server and vLLM on a CPU, against the same vLLM server asked directly; and how long publishing takes.
 
-- 64 requests at once of 64 tokens each, one sample of 64 tokens: tokens per second against bare HTTP on vLLM's generate endpoint.
+- 64 requests at once of 64 tokens each, one sample of 64 or 256 tokens: tokens per second against bare HTTP on vLLM's generate endpoint.
 - The same with a picture in every prompt, each used by 8 requests and new in every round. vLLM alone gets the encoded picture each time.
 - From save_weights_and_get_sampling_client to the first token sampled with a changed adapter of the tiny model.
 - The same with the full weights of a model of 30 million parameters.
@@ -32,9 +32,9 @@ from tests.bases import png
 from tests.with_vllm.serving import sampling_with_vllm, wait_for_vllm
 from tinsmith.models.tiny import TinyKind, write_tiny_model
 
-REQUESTS, LENGTH, ROUNDS = 64, 64, 5
-PARAMS = types.SamplingParams(max_tokens=LENGTH, temperature=1.0, stop=[])
-VLLM_PARAMS = {"max_tokens": LENGTH, "temperature": 1.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
+REQUESTS, LENGTH, PUBLISHES = 64, 64, 5
+ANSWERS = {64: 15, 256: 7}
+"""Tokens of an answer, and rounds with answers so long."""
 STEP = types.AdamParams(learning_rate=1e-3)
 
 Body = dict[str, Any]
@@ -52,22 +52,24 @@ def running(kind: TinyKind, hidden: int = 64, layers: int = 2) -> Iterator[tuple
                 yield service, address
 
 
-def through_sdk(client: tinker.SamplingClient, prompts: list[types.ModelInput]) -> None:
+def through_sdk(client: tinker.SamplingClient, prompts: list[types.ModelInput], answer: int) -> None:
     """Send every prompt, then wait for all."""
-    futures = [client.sample(prompt, num_samples=1, sampling_params=PARAMS) for prompt in prompts]
+    params = types.SamplingParams(max_tokens=answer, temperature=1.0, stop=[])
+    futures = [client.sample(prompt, num_samples=1, sampling_params=params) for prompt in prompts]
     lengths = {len(future.result().sequences[0].tokens) for future in futures}
-    if lengths != {LENGTH}:
+    if lengths != {answer}:
         raise RuntimeError(f"answers of {lengths} tokens")
 
 
-def directly(address: str, bodies: list[Body]) -> None:
+def directly(address: str, bodies: list[Body], answer: int) -> None:
     """The same from vLLM's own endpoint."""
+    params = {"max_tokens": answer, "temperature": 1.0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
 
     async def ask(session: aiohttp.ClientSession, body: Body) -> None:
-        async with session.post("/inference/v1/generate", json=body | {"sampling_params": VLLM_PARAMS}) as reply:
-            answer = await reply.json()
-            if len(answer["choices"][0]["token_ids"]) != LENGTH:
-                raise RuntimeError(f"vLLM answered {answer}")
+        async with session.post("/inference/v1/generate", json=body | {"sampling_params": params}) as reply:
+            content = await reply.json()
+            if len(content["choices"][0]["token_ids"]) != answer:
+                raise RuntimeError(f"vLLM answered {content}")
 
     async def ask_all() -> None:
         connector = aiohttp.UnixConnector(address.removeprefix("unix:"), limit=0)
@@ -104,20 +106,22 @@ def pictures(placeholder: int) -> tuple[list[types.ModelInput], list[Body]]:
 SEEDS = count()
 
 
-def throughput(service: tinker.ServiceClient, address: str, name: str, wanted: str, make: Callable[[], Any]) -> None:
+def throughput(client: tinker.SamplingClient, address: str, name: str, wanted: str, make: Callable[[], Any], answer: int) -> None:
     """Tokens per second through everything, as a part of those of vLLM alone."""
-    client = service.create_sampling_client(base_model="tiny").result()
-    batches = iter([make() for _ in range(2 * (ROUNDS + 1))])
-    ours_s, bare_s = in_turn(lambda: through_sdk(client, next(batches)[0]), lambda: directly(address, next(batches)[1]), rounds=ROUNDS)
-    tokens = REQUESTS * LENGTH
-    report(name, bare_s / ours_s, wanted, ours_tokens_per_s=tokens / ours_s, vllm_tokens_per_s=tokens / bare_s)
+    rounds = ANSWERS[answer]
+    batches = iter([make() for _ in range(2 * (rounds + 1))])
+    ours_s, bare_s = in_turn(
+        lambda: through_sdk(client, next(batches)[0], answer), lambda: directly(address, next(batches)[1], answer), rounds=rounds
+    )
+    tokens = REQUESTS * answer
+    report(f"{name}_{answer}", bare_s / ours_s, wanted, ours_tokens_per_s=tokens / ours_s, vllm_tokens_per_s=tokens / bare_s)
 
 
 def publishing(client: tinker.TrainingClient, name: str, wanted: str) -> None:
     """Milliseconds from saving changed weights to a token sampled with them."""
     prompt, one = text_input(1, 16), types.SamplingParams(max_tokens=1)
     times = []
-    for step in range(ROUNDS + 1):
+    for step in range(PUBLISHES + 1):
         client.forward_backward([datum(text_input(step, 16))], "cross_entropy").result()
         client.optim_step(STEP).result()
         started = time.perf_counter()
@@ -129,9 +133,11 @@ def publishing(client: tinker.TrainingClient, name: str, wanted: str) -> None:
 def main() -> None:
     """Measure and print the lines."""
     with running("qwen3-vl") as (service, address):
-        throughput(service, address, "vllm_text", "at least 0.95 times as fast", texts)
+        client = service.create_sampling_client(base_model="tiny").result()
         placeholder = service.create_lora_training_client("tiny", rank=8).result().get_tokenizer().get_vocab()["<|image_pad|>"]
-        throughput(service, address, "vllm_pictures", "at least 0.90 times as fast", lambda: pictures(placeholder))
+        for answer in ANSWERS:
+            throughput(client, address, "vllm_text", "at least 0.95 times as fast", texts, answer)
+            throughput(client, address, "vllm_pictures", "at least 0.90 times as fast", lambda: pictures(placeholder), answer)
         publishing(service.create_lora_training_client("tiny", rank=8).result(), "vllm_publish_lora", "at most 150 ms")
     with running("qwen3", hidden=640, layers=8) as (service, _):
         publishing(service.create_lora_training_client("tiny", rank=0).result(), "vllm_publish_full_30m", "at most 1000 ms")
