@@ -3,7 +3,7 @@
 - From save_weights_and_get_sampling_client to a token sampled with changed weights: an adapter of rank 32, and all parameters. These
   get into vLLM in the way that fits the machine, from the GPU's own memory where there is one GPU, from GPU to GPU where there are two; and
   with one GPU as a file too.
-- 64 requests of 64 tokens at once, 64 or 256 sampled each: tokens per second through SDK, server and vLLM over those of the same vLLM alone.
+- 64 requests of 64 tokens at once, 64 or 256 sampled each: tokens per second through SDK, server and vLLM over those of this vLLM alone.
 
 Run it with: TINSMITH_TEST_DEVICE=cuda TINSMITH_VLLM_PYTHON=.../bin/python python -m benchmarks.cuda_vllm
 """
