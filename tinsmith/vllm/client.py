@@ -26,9 +26,10 @@ from tinsmith.vllm.version import Version
 
 log = logging.getLogger(__name__)
 
-_STOPS_WITHIN_S = 5.0
-
 T = TypeVar("T")
+
+_STOPS_WITHIN_S = 5.0
+"""How long the interpreter waits for the loop before it ends."""
 
 _ATTEMPTS = 5
 """A sample that loses so many servers is likely to be the reason."""
