@@ -30,3 +30,10 @@ class Moody(Env):
 
     def close(self) -> None:
         CLOSED.append(self.mood)
+
+
+class Absent(Moody):
+    """An environment that cannot be made."""
+
+    def __init__(self) -> None:
+        raise ConnectionError("the simulator is busy")

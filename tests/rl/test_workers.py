@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
 from typing import Literal
@@ -10,6 +12,7 @@ import pytest
 
 from tests.rl.moody import CLOSED, Moody
 from tests.rl.scripted import Scripted, ids, rules
+from tinsmith.errors import ConfigError
 from tinsmith.rl import registry
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.env import Prompt
@@ -18,12 +21,15 @@ from tinsmith.rl.trajectory import Origin, Trajectory
 from tinsmith.rl.workers import ProcessWorkers, make_workers
 
 
-def play(kind: Literal["inline", "thread", "process"], template: ChatTemplate, moods: list[str], count: int = 2) -> list[Trajectory]:
+Kind = Literal["inline", "thread", "process"]
+
+
+def play(kind: Kind, template: ChatTemplate, moods: list[str], count: int = 2, env: str = "Moody") -> list[Trajectory]:
     """Episodes of these moods, at once, on `count` workers."""
 
     async def all_of_them() -> list[Trajectory]:
         workers = make_workers(kind, count, timeout_s=0.6 if kind == "thread" else 5.0)
-        generator = Generator("tests.rl.moody:Moody", {}, rules(), template, workers)
+        generator = Generator(f"tests.rl.moody:{env}", {}, rules(), template, workers)
         said = [(ids(template, "hot<|im_end|>"), True)]
         prompts = [Prompt(0, fields={"mood": mood}) for mood in moods]
         try:
@@ -49,6 +55,44 @@ def test_an_exception_ends_its_trajectory_only(kind: Literal["inline", "thread"]
     made = play(kind, plain, ["good", "raises", "unwilling", "good"])
     assert [ending(trajectory) for trajectory in made] == [GOOD, RAISED, UNWILLING, GOOD]
     assert sorted(CLOSED) == ["good", "good", "raises", "unwilling"]
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread", "process"])
+def test_an_environment_that_cannot_be_made_ends_its_trajectory_only(kind: Kind, plain: ChatTemplate) -> None:
+    busy = ("env_error", "ConnectionError: the simulator is busy", False)
+    assert [ending(trajectory) for trajectory in play(kind, plain, ["good", "good"], env="Absent")] == [busy, busy]
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread"])
+def test_options_that_cannot_be_are_no_misfortune(kind: Literal["inline", "thread"]) -> None:
+    async def opened() -> None:
+        await make_workers(kind, 1, 5.0).open("tests.rl.moody:Moody", {"colour": "red"})
+
+    with pytest.raises(ConfigError, match="does not take these options"):
+        asyncio.run(opened())
+
+
+HANGING = """
+import asyncio, time
+from tinsmith.rl.workers import EnvTimeoutError, make_workers
+
+class Forever:
+    def step(self): time.sleep(300)
+
+async def run():
+    session = await make_workers("thread", 1, 0.2).open("__main__:Forever", {})
+    try:
+        await session.call("step")
+    except EnvTimeoutError:
+        print("late")
+
+asyncio.run(run())
+"""
+
+
+def test_a_call_that_never_returns_does_not_keep_the_program() -> None:
+    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "late\n"), done.stderr
 
 
 def test_a_timeout_ends_its_trajectory_and_leaves_as_many_threads(plain: ChatTemplate) -> None:

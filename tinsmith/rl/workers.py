@@ -9,13 +9,14 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl import registry
 from tinsmith.rl.env import Env
 
@@ -76,10 +77,7 @@ class InlineSession:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """The method's value. Raises EnvError."""
-        try:
-            return getattr(self.env, method)(*arguments)
-        except Exception as error:  # an environment is somebody's program: whatever it raises ends its episode, and is reported there
-            raise env_error(error) from error
+        return _guarded(getattr(self.env, method), *arguments)
 
     async def end(self) -> None:
         """Close it."""
@@ -91,7 +89,7 @@ class InlineWorkers:
 
     async def open(self, name: str, options: Mapping[str, Any]) -> InlineSession:
         """A new environment."""
-        return InlineSession(registry.make(name, **options))
+        return InlineSession(_made(name, options))
 
     def shutdown(self) -> None:
         """Nothing to let go."""
@@ -106,7 +104,7 @@ class ThreadSession:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """The method's value. Raises EnvError, EnvTimeoutError."""
-        return await self.workers.run(getattr(self.env, method), *arguments)
+        return await self.workers.run(_guarded, getattr(self.env, method), *arguments)
 
     async def end(self) -> None:
         """Close it."""
@@ -117,28 +115,20 @@ class ThreadWorkers:
     """`count` calls at a time, each at most `timeout_s` seconds."""
 
     def __init__(self, count: int, timeout_s: float) -> None:
-        self.count, self.timeout_s = count, timeout_s
+        self.timeout_s = timeout_s
         self._slots = asyncio.Semaphore(count)
-        self._pool = ThreadPoolExecutor(count)
 
     async def open(self, name: str, options: Mapping[str, Any]) -> ThreadSession:
-        """A new environment, made in the caller's thread."""
-        return ThreadSession(self, registry.make(name, **options))
+        """A new environment, made in one of the threads."""
+        return ThreadSession(self, await self.run(_made, name, options))
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The function's value. Raises EnvError, EnvTimeoutError."""
+        """The value of a function that raises TinsmithError only. Raises as that does, and EnvTimeoutError."""
         async with self._slots:  # so that the time-out begins when the call does
-            try:
-                return await _outcome(self._pool, self.timeout_s, function, *arguments)
-            except EnvTimeoutError:
-                # The thread is lost until its call returns: go on with as many fresh ones.
-                self._pool.shutdown(wait=False)
-                self._pool = ThreadPoolExecutor(self.count)
-                raise
+            return await _within(self.timeout_s, _in_a_thread(function, *arguments))
 
     def shutdown(self) -> None:
-        """Let the threads end."""
-        self._pool.shutdown(wait=False)
+        """Nothing to let go: a thread ends with its call, and the interpreter waits for none."""
 
 
 class _Seat:
@@ -159,7 +149,7 @@ class _Seat:
             self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
             self._pid = await asyncio.wrap_future(self._pool.submit(os.getpid))
         try:
-            return await _outcome(self._pool, timeout_s, function, *arguments)
+            return await _within(timeout_s, self._pool.submit(function, *arguments))
         except EnvTimeoutError:
             os.kill(self._pid, signal.SIGKILL)
             self.shutdown()
@@ -167,6 +157,8 @@ class _Seat:
         except BrokenProcessPool as error:
             self.shutdown()
             raise EnvError(f"the environment's process ended: {error}") from error
+        except Exception as error:  # as in `_guarded`
+            raise env_error(error) from error
 
     def shutdown(self) -> None:
         """Let the process end."""
@@ -234,17 +226,48 @@ def _call_in_process(method: str, arguments: tuple[Any, ...]) -> Any:
     return getattr(_here["env"], method)(*arguments)
 
 
-async def _outcome(pool: Executor, timeout_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
-    future = asyncio.wrap_future(pool.submit(function, *arguments))
+def _made(name: str, options: Mapping[str, Any]) -> Env:
+    """A new environment. Raises ConfigError as the registry does, and EnvError for what its constructor raises."""
+    try:
+        return registry.make(name, **options)
+    except ConfigError:
+        raise
+    except Exception as error:  # as in `_guarded`
+        raise env_error(error) from error
+
+
+def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's value. Raises EnvError."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # an environment is somebody's program: whatever it raises ends its episode, and is reported there
+        raise env_error(error) from error
+
+
+def _in_a_thread(function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+    """The outcome of a call that raises TinsmithError only, in a thread of its own: the interpreter would wait for an executor's."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        future.set_running_or_notify_cancel()
+        try:
+            value = function(*arguments)
+        except TinsmithError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    threading.Thread(target=work, daemon=True).start()
+    return future
+
+
+async def _within(timeout_s: float, call: "Future[Any]") -> Any:
+    """The call's outcome. Raises EnvTimeoutError, and what it raises."""
+    future = asyncio.wrap_future(call)
     done, _ = await asyncio.wait({future}, timeout=timeout_s)
     if not done:
         future.cancel()
         raise EnvTimeoutError(f"the environment took longer than its time-out of {timeout_s:g} s")
-    error = future.exception()
-    if isinstance(error, BrokenProcessPool):
-        raise error
-    if error is not None:
-        raise env_error(error) from error
     return future.result()
 
 

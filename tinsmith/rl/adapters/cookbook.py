@@ -21,7 +21,7 @@ from tinker_cookbook.rl.types import EnvGroupBuilder, StepResult
 from tinker_cookbook.rl.types import StopReason as TheirStopReason
 from tinker_cookbook.rl.types import Trajectory as TheirTrajectory
 
-from tinsmith.errors import ConfigError, UserError
+from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl import registry
 from tinsmith.rl.assemble import assemble
 from tinsmith.rl.chat import ChatTemplate
@@ -127,7 +127,10 @@ class CookbookPlayer:
         What an environment raises ends its episode, what the group's builder raises all of them. Raises ConfigError for a builder that
         makes another number of environments, and what the policy raises.
         """
-        builder: EnvGroupBuilder = registry.find(self.env)(prompt, len(origins), **self.options)
+        try:
+            builder = _built(registry.find(self.env), prompt, len(origins), self.options)
+        except EnvError as error:
+            return tuple(_failed(origin, error) for origin in origins)
         try:
             envs = await _guarded(builder.make_envs())
             if len(envs) != len(origins):
@@ -185,6 +188,16 @@ async def _guarded(call: Awaitable[T]) -> T:
         return await call
     except Exception as error:  # somebody's program: see workers.py
         raise env_error(error) from error
+
+
+def _built(factory: Any, prompt: Prompt, size: int, options: Mapping[str, Any]) -> EnvGroupBuilder:
+    try:
+        builder: EnvGroupBuilder = factory(prompt, size, **options)
+    except (TypeError, TinsmithError):  # arguments that it does not take, and what cannot be: no episode would begin
+        raise
+    except Exception as error:  # see workers.py
+        raise env_error(error) from error
+    return builder
 
 
 def _failed(origin: Origin, error: EnvError) -> Trajectory:
