@@ -131,15 +131,18 @@ def test_a_resumed_stream_counts_on_and_starts_as_many() -> None:
     asyncio.run(run())
 
 
-def test_what_playing_raises_comes_out_of_take() -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("late", [False, True], ids=["while it waits", "before it is asked"])
+def test_what_playing_raises_comes_out_of_take(in_order: bool, late: bool) -> None:
     async def fails(number: int, version: int, policy: Policy) -> Group:
         raise RuntimeError(f"group {number}")
 
     async def run() -> None:
-        stream = GroupStream(fails, 2, 0, True, lambda _: True, 100)
+        stream = GroupStream(fails, 2, 0, in_order, lambda _: True, 100)
         stream.publish(0, NOBODY)
+        await asyncio.sleep(0.05 if late else 0)
         with pytest.raises(RuntimeError, match="group 0"):
-            await stream.take()
+            await asyncio.wait_for(stream.take(), 5)
         await stream.close()
 
     asyncio.run(run())

@@ -89,13 +89,13 @@ class GroupStream:
     async def take(self) -> list[Group]:
         """The next batch. Raises what playing a group raised."""
         while True:
+            for task in [task for task in self._live.values() if task.done()]:
+                task.result()  # a task that is done and still here has failed
             self._discard_stale()
             if batch := self._batch():
                 break
             self._news.clear()
             await self._news.wait()
-            for task in [task for task in self._live.values() if task.done()]:
-                task.result()  # a task that is done and still here has failed
         for group in batch:
             del self._ready[group.number]
         return batch
