@@ -194,6 +194,24 @@ def _check(config: RlConfig, source: str) -> None:
         raise ConfigError(f"{source}: training: group_size=1 leaves {config.training.advantages} nothing to compare with; take 2 or more")
     if config.training.substeps > config.training.groups:
         raise ConfigError(f"{source}: training: substeps={config.training.substeps} exceeds groups={config.training.groups}")
+    _check_loss(config, source)
     too_many = [k for k in config.evaluation.pass_at if not 1 <= k <= config.evaluation.samples]
     if too_many:
         raise ConfigError(f"{source}: evaluation: pass_at={too_many} must lie between 1 and samples={config.evaluation.samples}")
+
+
+def _check_loss(config: RlConfig, source: str) -> None:
+    training, temperature = config.training, config.generation.temperature
+    if training.loss == "dro" and training.loss_scale != "sum":
+        raise ConfigError(
+            f"{source}: training: loss_scale={training.loss_scale} would divide what dro gains and leave its penalty as it is; take sum"
+        )
+    if temperature != 1 and training.kl_coefficient:
+        raise ConfigError(
+            f"{source}: generation: temperature={temperature}: the KL penalty compares with log-probabilities at temperature 1; take 1"
+        )
+    if temperature != 1 and training.loss != "importance_sampling" and not training.tis_cap:
+        raise ConfigError(
+            f"{source}: generation: temperature={temperature}: {training.loss} would clip ratios to log-probabilities at this temperature "
+            "by those at 1; take 1, or set tis_cap"
+        )
