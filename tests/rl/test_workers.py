@@ -20,7 +20,6 @@ from tinsmith.rl.generator import Generator
 from tinsmith.rl.trajectory import Origin, Trajectory
 from tinsmith.rl.workers import ProcessWorkers, make_workers
 
-
 Kind = Literal["inline", "thread", "process"]
 
 
