@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from tinsmith.rl.advantages import advantages
 from tinsmith.rl.assemble import assemble
-from tinsmith.rl.metrics import pass_at_k, trajectory_metrics
+from tinsmith.rl.metrics import pass_at_k, succeeded, trajectory_metrics
 from tinsmith.rl.stream import text_stream
 from tinsmith.rl.trajectory import Origin, StopReason, Trajectory, Turn
 
@@ -41,6 +42,30 @@ def test_a_batch_in_numbers() -> None:
             "seconds/env_of_a_trajectory": 6.0 / 5,
         }
     )
+
+
+def earned(*rewards: float) -> float:
+    """The whole reward of an episode with these rewards, turn by turn."""
+    turns, seen = [], [1, 2]
+    for reward in rewards:
+        turns.append(Turn(text_stream(seen), np.array([7], np.int32), np.zeros(1, np.float32), reward))
+        seen = [*seen, 7, 8]
+    return Trajectory(Origin("test", 0), assemble(turns), "done", len(turns)).reward
+
+
+def test_a_reward_is_what_the_environment_gave() -> None:
+    assert earned(0.9) == 0.9
+    assert earned(0.1, 0.9) == 1.0
+    assert earned(50.3, 50.4, 0.1) == earned(0.1, 50.4, 50.3)
+    (values,) = advantages("grpo", [[earned(100.7), earned(50.3, 50.4), earned(50.4, 50.3)]])
+    assert np.abs(values).max() < 1e-6
+
+
+def test_successes_forgive_a_rounding() -> None:
+    assert all(succeeded(earned(*[1 / turns] * turns), 1.0) for turns in range(1, 40))
+    assert succeeded(2.0, 1.0)
+    assert not succeeded(0.999999, 1.0)
+    assert succeeded(0.0, 0.0)
 
 
 def test_a_batch_of_nothing_has_numbers_too() -> None:

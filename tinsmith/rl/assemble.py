@@ -64,7 +64,7 @@ def _sample(run: Sequence[Turn], is_last_step: bool) -> Sample:
     first = len(run[0].prompt)
     stream = join((end.prompt, text_stream(end.sampled), text_stream(end.tail)))
     loss_mask = np.zeros(len(stream) - first, dtype=np.bool_)
-    rewards, logprobs = np.zeros(len(loss_mask), dtype=np.float32), np.zeros(len(loss_mask), dtype=np.float32)
+    rewards, logprobs = np.zeros(len(loss_mask), dtype=np.float64), np.zeros(len(loss_mask), dtype=np.float32)
     for turn in run:
         start = len(turn.prompt) - first
         stop = start + len(turn.sampled)

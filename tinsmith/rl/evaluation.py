@@ -13,7 +13,7 @@ from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import EvaluationSection, RlConfig
 from tinsmith.rl.connection import chat_template, connect, context_limit, load_tokenizer, policy_of, tokenizer_of
 from tinsmith.rl.env import Prompt
-from tinsmith.rl.metrics import Metrics, pass_at_k, trajectory_metrics
+from tinsmith.rl.metrics import Metrics, pass_at_k, succeeded, trajectory_metrics
 from tinsmith.rl.pages import write_jsonl, write_page
 from tinsmith.rl.policy import Policy
 from tinsmith.rl.prompts import rows, seeds
@@ -43,7 +43,7 @@ class Evaluator:
     def __init__(self, config: RlConfig, template: ChatTemplate, workers: Workers, max_context: int) -> None:
         self.section: EvaluationSection = config.evaluation
         self.prompts = evaluation_prompts(config.evaluation)
-        rules = rules_of(config, max_context)
+        rules = rules_of(config, max_context, template)
         rules = replace(rules, seed=config.evaluation.seed, request=replace(rules.request, temperature=config.evaluation.temperature))
         self.player = make_player(config, {**config.env.options, **config.evaluation.options}, rules, template, workers)
 
@@ -52,7 +52,7 @@ class Evaluator:
         playing = [self._group(policy, number, prompt, version) for number, prompt in enumerate(self.prompts)]
         groups = await asyncio.gather(*playing)
         metrics = trajectory_metrics(groups)
-        successes = [[trajectory.reward >= self.section.success for trajectory in group] for group in groups]
+        successes = [[succeeded(trajectory.reward, self.section.success) for trajectory in group] for group in groups]
         metrics |= {f"pass@{k}": pass_at_k(successes, k) for k in self.section.pass_at}
         return Evaluation(metrics, tuple(groups))
 

@@ -1,5 +1,6 @@
 """What is logged of a batch of trajectories, under names that mean the same in training and evaluation."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -40,6 +41,11 @@ def trajectory_metrics(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
         **_env_metrics([trajectory.metrics for trajectory in usable]),
         **_seconds(everyone),
     }
+
+
+def succeeded(reward: float, wanted: float) -> bool:
+    """Whether an episode counts as a success. Rewards of several turns may miss the sum that is meant by a rounding."""
+    return reward > wanted or math.isclose(reward, wanted, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:

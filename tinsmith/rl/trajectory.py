@@ -1,5 +1,6 @@
 """What the generator makes: turns, training samples and trajectories. All frozen; every array says its shape."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,7 +53,7 @@ class Sample:
     prompt_length: int
     loss_mask: NDArray[np.bool_]
     """[r] true exactly where a token was sampled."""
-    rewards: NDArray[np.float32]
+    rewards: NDArray[np.float64]
     """[r] each turn's reward on its last sampled token, else 0.0."""
     logprobs: NDArray[np.float32]
     """[r] the sampler's logprobs, 0.0 where nothing was sampled."""
@@ -121,8 +122,8 @@ class Trajectory:
 
     @cached_property
     def reward(self) -> float:
-        """The whole reward."""
-        return float(sum(sample.rewards.sum(dtype=np.float64) for sample in self.samples))
+        """The whole reward, rounded once: the same rewards in other turns come to the same number."""
+        return math.fsum(reward for sample in self.samples for reward in sample.rewards.tolist())
 
     @cached_property
     def sampled_tokens(self) -> int:
