@@ -44,6 +44,28 @@ def config(url: str, directory: Path, steps: int, **output: Any) -> Any:
     return config_of(url, directory, server=server, training={"steps": steps, "groups": 1, "group_size": 2}, output=output)
 
 
+def test_the_best_weights_are_those_that_earned_the_best_reward(server_url: str, tmp_path: Path) -> None:
+    state = train(config(server_url, tmp_path, 4, keep=0), QUIET)
+    rewards = [json.loads(line)["reward"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert (state.best_reward, state.best_step) == (max(rewards), rewards.index(max(rewards)))
+    assert 0 < state.best_step < 4
+    service = tinker.ServiceClient(base_url=server_url, api_key=KEY)
+    prompt = tinker.ModelInput.from_ints(list(range(1, 20)))
+
+    def logprobs(path: str) -> list[float | None]:
+        return service.create_sampling_client(model_path=path).result().compute_logprobs(prompt).result()[1:]
+
+    best, these, later = (logprobs(path) for path in (state.best_weights, *(state.kept[2 * n - 1] for n in (state.best_step, 4))))
+    assert best == pytest.approx(these, abs=1e-5)
+    assert best != pytest.approx(later, abs=1e-5)
+
+
+def test_where_every_episode_failed_there_is_no_best(server_url: str, tmp_path: Path) -> None:
+    absent = config(server_url, tmp_path, 1)
+    absent.env.name, absent.warmup.steps = "tests.rl.moody:Absent", 0
+    assert train(absent, QUIET).best_reward is None
+
+
 def test_a_run_keeps_its_newest_checkpoints_and_its_best(server_url: str, tmp_path: Path, on_server: Named) -> None:
     state = train(config(server_url, tmp_path, 3, keep=2), QUIET)
     assert [Path(path).name for path in state.kept] == ["step-000002", "step-000002", "step-000003", "step-000003"]

@@ -77,7 +77,7 @@ def _prepared(
         console.print(f"warm-up: loss per token {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps", highlight=False)
     section = config.prompts
     prompts = rows(Path(section.file), section.count) if section.file else seeds(section.seed, section.count)
-    rules = rules_of(config, max_context)
+    rules = rules_of(config, max_context, template)
     player = make_player(config, config.env.options, rules, template, workers)
     evaluator = Evaluator(config, template, workers, max_context) if config.evaluation.every else None
     state = replace(state, tokenizer=str(template.tokenizer.name_or_path))
@@ -132,6 +132,8 @@ class Run:
         with self._timed("wait"):
             groups = await stream.take()
         metrics = self._batch_metrics(groups, step, stream)
+        if self.evaluator is None:
+            await self._keep_if_best(metrics)  # before they change: the weights of this step, or older ones, have earned it
         with self._timed("learn"):
             metrics |= await self.learner.learn(groups, step)
         policy = await self._publish()
@@ -147,10 +149,7 @@ class Run:
         last = done == self.config.training.steps
         if self.evaluator is not None and (last or done % self.config.evaluation.every == 0):
             metrics |= await self._evaluated(policy, done)
-        best = metrics.get("eval/reward", None if self.evaluator else metrics["reward"])
         output = self.config.output
-        if output.save_best and best is not None and (self.state.best_reward is None or best > self.state.best_reward):
-            self.state = await self.checkpoints.save_best(self.state, best)
         if last or (output.save_every and done % output.save_every == 0):
             with self._timed("save"):
                 self.state = await self.checkpoints.save_step(self.state)
@@ -183,7 +182,14 @@ class Run:
         with self._timed("evaluate"):
             evaluation = await self.evaluator.evaluate(policy, version)
         self._show(f"evaluation-{version:06d}", evaluation.trajectories)
+        await self._keep_if_best(evaluation.metrics)
         return {f"eval/{name}": value for name, value in evaluation.metrics.items()}
+
+    async def _keep_if_best(self, metrics: Metrics) -> None:
+        """Save the weights of `state.step` if none before them had so good a reward. Where every episode failed there is none."""
+        best, has_reward = self.state.best_reward, metrics["dropped"] < metrics["trajectories"]
+        if self.config.output.save_best and has_reward and (best is None or metrics["reward"] > best):
+            self.state = await self.checkpoints.save_best(self.state, metrics["reward"])
 
     def _show(self, name: str, trajectories: Sequence[Trajectory]) -> None:
         if not self.config.output.trajectories_every:
