@@ -98,13 +98,16 @@ def test_an_unknown_state_is_left_by_a_switch() -> None:
     assert asyncio.run(tell()) == ["to 0", "a begins", "a ends"]
 
 
-def test_a_switch_is_finished_when_who_wanted_it_gives_up() -> None:
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_switch_is_finished_when_who_wanted_it_gives_up(times: int) -> None:
     async def tell() -> list[str]:
         story = Story()
         first = asyncio.create_task(story.run(7, "a"))
         await asyncio.sleep(0.001)
         assert story.events == ["to 7"]
-        first.cancel()
+        for _ in range(times):
+            first.cancel()
+            await asyncio.sleep(0.0005)
         second = asyncio.create_task(story.run(7, "b"))
         await asyncio.gather(first, second, return_exceptions=True)
         assert first.cancelled()

@@ -83,6 +83,13 @@ def test_addresses_belong_to_one_base_model(text_base: BaseModel) -> None:
         start_vllm_sampler(text_base, renderer(text_base), config, lambda: None)
 
 
+@pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:8000/v1", "http:///"])
+def test_an_address_that_is_none_is_refused(text_base: BaseModel, url: str) -> None:
+    config = load(options={"base_models": ["a"], "vllm_urls": [url]})
+    with pytest.raises(ConfigError, match=f"--vllm-url {url}: give scheme, host and port"):
+        start_vllm_sampler(text_base, renderer(text_base), config, lambda: None)
+
+
 def test_a_python_without_vllm_is_named(text_base: BaseModel, tmp_path: Path) -> None:
     config = load(options={"base_models": ["a"], "vllm_python": str(tmp_path / "python")})
     with pytest.raises(ConfigError, match="is no Python that can be run"):

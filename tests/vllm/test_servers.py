@@ -91,6 +91,52 @@ def test_one_of_two_dies_and_comes_back(tmp_path: Path) -> None:
     with_servers(tmp_path, 2, story)
 
 
+def test_every_start_draws_other_samples(tmp_path: Path) -> None:
+    """VLLM's own seed is always the same."""
+
+    def seed(server: Server) -> int:
+        command = Path(f"/proc/{pid_of(server)}/cmdline").read_text().split("\0")
+        return int(command[command.index("--seed") + 1])
+
+    async def story(servers: Servers) -> None:
+        first, second = servers.all
+        seeds = {seed(first), seed(second)}
+        life = await ready(first)
+        os.kill(pid_of(first), signal.SIGKILL)
+        await ready(first, after=life)
+        assert len({*seeds, seed(first)}) == 3
+
+    with_servers(tmp_path, 2, story)
+
+
+def test_a_given_server_that_goes_while_idle_and_comes_back_begins_a_new_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has lost what it was given."""
+    monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
+    socket = tmp_path / "given"
+    command = [sys.executable, str(stub_server.__file__), "--uds", str(socket)]
+
+    async def tell() -> None:
+        changed = asyncio.Condition()
+        process = await asyncio.create_subprocess_exec(*command)
+        given = Server(f"unix:{socket}", 8, HUNG_S, changed)
+        servers = Servers([given], changed)
+        try:
+            life = await ready(given)
+            process.kill()
+            await process.wait()
+            async with asyncio.timeout(30), changed:
+                await changed.wait_for(lambda: given.state != "ready")
+            process = await asyncio.create_subprocess_exec(*command)
+            assert (await ready(given, after=life)).number != life.number
+        finally:
+            process.kill()
+            for task in servers.tasks:
+                task.cancel()
+            await asyncio.gather(*servers.tasks, return_exceptions=True)
+
+    asyncio.run(tell())
+
+
 def test_a_server_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes requests for ever and answers none. One with nothing to do is left alone."""
     monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)

@@ -63,8 +63,12 @@ class VLLMClient:
 
     async def render(self, chat: dict[str, Any]) -> dict[str, Any]:
         """What vLLM would make of a chat: token ids and features. Runs in the client's event loop."""
-        _, life = await self.servers.pick([], _AWAY_FROM_HOME)
-        rendered: dict[str, Any] = await life.connection.post("/v1/chat/completions/render", chat)
+        server, life = await self.servers.pick([], _AWAY_FROM_HOME)
+        server.load += 1  # a server with nothing to do may hang unnoticed
+        try:
+            rendered: dict[str, Any] = await life.connection.post("/v1/chat/completions/render", chat)
+        finally:
+            server.load -= 1
         return rendered
 
     def publish(self, version: Version, line: str | None) -> None:

@@ -68,6 +68,7 @@ async def _finish(publisher: Publisher, life: Life, job: Job, line: Line, index:
             if not renewed.is_set():  # while it waited for its turn
                 prepare = partial(_prepare, publisher, life, line)
                 reply = await _until(life, renewed, prepare, partial(_generate, life, job, model, index))
+            if reply is not None:
                 (piece,) = sequences_of(reply, 1, job.request.topk_sample_logprobs, life.label, version.name, may_be_cut=True)
                 if truncates(job.request) and piece.tokens:
                     piece = await score_again(life, job, model, draft.tokens, piece)
@@ -92,14 +93,19 @@ async def _prepare(publisher: Publisher, life: Life, line: Line) -> None:
         return
 
 
-async def _until(life: Life, renewed: asyncio.Event, prepare: Any, generating: Any) -> dict[str, Any]:
-    """The reply to a request, which is given up at the server as soon as there is a newer version that it is ready for."""
+async def _until(life: Life, renewed: asyncio.Event, prepare: Any, generating: Any) -> dict[str, Any] | None:
+    """The reply to a request, which is given up at the server as soon as there is a newer version that it is ready for.
+
+    None if it has not been sent until then.
+    """
     name = uuid.uuid4().hex
     request = asyncio.create_task(generating(name))
     renewal = asyncio.create_task(_after(renewed, prepare))
     try:
         await asyncio.wait((request, renewal), return_when=asyncio.FIRST_COMPLETED)
         while not request.done():
+            if name not in life.begun:
+                return None
             await life.connection.post("/abort_requests", {"request_ids": [REQUEST_PREFIX + name]})
             await asyncio.wait((request,), timeout=_AGAIN_S)
         reply: dict[str, Any] = request.result()

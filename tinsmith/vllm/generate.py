@@ -23,22 +23,38 @@ _ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob
 async def generate(
     life: Life, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...] = (), name: str | None = None
 ) -> dict[str, Any]:
-    """The reply to a prompt, followed by `answer`. `name` is what vLLM can be told to give up. Raises as `Connection.post`.
+    """The reply to a prompt, followed by `answer`, when there is a slot for it. Raises as `Connection.post`.
 
-    The server may have forgotten a picture that it has seen, which it answers with an error: then it is sent again.
+    With a `name` vLLM can be told to give it up while that is among `life.begun`.
     """
     await _introduce(life, rendered, model)
-    known = _known(life, rendered)
     body: dict[str, Any] = {"token_ids": [*rendered.token_ids.tolist(), *answer], "sampling_params": params, "model": model}
-    if name is not None:
-        body["request_id"] = name
     async with life.slots:
+        if name is None:
+            return await _ask(life, rendered, body)
+        life.begun.add(name)
         try:
-            return await _post(life, rendered, body, known)
-        except ServerFailedError:
-            if not known:
-                raise
-            return await _post(life, rendered, body, ())
+            return await _ask(life, rendered, body | {"request_id": name})
+        finally:
+            life.begun.discard(name)
+
+
+async def score(life: Life, rendered: RenderedInput, params: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """The reply to a prompt, in a slot that samples never take: for what those that fill all others may have to wait for."""
+    await _introduce(life, rendered, model)
+    async with life.spare_slot:
+        return await _ask(life, rendered, {"token_ids": rendered.token_ids.tolist(), "sampling_params": params, "model": model})
+
+
+async def _ask(life: Life, rendered: RenderedInput, body: dict[str, Any]) -> dict[str, Any]:
+    """The server may have forgotten a picture that it has seen, which it answers with an error: then it is sent again."""
+    known = _known(life, rendered)
+    try:
+        return await _post(life, rendered, body, known)
+    except ServerFailedError:
+        if not known:
+            raise
+        return await _post(life, rendered, body, ())
 
 
 async def _post(life: Life, rendered: RenderedInput, body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:

@@ -86,7 +86,8 @@ def _file_name(text: str) -> str:
 def _command(base: BaseModel, config: Config, kind: TransferKind) -> list[str]:
     options = [
         *("--model", base.tokenizer_id, "--dtype", str(base.dtype).removeprefix("torch.")),
-        *("--max-model-len", str(base.max_context), "--max-num-seqs", str(config.sampling.max_running)),
+        # One more than there are slots: new weights are compared while samples fill all of them.
+        *("--max-model-len", str(base.max_context), "--max-num-seqs", str(config.sampling.max_running + 1)),
         "--enable-scale-out",  # the generate and render endpoints
         *("--enable-lora", "--max-lora-rank", str(_rank(config.models.max_lora_rank)), "--max-loras", "4", "--max-cpu-loras", "16"),
         *("--worker-extension-cls", "tinsmith.vllm.worker.WorkerExtension"),

@@ -16,7 +16,7 @@ from tinsmith.models.lora import Adapter
 from tinsmith.vllm.canary import Canary
 from tinsmith.vllm.connection import RefusedError, ServerFailedError
 from tinsmith.vllm.gate import BASE, UNKNOWN
-from tinsmith.vllm.generate import generate
+from tinsmith.vllm.generate import score
 from tinsmith.vllm.parameters import scoring_params
 from tinsmith.vllm.servers import Life, Server
 from tinsmith.vllm.tasks import once
@@ -94,7 +94,7 @@ class Publisher:
                 life.gate.weights = UNKNOWN
 
     async def _check(self, life: Life, version: Version, name: str | None) -> None:
-        reply = await generate(life, self.canary.rendered, scoring_params(0), name)
+        reply = await score(life, self.canary.rendered, scoring_params(0), name)
         try:
             self.canary.compare(reply["prompt_logprobs"], version.canary, str(version))
         except TinsmithError:
@@ -108,7 +108,7 @@ class Publisher:
 
     async def _load(self, life: Life, adapter: Adapter) -> str:
         path = await asyncio.to_thread(self.files.adapter, adapter)
-        name = f"{self.files.root.name}-{adapter.uid}"
+        name = f"{self.files.root.name}-{life.number}-{adapter.uid}"  # a server that is not ours may know it from another life
         await life.connection.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
         return name
 
@@ -131,7 +131,7 @@ class Publisher:
                 with suppress(RefusedError, ServerFailedError):  # there may be nothing to finish
                     await life.connection.post("/finish_weight_update", {})
             await life.connection.post("/resume")
-        life.checks.pop(_number(weights), None)
+        life.checks.clear()  # adapters too are computed over what has just come
 
     async def _opened(self, life: Life) -> Transfer:
         transfer = new_transfer(life.transfer_kind, self.files.root, self.device)

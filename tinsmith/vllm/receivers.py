@@ -77,7 +77,11 @@ class _LayerByLayer(WeightTransferEngine[Any, Any]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one update. vLLM's own version synchronizes an accelerator, which a CPU has none of."""
-        self.receive_weights(self.parse_update_info(update_info))
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            self.finish_weight_update()  # else the next update would take what was loaded of this one for its own
+            raise
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 

@@ -14,14 +14,11 @@ from tinsmith.vllm.servers import Life
 from tinsmith.vllm.tasks import together
 from tinsmith.wire.sample import SampledSequence
 
-_TOGETHER = 64
-"""Samples of one prompt in one request."""
-
 
 async def sample(publisher: Publisher, life: Life, job: Job) -> SampleResult:
     """The job's result. Raises as `Connection.post`, and TinsmithError if the server computes something else than the trainer."""
     async with publisher.serving(life, job.version) as model:
-        starts = range(0, job.request.num_samples, _TOGETHER)
+        starts = range(0, job.request.num_samples, life.most_together)
         replies = await together([_some(life, job, model, first) for first in starts])
         sequences = list(chain.from_iterable(part for part, _ in replies))
         if truncates(job.request):
@@ -30,7 +27,7 @@ async def sample(publisher: Publisher, life: Life, job: Job) -> SampleResult:
 
 
 async def _some(life: Life, job: Job, model: str | None, first: int) -> tuple[list[SampledSequence], dict[str, Any]]:
-    count = min(_TOGETHER, job.request.num_samples - first)
+    count = min(life.most_together, job.request.num_samples - first)
     params = sampling_params(job.request, job.max_tokens, job.eos, job.vocab_size, first, count)
     reply = await generate(life, job.rendered, params, model)
     return sequences_of(reply, count, job.request.topk_sample_logprobs, life.label, job.version.name), reply

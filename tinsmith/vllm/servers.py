@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import os
+import secrets
 import signal
 import time
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ _ANSWERS_WITHIN_S = 10.0
 """How long a server that is doubted, or that was given, may take to answer."""
 _LONGEST_DELAY_S = 30.0
 _LOG_TAIL = 2000
+_MOST_TOGETHER = 64
 _KNOWN_PICTURES = 2**31
 """Bytes of pixel values that a server is taken to remember; vLLM's own limit is 4 GiB."""
 
@@ -63,6 +65,10 @@ class Life:
     connection: Connection
     slots: asyncio.Semaphore
     """One for each request that may be under way."""
+    spare_slot: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """One more, to compare new weights in."""
+    most_together: int
+    """Samples of one prompt in one request. vLLM refuses more than it computes side by side."""
     is_ours: bool
     """Whether we have started it, so that it begins with the base's weights."""
     transfer_kind: TransferKind
@@ -78,6 +84,10 @@ class Life:
     """What it calls these weights in its replies; None if it does not say, or was not asked."""
     identified: bool = False
     """Whether it was asked."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Different for every life."""
+    begun: set[str] = field(default_factory=set)
+    """Names of requests that have been sent, and can be given up there."""
     pictures: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_KNOWN_PICTURES, getsizeof=lambda size: size))
     """Size in bytes, by hash, of the pictures that it has seen."""
     arriving: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
@@ -139,8 +149,8 @@ class Server:
             try:
                 was_ready = await self._live()
                 reason = self._why_down()
-            except OSError as error:
-                was_ready, reason = False, f"a vLLM server cannot be started: {error}"
+            except (OSError, ValueError) as error:  # ValueError: an address that is none
+                was_ready, reason = False, f"a vLLM server cannot be started, or reached: {error}"
             delay_s = 0.0 if was_ready else min(max(1.0, 2 * delay_s), _LONGEST_DELAY_S)
             log.error("%s; next attempt in %.0f s", reason, delay_s)
             if not was_ready:
@@ -151,7 +161,7 @@ class Server:
         """From a start to the end; whether it was ever ready in between."""
         is_ours = isinstance(self.source, Launch)
         kind: TransferKind = self.source.transfer_kind if isinstance(self.source, Launch) else "file"
-        life = Life(Connection(await self._start()), asyncio.Semaphore(self.slots), is_ours, kind)
+        life = Life(Connection(await self._start()), asyncio.Semaphore(self.slots), min(self.slots, _MOST_TOGETHER), is_ours, kind)
         try:
             was_ready = await self._gets_ready(life)
             if was_ready:
@@ -176,6 +186,7 @@ class Server:
         with source.log.open("wb") as output:
             self.process = await asyncio.create_subprocess_exec(
                 *source.command,
+                *_seed(source.command),
                 "--uds",
                 str(socket),
                 env=source.environment,
@@ -217,12 +228,23 @@ class Server:
             hangs.cancel()
 
     async def _hang(self, life: Life) -> None:
-        """Return when the server has samples to do, and its engine has been silent for too long."""
+        """Return when the server has samples to do, and its engine has been silent for too long.
+
+        Also when one has gone that is not ours, and that we do not see end: one that comes back has lost all weights.
+        """
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             if self.load and await life.is_silent(self.hung_s):
                 log.error("the vLLM server at %s hangs: it answered nothing for %g s", life.connection.address, self.hung_s)
                 return
+            if not self.load and not life.is_ours and not await self._answers_once(life):
+                return
+
+    async def _answers_once(self, life: Life) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWERS_WITHIN_S):
+                return await life.answers()
+        return False
 
     async def _answers_within(self, life: Life, limit_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -250,6 +272,12 @@ class Server:
         log_file = self.source.log
         tail = log_file.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip()
         return f"a vLLM server ended (exit code {self.process.returncode}); the end of {log_file}: {tail}"
+
+
+def _seed(command: list[str]) -> list[str]:
+    """Samples without a seed must differ from other servers', and from those before a restart: by itself vLLM begins with 0."""
+    given = any(option.partition("=")[0] == "--seed" for option in command)
+    return [] if given else ["--seed", str(secrets.randbits(31))]
 
 
 class Servers:

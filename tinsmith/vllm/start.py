@@ -2,6 +2,7 @@
 
 import atexit
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from tinsmith.config import Config
 from tinsmith.errors import ConfigError
@@ -24,6 +25,8 @@ def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake
     """
     if config.vllm.vllm_urls and len(config.base_models) > 1:
         raise ConfigError("--vllm-url names the servers of one base model; serve one, or let Tinsmith start the vLLM servers")
+    for url in config.vllm.vllm_urls:
+        _check(url)
     files = WeightFiles(base, config.vllm.vllm_dir)
     atexit.register(files.close)
     canary = Canary(base, renderer)
@@ -32,3 +35,9 @@ def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake
     if config.vllm.renderer == "vllm" and base.family.takes_images:
         renderer.processor = VLLMProcessor(base, client)
     return VLLMSampler(base, canary, client, config.training.logits_chunk, wake)
+
+
+def _check(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme != "unix" and (parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/")):
+        raise ConfigError(f"--vllm-url {url}: give scheme, host and port, as in http://127.0.0.1:8001, or unix: and the path of a socket")

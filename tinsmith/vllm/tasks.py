@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable, MutableMapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,15 +30,18 @@ async def whole(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        while not task.done():
+            with suppress(asyncio.CancelledError):  # it may be told more than once
+                await asyncio.wait([task])
         raise
 
 
 async def together(work: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in order. The first error ends the others."""
+    """The results of all, in order. The first error ends the others, which is waited for."""
     tasks = [asyncio.create_task(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
