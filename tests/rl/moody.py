@@ -1,8 +1,10 @@
 """An environment that raises, hangs or dies on demand. A module of its own: worker processes import it without torch."""
 
 import os
+import sys
 import threading
 import time
+from concurrent.futures import CancelledError
 from typing import Any
 
 from tinsmith.rl.env import Env, Message, Prompt, Step, user
@@ -24,6 +26,10 @@ class Moody(Env):
             time.sleep(1.2)
         elif self.mood == "raises":
             raise KeyError("lost")
+        elif self.mood == "leaves":
+            sys.exit("enough")
+        elif self.mood == "gives up":
+            raise CancelledError
         elif self.mood == "dies":
             os._exit(3)
         return Step([], 1.0, True)

@@ -135,14 +135,17 @@ def test_a_resumed_stream_counts_on_and_starts_as_many() -> None:
 @pytest.mark.parametrize("late", [False, True], ids=["while it waits", "before it is asked"])
 def test_what_playing_raises_comes_out_of_take(in_order: bool, late: bool) -> None:
     async def fails(number: int, version: int, policy: Policy) -> Group:
+        await asyncio.sleep(0 if late else 0.05)
         raise RuntimeError(f"group {number}")
 
     async def run() -> None:
         stream = GroupStream(fails, 2, 0, in_order, lambda _: True, 100)
         stream.publish(0, NOBODY)
-        await asyncio.sleep(0.05 if late else 0)
+        if late:
+            await asyncio.sleep(0.05)
         with pytest.raises(RuntimeError, match="group 0"):
-            await asyncio.wait_for(stream.take(), 5)
+            async with asyncio.timeout(5):
+                await stream.take()
         await stream.close()
 
     asyncio.run(run())

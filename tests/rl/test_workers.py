@@ -71,6 +71,15 @@ def test_options_that_cannot_be_are_no_misfortune(kind: Literal["inline", "threa
         asyncio.run(opened())
 
 
+@pytest.mark.parametrize("kind", ["inline", "thread", "process"])
+def test_an_environment_cannot_end_the_program(kind: Kind, plain: ChatTemplate) -> None:
+    start = time.monotonic()
+    made = play(kind, plain, ["leaves", "gives up", "good"])
+    endings = [ending(trajectory) for trajectory in made]
+    assert endings == [("env_error", "SystemExit: enough", False), ("env_error", "CancelledError: ", False), GOOD]
+    assert kind == "process" or time.monotonic() - start < 0.6  # nobody waited for a time-out
+
+
 HANGING = """
 import asyncio, time
 from tinsmith.rl.workers import EnvTimeoutError, make_workers

@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 from aiohttp import web
 
 from tests.bases import renderer
@@ -32,7 +34,9 @@ def with_publisher(base: BaseModel, directory: Path, story: Callable[[Publisher,
         if request.path != "/inference/v1/generate":
             return web.json_response({"weight_version": "default"})
         ids = (await request.json())["token_ids"]
-        scores: list[Any] = [None, *({str(token): {"logprob": float(p)}} for token, p in zip(ids[1:], version.canary, strict=True))]
+        values = np.zeros(len(ids))
+        values[canary.text] = version.canary
+        scores: list[Any] = [None, *({str(token): {"logprob": value}} for token, value in zip(ids[1:], values[1:].tolist(), strict=True))]
         return web.json_response({"choices": [], "prompt_logprobs": scores})
 
     async def tell() -> None:
@@ -53,15 +57,16 @@ def with_publisher(base: BaseModel, directory: Path, story: Callable[[Publisher,
     asyncio.run(tell())
 
 
-def test_new_weights_are_compared_while_samples_fill_all_slots(text_base: BaseModel, tmp_path: Path) -> None:
-    """They would wait for samples that wait for them."""
+@pytest.mark.parametrize("base", ["text_base", "vision_base"])
+def test_new_weights_are_compared_while_samples_fill_all_slots(base: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """They would wait for samples that wait for them. With pictures, one goes ahead."""
 
     async def story(publisher: Publisher, life: Life, version: Version, asked: list[str]) -> None:
         async with life.slots, asyncio.timeout(10), publisher.serving(life, version):
             pass
-        assert asked == ["/weight_info", "/inference/v1/generate"]
+        assert asked == ["/weight_info", *["/inference/v1/generate"] * (2 if base == "vision_base" else 1)]
 
-    with_publisher(text_base, tmp_path, story)
+    with_publisher(request.getfixturevalue(base), tmp_path, story)
 
 
 def test_after_a_transfer_everything_is_compared_anew(text_base: BaseModel, tmp_path: Path) -> None:

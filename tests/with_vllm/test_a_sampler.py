@@ -156,7 +156,7 @@ def test_requests_under_way_are_bounded(bench: Bench) -> None:
         top_k = 20 if i % 5 == 0 else -1
         bench.add(str(i), bench.renderer.render(chunks), n=3, weights=adapter, line=f"m{i}/inflight" if i % 8 == 0 else None, top_k=top_k)
     assert all(isinstance(result, SampleResult) for result in bench.results(40).values())
-    assert bench.proxy.most_at_once == SLOTS + 1
+    assert SLOTS <= bench.proxy.most_at_once <= SLOTS + 1
 
 
 def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

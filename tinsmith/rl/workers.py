@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from tinsmith.errors import ConfigError, TinsmithError
@@ -23,7 +24,7 @@ from tinsmith.rl.env import Env
 WorkerKind = Literal["inline", "thread", "process"]
 
 OPEN_S = 120.0
-"""How long a process may take to import an environment's module and make the environment."""
+"""How long a thread or a process may take to import an environment's module and make the environment."""
 
 
 class EnvError(TinsmithError):
@@ -104,7 +105,7 @@ class ThreadSession:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """The method's value. Raises EnvError, EnvTimeoutError."""
-        return await self.workers.run(_guarded, getattr(self.env, method), *arguments)
+        return await self.workers.run(self.workers.timeout_s, _guarded, getattr(self.env, method), *arguments)
 
     async def end(self) -> None:
         """Close it."""
@@ -120,12 +121,12 @@ class ThreadWorkers:
 
     async def open(self, name: str, options: Mapping[str, Any]) -> ThreadSession:
         """A new environment, made in one of the threads."""
-        return ThreadSession(self, await self.run(_made, name, options))
+        return ThreadSession(self, await self.run(OPEN_S, _made, name, options))
 
-    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def run(self, timeout_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
         """The value of a function that raises TinsmithError only. Raises as that does, and EnvTimeoutError."""
         async with self._slots:  # so that the time-out begins when the call does
-            return await _within(self.timeout_s, _in_a_thread(function, *arguments))
+            return await _within(timeout_s, _in_a_thread(function, *arguments))
 
     def shutdown(self) -> None:
         """Nothing to let go: a thread ends with its call, and the interpreter waits for none."""
@@ -157,8 +158,6 @@ class _Seat:
         except BrokenProcessPool as error:
             self.shutdown()
             raise EnvError(f"the environment's process ended: {error}") from error
-        except Exception as error:  # as in `_guarded`
-            raise env_error(error) from error
 
     def shutdown(self) -> None:
         """Let the process end."""
@@ -219,11 +218,11 @@ _here: dict[str, Env] = {}
 
 
 def _open_in_process(factory: Callable[..., Env], options: dict[str, Any]) -> None:
-    _here["env"] = factory(**options)
+    _here["env"] = _guarded(partial(factory, **options))
 
 
 def _call_in_process(method: str, arguments: tuple[Any, ...]) -> Any:
-    return getattr(_here["env"], method)(*arguments)
+    return _guarded(getattr(_here["env"], method), *arguments)
 
 
 def _made(name: str, options: Mapping[str, Any]) -> Env:
@@ -232,7 +231,7 @@ def _made(name: str, options: Mapping[str, Any]) -> Env:
         return registry.make(name, **options)
     except ConfigError:
         raise
-    except Exception as error:  # as in `_guarded`
+    except (Exception, SystemExit) as error:  # as in `_guarded`
         raise env_error(error) from error
 
 
@@ -240,7 +239,7 @@ def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
     """The function's value. Raises EnvError."""
     try:
         return function(*arguments)
-    except Exception as error:  # an environment is somebody's program: whatever it raises ends its episode, and is reported there
+    except (Exception, SystemExit) as error:  # an environment is somebody's program: what it raises ends its episode, and is reported there
         raise env_error(error) from error
 
 
@@ -251,23 +250,29 @@ def _in_a_thread(function: Callable[..., Any], *arguments: Any) -> "Future[Any]"
     def work() -> None:
         future.set_running_or_notify_cancel()
         try:
-            value = function(*arguments)
+            future.set_result(function(*arguments))
         except TinsmithError as error:
             future.set_exception(error)
-        else:
-            future.set_result(value)
+        finally:
+            if not future.done():  # whatever can end a thread beside exceptions
+                future.set_exception(EnvError("the environment ended its thread"))
 
     threading.Thread(target=work, daemon=True).start()
     return future
 
 
 async def _within(timeout_s: float, call: "Future[Any]") -> Any:
-    """The call's outcome. Raises EnvTimeoutError, and what it raises."""
+    """The call's outcome. Raises EnvTimeoutError, EnvError for a value that cannot be brought here, and what the call itself raises."""
     future = asyncio.wrap_future(call)
     done, _ = await asyncio.wait({future}, timeout=timeout_s)
     if not done:
         future.cancel()
         raise EnvTimeoutError(f"the environment took longer than its time-out of {timeout_s:g} s")
+    error = future.exception()
+    if isinstance(error, BrokenProcessPool | TinsmithError):
+        raise error
+    if error is not None:
+        raise env_error(error) from error
     return future.result()
 
 

@@ -6,6 +6,7 @@ a single token, and takes along what the others, and itself again, then name by 
 
 import asyncio
 from collections.abc import Collection
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from tinsmith.vllm.servers import Life
 
 REQUEST_PREFIX = "generate-tokens-"
 """What vLLM puts before the name of a request."""
+Slot = AbstractAsyncContextManager[None]
 _ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprobs": 0}
 
 
@@ -27,7 +29,7 @@ async def generate(
 
     With a `name` vLLM can be told to give it up while that is among `life.begun`.
     """
-    await _introduce(life, rendered, model)
+    await _introduce(life, rendered, model, life.slots)
     body: dict[str, Any] = {"token_ids": [*rendered.token_ids.tolist(), *answer], "sampling_params": params, "model": model}
     async with life.slots:
         if name is None:
@@ -41,7 +43,7 @@ async def generate(
 
 async def score(life: Life, rendered: RenderedInput, params: dict[str, Any], model: str | None) -> dict[str, Any]:
     """The reply to a prompt, in a slot that samples never take: for what those that fill all others may have to wait for."""
-    await _introduce(life, rendered, model)
+    await _introduce(life, rendered, model, life.spare_slot)
     async with life.spare_slot:
         return await _ask(life, rendered, {"token_ids": rendered.token_ids.tolist(), "sampling_params": params, "model": model})
 
@@ -72,21 +74,21 @@ def _keepable(life: Life, rendered: RenderedInput) -> dict[str, int]:
     return {key: size for key, size in sizes.items() if size <= life.pictures.maxsize}
 
 
-async def _introduce(life: Life, rendered: RenderedInput, model: str | None) -> None:
+async def _introduce(life: Life, rendered: RenderedInput, model: str | None, slot: Slot) -> None:
     """Return when the server knows the prompt's pictures. Raises as `Connection.post` if it is this request that brings them."""
     sizes = _keepable(life, rendered)
     while arriving := {life.arriving[key] for key in sizes if key in life.arriving}:
         await asyncio.wait(arriving)  # if one fails, the first who waited brings its pictures
     if new := sizes.keys() - _known(life, rendered):
-        task = asyncio.create_task(_bring(life, rendered, model, {key: sizes[key] for key in new}))
+        task = asyncio.create_task(_bring(life, rendered, model, {key: sizes[key] for key in new}, slot))
         life.arriving |= dict.fromkeys(new, task)
         task.add_done_callback(partial(_arrived, life, new))
         await asyncio.shield(task)
 
 
-async def _bring(life: Life, rendered: RenderedInput, model: str | None, new: dict[str, int]) -> None:
+async def _bring(life: Life, rendered: RenderedInput, model: str | None, new: dict[str, int], slot: Slot) -> None:
     body = {"token_ids": rendered.token_ids.tolist(), "sampling_params": _ONE_TOKEN, "model": model}
-    async with life.slots:
+    async with slot:
         await _post(life, rendered, body, _known(life, rendered))
     life.pictures.update(new)
 
