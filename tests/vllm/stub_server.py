@@ -12,7 +12,7 @@ async def live(_: web.Request) -> web.Response:
 
 
 async def take_long(_: web.Request) -> web.Response:
-    await asyncio.sleep(6)
+    await asyncio.sleep(2)
     return web.json_response({"took": "long"})
 
 

@@ -15,7 +15,7 @@ from tinsmith.vllm.connection import ServerLostError
 from tinsmith.vllm.servers import Launch, Life, Server, Servers
 
 AWAY = 16
-HUNG_S = 1.5
+HUNG_S = 0.5
 
 
 def with_servers(directory: Path, count: int, story: Callable[[Servers], Awaitable[None]]) -> None:

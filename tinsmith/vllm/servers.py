@@ -38,6 +38,7 @@ _ANSWERS_WITHIN_S = 10.0
 _LONGEST_DELAY_S = 30.0
 _LOG_TAIL = 2000
 _MOST_TOGETHER = 64
+"""Samples of one prompt in one request, where a server has so many slots."""
 _KNOWN_PICTURES = 2**31
 """Bytes of pixel values that a server is taken to remember; vLLM's own limit is 4 GiB."""
 
