@@ -1,41 +1,62 @@
-# make setup    create .venv with the pinned dependencies (demo and test do it themselves)
+# make setup    create .venv with what serves and trains, in pinned versions
+# make dev      the same, and what tests and checks need
 # make demo     fine-tune a tiny vision-language model to read handwritten digits
 # make test     run the tests
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
 # make test-rl          let the examples of reinforcement learning learn, and draw their curves into rl-output/ (half an hour)
+# Each target installs what it needs by itself.
 # make lint | format | typecheck | proto | clean
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
+# One for each group of dependencies that is installed there. The developers' group holds the others.
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
+DEV_STAMP := $(VENV)/.installed-dev
 RECIPES_VENV := .venv-recipes
 RECIPES_STAMP := $(RECIPES_VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# Of serving: object stores, vLLM servers, and reinforcement learning as a client.
+SERVING_EXTRAS := rl,s3,vllm-client
 PROTO := tinsmith/wire/tinker.proto
 
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-recipes test-vllm test-rl lint format typecheck proto clean
+.PHONY: setup dev demo test test-recipes test-vllm test-rl lint format typecheck proto clean
+
+# $(call install,EXTRAS): this project with some of its optional groups. Wheels only and exact versions: nothing is built, and no newer torch
+# is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
+define install
+@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo "Tinsmith needs python3 3.11 or newer; this is $$(python3 --version 2>&1). Put a newer python3 first in PATH." >&2; exit 1; }
+@echo "Installing the dependencies into $(VENV). This takes minutes: PyTorch alone is large."
+python3 -m venv $(VENV)
+$(PYTHON) -m pip install --only-binary :all: --constraint constraints.txt --no-compile --editable '.[$(1)]'
+@touch $@
+endef
 
 setup: $(STAMP)
 
-# Wheels only and exact versions: nothing is built, and no newer torch is ever resolved. Byte code is written when a module is first
-# imported: pip would spend 40 seconds on modules that nobody imports.
 $(STAMP): pyproject.toml constraints.txt
-	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "Tinsmith needs python3 3.11 or newer; this is $$(python3 --version 2>&1). Put a newer python3 first in PATH." >&2; exit 1; }
-	python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --only-binary :all: --constraint constraints.txt --no-compile --editable '.[dev]'
-	@touch $@
+	$(call install,$(SERVING_EXTRAS))
 
-demo: $(STAMP)
+$(DEMO_STAMP): pyproject.toml constraints.txt
+	$(call install,demo)
+
+dev: $(DEV_STAMP)
+
+$(DEV_STAMP): pyproject.toml constraints.txt
+	$(call install,dev)
+	@touch $(STAMP) $(DEMO_STAMP)
+
+demo: $(DEMO_STAMP)
 	$(PYTHON) examples/digits.py
 
 # Two processes, each with a file at a time, in order: the slow files, acceptance, come first.
-test: $(STAMP)
+test: $(DEV_STAMP)
 	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 $(RECIPES_STAMP): constraints-recipes.txt
@@ -45,7 +66,7 @@ $(RECIPES_STAMP): constraints-recipes.txt
 
 # In order, in one process: the later recipes start from what the earlier ones have trained. With one thread each, server and recipe
 # do not wait for each other's threads on a busy machine.
-test-recipes: $(STAMP) $(RECIPES_STAMP)
+test-recipes: $(DEV_STAMP) $(RECIPES_STAMP)
 	OMP_NUM_THREADS=1 $(PYTHON) -m pytest tests/recipes --basetemp recipes-output --timeout 900 --durations 0 --durations-min 1
 
 $(VLLM_STAMP): constraints-vllm.txt
@@ -53,25 +74,25 @@ $(VLLM_STAMP): constraints-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --only-binary :all: --no-deps --no-compile --requirement $<
 	@touch $@
 
-test-vllm: $(STAMP) $(VLLM_STAMP)
-	TINSMITH_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PYTHON) -m pytest tests/with_vllm --timeout 600 --durations 0 --durations-min 1
+test-vllm: $(DEV_STAMP) $(VLLM_STAMP)
+	TINSMITH_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PYTHON) -m pytest tests/with_vllm --timeout 1200 --durations 0 --durations-min 1
 
 # The adapters for the cookbook are tested with the one that test-recipes installs.
-test-rl: $(STAMP) $(RECIPES_STAMP)
+test-rl: $(DEV_STAMP) $(RECIPES_STAMP)
 	PYTHONPATH=$$(echo $(RECIPES_VENV)/lib/python3*/site-packages) $(PYTHON) -m pytest tests/rl/test_tinker_cookbook.py
 	OMP_NUM_THREADS=2 $(PYTHON) -m pytest tests/rl_runs --durations 0 --durations-min 1
 
-lint: $(STAMP)
+lint: $(DEV_STAMP)
 	$(PYTHON) -m ruff check
 
-format: $(STAMP)
+format: $(DEV_STAMP)
 	$(PYTHON) -m ruff check --fix-only
 	$(PYTHON) -m ruff format
 
-typecheck: $(STAMP)
+typecheck: $(DEV_STAMP)
 	$(PYTHON) -m mypy
 
-proto: $(STAMP)
+proto: $(DEV_STAMP)
 	$(PYTHON) -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. $(PROTO)
 
 clean:

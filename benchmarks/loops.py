@@ -20,9 +20,9 @@ from tinsmith.config import ModelsConfig, TrainingConfig
 from tinsmith.models.base import load_base_model
 from tinsmith.models.lora import LORA_ALPHA, LoraShape
 from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.training.adam import AdamSettings
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.losses import LOSSES
-from tinsmith.training.optimizer import AdamSettings
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """The decoder linears that both sides train; the LM head only where asked for."""
@@ -57,7 +57,7 @@ def backend_step(directory: Path, device: str, dtype: str, rank: int, unembed: b
     def step() -> None:
         outcome = backend.run_pass(work, backward=True)
         if outcome.failures:
-            raise RuntimeError(outcome.failures["m"])
+            raise RuntimeError(str(outcome.failures))
         backend.optim_step("m", ADAM)
 
     return step

@@ -12,7 +12,7 @@ import orjson
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from tinsmith.server.body import read_body
+from tinsmith.server.body import read_parsed
 from tinsmith.wire.forward_backward import decode_stored, encode_output
 
 _MAX_BODY_BYTES = 2**26
@@ -26,7 +26,7 @@ def create_stub() -> FastAPI:
 
     @app.post("/api/v1/forward_backward")
     async def forward_backward(request: Request) -> Response:
-        asked = decode_stored(await read_body(request, _MAX_BODY_BYTES, "application/x-protobuf"))
+        asked = await read_parsed(request, _MAX_BODY_BYTES, None, "application/x-protobuf", decode_stored)
         outputs = [{"logprobs": np.zeros(datum.loss_fn_inputs["target_tokens"].shape, np.float32)} for datum in asked.data]
         return finished(asked.model_id, asked.seq_id, encode_output(outputs, {"loss:sum": 0.0}), "application/x-protobuf")
 

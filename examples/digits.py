@@ -167,7 +167,7 @@ def running_server(model_dir: Path, output: Path) -> Iterator[str]:
         yield wait_until_ready(server, log)
     finally:
         server.terminate()
-        server.wait(timeout=20)
+        server.wait()
 
 
 def wait_until_ready(server: "subprocess.Popen[bytes]", log: Path) -> str:

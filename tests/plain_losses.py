@@ -23,8 +23,14 @@ def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, f
 
 
 def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
-    penalty = 0.5 * config["beta"] * (logprobs - inputs["logprobs"]) ** 2
-    return -(logprobs * inputs["advantages"] - penalty)[inputs["advantages"] != 0].sum()
+    total = torch.zeros((), dtype=logprobs.dtype)
+    for i in range(len(logprobs)):
+        advantage, sampled = inputs["advantages"][i], inputs["logprobs"][i]
+        given = [inputs[name][i] for name in ("mask", "weights") if name in inputs]
+        is_prompt = 0 in given if given else advantage == 0 and sampled == 0
+        if not is_prompt:
+            total = total - (logprobs[i] * advantage - 0.5 * config["beta"] * (logprobs[i] - sampled) ** 2)
+    return total
 
 
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:

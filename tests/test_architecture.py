@@ -15,28 +15,33 @@ PACKAGE = Path(__file__).parent.parent / "tinsmith"
 
 RANKS = {
     "errors": 0,
-    "config": 1,
-    "wire": 2,
-    "store": 3,
-    "models": 3,
-    "rendering": 4,
-    "training": 5,
-    "sampling": 6,
-    "vllm": 7,
-    "engine": 8,
-    "server": 9,
-    "doctor": 10,
-    "exchange": 10,
-    "garbage": 10,
-    "status": 10,
-    "rl": 10,
-    "cli": 11,
+    "logs": 0,
+    "config_values": 1,
+    "config": 2,
+    "digests": 2,
+    "wire": 3,
+    "store": 4,
+    "models": 4,
+    "rendering": 5,
+    "training": 6,
+    "sampling": 7,
+    "vllm": 8,
+    "engine": 9,
+    "server": 10,
+    "doctor": 11,
+    "backup": 11,
+    "exchange": 11,
+    "garbage": 11,
+    "recovery": 11,
+    "status": 11,
+    "rl": 11,
+    "cli": 12,
 }
 """A room imports rooms of a lower rank only, or itself."""
 
 MAY_IMPORT_TORCH = {"models", "rendering", "training", "sampling", "vllm"}
 
-RL_MAY_IMPORT = {"rl", "errors", "config", "wire"}
+RL_MAY_IMPORT = {"rl", "errors", "config_values", "wire"}
 """The client side speaks to any Tinker server through the SDK: of the rest of the house it needs nothing."""
 
 TRANSFORMERS_NAMES = {
@@ -118,7 +123,8 @@ def test_what_we_touch_of_transformers_is_listed_and_there(vision_base: BaseMode
 
 
 @pytest.mark.parametrize(
-    "module", ["tinsmith.cli", "tinsmith.server.main", "tinsmith.engine.link", "tinsmith.wire.sample", "tinsmith.store.store"]
+    "module",
+    ["tinsmith.cli", "tinsmith.server.main", "tinsmith.engine.link", "tinsmith.wire.sample", "tinsmith.store.store", "tinsmith.rl.reach"],
 )
 def test_the_http_side_never_loads_torch(module: str) -> None:
     code = f"import sys, {module}; assert not {{'torch', 'transformers'}} & set(sys.modules), 'torch was imported'"

@@ -53,12 +53,24 @@ def test_the_tree_survives_the_way_to_the_engine() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("prot: 1\n", "unknown key 'prot'; known here: base_models, data_dir, checkpoint_root, server"),
+        ("prot: 1\n", "unknown key 'prot'; known here: base_models, data_dir, checkpoint_root, log_level, server"),
         ("server: {prot: 1}\n", "server: unknown key 'prot'; known here: host, port"),
         ("server: 8000\n", "server is a section and must hold keys, got 8000"),
         ("- 1\n", "must hold sections such as 'server:', not a list"),
-        ("server: {port: '8000'}\n", "port must be of type int, got '8000'"),
-        ("server: {port: true}\n", "port must be of type int, got True"),
+        ("server: {port: true}\n", "server: port must be a whole number, got True"),
+        ("server: {port: eight}\n", "server: port must be a whole number, got 'eight'"),
+        ("server: {port: 1.5}\n", "server: port must be a whole number, got 1.5"),
+        ("server: {port: 2KiB}\n", "server: port must be a whole number, got '2KiB'"),
+        ("server: {host: 3}\n", "server: host must be a text, got 3"),
+        ("server: {long_poll_s: 5m}\n", "server: long_poll_s must be a number of seconds, got '5m'"),
+        ("server: {long_poll_s: 1.2.3}\n", "server: long_poll_s must be a number of seconds, got '1.2.3'"),
+        ("sampling: {kv_cache_gib: 2GB}\n", "sampling: kv_cache_gib must be a number of GiB, such as 2, 2GiB or 500MiB, got '2GB'"),
+        (
+            "server: {max_body_mib: 100KiB}\n",
+            "server: max_body_mib must be a whole number of MiB, such as 2, 2MiB or 500MiB, got '100KiB'",
+        ),
+        ("models: {device: gpu}\n", "models: device='gpu' must be one of auto, cpu, cuda, cuda:N with a number N"),
+        ("models: {device: 'cuda:'}\n", "models: device='cuda:' must be one of auto, cpu, cuda, cuda:N with a number N"),
         ("server: {port: 65536}\n", "port=65536 must lie between 0 and 65535"),
         ("training: {tokens_per_pass: 0}\n", "tokens_per_pass=0 must lie between 1 and any number"),
         ("sampling: {kv_cache_gib: .nan}\n", "kv_cache_gib=nan must lie between"),
@@ -73,13 +85,25 @@ def test_a_wrong_file_is_refused_with_the_reason(tmp_path: Path, text: str, comp
     assert complaint in str(raised.value)
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"server: {port: 9000\n"])
+def test_what_is_no_yaml_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "tinsmith.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        load(file)
+    message = str(raised.value)
+    assert message.startswith(f"cannot read the configuration file {file}: ")
+    assert message.endswith("; it must be YAML in UTF-8")
+    assert "\n" not in message
+
+
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the configuration file .*nowhere\.yaml"):
         load(tmp_path / "nowhere.yaml")
 
 
 def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown option 'prot'; the options are base_models, data_dir, checkpoint_root, host"):
+    with pytest.raises(ConfigError, match="unknown option 'prot'; the options are base_models, data_dir, checkpoint_root, log_level, host"):
         load(options={"prot": 1})
 
 
@@ -122,6 +146,33 @@ def test_base_models_that_cannot_be_are_refused(specs: list[str], complaint: str
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no model"):
         base_model_sources(load(options={"base_models": [f"a={tmp_path}"]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "number"),
+    [
+        ("kv_cache_gib", "2", 2.0),
+        ("kv_cache_gib", "2.5", 2.5),
+        ("kv_cache_gib", "2GiB", 2.0),
+        ("kv_cache_gib", "512 MiB", 0.5),
+        ("kv_cache_gib", "1tib", 1024.0),
+        ("max_body_mib", "1.5GiB", 1536),
+        ("max_body_mib", "64", 64),
+        ("port", "8000", 8000),
+        ("long_poll_s", "2.5", 2.5),
+        ("ended_model_ttl_s", "1e5", 100000.0),
+    ],
+)
+def test_a_text_is_read_as_a_number_and_a_size_may_name_its_unit(name: str, text: str, number: float) -> None:
+    config = load(options={name: text})
+    section = next(leaf.path[0] for leaf in knobs() if leaf.name == name)
+    read = getattr(getattr(config, section), name)
+    assert (read, type(read)) == (number, type(number))
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:11"])
+def test_devices_are_taken(device: str) -> None:
+    assert load(options={"device": device}).models.device == device
 
 
 @pytest.mark.parametrize("value", [1, 2.5, 40])

@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.bases import load, write_decoder
+from tests.running import START_S
 from tinsmith.cli import app
 from tinsmith.config import ModelsConfig, TrainingConfig
 from tinsmith.models.lora import LoraShape
@@ -33,7 +34,7 @@ def doctor(*arguments: str) -> tuple[int, str]:
 
 def test_a_machine_that_can_serve_misses_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tinsmith.cli", "doctor", "--data-dir", str(tmp_path / "new")]
-    report = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100, env=os.environ | WIDE).stdout
+    report = subprocess.run(command, check=True, capture_output=True, text=True, timeout=START_S, env=os.environ | WIDE).stdout
     assert re.search(rf"^torch +ok +{re.escape(torch.__version__)} \(needs >= 2.11, < 2.14\)", report, re.MULTILINE)
     assert re.search(r"^data directory +ok +\S+/new: [\d.]+ GiB free on its disk", report, re.MULTILINE)
     assert re.search(r"^memory +ok +[\d.]+ GiB of [\d.]+ GiB available", report, re.MULTILINE)

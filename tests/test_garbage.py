@@ -18,6 +18,21 @@ def gc(data_dir: Path, *options: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def test_complete_files_that_the_database_does_not_know_are_kept_unless_asked_for(tmp_path: Path) -> None:
+    store, files = Store.open(tmp_path), CheckpointFiles(tmp_path)
+    saved(store, files, "tinker://m/weights/old", time.time() - 1)
+    orphan = write(files)
+    kept = (
+        "             10  bytes are kept in 1 complete checkpoints that the database does not know: "
+        f"`tinsmith recover --data-dir {tmp_path}` registers them, `tinsmith gc --unknown` deletes them"
+    )
+    old = "             10  tinker://m/weights/old: has expired"
+    assert gc(tmp_path, "--dry-run") == [old, "             10  bytes would be freed", kept]
+    assert gc(tmp_path) == [old, "             10  bytes are freed", kept]
+    assert gc(tmp_path) == ["there is nothing to delete", kept]
+    assert files.sizes(orphan)
+
+
 def test_a_dry_run_says_what_then_goes(tmp_path: Path) -> None:
     store, files = Store.open(tmp_path), CheckpointFiles(tmp_path)
     saved(store, files, "tinker://m/weights/old", time.time() - 1)
@@ -29,9 +44,9 @@ def test_a_dry_run_says_what_then_goes(tmp_path: Path) -> None:
         f"             10  files of {orphan}: the database does not know them",
         "          2,000  snapshots: the engine that had them is gone",
     ]
-    assert gc(tmp_path, "--dry-run") == [*things, "          2,020  bytes would be freed"]
+    assert gc(tmp_path, "--dry-run", "--unknown") == [*things, "          2,020  bytes would be freed"]
     assert files.sizes(orphan)
-    assert gc(tmp_path) == [*things, "          2,020  bytes are freed"]
+    assert gc(tmp_path, "--unknown") == [*things, "          2,020  bytes are freed"]
     assert gc(tmp_path) == ["there is nothing to delete"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [kept]
     assert not (tmp_path / "snapshots").exists()

@@ -1,7 +1,7 @@
 """The commands that a person types, such as `tinsmith serve`.
 
-Every knob of `tinsmith/config.py` becomes one option of `serve` and `doctor`, with the help, unit and default that stand there. A room is
-imported by the command that needs it, and help is printed without Rich's markup: `tinsmith --help` answers at once.
+Every setting of `tinsmith/config.py` becomes one option of `serve` and `doctor`, with the help, unit and default that stand there.
+A command imports the rooms that it needs, and help is printed without Rich's markup: `tinsmith --help` answers at once.
 """
 
 import inspect
@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tinsmith import __version__
-from tinsmith.config import Knob, base_model_sources, knobs, load
-from tinsmith.errors import TinsmithError
+from tinsmith.config import Config, Knob, base_model_sources, knobs, load
+from tinsmith.errors import ConfigError, TinsmithError
 
 app = typer.Typer(
     name="tinsmith",
@@ -27,11 +27,19 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line. What cannot work ends in one line on standard error and exit code 2."""
+    """Run the command line. What cannot work ends in one line on standard error and exit code 2.
+
+    So does an error of the operating system that names a file: one that cannot be read or written.
+    """
     try:
         app()
     except TinsmithError as error:
         print(f"tinsmith: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"tinsmith: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -53,8 +61,11 @@ def serve(config: Path | None, **options: Any) -> None:
 
     An option given here overrides the same key of the --config file, which overrides the default.
     """
-    configuration = load(config, {name: value for name, value in options.items() if value is not None})
+    configuration = _configuration(config, options)
     base_model_sources(configuration)
+    from tinsmith.vllm.installed import require_vllm
+
+    require_vllm(configuration)  # before the next import, which takes a second
     from tinsmith.server.main import run_server
 
     run_server(configuration)
@@ -65,12 +76,23 @@ def doctor(config: Path | None, **options: Any) -> None:
 
     Takes the options of `serve`: with --base-model it estimates the memory that the model would need.
     """
-    configuration = load(config, {name: value for name, value in options.items() if value is not None})
+    configuration = _configuration(config, options)
     from rich.console import Console
 
     from tinsmith.doctor import run_doctor
 
     raise typer.Exit(run_doctor(configuration, Console(highlight=False)))
+
+
+def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
+    """The configuration of `serve` and `doctor`. Raises ConfigError as `load`, and for an option that would have no effect."""
+    given = {name: value for name, value in options.items() if value is not None}
+    config = load(file, given)
+    sampler = config.sampling.sampler
+    unused = [option_name(knob) for knob in knobs() if knob.path[0] == "vllm" and knob.name in given]
+    if sampler != "vllm" and unused:
+        raise ConfigError(f"{', '.join(unused)} has no effect with sampler={sampler}; add --sampler vllm, or leave it out")
+    return config
 
 
 def option_name(knob: Knob) -> str:
@@ -82,13 +104,21 @@ def option_name(knob: Knob) -> str:
 def _option(knob: Knob) -> inspect.Parameter:
     default = "" if knob.default in ("", []) else f"default: {knob.default}"
     notes = ", ".join(note for note in (knob.unit, default) if note)
-    option = typer.Option(option_name(knob), help=f"{knob.help} [{notes}]" if notes else knob.help, show_default=False)
-    # None tells "not given" from "given the default": only what is given overrides the file.
-    return inspect.Parameter(knob.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[knob.type | None, option])
+    is_number = knob.type in (int, float)
+    option = typer.Option(
+        option_name(knob),
+        help=f"{knob.help} [{notes}]" if notes else knob.help,
+        show_default=False,
+        metavar="<number>" if is_number else None,
+    )
+    # Numbers come as texts, which config_values.py reads: 2GiB is one. None tells "not given" from "given the default": only what is given
+    # overrides the file.
+    kind = str if is_number else knob.type
+    return inspect.Parameter(knob.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
 
 
 def _knob_signature() -> inspect.Signature:
-    file = typer.Option("--config", metavar="FILE.yaml", help="File with the same knobs by section, such as 'server: {port: 9000}'")
+    file = typer.Option("--config", metavar="FILE.yaml", help="File with the same settings by section, such as 'server: {port: 9000}'")
     config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, file])
     return inspect.Signature([config, *map(_option, knobs())])
 
@@ -117,7 +147,7 @@ def tiny_model(
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
 ) -> None:
     """Show a running server: its models, their queues, tokens per second and memory."""
     from rich.console import Console
@@ -134,9 +164,13 @@ _RlConfig = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="See docs
 def rl(config: _RlConfig) -> None:
     """Train a model on a Tinker server with reinforcement learning; started again, go on where it stopped."""
     from tinsmith.rl.config import load
+    from tinsmith.rl.reach import require_server
+
+    configuration = load(config)
+    require_server(configuration.server)  # before the next import, which takes seconds
     from tinsmith.rl.trainer import train
 
-    train(load(config))
+    train(configuration)
 
 
 @app.command("eval")
@@ -145,9 +179,13 @@ def evaluate(config: _RlConfig) -> None:
     from rich.console import Console
 
     from tinsmith.rl.config import load
+    from tinsmith.rl.reach import require_server
+
+    configuration = load(config)
+    require_server(configuration.server)
     from tinsmith.rl.evaluation import run_evaluation
 
-    run_evaluation(load(config), Console(highlight=False))
+    run_evaluation(configuration, Console(highlight=False))
 
 
 _DataDir = Annotated[Path, typer.Option("--data-dir", help="The server's data directory.")]
@@ -185,15 +223,40 @@ def import_adapter(
 @app.command()
 def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+    unknown: Annotated[bool, typer.Option("--unknown", help="Delete complete checkpoints that the database does not know, too.")] = False,
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
     """Delete what nobody can reach any more: expired checkpoints, files that no checkpoint has, what a crash left.
 
-    It may run beside the server, which deletes by itself, within a minute, all but files that its database does not know.
+    It may run beside the server, which deletes the same by itself within a minute, but for the files of --unknown.
     """
     from tinsmith.garbage import collect_garbage
 
-    for line in collect_garbage(data_dir, dry_run):
+    for line in collect_garbage(data_dir, dry_run, unknown):
+        typer.echo(line)
+
+
+@app.command()
+def backup(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the copy goes: a directory that is empty or not there yet.")],
+    data_dir: _DataDir = Path("tinsmith-data"),
+) -> None:
+    """Copy a data directory with all checkpoints, also while its server runs; `tinsmith serve --data-dir DIR` goes on from the copy."""
+    from tinsmith.backup import back_up
+
+    for line in back_up(data_dir, directory):
+        typer.echo(line)
+
+
+@app.command()
+def recover(
+    checkpoint_root: Annotated[str, typer.Option(help="Look there too: a --checkpoint-root that no other server uses.")] = "",
+    data_dir: _DataDir = Path("tinsmith-data"),
+) -> None:
+    """Register complete checkpoints that the database does not know, such as after an older or a new database was put in its place."""
+    from tinsmith.recovery import recover
+
+    for line in recover(data_dir, checkpoint_root):
         typer.echo(line)
 
 

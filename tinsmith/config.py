@@ -1,6 +1,6 @@
-"""Every knob of a server, once: its name, type, default, unit and limits.
+"""Every setting of a server, once: its name, type, default, unit and limits.
 
-`tinsmith serve` makes one command-line option of each knob (`kv_cache_gib` becomes `--kv-cache-gib`), and a YAML file given with
+`tinsmith serve` makes one command-line option of each setting (`kv_cache_gib` becomes `--kv-cache-gib`), and a YAML file given with
 `--config` holds the same tree by section. `load` merges the two (the command line wins) and refuses unknown keys and impossible values.
 A section is passed to the room that needs it; nothing reads configuration from a global.
 """
@@ -14,17 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinsmith.config_values import fill, knob, read_yaml
 from tinsmith.errors import ConfigError
-
-
-def knob(
-    default: Any, help: str, unit: str = "", low: float | None = None, high: float | None = None, choices: tuple[str, ...] = ()
-) -> Any:
-    """One documented configuration field. `low` and `high` are inclusive limits of a number; `choices` those of a text."""
-    metadata = {"help": help, "unit": unit, "low": low, "high": high, "choices": choices}
-    if isinstance(default, list | dict):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
+from tinsmith.logs import LEVELS
 
 
 @dataclass
@@ -34,23 +26,67 @@ class ServerConfig:
     host: str = knob("127.0.0.1", "Address to listen on")
     port: int = knob(8000, "TCP port to listen on; 0 takes a free one and prints it", low=0, high=65535)
     long_poll_s: float = knob(30.0, "How long retrieve_future holds a request before it answers 408", "seconds", 0.1, 40)
+    max_header_kib: int = knob(64, "Largest request line and headers together", "KiB", 4, 1024)
     max_body_mib: int = knob(256, "Largest request body, after decompression", "MiB", 1, 4096)
     fwdbwd_max_chunk_len: int = knob(1024, "Largest number of datums the SDK puts into one forward_backward request", "datums", 1)
     sample_result_ttl_s: float = knob(600.0, "How long a finished sample waits to be fetched", "seconds", 1)
-    max_pending_samples: int = knob(8192, "Samples accepted but not finished; one more is answered 429", "requests", 1)
+    max_pending_samples: int = knob(
+        65536, "Maximum number of unfinished sequences (num_samples of all requests); further requests get HTTP 429", "sequences", 1
+    )
+    max_pending_samples_per_session: int = knob(16384, "Maximum number of unfinished sequences of one session", "sequences", 1)
+    max_pending_sample_mib: int = knob(
+        2048, "Maximum size of the bodies of all unfinished sample requests; further requests get HTTP 429", "MiB", 1
+    )
+    max_pending_sample_mib_per_session: int = knob(512, "Maximum size of the bodies of one session's unfinished sample requests", "MiB", 1)
+    max_queued_session_mib: int = knob(
+        2048, "Maximum size of one session's queued training operations, images included; further ones get HTTP 429", "MiB", 1
+    )
+    max_queued_mib: int = knob(
+        16384, "Maximum size of all queued training operations, which are kept on disk; further ones get HTTP 429", "MiB", 1
+    )
     session_idle_s: float = knob(600.0, "A session without heartbeat and request for so long ends; its models are saved", "seconds", 0.1)
     result_ttl_s: float = knob(
         86400.0, "How long the result of a training operation waits to be fetched while its session lives", "seconds", 1
     )
-    download_ttl_s: int = knob(3600, "How long the address of a file to download is valid", "seconds", 60, 604800)
-    shutdown_s: float = knob(8.0, "How long Ctrl-C waits for the engine to finish the pass that is running", "seconds", 0.1)
+    ended_session_ttl_s: float = knob(
+        2592000.0,
+        "How long an ended session, its operations and its models without checkpoints stay in the database",
+        "seconds",
+        60,
+    )
+    download_ttl_s: int = knob(3600, "How long the URL of a file to download is valid", "seconds", 60, 604800)
+    engine_silent_s: float = knob(
+        10.0, "An engine process without a heartbeat for so long counts as not ready (it sends two a second)", "seconds", 2
+    )
+    engine_hung_s: float = knob(120.0, "An engine process without a heartbeat for so long is killed and restarted", "seconds", 2)
+    shutdown_s: float = knob(
+        120.0, "How long Ctrl-C waits for the engine to finish its pass, and again for each model that it saves", "seconds", 0.1
+    )
+
+
+@dataclass
+class RequestsConfig:
+    """How much one request may hold. It is counted before anything is built from it."""
+
+    max_json_kib: int = knob(128, "Largest JSON body of any request but a sample", "KiB", 64, 65536)
+    max_sample_mib: int = knob(64, "Largest JSON body of a sample, with its images in base64", "MiB", 1, 1024)
+    max_sample_values: int = knob(2**20, "Most numbers (token IDs, target IDs) and other values in the JSON of a sample", "values", 1024)
+    max_datums: int = knob(4096, "Most datums of one forward_backward request", "datums", 1)
+    max_chunks: int = knob(32768, "Most chunks (texts and images) of one forward_backward request", "chunks", 1)
+    max_prompt_chunks: int = knob(8192, "Most chunks of one sample's prompt", "chunks", 1)
+    max_images: int = knob(4096, "Most images of one request; the SDK puts up to 5 MB of datums into one", "images", 1)
 
 
 @dataclass
 class ModelsConfig:
     """How base models are loaded."""
 
-    device: str = knob("auto", "Where the models run: auto, cpu, cuda or cuda:N (auto takes CUDA when there is one)")
+    device: str = knob(
+        "auto",
+        "Where the models run: auto, cpu, cuda or cuda:N (auto takes CUDA when there is one)",
+        choices=("auto", "cpu", "cuda", "cuda:N with a number N"),
+        pattern=r"auto|cpu|cuda(:\d+)?",
+    )
     dtype: str = knob(
         "auto", "Precision of the frozen base (auto: bfloat16 on CUDA, float32 on a CPU)", choices=("auto", "float32", "bfloat16")
     )
@@ -64,6 +100,9 @@ class ImagesConfig:
 
     max_image_mib: float = knob(20.0, "Largest encoded image", "MiB", 0.001)
     max_image_pixels: int = knob(50_000_000, "Largest image, checked in its header before it is decoded", "pixels", 1)
+    max_request_pixels: int = knob(
+        200_000_000, "Most pixels of all images of one sample or datum together, read from their headers before any is decoded", "pixels", 1
+    )
     max_aspect: float = knob(200.0, "Largest ratio of an image's longer side to its shorter", "", 1)
     image_cache_mib: int = knob(512, "Memory for processed images (pixel values and vision features), by content hash", "MiB", 0)
 
@@ -74,7 +113,12 @@ class TrainingConfig:
 
     tokens_per_pass: int = knob(8192, "Most tokens packed into one forward or backward pass", "tokens", 1)
     logits_chunk: int = knob(1024, "Rows of logits that exist at one time while log-probabilities are computed", "tokens", 1)
-    ended_model_ttl_s: float = knob(604800.0, "How long a model is kept as a checkpoint if its session just went away", "seconds", 0.1)
+    ended_model_ttl_s: float = knob(
+        604800.0, "How long the checkpoint of a model is kept whose session was idle or whose server was stopped", "seconds", 0.1
+    )
+    max_unrecorded_mib: float = knob(
+        256.0, "Results held in memory while the database takes none (locked, disk full); beyond it training waits", "MiB", 0
+    )
     held_operation_s: float = knob(600.0, "How long an operation waits for the missing seq_id before it fails", "seconds", 0.1)
 
 
@@ -91,6 +135,15 @@ class SamplingConfig:
     snapshot_gib: float = knob(
         4.0, "Memory for snapshots and checkpoints that are sampled; beyond it the least recently used go to disk", "GiB", 0
     )
+    snapshot_disk_gib: float = knob(
+        32.0,
+        "Disk for snapshots; beyond it the least recently sampled are dropped, but for each model's newest and those being sampled",
+        "GiB",
+        0,
+    )
+    snapshot_idle_h: float = knob(
+        24.0, "A snapshot that nobody samples for so long is dropped, unless it is its model's newest", "hours", 0.0001
+    )
     max_running: int = knob(256, "Sequences decoded together", "sequences", 1)
     prefill_tokens: int = knob(4096, "Most prompt tokens computed in one step", "tokens", 1)
 
@@ -100,12 +153,9 @@ class VLLMConfig:
     """vLLM servers, with sampler=vllm."""
 
     vllm_servers: int = knob(1, "vLLM servers to start for each base model, unless --vllm-url names others", "servers", 1, 64)
-    vllm_urls: list[str] = knob([], "Use the vLLM server at this address, and start none; repeat for several")
+    vllm_urls: list[str] = knob([], "Use the vLLM server at this URL, and start none; repeat for several")
     vllm_python: str = knob("", "Python of the environment that vLLM is installed in, if it is not this one")
     vllm_args: list[str] = knob([], "One more option for vLLM servers that are started, as --vllm-arg=--max-loras=8; repeat for several")
-    renderer: str = knob(
-        "local", "Who processes pictures, for training too: local, this engine; vllm, its render endpoint", choices=("local", "vllm")
-    )
     vllm_transfer: str = knob(
         "auto",
         "How full weights get into vLLM servers that are started: file, in memory; ipc, the memory of one GPU that both use; broadcast, "
@@ -114,11 +164,11 @@ class VLLMConfig:
     )
     vllm_hung_s: float = knob(
         120.0,
-        "How long a vLLM server with samples to do may answer nothing before it is taken for lost; longer than a transfer takes",
+        "Restart a vLLM server that has samples to do after so much silence; must exceed the time of a transfer",
         "seconds",
         1,
     )
-    vllm_dir: str = knob("", "Where weights lie while vLLM servers use them, if not in memory: a directory that all of them can read")
+    vllm_dir: str = knob("", "Directory for the weights that vLLM servers use, readable for all of them; empty keeps them in memory")
 
 
 @dataclass
@@ -128,7 +178,11 @@ class Config:
     base_models: list[str] = knob([], "Base model to serve, as [NAME=]PATH_OR_HUB_ID; repeat for several")
     data_dir: str = knob("tinsmith-data", "Directory of the command log and everything else that outlives the process")
     checkpoint_root: str = knob("", "Where new checkpoints go, if not into data_dir: a directory, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
+    log_level: str = knob(
+        "info", "Which lines are logged: debug adds one for each sample; warning and error leave out what works", choices=LEVELS
+    )
     server: ServerConfig = field(default_factory=ServerConfig)
+    requests: RequestsConfig = field(default_factory=RequestsConfig)
     models: ModelsConfig = field(default_factory=ModelsConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -223,67 +277,3 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
     config = Config()
     fill(config, tree, "configuration")
     return config
-
-
-def read_yaml(file: Path) -> Mapping[str, Any]:
-    """The tree in a YAML file. Raises ConfigError: unreadable, or no tree."""
-    import yaml  # here, because `tinsmith --help` imports this module
-
-    try:
-        tree = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read the configuration file {file}: {error}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{file} must hold sections such as 'server:', not a {type(tree).__name__}")
-    return tree
-
-
-def fill(section: Any, values: Mapping[str, Any], source: str) -> None:
-    """Set the fields of a section, and of the sections in it, from `values`; `source` names in messages where they come from.
-
-    Raises ConfigError: unknown key, wrong type or value out of its limits.
-    """
-    specs = {spec.name: spec for spec in dataclasses.fields(section)}
-    hints = typing.get_type_hints(type(section))
-    for name, value in values.items():
-        if name not in specs:
-            raise ConfigError(f"{source}: unknown key {name!r}; known here: {', '.join(specs)}")
-        current = getattr(section, name)
-        if dataclasses.is_dataclass(current):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{source}: {name} is a section and must hold keys, got {value!r}")
-            fill(current, value, f"{source}: {name}")
-        else:
-            setattr(section, name, _checked(name, value, hints[name], specs[name].metadata, source))
-
-
-def _checked(name: str, value: Any, kind: Any, limits: Mapping[str, Any], source: str) -> Any:
-    if typing.get_origin(kind) is list:
-        (item_kind,) = typing.get_args(kind)
-        if not isinstance(value, list) or not all(isinstance(item, item_kind) for item in value):
-            raise ConfigError(f"{source}: {name} must be a list of {'texts' if item_kind is str else 'numbers'}, got {value!r}")
-        return value
-    if typing.get_origin(kind) is typing.Literal:
-        if value not in typing.get_args(kind):
-            raise ConfigError(f"{source}: {name}={value!r} must be one of {', '.join(typing.get_args(kind))}")
-        return value
-    if typing.get_origin(kind) is dict:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{source}: {name} must hold keys, got {value!r}")
-        return value
-    return _checked_scalar(name, value, kind, limits, source)
-
-
-def _checked_scalar(name: str, value: Any, kind: Any, limits: Mapping[str, Any], source: str) -> Any:
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
-        raise ConfigError(f"{source}: {name} must be of type {kind.__name__}, got {value!r}")
-    low, high, choices = limits["low"], limits["high"], limits["choices"]
-    if (low is not None and not value >= low) or (high is not None and not value <= high):
-        raise ConfigError(f"{source}: {name}={value!r} must lie between {low} and {'any number' if high is None else high}")
-    if choices and value not in choices:
-        raise ConfigError(f"{source}: {name}={value!r} must be one of {', '.join(choices)}")
-    return value

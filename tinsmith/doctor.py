@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError
@@ -23,6 +24,8 @@ RANK = 32
 GIB = 2**30
 EXTRAS = {"demo": ("tinker", "matplotlib", "sklearn"), "tests": ("tinker", "pytest", "peft", "httpx", "hypothesis")}
 """Modules that a part of the project needs beside what serving needs."""
+INSTALLERS = {"demo": "make demo", "tests": "make dev"}
+"""What installs them."""
 
 State = Literal["ok", "note", "missing"]
 _STYLES = {"ok": "green", "note": "yellow", "missing": "bold red"}
@@ -47,14 +50,14 @@ def run_doctor(config: Config, console: Console) -> int:
     for title, findings in sections.items():
         console.print(_table(title, findings))
     missing = [finding.subject for findings in sections.values() for finding in findings if finding.state == "missing"]
-    console.print(f"missing: {', '.join(missing)}" if missing else "nothing is missing", style="bold red" if missing else "bold green")
+    console.print(Text(f"missing: {', '.join(missing)}", "bold red") if missing else Text("nothing is missing", "bold green"))
     return 1 if missing else 0
 
 
 def _table(title: str, findings: list[Finding]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for finding in findings:
-        table.add_row(finding.subject, f"[{_STYLES[finding.state]}]{finding.state}", finding.detail)
+        table.add_row(Text(finding.subject), Text(finding.state, _STYLES[finding.state]), Text(finding.detail))
     return table
 
 
@@ -144,7 +147,8 @@ def _features(machine: Machine) -> Iterator[Finding]:
     yield Finding("images", "ok", "PNG and JPEG, with the model's own processor")
     for extra, modules in EXTRAS.items():
         absent = [module for module in modules if importlib.util.find_spec(module) is None]
-        yield Finding(extra, "note" if absent else "ok", f"needs {', '.join(absent)}: make setup" if absent else "all there")
+        lacking = f"needs {', '.join(absent)}, which `{INSTALLERS[extra]}` installs"
+        yield Finding(extra, "note" if absent else "ok", lacking if absent else "all there")
 
 
 def _gib(size: int) -> str:

@@ -4,12 +4,16 @@ Both work beside a running server: the files of a checkpoint are written once an
 """
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
+
+from huggingface_hub import snapshot_download
 
 from tinsmith.config import Config, base_model_sources
 from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.errors import ConfigError, UserError
+from tinsmith.models.fingerprint import check_fingerprint, fingerprint_of, holds_weights, local_directory
 from tinsmith.models.full import FullWeights
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import CheckpointFiles
@@ -18,18 +22,20 @@ from tinsmith.training.checkpoint import About, read_about, stored_weights, writ
 from tinsmith.training.peft_format import outline, read_peft, write_merged, write_peft
 from tinsmith.wire.paths import CheckpointKind, CheckpointPath, check_name, parse_path
 
+log = logging.getLogger(__name__)
+
 IMPORTED = "imported"
-"""What stands in the place of the model id in the path of a checkpoint that was trained elsewhere."""
+"""The model id in the paths of imported checkpoints."""
 
 
 def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, base_source: str | None) -> None:
     """Write a checkpoint as a PEFT adapter, or merged into its base as a transformers model, as full weights always are.
 
-    `base_source` is where the base model is now, if it is not where the checkpoint was trained. Raises TinsmithError: no such checkpoint,
-    `directory` is in use, another base model, full weights without `merge`.
+    `base_source` is where the base model is now, if it is not where the checkpoint was trained; an adapter then names its base so. Raises
+    TinsmithError: no such checkpoint, `directory` is in use, another base model or none to be had, full weights without `merge`.
     """
-    if directory.exists() and any(directory.iterdir()):
-        raise ConfigError(f"{directory} is not empty; name a new directory")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} is not an empty directory; name a new one")
     kind = parse_path(path).kind
     if kind == "external":
         raise UserError(f"{path} holds files to download: tinker checkpoint download; export a path of weights or sampler_weights")
@@ -40,12 +46,17 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
     base = outline(source)
     if base.architecture != about.architecture:
         raise UserError(f"{source} is of architecture {base.architecture}; {path} was saved for {about.architecture}")
+    fingerprint = _fingerprint(source, fetch=merge)
+    if fingerprint is None:
+        log.warning("the weights of %s are not on this machine: whether %s was trained on them is not checked", source, path)
+    else:
+        check_fingerprint(about.base_fingerprint, fingerprint, source, path)
     if merge:
         write_merged(weights, base, source, directory)
     elif isinstance(weights, FullWeights):
         raise UserError(f"{path} is of rank 0: all parameters were trained, and there is no adapter to write; add --merge")
     else:
-        write_peft(weights, base, source, directory)
+        write_peft(weights, base, base_source or about.public_base, directory)
 
 
 def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str) -> list[str]:
@@ -57,7 +68,10 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
     ((base_name, source),) = base_model_sources(Config(base_models=[base_model])).items()
     base = outline(source)
     adapter = read_peft(adapter_dir, base)
-    about = About(base_name, source, base.architecture, adapter.shape)
+    fingerprint = _fingerprint(source, fetch=False)
+    if fingerprint is None:
+        log.warning("the weights of %s are not on this machine: no server can check that it serves the same as %s", source, base_name)
+    about = About(base_name, source, base.architecture, adapter.shape, fingerprint)
     kinds: tuple[CheckpointKind, ...] = ("training", "sampler")
     paths = [CheckpointPath(IMPORTED, kind, name) for kind in kinds]
 
@@ -66,11 +80,24 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
         return about
 
     with _opened(data_dir) as checkpoints:
-        for path in paths:
-            checkpoints.check_free(path)
+        taken = [str(path) for path in paths if checkpoints.store.checkpoint(str(path)) is not None]
+        if taken:
+            raise UserError(f"NAME={name!r}: {' and '.join(taken)} exist already; import under another name, or delete what is there first")
         for path in paths:
             checkpoints.add(path, write)
     return [str(path) for path in paths]
+
+
+def _fingerprint(source: str, fetch: bool) -> str | None:
+    """The fingerprint of a base model; None if its weights are not on this machine. With `fetch` those of a Hub id are downloaded."""
+    if fetch and not Path(source).is_dir():
+        try:
+            snapshot_download(source, allow_patterns=["*.safetensors", "*.safetensors.index.json", "config.json"])
+        except OSError as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{source}: cannot download the weights: {reason}; give --base-model a directory that has them") from error
+    directory = local_directory(source)
+    return fingerprint_of(directory) if directory is not None and holds_weights(directory) else None
 
 
 @contextlib.contextmanager

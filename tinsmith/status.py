@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Sequence
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tinsmith.errors import ConfigError
 
@@ -20,27 +22,31 @@ def fetch_status(url: str) -> dict[str, Any]:
         raise ConfigError(f"url={url!r} must begin with http:// or https://")
     try:
         with urlopen(f"{url.rstrip('/')}/api/v1/status", timeout=TIMEOUT_S) as reply:
-            content: dict[str, Any] = json.load(reply)
+            content = json.load(reply)
     except HTTPError as error:
-        raise ConfigError(f"{url} answers {error.code}: is it a Tinsmith server?") from error
-    except (URLError, TimeoutError, ValueError) as error:
-        raise ConfigError(f"no Tinsmith server answers at {url}: {getattr(error, 'reason', error)}") from error
+        hint = " Leave out /api/v1" if url.rstrip("/").endswith("/api/v1") else ""
+        raise ConfigError(f"{url} answers {error.code}: is it a Tinsmith server?{hint}") from error
+    except (OSError, ValueError, HTTPException) as error:  # nobody answers, or nothing that is HTTP or JSON
+        reason = error.reason if isinstance(error, URLError) else str(error).strip()
+        raise ConfigError(f"no Tinsmith server answers at {url}: {reason}") from error
+    if not isinstance(content, dict) or "engine" not in content:
+        raise ConfigError(f"no Tinsmith server answers at {url}: what answers there reports no engine")
     return content
 
 
 def print_status(status: dict[str, Any], console: Console) -> None:
-    """Print what `fetch_status` returned."""
+    """Print what `fetch_status` returned, as plain text: Rich would take parts of names for markup or emoji codes, such as `:train:`."""
     engine, samples, rates = status["engine"], status["samples"], status["tokens_per_second"]
-    console.print(
-        f"Tinsmith {status['version']}, engine {engine['state']}{': ' if engine['reason'] else ''}{engine['reason']}", markup=False
-    )
+    reason = f": {engine['reason']}" if engine["reason"] else ""
+    busy = f", busy for {engine['busy_s']:,.0f} s with what it does now" if engine["busy_s"] >= 1 else ""
+    console.print(Text(f"Tinsmith {status['version']}, engine {engine['state']}{reason}{busy}"))
     console.print(_table("base models", ("name", "architecture", "context", "images"), [_base(base) for base in status["base_models"]]))
     rows = [(m["model_id"], m["base_model"], f"{m['queued']:,}", f"{m['trained_tokens']:,}") for m in status["models"]]
     console.print(_table("loaded models", ("model", "base model", "queued", "tokens trained"), rows))
     console.print(f"samples: {samples['running']:,} running, {samples['waiting']:,} waiting")
     console.print(f"tokens per second, last minute: {rates['training']:,.1f} training, {rates['sampling']:,.1f} sampling")
     memory = ", ".join(f"{size / 2**20:,.0f} MiB {place}" for place, size in status["memory_bytes"].items())
-    console.print(f"engine memory: {memory or 'not reported yet'}")
+    console.print(Text(f"engine memory: {memory or 'not reported yet'}"))
 
 
 def _base(base: dict[str, Any]) -> tuple[str, ...]:
@@ -54,5 +60,5 @@ def _table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]
     for column in columns:
         table.add_column(column, overflow="fold", header_style="dim")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table

@@ -72,6 +72,19 @@ PROMPTS = [
     Case("chunk of no type", sample({"tokens": [1]}), ["prompt.chunks.0", "'type'"]),
     Case("prompt longer than the context", sample(words(*[1] * 32769)), ["context window of text: 32769 + 2 > 32768"]),
     Case("answer beyond the context", sample(params={"max_tokens": 32766}), ["context window of text: 3 + 32766 > 32768"]),
+    Case(
+        "sampled pictures of too many pixels together",
+        sample(*[photo(png_that_claims(7000, 7000 - number)) for number in range(5)]),
+        ["have 244930000 pixels together", "max_request_pixels allows 200000000"],
+        "vision",
+    ),
+    Case(
+        "sampled pictures without end",
+        sample(*[photo(b"counted, not read")] * 4097),
+        ["holds 4097 images, max_images allows 4096"],
+        "vision",
+    ),
+    Case("sampled chunks without end", sample(*[words(1)] * 8200), ["at least 8199 chunks, max_prompt_chunks allows 8192"]),
     Case("sampled picture for a text model", sample(photo(png(0))), ["prompt.chunks.0 is an image, but text takes text only"]),
     *(
         Case(f"sampled {name}", sample(words(1), chunk, status=status), ["chunks.1" if status == 400 else "chunk 1", *says], "vision")

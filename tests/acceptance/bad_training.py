@@ -74,6 +74,10 @@ UNKNOWN_FIELD = pb.Datum.FromString(example().SerializeToString() + b"\x9a\x06\x
 
 DATA = [
     Case("no data", training(), ["data is empty", "at least one datum"]),
+    Case("endless loss name", training(example(), loss_fn="x" * 5_000_000), ["loss_fn 'xxx", "characters left out", "cross_entropy"]),
+    Case("too many datums", training(*[pb.Datum()] * 5000), ["datum 4096: the request holds more than 4096 datums (max_datums)"]),
+    Case("too many chunks", training(example(*[text(1)] * 33_000)), ["datum 0: the request holds more than 32768 chunks (max_chunks)"]),
+    Case("too many images", training(example(*[picture(b"")] * 4100)), ["datum 0: the request holds more than 4096 images (max_images)"]),
     Case("no chunks", training(pb.Datum(loss_fn_inputs={"target_tokens": tensor([1])})), ["datum 0", "holds no token"]),
     Case("no tokens", training(example(), example(text())), ["datum 1", "holds no token"]),
     Case("chunk of no kind", training(example(text(1), pb.Chunk())), ["datum 0: chunk 1", "send encoded_text or image"]),
@@ -105,7 +109,7 @@ INPUTS = [
     Case("infinite weight", training(example(weights=[INF, 1.0, 1.0])), ["datum 0: weights at position 0 is inf", "finite"]),
     Case("infinite advantage", policy("ppo", advantages=[1.0, 1.0, -INF]), ["advantages at position 2 is -inf", "finite"]),
     Case("NaN logprob", policy("gspo", logprobs=[NAN, -1.0, -1.0]), ["logprobs at position 0 is nan", "finite"]),
-    Case("unknown input", training(example(mask=[1.0] * 3)), ["unknown key 'mask'", "known are target_tokens, weights"]),
+    Case("unknown input", training(example(masks=[1.0] * 3)), ["unknown key 'masks'", "known are target_tokens, weights"]),
     Case("no logprobs", policy("importance_sampling", logprobs=None), ["no logprobs", "needs target_tokens, logprobs, advantages"]),
     Case("no advantages", policy("dro", advantages=None), ["no advantages", "dro needs target_tokens, logprobs, advantages"]),
     Case("no ratio mask", policy("gspo"), ["no sequence_ratio_mask", "gspo needs"]),
@@ -116,6 +120,10 @@ INPUTS = [
         ["shape (3, 2)", "cispo takes one target", "send (3,)"],
     ),
     Case("weights beside advantages", policy("ppo", weights=[1.0, 0.5, 1.0]), ["weights at position 1 is 0.5", "ppo has no weights"]),
+    Case("mask beside advantages", policy("ppo", mask=[1.0, 1.0, 0.0]), ["mask at position 2 is 0", "ppo has no mask", "multiply"]),
+    Case("mask beside weights", training(example(mask=[0.0, 1.0, 1.0])), ["mask at position 0 is 0", "cross_entropy has no mask"]),
+    Case("half a position", policy("dro", mask=[1.0, 0.5, 1.0]), ["mask at position 1 is 0.5", "dro only asks", "send 1 for sampled"]),
+    Case("weighted dro", policy("dro", weights=[1.0, 2.0, 1.0]), ["weights at position 1 is 2", "multiply the advantages"]),
     Case("bounds without clipping", policy("dro", clip_low_threshold=[0.5] * 3), ["clip_low_threshold", "dro does not clip"]),
     Case("bound below 0", policy("cispo", clip_low_threshold=[0.5, -0.5, 0.5]), ["bounds at position 1", "low_threshold=-0.5"]),
     Case(
@@ -164,12 +172,17 @@ TENSORS = [
 
 PICTURES = [
     Case("picture for a text model", training(example(picture(png(0)))), ["datum 0", "chunk 0 is an image", "text takes text only"]),
+    Case(
+        "truncated picture",
+        training(example(text(1), picture(png(0)[:300]), target_tokens=[1] * 7)),  # only a datum without fault is decoded
+        ["datum 0: chunk 1", "png image of 96 x 64 pixels is broken"],
+        "vision",
+    ),
     *(
         Case(name, training(example(text(1), chunk)), ["datum 0: chunk 1", *says], "vision")
         for name, chunk, says in (
             ("no picture", picture(b""), ["0 bytes", "not a PNG or JPEG image"]),
             ("broken picture", picture(b"not a picture"), ["13 bytes labelled 'png'", "not a PNG or JPEG image"]),
-            ("truncated picture", picture(png(0)[:300]), ["png image of 96 x 64 pixels is broken"]),
             ("wrong label", picture(png(0), "jpeg"), ["labelled 'jpeg' but is 'png'"]),
             ("unknown format", picture(png(0), "gif"), ["image format 'gif' is not supported", "png, jpeg"]),
             ("too many bytes", picture(png(0) + bytes(20 * 2**20)), ["max_image_mib allows 20"]),

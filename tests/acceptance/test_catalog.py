@@ -192,7 +192,7 @@ def test_external_weights_are_encrypted_for_their_recipients(
     network = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(family_dir("qwen3")), str(tmp_path / "adapter"))
     np.testing.assert_allclose(transformers_logprobs(network), scores(client, [ITEM])[0], atol=1e-4)
     # Nothing in plain text, and nothing unfinished, stays on the server.
-    assert {file.name for file in set(checkpoints.rglob("*")) - before if file.is_file()} == set(names)
+    assert {file.name for file in set(checkpoints.rglob("*")) - before if file.is_file()} == {*names, "manifest.json"}
     assert list(checkpoints.glob(".writing-*")) == []
     with pytest.raises(tinker.RequestFailedError, match=r"'nobody' is no age1... key and no SSH public key") as refused:
         client.save_weights_external("other", age_encryption_recipients=["nobody"]).result()

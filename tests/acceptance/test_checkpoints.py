@@ -1,6 +1,5 @@
 """Checkpoints through the SDK: resumed runs, saved weights to sample from, a new server on the same data."""
 
-import time
 from pathlib import Path
 
 import httpx
@@ -153,7 +152,7 @@ def test_a_vision_model_is_resumed(service: tinker.ServiceClient) -> None:
 
 
 def test_a_session_that_goes_away_leaves_its_models_and_snapshots_come_back_from_disk(models: list[str], tmp_path: Path) -> None:
-    with serving(tmp_path, *models, "--session-idle-s", "4", "--snapshot-gib", "0") as running:
+    with serving(tmp_path, *models, "--session-idle-s", "8", "--snapshot-gib", "0") as running:
         running.wait_for_health()
         client = train(tinker.ServiceClient(base_url=running.url, api_key=API_KEY), "text")
         samplers, before = [], []
@@ -164,9 +163,10 @@ def test_a_session_that_goes_away_leaves_its_models_and_snapshots_come_back_from
         assert before[0] != before[1]
         assert [sample_logprobs(sampler) for sampler in samplers] == before
         path = client.save_state("here").result().path
-        time.sleep(6)
+        running.wait_for_status(lambda status: bool(status["models"]))  # it may be a second old
+        running.wait_for_status(lambda status: not status["models"])
         kept = f"tinker://{client.model_id}/weights/session-end"
-        with pytest.raises(tinker.RequestFailedError, match=f"its session is finished; create a new one from {kept}"):
+        with pytest.raises(tinker.RequestFailedError, match=f"showed no sign of life; go on from its newest checkpoint, {kept}, with"):
             client.optim_step(STEP).result()
         with pytest.raises(Exception, match="are gone: its session is finished"):
             samplers[0].compute_logprobs(text_input(1, 8)).result()

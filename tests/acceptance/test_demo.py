@@ -5,12 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 DEMO = Path(__file__).parents[2] / "examples" / "digits.py"
 
 
-@pytest.mark.timeout(300)
 def test_the_demo_learns_to_read_and_draws_what_it_learned(tmp_path: Path) -> None:
     command = [sys.executable, str(DEMO), "--epochs", "2", "--output", str(tmp_path)]
     finished = subprocess.run(command, capture_output=True, text=True, check=True)

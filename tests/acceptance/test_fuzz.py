@@ -21,7 +21,7 @@ from tests.acceptance.bad_target import GOOD, Target
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.fuzzing import BODIES, Shot, encode, shots
 from tests.acceptance.talking import RAW_STEP
-from tests.running import Server, serving
+from tests.running import START_S, Server, serving
 from tinsmith.server import routes as server_routes
 from tinsmith.wire import tinker_pb2 as pb
 
@@ -54,7 +54,7 @@ class Range:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.loop = asyncio.new_event_loop()
-        self.http = httpx.AsyncClient(base_url=f"{server.url}/api/v1/", timeout=60, headers={"X-API-Key": API_KEY})
+        self.http = httpx.AsyncClient(base_url=f"{server.url}/api/v1/", timeout=START_S, headers={"X-API-Key": API_KEY})
         self.sent = 0
         self.text, self.eye, self.ending = Target(server, "text"), Target(server, "vision"), Target(server, "text")
         for kind in ("save_weights", "save_weights_for_sampler"):

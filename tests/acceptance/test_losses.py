@@ -26,11 +26,15 @@ SETTINGS: list[tuple[str, dict[str, float]]] = [
 
 
 def policy_datum(model_input: types.ModelInput, targets: torch.Tensor, current: np.ndarray, seed: int) -> types.Datum:
-    """As recipes make it: the first third is the prompt, padded with 0; the policy has moved a little since it sampled the rest."""
+    """As recipes make it: the first third is the prompt, padded with 0; the policy has moved a little since it sampled the rest.
+
+    Every fourth sampled token has no advantage.
+    """
     generator = torch.Generator().manual_seed(seed)
     prompt = len(targets) // 3
     sampled = torch.from_numpy(current) + 0.3 * torch.randn(len(targets), generator=generator)
     advantages = torch.randn(len(targets), generator=generator)
+    advantages[prompt::4] = 0.0
     mask = torch.ones(len(targets))
     for tensor in (sampled, advantages, mask):
         tensor[:prompt] = 0.0
@@ -102,6 +106,27 @@ def test_a_split_call_adds_up_to_the_whole(service: tinker.ServiceClient, chunki
         assert_close(scores(split, data), scores(whole, data))
     assert output.metrics == pytest.approx(expected.metrics, rel=1e-5)
     assert only_forward.metrics == pytest.approx(expected.metrics, rel=1e-5)
+
+
+def test_a_mask_decides_what_dro_counts_however_the_call_is_split(service: tinker.ServiceClient, chunking_server: Server) -> None:
+    """A mask that takes in a prompt's last position and leaves out every third sampled one, advantage or not."""
+    client = train(service, "text")
+    data = []
+    for item in policy_data(client, "text"):
+        mask = item.loss_fn_inputs["sequence_ratio_mask"].to_torch().clone()
+        mask[len(mask) // 3 - 1], mask[len(mask) // 3 :: 3] = 1.0, 0.0
+        data.append(with_inputs(item.model_input, **item.loss_fn_inputs, mask=mask))
+    output = client.forward_backward(data, "dro").result()
+    expected, linear = in_the_client("dro", {}, data, logprobs(output))
+    unmasked, _ = in_the_client("dro", {}, policy_data(client, "text"), logprobs(output))
+    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    assert output.metrics["loss:sum"] != pytest.approx(unmasked, rel=1e-3)
+    with tinker.ServiceClient(base_url=chunking_server.url, api_key=API_KEY) as splitting:
+        split, twin = train(splitting, "text"), train(splitting, "text")
+        assert split.forward_backward(data, "dro").result().metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+        twin.forward_backward(linear, "cross_entropy").result()
+        norms = [step(model) for model in (client, split, twin)]
+    assert norms[1:] == pytest.approx(norms[:1] * 2, rel=1e-4)
 
 
 def test_bounds_that_come_for_each_position_are_obeyed(service: tinker.ServiceClient) -> None:

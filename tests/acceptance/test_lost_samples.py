@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import tinker
@@ -13,12 +12,7 @@ from tests.running import Server, serving
 
 
 def wait_until_samples_run(server: Server) -> None:
-    with server.client() as client:
-        client.headers["X-API-Key"] = "tml-acceptance"
-        deadline = time.monotonic() + 20
-        while not client.get("status").json()["samples"]["running"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    server.wait_for_status(lambda status: status["samples"]["running"] > 0)
 
 
 def test_samples_outlive_their_engine_and_their_server(models: list[str], tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def test_checkpoints_live_in_an_object_store(bucket: Any, models: list[str], tmp
             names = sorted(key.rpartition("/")[2] for key in keys(bucket))
             assert names == sorted(
                 ["adapter.safetensors", "checkpoint.json"] * 2
+                + ["manifest.json"] * 3
                 + ["optimizer.safetensors", "adapter_config.json", "adapter_model.safetensors"]
             )
             assert all(key.startswith("team/checkpoints/") for key in keys(bucket))

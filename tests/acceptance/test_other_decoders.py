@@ -9,7 +9,7 @@ from tinker import types
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.talking import RAW_STEP, datum, numbers, text_input, train
 from tests.bases import OTHER_DECODERS, write_decoder
-from tests.running import serving
+from tests.running import START_S, serving
 
 
 def test_a_decoder_that_passes_trains_and_samples(tmp_path: Path) -> None:
@@ -34,6 +34,6 @@ def test_a_decoder_that_passes_trains_and_samples(tmp_path: Path) -> None:
 def test_a_decoder_that_computes_something_else_is_refused_at_start(tmp_path: Path) -> None:
     write_decoder("granite", tmp_path / "model", logits_scaling=8.0)
     with serving(tmp_path, "--base-model", f"other={tmp_path / 'model'}", "--kv-cache-gib", "0.1") as server:
-        assert server.process.wait(timeout=60) == 2
+        assert server.process.wait(timeout=START_S) == 2
     reason = "other (granite) cannot be served: transformers computes other log-probabilities (logits_scaling=8.0 is not supported)"
     assert f"tinsmith: {reason}" in server.log.read_text()

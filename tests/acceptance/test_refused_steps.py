@@ -64,3 +64,18 @@ def test_a_spoiled_step_leaves_the_model_its_neighbour_and_the_base_alone(
 
     assert step(client) == pytest.approx(step(fresh), rel=1e-6)
     assert_close(scores(client, PROBE), scores(fresh, PROBE), atol=1e-6)
+
+
+@pytest.mark.parametrize("adam", [types.AdamParams(learning_rate=1e-3, eps=0.0), types.AdamParams(learning_rate=1e38)])
+def test_an_update_that_is_not_finite_is_refused_and_the_next_step_is_as_if_it_had_not_been(
+    service: tinker.ServiceClient, adam: types.AdamParams
+) -> None:
+    client, fresh = train(service, "text", seed=3), train(service, "text", seed=3)
+    before = scores(client, PROBE)
+    client.forward_backward(LESSON, "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match=r"the update is not finite: .* the step was refused") as failed:
+        client.optim_step(adam).result()
+    assert "user" in str(failed.value.category)
+    assert np.array_equal(scores(client, PROBE), before)
+    assert step(client) == step(fresh)
+    assert np.array_equal(scores(client, PROBE), scores(fresh, PROBE))

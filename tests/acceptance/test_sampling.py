@@ -17,6 +17,7 @@ from tinker import types
 from transformers import AutoTokenizer
 
 from tests.acceptance.talking import RAW_STEP, datum, image_input, numbers, scores, text_input, train, with_inputs
+from tests.running import START_S
 
 
 def sampling_client(client: tinker.TrainingClient) -> tinker.SamplingClient:
@@ -203,7 +204,7 @@ def test_a_cancelled_sample_stops(service: tinker.ServiceClient, http: httpx.Cli
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + START_S
     while not holds():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)

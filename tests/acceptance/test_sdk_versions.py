@@ -11,7 +11,7 @@ import pytest
 import tinker
 
 from tests.acceptance import sdk_session
-from tests.running import Server
+from tests.running import START_S, Server
 from tinsmith.server.sdk_versions import NEWEST, OLDEST
 
 
@@ -21,7 +21,7 @@ def oldest() -> Path:
     directory = Path(sys.prefix) / f"tinker-{OLDEST}"
     if not directory.exists():
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:", f"tinker=={OLDEST}"]
-        subprocess.run([*install, "--target", str(directory)], check=True, timeout=100)
+        subprocess.run([*install, "--target", str(directory)], check=True, timeout=START_S)
     return directory
 
 
@@ -29,7 +29,7 @@ def session(server: Server, *directories: Path) -> dict[str, Any]:
     """What a session comes to with the SDK in the first of the directories, or with the one that is installed."""
     path = os.pathsep.join(str(directory) for directory in directories)
     command = [sys.executable, sdk_session.__file__, server.url]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, env=os.environ | {"PYTHONPATH": path})
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_S, env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     outcome: dict[str, Any] = json.loads(done.stdout)
     return outcome

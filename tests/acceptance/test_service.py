@@ -112,6 +112,7 @@ def test_one_line_is_logged_for_each_operation(service: tinker.ServiceClient, se
     item = datum(text_input(0, 7))
     client.forward_backward([item], "cross_entropy").result()
     client.optim_step(RAW_STEP).result()
+    server.wait_for_log(f"model={client.model_id} seq_id=2 ")  # the client may have its result before the line is written
     lines = [line for line in server.log.read_text().splitlines() if f"model={client.model_id} " in line]
     assert [line.split(" seq_id=")[1].split(" seconds=")[0].split("loss")[0].strip() for line in lines[:2]] == [
         "0 kind=create_model tokens=0",

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.elsewhere import ITEM, transformers_logprobs
 from tests.acceptance.talking import RAW_STEP, datum, scores, text_input, train
-from tests.running import Server
+from tests.running import START_S, Server
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -29,7 +29,7 @@ def command(server: Server, tmp_path: Path) -> Command:
 
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
         program = [sys.executable, "-m", "tinker.cli", *arguments]
-        return subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+        return subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=START_S)
 
     return run
 

@@ -1,13 +1,19 @@
 """Checkpoints of a data directory: what replaces what, and what is deleted when."""
 
+import json
+import os
 import resource
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from tests.bases import load as load_base
+from tests.training.test_checkpoint import advance
 from tinsmith.config import TrainingConfig
 from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.engine.snapshots import Snapshots
@@ -15,7 +21,7 @@ from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraShape
 from tinsmith.store.catalog import delete_checkpoint, list_run_checkpoints
-from tinsmith.store.files import CheckpointFiles, whole_directory
+from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import About, read_about
@@ -46,7 +52,8 @@ def directories(checkpoints: Checkpoints) -> list[str]:
 def test_the_row_describes_the_files(backend: LocalBackend, checkpoints: Checkpoints) -> None:
     path = checkpoints.save(TRAINING, backend, ttl_seconds=100, user_metadata={"k": "v"})
     with checkpoints.opened(path, "training") as (found, directory):
-        assert found.size_bytes == sum(file.stat().st_size for file in directory.iterdir()) > 4 * 64 * 2
+        assert found.size_bytes == sum(checkpoints.files.sizes(found.directory).values()) > 4 * 64 * 2
+        assert "manifest.json" in [file.name for file in directory.iterdir()]
     assert (found.base_model, found.architecture, found.has_optimizer) == ("tiny", "qwen3", True)
     assert (found.lora_config["rank"], found.user_metadata) == (4, {"k": "v"})
     assert found.expires_at == pytest.approx(found.created_at + 100)
@@ -64,12 +71,13 @@ def test_what_is_replaced_is_to_be_deleted(backend: LocalBackend, checkpoints: C
 
 
 def test_an_expired_checkpoint_is_refused_at_once(
-    backend: LocalBackend, checkpoints: Checkpoints, text_base: BaseModel, tmp_path: Path
+    backend: LocalBackend, checkpoints: Checkpoints, text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshots = Snapshots({"tiny": text_base}, checkpoints, tmp_path / "snapshots", 2**30)
-    path = checkpoints.save(SAMPLER, backend, ttl_seconds=0.5)
+    path = checkpoints.save(SAMPLER, backend, ttl_seconds=3600)
     snapshots.find("tiny", path)
-    time.sleep(0.6)
+    later = time.time() + 3601
+    monkeypatch.setattr(time, "time", lambda: later)
     for _ in range(2):
         with pytest.raises(NotFoundError, match="expired"):
             snapshots.find("tiny", path)
@@ -104,9 +112,8 @@ def test_a_checkpoint_whose_files_go_while_it_is_read_is_not_found(backend: Loca
 
 def test_a_save_that_fails_leaves_nothing(checkpoints: Checkpoints) -> None:
     def write(directory: Path) -> About:
-        with whole_directory(directory) as files:
-            (files / "half").write_text("x")
-            raise TinsmithError("the disk is full")
+        (directory / "half").write_text("x")
+        raise TinsmithError("the disk is full")
 
     with pytest.raises(TinsmithError, match="the disk is full"):
         checkpoints.add(TRAINING, write)
@@ -118,14 +125,129 @@ def test_a_disk_that_takes_no_more_is_named(checkpoints: Checkpoints, tmp_path: 
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def write(directory: Path) -> About:
-        with whole_directory(directory) as files:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
-            try:
-                save_file({"a": torch.zeros(1000)}, files / "a")
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-            raise AssertionError("4000 bytes went into a file of at most 1000")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+        try:
+            save_file({"a": torch.zeros(1000)}, directory / "a")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        raise AssertionError("4000 bytes went into a file of at most 1000")
 
     with pytest.raises(TinsmithError, match=r"tinker://m/weights/a could not be written: .*File too large"):
         checkpoints.add(TRAINING, write)
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def flip(path: Path, position: int) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def place(checkpoints: Checkpoints, path: str) -> Path:
+    """Where the files of a checkpoint lie."""
+    return Path(checkpoints.files.shown(checkpoints.store.require_checkpoint(path).directory))
+
+
+@pytest.mark.parametrize("file", ["adapter.safetensors", "optimizer.safetensors", "checkpoint.json", "manifest.json"])
+def test_a_flipped_bit_is_refused_by_file_and_remedy(backend: LocalBackend, checkpoints: Checkpoints, file: str) -> None:
+    advance(backend, "m", 0)
+    path = checkpoints.save(TRAINING, backend)
+    damaged = place(checkpoints, path) / file
+    for position in (damaged.stat().st_size // 2, damaged.stat().st_size - 3):
+        flip(damaged, position)
+        with pytest.raises(TinsmithError, match=rf"{damaged} is damaged: .*; put back a copy of it .*, or use another checkpoint"):
+            load(backend, checkpoints, path)
+        flip(damaged, position)
+    load(backend, checkpoints, path)
+
+
+def load(backend: LocalBackend, checkpoints: Checkpoints, path: str) -> None:
+    """Train on from a checkpoint, as the model "n"."""
+    with checkpoints.opened(path, "training", optimizer=True) as (_, directory):
+        backend.restore("n", directory, optimizer=True)
+
+
+def test_a_damaged_optimizer_does_not_keep_its_weights_from_being_loaded(backend: LocalBackend, checkpoints: Checkpoints) -> None:
+    advance(backend, "m", 0)
+    path = checkpoints.save(TRAINING, backend)
+    flip(place(checkpoints, path) / "optimizer.safetensors", -1)
+    with checkpoints.opened(path, "training") as (_, directory):
+        backend.restore("n", directory, optimizer=False)
+
+
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_file_that_ends_early_or_is_missing_is_refused(backend: LocalBackend, checkpoints: Checkpoints, left: int) -> None:
+    path = checkpoints.save(SAMPLER, backend)
+    weights = place(checkpoints, path) / "adapter.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, left)
+    refusal = f"{weights} is damaged: it has {left} bytes, and {size:,} were written"
+    with pytest.raises(TinsmithError, match=refusal), checkpoints.opened(path, "sampler"):
+        pass
+    weights.unlink()
+    with pytest.raises(TinsmithError, match=f"{weights} is missing; put back a copy"), checkpoints.opened(path, "sampler"):
+        pass
+
+
+@pytest.fixture
+def other_base(family_dir: Callable[[str], Path], tmp_path: Path) -> BaseModel:
+    """The base model of another training run: the same name and sizes, one weight of many moved a little."""
+    directory = shutil.copytree(family_dir("qwen3"), tmp_path / "other")
+    tensors = load_file(directory / "model.safetensors")
+    next(iter(tensors.values())).view(-1)[0] += 0.01
+    save_file(tensors, directory / "model.safetensors")
+    return load_base(directory)
+
+
+def test_other_weights_of_the_base_are_refused_to_train_and_to_sample(
+    backend: LocalBackend, checkpoints: Checkpoints, other_base: BaseModel, text_base: BaseModel, tmp_path: Path
+) -> None:
+    trained_on, here = text_base.fingerprint[:16], other_base.fingerprint[:16]
+    refusal = f"on other weights of the base model than tiny has here: base fingerprint {trained_on}, here {here}; use the base model that"
+    other = LocalBackend(other_base, TrainingConfig())
+    with pytest.raises(UserError, match=refusal):
+        load(other, checkpoints, checkpoints.save(TRAINING, backend))
+    assert other.optimizers == {}
+    snapshots = Snapshots({"tiny": other_base}, checkpoints, tmp_path / "snapshots", 2**30)
+    with pytest.raises(UserError, match=refusal):
+        snapshots.find("tiny", checkpoints.save(SAMPLER, backend))
+
+
+def make_old(directory: Path) -> None:
+    """Turn a checkpoint into what Tinsmith wrote before it knew of fingerprints and checksums."""
+    (directory / "manifest.json").unlink()
+    about = json.loads((directory / "checkpoint.json").read_text())
+    del about["base_fingerprint"]
+    (directory / "checkpoint.json").write_text(json.dumps(about | {"format_version": 1}))
+
+
+def test_a_checkpoint_of_before_loads_with_one_warning(
+    backend: LocalBackend, checkpoints: Checkpoints, other_base: BaseModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = checkpoints.save(TRAINING, backend)
+    load(backend, checkpoints, path)
+    assert caplog.messages == []
+    make_old(place(checkpoints, path))
+    load(LocalBackend(other_base, TrainingConfig()), checkpoints, path)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith("tinker://m/weights/a was saved by a Tinsmith that kept no checksums and no fingerprint")
+
+
+def test_a_manifest_that_is_gone_is_no_way_around_it(backend: LocalBackend, checkpoints: Checkpoints) -> None:
+    path = checkpoints.save(TRAINING, backend)
+    (place(checkpoints, path) / "manifest.json").unlink()
+    with pytest.raises(TinsmithError, match=r"manifest\.json is missing; put back a copy"):
+        load(backend, checkpoints, path)
+
+
+@pytest.mark.parametrize("file", ["adapter.safetensors", "optimizer.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"garbage", b"\xff" * 1000])
+def test_a_damaged_file_of_before_is_named(backend: LocalBackend, checkpoints: Checkpoints, file: str, content: bytes) -> None:
+    advance(backend, "m", 0)
+    path = checkpoints.save(TRAINING, backend)
+    make_old(place(checkpoints, path))
+    (place(checkpoints, path) / file).write_bytes(content)
+    with pytest.raises(TinsmithError, match=rf"{file} is damaged \(.*\); put back a copy of its directory \w+, or use another checkpoint"):
+        load(backend, checkpoints, path)

@@ -1,11 +1,15 @@
 """Commands run by seq_id whatever order they come in; a gap is given up after a while."""
 
+import time
+
+import pytest
+
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.store.records import Command
 
 
-def command(seq_id: int, model_id: str = "m", created_at: float = 0.0) -> Command:
-    return Command(seq_id, model_id, seq_id, "forward_backward", b"", created_at)
+def command(seq_id: int, model_id: str = "m") -> Command:
+    return Command(seq_id, model_id, seq_id, "forward_backward", 0, created_at=time.time())
 
 
 def taken(queue: CommandQueue, model_id: str = "m") -> list[int]:
@@ -34,24 +38,37 @@ def test_models_do_not_wait_for_each_other() -> None:
     assert queue.ready() == ["b"]
 
 
-def test_a_gap_is_given_up_and_names_what_is_missing() -> None:
+def test_a_gap_is_given_up_and_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the clock is set meanwhile: what counts is monotonic time."""
+    now, clock = 100.0, 1e9
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: clock)
     queue = CommandQueue(held_s=10)
     queue.add(command(0))
     assert taken(queue) == [0]
-    queue.add(command(3, created_at=100.0))
-    queue.add(command(4, created_at=104.0))
+    queue.add(command(3))
+    now, clock = 104.0, 1e9 - 3600
+    queue.add(command(4))
     assert queue.next_deadline() == 110.0
     assert queue.overdue(now=109.9) == []
     (overdue,) = queue.overdue(now=110.1)
     assert (overdue.command.seq_id, overdue.missing) == (3, 1)
     assert taken(queue) == [4]
     assert queue.next_deadline() is None
-    assert not queue.add(command(1, created_at=111.0))
+    assert not queue.add(command(1))
 
 
-def test_dropping_a_model_returns_what_it_still_had() -> None:
+def test_cancelling_returns_what_a_model_still_had_in_order() -> None:
     queue = CommandQueue(held_s=10)
     for seq in (7, 3):
         queue.add(command(seq))
-    assert [c.seq_id for c in queue.drop("m")] == [3, 7]
-    assert queue.drop("m") == []
+    assert [c.seq_id for c in queue.cancel("m")] == [3, 7]
+    assert queue.cancel("m") == []
+
+
+def test_a_command_that_is_put_back_is_the_next_again() -> None:
+    queue = CommandQueue(held_s=10)
+    for seq in (0, 1):
+        queue.add(command(seq))
+    queue.models["m"].put_back(queue.models["m"].take())
+    assert taken(queue) == [0, 1]

@@ -1,5 +1,7 @@
 """External weights: for whom they are encrypted, and what is left of a save that fails."""
 
+import itertools
+import threading
 from pathlib import Path
 
 import pyrage
@@ -8,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from tinsmith.config import TrainingConfig
-from tinsmith.engine.external import parse_recipients, write_external
+from tinsmith.engine.external import encrypt, parse_recipients, write_external
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraShape
@@ -57,3 +59,25 @@ def test_a_secret_key_that_was_sent_by_mistake_is_not_repeated() -> None:
         parse_recipients([secret])
     assert secret[:20] in str(refused.value)
     assert secret[20:30] not in str(refused.value)
+
+
+def test_other_threads_run_while_a_large_file_is_encrypted(tmp_path: Path) -> None:
+    """As the one that sends heartbeats must."""
+    (tmp_path / "plain").write_bytes(bytes(128 * 2**20))
+    key = pyrage.x25519.Identity.generate()
+    ended = threading.Event()
+    turns = itertools.count()
+
+    def take_turns() -> None:
+        while not ended.wait(0.001):
+            next(turns)
+
+    thread = threading.Thread(target=take_turns)
+    thread.start()
+    before = next(turns)
+    encrypt(tmp_path / "plain", tmp_path / "age", [key.to_public()])
+    during = next(turns) - before - 1
+    ended.set()
+    thread.join()
+    assert during > 4  # of about a hundred; a thread that is only let in before and after takes two
+    assert pyrage.decrypt((tmp_path / "age").read_bytes(), [key]) == bytes(128 * 2**20)

@@ -11,6 +11,9 @@ from tinsmith.engine.link import EngineLink, ServerLink
 from tinsmith.engine.messages import Done, Message, Ready, Sample, SampleDone, Shutdown, Wake
 from tinsmith.errors import EngineUnavailableError
 
+FOREVER_S = 3600.0
+"""A wait of this length would end the test by its time-out."""
+
 DONE = Done("m/1", "protobuf", None, None, b"\x0a\x00")
 
 
@@ -18,10 +21,10 @@ def test_messages_arrive_in_order_both_ways() -> None:
     async def run() -> None:
         server = ServerLink()
         engine = EngineLink(server.address)
-        for message in (Ready([{"name": "tiny"}]), DONE, SampleDone("s/0", b"\x00\xff")):
+        for message in (Ready([{"name": "tiny"}]), DONE, SampleDone("s/0", 7, b"\x00\xff")):
             engine.send(message)
-        assert [await server.receive() for _ in range(3)] == [Ready([{"name": "tiny"}]), DONE, SampleDone("s/0", b"\x00\xff")]
-        sent = [Wake(), Sample("s/0", "tiny", None, b"body"), Shutdown()]
+        assert [await server.receive() for _ in range(3)] == [Ready([{"name": "tiny"}]), DONE, SampleDone("s/0", 7, b"\x00\xff")]
+        sent = [Wake(), Sample("s/0", 7, "tiny", None, 1, b"body"), Shutdown()]
         for reply in sent:
             await server.send(reply)
         received: list[Message] = []
@@ -38,16 +41,13 @@ def test_a_wake_ends_the_wait_and_is_kept_for_the_next() -> None:
     async def run() -> None:
         server = ServerLink()
         engine = EngineLink(server.address)
-        waiting = asyncio.create_task(asyncio.to_thread(engine.receive, 30.0))
+        waiting = asyncio.create_task(asyncio.to_thread(engine.receive, FOREVER_S))
         await asyncio.sleep(0.05)
         engine.wake()
-        async with asyncio.timeout(5):
-            assert await waiting == []
+        assert await waiting == []
         for _ in range(100_000):
             engine.wake()
-        started = time.monotonic()
-        assert engine.receive(30.0) == []
-        assert time.monotonic() - started < 5
+        assert engine.receive(FOREVER_S) == []
         engine.close()
         server.close()
 
@@ -60,7 +60,7 @@ def test_receiving_waits_no_longer_than_asked() -> None:
         engine = EngineLink(server.address)
         started = time.monotonic()
         assert engine.receive(0.1) == []
-        assert 0.05 < time.monotonic() - started < 5
+        assert time.monotonic() - started > 0.05
         assert engine.receive(0.0) == []
         engine.close()
         server.close()
@@ -72,7 +72,7 @@ def test_sending_to_nobody_does_not_block() -> None:
     async def run() -> None:
         server = ServerLink()
         with pytest.raises(EngineUnavailableError):
-            await asyncio.wait_for(server.send(Wake()), 5)
+            await server.send(Wake())
         server.close()
 
     asyncio.run(run())

@@ -1,5 +1,7 @@
 """Frozen weights in memory and on disk."""
 
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,3 +103,90 @@ def test_a_new_engine_starts_without_the_snapshots_of_the_last(text_base: BaseMo
         snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
     assert files(tmp_path, snapshots) == 1
     assert files(tmp_path, make(text_base, tmp_path)) == 0
+
+
+def on_disk(data_dir: Path, snapshots: Snapshots) -> int:
+    """Bytes of all snapshots on the disk, when all that are on their way have arrived."""
+    snapshots.spill.settle()
+    return sum(file.stat().st_size for file in (data_dir / "snapshots").rglob("*") if file.is_file())
+
+
+def size_of_one(base: BaseModel, tmp_path: Path) -> int:
+    """Bytes that a snapshot takes on the disk."""
+    snapshots = make(base, tmp_path, limit_bytes=0)
+    for number in range(2):
+        snapshots.publish("tiny", f"m/{number}", random_adapter(base))
+    return on_disk(tmp_path, snapshots)
+
+
+def test_two_hundred_steps_stay_under_the_cap_and_keep_what_is_sampled(text_base: BaseModel, tmp_path: Path) -> None:
+    size = size_of_one(text_base, tmp_path / "one")
+    snapshots = make(text_base, tmp_path, limit_bytes=0)
+    snapshots.disk_bytes = 5 * size
+    first = random_adapter(text_base, seed=1)
+    snapshots.publish("tiny", "reference/0", first)
+    snapshots.publish("tiny", "m/0", random_adapter(text_base, seed=2))
+    snapshots.in_use = lambda: [("tiny", "m/0")]  # by one long sample
+    for step in range(1, 201):
+        snapshots.publish("tiny", f"m/{step}", random_adapter(text_base, seed=3))
+        assert on_disk(tmp_path, snapshots) <= 6 * size  # the sixth was on its way when the newest came
+        if step % 2:
+            assert equal(snapshots.find("tiny", "reference/0"), first)
+    kept = {key[1] for key in snapshots.sampled_at}
+    assert {"reference/0", "m/0", "m/200"} <= kept
+    assert len(kept) <= 8
+    why = r"m/5 are gone: they were sampled least recently of snapshots that take more disk than .* GiB \(--snapshot-disk-gib\); weights"
+    with pytest.raises(NotFoundError, match=why):
+        snapshots.find("tiny", "m/5")
+    for snapshot_id in kept:
+        snapshots.find("tiny", snapshot_id)
+    snapshots.withdraw("m")
+    assert (snapshots.dropped, list(snapshots.sampled_at)) == ({}, [("tiny", "reference/0")])
+
+
+def test_the_newest_of_each_model_is_kept_without_any_room(text_base: BaseModel, tmp_path: Path) -> None:
+    snapshots = make(text_base, tmp_path, limit_bytes=0)
+    snapshots.disk_bytes = 0
+    for snapshot_id in ("m/1", "n/1", "m/2", "n/2", "m/inflight"):
+        snapshots.publish("tiny", snapshot_id, random_adapter(text_base))
+    snapshots.spill.settle()
+    for snapshot_id in ("m/2", "n/2", "m/inflight"):
+        snapshots.find("tiny", snapshot_id)
+    assert sorted(key[1] for key in snapshots.dropped) == ["m/1", "n/1"]
+
+
+def test_what_nobody_samples_is_dropped_after_a_while(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = 0.0
+    monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + passed)
+    snapshots = make(text_base, tmp_path, limit_bytes=0)
+    snapshots.idle_s = 2 * 3600
+    for number in range(4):
+        snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
+    snapshots.in_use = lambda: [("tiny", "m/1")]
+    passed = 3600
+    snapshots.find("tiny", "m/0")
+    snapshots.drop_idle()
+    assert snapshots.dropped == {}
+    passed += 3601
+    snapshots.drop_idle()
+    assert list(snapshots.dropped) == [("tiny", "m/2")]  # 0 was sampled, 1 is being sampled, 3 is the newest
+    why = r"m/2 are gone: nobody had sampled them for 2 hours \(--snapshot-idle-h\); weights that are saved under a name are kept"
+    with pytest.raises(NotFoundError, match=why):
+        snapshots.find("tiny", "m/2")
+    assert sorted(key[1] for key in snapshots.sampled_at) == ["m/0", "m/1", "m/3"]
+    assert files(tmp_path, snapshots) == 3
+    snapshots.in_use = tuple
+    passed += 3601
+    snapshots.drop_idle()
+    assert list(snapshots.dropped) == [("tiny", "m/2"), ("tiny", "m/0")]  # the time of 1 counts from the end of its sample
+
+
+def test_files_that_were_deleted_from_outside_are_named_and_end_nothing(text_base: BaseModel, tmp_path: Path) -> None:
+    snapshots = make(text_base, tmp_path, limit_bytes=0)
+    for number in range(2):
+        snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
+    assert files(tmp_path, snapshots) == 1
+    shutil.rmtree(tmp_path / "snapshots")
+    with pytest.raises(NotFoundError, match=r"the files of snapshot m/0 in .* were deleted; save the weights again"):
+        snapshots.find("tiny", "m/0")
+    snapshots.withdraw("m")

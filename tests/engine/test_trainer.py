@@ -42,7 +42,9 @@ class Bench:
         self.backend.passes = []
         checkpoints = Checkpoints(Store.open(data_dir), CheckpointFiles(data_dir))
         self.snapshots = Snapshots({"tiny": base}, checkpoints, data_dir / "snapshots", 2**30)
-        operations = Operations({"tiny": Served("tiny", self.backend, renderer(base))}, 64, checkpoints, self.snapshots, 60.0)
+        served = {"tiny": Served("tiny", self.backend, renderer(base))}
+        self.payloads: dict[int, bytes] = {}
+        operations = Operations(served, 64, checkpoints, self.snapshots, 60.0, lambda command: self.payloads[command.id])
         self.trainer = Trainer(operations, CommandQueue(held_s), tokens_per_pass, self._finish)
         self.ids = iter(range(1, 1000))
 
@@ -53,7 +55,9 @@ class Bench:
 
     def add(self, model: str, seq: int, kind: str, payload: Any, created_at: float = 0.0) -> None:
         body = payload if isinstance(payload, bytes) else orjson.dumps(payload)
-        self.trainer.add(Command(next(self.ids), f"s:train:{model}", seq, kind, body, created_at))
+        number = next(self.ids)
+        self.payloads[number] = body
+        self.trainer.add(Command(number, f"s:train:{model}", seq, kind, len(body), created_at))
 
     def create(self, model: str, base_model: str = "tiny", rank: int = 4) -> None:
         body = {"session_id": "s", "model_seq_id": 0, "base_model": base_model, "lora_config": {"rank": rank}}
@@ -271,16 +275,22 @@ def test_models_that_were_not_created_fail_in_words(bench: Bench) -> None:
     assert "model s:train:a is not loaded" in str(bench.error("a", 1))
 
 
-def test_a_finished_session_runs_what_it_has_and_frees_its_models(bench: Bench) -> None:
-    bench.create("a")
+def test_a_finished_session_cancels_what_it_has_queued_and_frees_its_models(bench: Bench) -> None:
+    for model in "ab":
+        bench.create(model)
     bench.settle()
-    bench.forward("a", 1, [3])
-    bench.optim("a", 2)
-    bench.forward("a", 4, [3])
+    for model in "ab":
+        bench.forward(model, 1, [60, 60])
+    bench.trainer.turn()
+    bench.forward("a", 2, [3])
+    bench.optim("a", 3)
+    bench.forward("a", 5, [3])
     bench.trainer.end_session("s", save=False)
     bench.settle()
-    assert bench.error("a", 2) is None
-    assert "the session was finished" in str(bench.error("a", 4))
+    assert bench.error("a", 1) is None  # a half of it was computed, so it was run to its end
+    for model, seq in (("b", 1), ("a", 2), ("a", 3), ("a", 5)):
+        assert bench.error(model, seq) == "it was cancelled: its session ended before the operation was run"
+    assert [models for models, _, _ in bench.backend.passes] == [["s:train:a"], ["s:train:a"]]
     assert bench.backend.optimizers == {}
     assert bench.trainer.queue.models == {}
 
@@ -291,7 +301,8 @@ def test_a_session_that_ends_before_its_models_exist_leaves_nothing(bench: Bench
     bench.snapshot("a", 1)
     bench.trainer.end_session("s", save=False)
     bench.settle()
-    assert bench.error("a", 1) is None
+    assert all("cancelled" in str(outcome.error) for outcome in bench.outcomes.values())
+    assert len(bench.outcomes) == 3
     assert bench.backend.optimizers == {}
     assert bench.trainer.queue.models == {}
     assert bench.snapshots.held == {}
@@ -310,3 +321,13 @@ def test_a_snapshot_is_taken_in_order(bench: Bench) -> None:
     assert orjson.loads(bench.outcomes["s:train:a/3"].result or b"") == {"sampling_session_id": "s:sample:1"}
     assert not (first.tensors()[1] == second.tensors()[1]).all()
     assert (second.tensors()[1] == live.tensors()[1]).all()
+
+
+def test_an_unloaded_model_leaves_no_counter_behind_and_its_tokens_count(bench: Bench) -> None:
+    bench.create("a")
+    bench.forward("a", 1, [5, 4])
+    bench.settle()
+    assert bench.trainer.trained_tokens == {"s:train:a": 9}
+    bench.trainer.end_session("s", save=False)
+    bench.settle()
+    assert (bench.trainer.trained_tokens, bench.trainer.trained_before) == ({}, 9)

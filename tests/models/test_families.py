@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from tests.bases import load, picture_chunks, random_tokens, renderer, write_decoder
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, pick_device
-from tinsmith.models.families import IMAGE_FAMILIES, Family, family_of, positions
+from tinsmith.models.families import IMAGE_FAMILIES, Family, family_of, positions, read_config
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
@@ -29,6 +29,24 @@ def test_positions_equal_transformers(family_base: Callable[[str], BaseModel], f
 def test_text_positions_count_up() -> None:
     assert positions(Family("qwen3"), 4, (), 1).tolist() == [[0, 1, 2, 3]]
     assert positions(IMAGE_FAMILIES["qwen3_vl"], 3, (), 2).tolist() == [[0, 1, 2]] * 3
+
+
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    remedy = "where the Hub cannot be reached, give --base-model the directory of the model"
+    with pytest.raises(ConfigError) as raised:
+        read_config("org/model")
+    assert str(raised.value) == (
+        "org/model: the model's configuration cannot be read: We couldn't connect to 'https://huggingface.co' to load the files, and "
+        f"couldn't find them in the cached files; {remedy}"
+    )
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError) as raised:
+        read_config(str(tmp_path))
+    assert str(raised.value) == (
+        f"{tmp_path}: the model's configuration cannot be read: It looks like the config file at '{tmp_path}/config.json' is not a valid "
+        f"JSON file; {remedy}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_downloaded_weights_are_loaded_by_peft(random_models: Workshop, kind: st
         expected = scores(client, [ITEM])[0]
         path = (client.save_state("out") if kind == "weights" else client.save_weights_external("out")).result().path
         command = [str(PYTHON), "-c", DOWNLOAD, path, str(tmp_path / "adapter")]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=100)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
 
     assert done.returncode == 0, done.stderr
     assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]

@@ -18,6 +18,7 @@ from tests.bases import image, picture_chunks, png, random_tokens, renderer, tex
 from tinsmith.config import ImagesConfig
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
+from tinsmith.rendering import renderer as rendering
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 
@@ -126,3 +127,32 @@ def test_a_broken_image_names_its_chunk(vision_base: BaseModel) -> None:
         renderer(vision_base).render([text(1), ImageChunk(good.sha256, good.data[:200], "png", None)])
     with pytest.raises(UserError, match="chunk 0: "):
         renderer(vision_base, max_image_pixels=100).render([good])
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize(("width", "height"), [(96, 64), (33, 200), (1, 200), (500, 333), (3, 3)])
+def test_the_header_alone_tells_how_many_tokens_a_picture_takes(
+    family_base: Callable[[str], BaseModel], model_type: str, width: int, height: int
+) -> None:
+    render = renderer(family_base(model_type))
+    measured = render.measure([image(7, width, height)])
+    assert len(measured) == len(render.render_measured(measured))
+    assert measured.pixels == {image(7, width, height).sha256: width * height}
+
+
+def test_pictures_beyond_the_context_or_the_limit_are_refused_before_any_is_decoded(
+    vision_base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "decode", None)
+    large = [image(seed, 2000, 1500) for seed in range(3)]
+    with pytest.raises(UserError, match="the context window of tiny is"):
+        renderer(vision_base).render([*large, random_tokens(0, 30_000)])
+    with pytest.raises(UserError, match="have 9000000 pixels together; max_request_pixels allows 8000000: scale them down"):
+        renderer(vision_base, max_request_pixels=8_000_000).render(large[:3])
+
+
+def test_a_text_in_a_thousand_chunks_is_checked_at_once(text_base: BaseModel) -> None:
+    chunks = [text(number % 100) for number in range(1000)]
+    assert renderer(text_base).render(chunks).token_ids.tolist() == [number % 100 for number in range(1000)]
+    with pytest.raises(UserError, match="chunk 700: token at position 0 is 9999"):
+        renderer(text_base).render([*chunks[:700], text(9999), *chunks])

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tinsmith.rl.advantages import AdvantageKind, advantages, has_variance
+from tinsmith.rl.advantages import advantages, has_variance
+from tinsmith.rl.config import AdvantageKind
 from tinsmith.rl.corrections import importance_weights, kl, kl_penalty
 
 

@@ -21,7 +21,7 @@ def endpoint() -> Iterator[ChatEndpoint]:
 
 def ask(endpoint: ChatEndpoint, game: str, **body: Any) -> httpx.Response:
     whole = {"model": "policy", "messages": QUESTION, **body}
-    return httpx.post(f"{endpoint.url}/chat/completions", headers={"x-game": game}, json=whole, timeout=10)
+    return httpx.post(f"{endpoint.url}/chat/completions", headers={"x-game": game}, json=whole, timeout=600)
 
 
 def test_conversations_are_answered_apart(endpoint: ChatEndpoint) -> None:
@@ -30,7 +30,7 @@ def test_conversations_are_answered_apart(endpoint: ChatEndpoint) -> None:
         endpoint.expect(name, game)
     with ThreadPoolExecutor(2) as threads:
         replies = {name: threads.submit(ask, endpoint, name) for name in games}
-        assert all(game.questions.get(timeout=10) == QUESTION for game in games.values())
+        assert all(game.questions.get(timeout=600) == QUESTION for game in games.values())
         games["second"].answer("cold")
         games["first"].answer("hot")
         answers = {name: reply.result().json() for name, reply in replies.items()}

@@ -58,10 +58,12 @@ def test_the_best_weights_are_those_that_earned_the_best_reward(server_url: str,
         assert logprobs(state.best_weights) == pytest.approx(logprobs(state.kept[2 * state.best_step - 1]), abs=1e-5)
 
 
-def test_where_every_episode_failed_there_is_no_best(server_url: str, tmp_path: Path) -> None:
+def test_where_every_episode_failed_there_is_no_best_and_no_reward(server_url: str, tmp_path: Path) -> None:
     absent = config(server_url, tmp_path, 1)
-    absent.env.name, absent.warmup.steps = "tests.rl.moody:Absent", 0
+    absent.env.name, absent.env.max_failed_share, absent.warmup.steps = "tests.rl.moody:Absent", 1.0, 0
     assert train(absent, QUIET).best_reward is None
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (line["stop/env_error"], "reward" in line) == (1.0, False)
 
 
 def test_a_run_keeps_its_newest_checkpoints_and_its_best(server_url: str, tmp_path: Path, on_server: Named) -> None:
@@ -86,6 +88,8 @@ async def saved(url: str, rest: tinker.RestClient, directory: Path) -> tuple[Run
     client = await tinker.ServiceClient(base_url=url, api_key=KEY).create_lora_training_client(base_model="tiny", rank=4)
     checkpoints = Checkpoints(client, rest, directory, 1, RunState())
     state = await checkpoints.save_step(RunState(step=1, tokenizer="there"))
+    assert load_state(directory) is None
+    await checkpoints.record(state)
     for step, reward in ((2, 0.25), (3, 0.5)):
         state = await checkpoints.save_best(replace(state, step=step, next_group=step), reward)
     written = load_state(directory)
@@ -100,16 +104,6 @@ def test_what_is_best_is_written_at_once_and_the_step_to_resume_stays(
     assert (written.step, written.next_group, written.best_step, written.best_reward) == (1, 0, 3, 0.5)
     assert written.best_weights == state.best_weights
     assert on_server() == written.paths == {state.weights, state.sampler_weights, state.best_weights}
-
-
-def test_a_run_that_died_before_its_first_checkpoint_leaves_nothing(server_url: str, tmp_path: Path, on_server: Named) -> None:
-    first = train(config(server_url, tmp_path, 1), QUIET)
-    unsaved = RunState(best_reward=2.0, best_step=1, best_weights=first.best_weights, kept=first.kept)
-    unsaved.save(tmp_path)
-    again = train(config(server_url, tmp_path, 1), QUIET)
-    assert again.best_reward == first.best_reward
-    assert on_server() == again.paths
-    assert not again.paths & first.paths
 
 
 def test_a_checkpoint_that_somebody_else_deleted_is_no_error(

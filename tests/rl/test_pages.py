@@ -63,10 +63,20 @@ def test_trackers_log_to_their_places(tmp_path: Path) -> None:
     assert "step    2  reward 0.500" in console.export_text()
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert events.read_bytes().count(b"reward") >= 3
-    make_trackers([], tmp_path, 1, {}, console)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "reward": 0.0}\n'
-    make_trackers([], tmp_path, 0, {}, console)
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    before = (tmp_path / "metrics.jsonl").read_text()
+    (tracker,) = make_trackers([], tmp_path, 1, {}, console)
+    assert (tmp_path / "metrics.jsonl").read_text() == before  # until there is something in the place of the steps that are done again
+    tracker.log(1, {"reward": 5.0})
+    tracker.log(2, {"reward": 6.0})
+    again = '{"step": 0, "reward": 0.0}\n{"step": 1, "reward": 5.0}\n{"step": 2, "reward": 6.0}\n'
+    assert (tmp_path / "metrics.jsonl").read_text() == again
+
+
+def test_a_line_that_a_killed_run_did_not_finish_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 0.5}\n{"step": 1, "rew')
+    (tracker,) = make_trackers([], tmp_path, 2, {}, Console())
+    tracker.log(2, {"reward": 1.0})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "reward": 0.5}\n{"step": 2, "reward": 1.0}\n'
 
 
 def test_trackers_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

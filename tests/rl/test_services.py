@@ -24,8 +24,8 @@ def log_a_run(service: str, directory: Path) -> None:
 
 
 def eventually(happened: Callable[[], bool]) -> bool:
-    """Whether it happens within ten seconds: what is finished may still be on its way to the disk."""
-    deadline = time.monotonic() + 10
+    """Whether it happens in time: what is finished may still be on its way to the disk."""
+    deadline = time.monotonic() + 600
     while not (done := happened()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return done

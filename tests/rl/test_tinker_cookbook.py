@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.rl.scripted import Scripted, ids, rules
 from tests.rl.test_run import QUIET, config_of, told
 from tinsmith.errors import ConfigError
 from tinsmith.rl import registry
-from tinsmith.rl.adapters.cookbook import CompleterOfPolicy, CookbookEnvGroupBuilder, CookbookPlayer, PolicyOfCompleter
+from tinsmith.rl.adapters.cookbook import CompleterOfPolicy, CookbookEnv, CookbookEnvGroupBuilder, CookbookPlayer, PolicyOfCompleter
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.connection import load_tokenizer
 from tinsmith.rl.env import Prompt
@@ -124,6 +125,19 @@ def test_what_the_cookbook_s_environment_raises_ends_its_episode(plain: ChatTemp
     assert (good.stop_reason, good.reward) == ("done", 1.0)
     with pytest.raises(ConfigError, match="env='theirs' made 2 environments for a group of 3"):
         play(Judged(Prompt(0), plain, 2), policy, plain, 3)
+
+
+class Unrewarding(CookbookEnv):
+    async def step(self, action: list[int], *, extra: Any = None) -> Any:
+        return replace(await super().step(action, extra=extra), reward=None)
+
+
+def test_a_reward_of_the_cookbook_s_environment_that_is_no_number_is_named(plain: ChatTemplate) -> None:
+    policy = PolicyOfCompleter(Fixed(ids(plain, "4<|im_end|>")), sorted(plain.stop_ids))
+    unrewarding = Unrewarding("guess_number", {}, Prompt(0), plain)
+    broken, good = play(Judged(Prompt(0), plain, 2, replaced=(0, unrewarding)), policy, plain, 2)
+    assert broken.error == "Unrewarding.step returned the reward None, which is not a finite number"
+    assert good.stop_reason == "done"
 
 
 class Overflowing(Broken):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.sampling.choose import Choice, choose, draw, draws_needed, truncate
+from tinsmith.sampling.choose import COLDEST, Choice, choose, draw, draws_needed, truncate
 from tinsmith.sampling.randomness import uniforms
 
 
@@ -62,6 +62,24 @@ def test_the_smallest_temperature_takes_the_likeliest() -> None:
     assert (tokens, logprobs) == ([0, 0, 0], [0.0, 0.0, 0.0])
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1.0, 1e30, float("inf")])
+def test_the_likeliest_stays_the_likeliest_at_any_temperature(temperature: float) -> None:
+    """At 1e30 the log-probabilities of all tokens are the same number."""
+    logits = LOGITS.roll(3).expand(50, -1)
+    how = replace(same_for_all(50, temperature, top_k=1), topk=np.full(50, 3))
+    found = choose(logits, how)
+    assert {c.token for c in found} == {3}
+    assert {tuple(c.top[0]) for c in found} == {(3, 4, 5)}
+    expected = (logits[0].double() - 2.0).div(max(temperature, COLDEST)).log_softmax(-1)
+    np.testing.assert_allclose(found[0].logprob, expected[3].item(), atol=1e-6)
+    np.testing.assert_allclose(found[0].top[1], expected[[3, 4, 5]].numpy(), atol=1e-6, rtol=1e-6)
+
+
+def test_top_k_at_a_high_temperature_keeps_the_likeliest() -> None:
+    tokens, _ = chosen(LOGITS.flip(0).expand(2000, -1), same_for_all(2000, 1e30, top_k=2))
+    np.testing.assert_allclose(np.bincount(tokens, minlength=6) / 2000, [0, 0, 0, 0, 0.5, 0.5], atol=0.05)
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p", "kept"),
     [
@@ -77,7 +95,7 @@ def test_the_smallest_temperature_takes_the_likeliest() -> None:
 )
 def test_truncation_keeps_exactly_these(top_k: int, top_p: float, kept: set[int]) -> None:
     logprobs = LOGITS.log_softmax(-1).unsqueeze(0)
-    rest = truncate(logprobs, np.array([top_k]), np.array([top_p], np.float32))[0]
+    rest = truncate(LOGITS.unsqueeze(0), logprobs, np.array([top_k]), np.array([top_p], np.float32))[0]
     assert set(rest.isfinite().nonzero().squeeze(1).tolist()) == kept
     tokens, reported = chosen(LOGITS.expand(500, -1), same_for_all(500, top_k=top_k, top_p=top_p))
     assert set(tokens) <= kept
@@ -86,7 +104,7 @@ def test_truncation_keeps_exactly_these(top_k: int, top_p: float, kept: set[int]
 
 def test_top_p_is_taken_among_what_top_k_left() -> None:
     # Of the first two tokens the first has 0.73 of the probability: with top_p=0.7 it stays alone.
-    rest = truncate(LOGITS.log_softmax(-1).unsqueeze(0), np.array([2]), np.array([0.7], np.float32))[0]
+    rest = truncate(LOGITS.unsqueeze(0), LOGITS.log_softmax(-1).unsqueeze(0), np.array([2]), np.array([0.7], np.float32))[0]
     assert rest.isfinite().tolist() == [True, False, False, False, False, False]
 
 

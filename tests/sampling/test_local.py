@@ -44,6 +44,7 @@ def run(sampler: LocalSampler) -> dict[str, SampleResult]:
     done = {}
     while sampler.has_work:
         for result in sampler.step():
+            assert isinstance(result, SampleResult)
             done[result.request_id] = result
     assert sorted([*sampler.cache.free, *sampler.cache.idle]) == list(range(1, sampler.cache.total + 1))
     assert not any(sampler.cache.users)

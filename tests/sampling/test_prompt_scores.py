@@ -149,3 +149,16 @@ def test_the_questions_are_checked_against_the_rendered_prompt(family_base: Call
     rendered = renderer(base).render(picture_chunks(base, 1, 8))
     with pytest.raises(UserError, match=f"must be between 1 and {len(rendered) - 1}"):
         sampler_of(base).add("x", replace(ask(), questions=PromptQuestions(logprobs=True, last_n=len(rendered))), rendered, None)
+
+
+def test_alternatives_at_the_lowest_temperatures_are_the_likeliest_tokens(text_base: BaseModel) -> None:
+    """Dividing by 1e-38 would make every logit infinite."""
+    rendered = renderer(text_base).render([random_tokens(0, 9)])
+    likeliest = all_logprobs(text_base, rendered, None)[1:].argmax(-1)
+    for temperature in (1e-50, 1e-38, 0.0):
+        sampler = sampler_of(text_base)
+        request = replace(ask(replace(PARAMS, temperature=temperature)), questions=PromptQuestions(alternatives=3))
+        sampler.add("x", request, rendered, None)
+        alternatives = run(sampler)["x"].answers.alternatives
+        assert alternatives is not None
+        np.testing.assert_array_equal(alternatives.token_ids, likeliest.unsqueeze(1).expand(-1, 3).numpy())

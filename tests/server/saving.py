@@ -18,7 +18,6 @@ def save(server: Served, path: str, files: Mapping[str, bytes] | None = None, **
     place = server.hub.files.new_place()
     server.store.announce_checkpoint(place)
     with server.hub.files.written(place) as directory:
-        directory.mkdir()
         for name, content in contents.items():
             (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_bytes(content)

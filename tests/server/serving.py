@@ -1,5 +1,7 @@
 """A server's application without an engine, called in process."""
 
+import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ import httpx
 from tinsmith.config import Config
 from tinsmith.engine.messages import Done, ModelFacts
 from tinsmith.server.app import create_app
+from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.hub import Hub
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
@@ -65,3 +68,18 @@ async def served(data_dir: Path, config: Config | None = None, facts: ModelFacts
         yield Served(hub, store, client)
     hub.store.close()
     store.close()
+
+
+LIGHT_ENGINE = (sys.executable, str(Path(__file__).with_name("light_engine.py")))
+"""An engine process without models that is ready at once."""
+
+
+@asynccontextmanager
+async def running(engine: EngineProcess) -> AsyncIterator[None]:
+    """Run an engine process, and stop it at the end."""
+    task = asyncio.create_task(engine.run())
+    try:
+        yield
+    finally:
+        await engine.stop()
+        await task

@@ -2,10 +2,16 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.server.serving import Served, served
+import pytest
+
+from tests.server.serving import LIGHT_ENGINE, Served, running, served
 from tinsmith.config import Config, ServerConfig
+from tinsmith.errors import EngineUnavailableError, StoreUnavailableError
+from tinsmith.server.engine_process import EngineProcess
+from tinsmith.server.lifetimes import keep_up
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
@@ -20,17 +26,36 @@ async def finish(server: Served, model_id: str, seq_id: int) -> str:
     return request_id
 
 
-def test_a_session_lives_as_long_as_it_shows_itself(tmp_path: Path) -> None:
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Set the monotonic clock forward by so many seconds."""
+    clock = time.monotonic
+    passed = 0.0
+
+    def forward(seconds: float) -> None:
+        nonlocal passed
+        passed += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + passed)
+    return forward
+
+
+async def ended_now(server: Served) -> list[str]:
+    """The sessions that one round ends."""
+    return [session_id async for session_id in server.hub.lifetimes.end_idle_sessions()]
+
+
+def test_a_session_lives_as_long_as_it_shows_itself(tmp_path: Path, pass_time: Callable[[float], None]) -> None:
     async def run() -> None:
-        async with served(tmp_path, config(session_idle_s=0.4)) as server:
+        async with served(tmp_path, config(session_idle_s=4000.0)) as server:
             beating, asking, silent = [await server.new_session() for _ in range(3)]
             model_id = await server.new_model(asking)
-            ended = []
+            ended = await ended_now(server)
             for seq_id in range(1, 7):
-                await asyncio.sleep(0.1)
+                pass_time(1000)
                 await server.post("session_heartbeat", {"session_id": beating, "type": "session_heartbeat"})
                 await server.post("optim_step", {"model_id": model_id, "seq_id": seq_id, "adam_params": {}})
-                ended += await server.hub.lifetimes.end_idle_sessions()
+                ended += await ended_now(server)
             assert ended == [silent]
             assert (await server.post("session_heartbeat", {"session_id": silent, "type": "session_heartbeat"})).status_code == 410
             assert (await server.post("session_heartbeat", {"session_id": beating, "type": "session_heartbeat"})).status_code == 200
@@ -38,17 +63,107 @@ def test_a_session_lives_as_long_as_it_shows_itself(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_server_that_just_started_ends_nothing(tmp_path: Path) -> None:
+def test_a_server_that_just_started_ends_nothing(tmp_path: Path, pass_time: Callable[[float], None]) -> None:
     async def run() -> None:
         async with served(tmp_path) as server:
             session_id = await server.new_session()
-        await asyncio.sleep(0.3)
-        async with served(tmp_path, config(session_idle_s=0.2)) as server:
-            assert await server.hub.lifetimes.end_idle_sessions() == []
-            await asyncio.sleep(0.25)
-            assert await server.hub.lifetimes.end_idle_sessions() == [session_id]
+        pass_time(3000)
+        async with served(tmp_path, config(session_idle_s=2000.0)) as server:
+            assert await ended_now(server) == []
+            pass_time(2001)
+            assert await ended_now(server) == [session_id]
 
     asyncio.run(run())
+
+
+def test_a_clock_that_is_set_ends_no_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.time
+
+    async def run() -> None:
+        async with served(tmp_path, config(session_idle_s=60.0)) as server:
+            session_id = await server.new_session()
+            assert await ended_now(server) == []
+            await server.post("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})
+            monkeypatch.setattr(time, "time", lambda: clock() + 3600)
+            assert await ended_now(server) == []
+            monkeypatch.setattr(time, "time", lambda: clock() - 3600)
+            later = time.monotonic() + 61
+            monkeypatch.setattr(time, "monotonic", lambda: later)
+            assert await ended_now(server) == [session_id]
+
+    asyncio.run(run())
+
+
+def test_a_session_that_cannot_be_unloaded_keeps_up_no_other(tmp_path: Path) -> None:
+    """The first `on_session_end` of a round raises; the rest of the list, and the rest of the round, come about."""
+
+    async def run() -> None:
+        async with served(tmp_path, config(session_idle_s=0.2)) as server:
+            sessions = {await server.new_session() for _ in range(3)}
+            told: list[str] = []
+            all_told = asyncio.Event()
+
+            async def on_session_end(session_id: str) -> None:
+                told.append(session_id)
+                if len(told) == len(sessions):
+                    all_told.set()
+                raise EngineUnavailableError("the engine is not connected")
+
+            rounds = asyncio.create_task(keep_up(server.hub.lifetimes, on_session_end))
+            async with asyncio.timeout(60):
+                await all_told.wait()
+            rounds.cancel()
+            assert set(told) == sessions
+
+    asyncio.run(run())
+
+
+def test_a_session_that_has_ended_is_unloaded_though_the_next_cannot_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database is locked from the second on: the first is over, and no later round would find it."""
+    finish_session, finished = Store.finish_session, list[str]()
+
+    def finish_one(store: Store, session_id: str, status: str, detail: str | None) -> bool:
+        if finished:
+            raise StoreUnavailableError("the database is locked")
+        finished.append(session_id)
+        return finish_session(store, session_id, status, detail)
+
+    async def run() -> None:
+        async with served(tmp_path, config(session_idle_s=0.2)) as server:
+            for _ in range(2):
+                await server.new_session()
+            told: asyncio.Queue[str] = asyncio.Queue()
+            monkeypatch.setattr(Store, "finish_session", finish_one)
+            rounds = asyncio.create_task(keep_up(server.hub.lifetimes, told.put))
+            async with asyncio.timeout(60):
+                assert await told.get() == finished[0]
+            rounds.cancel()
+
+    asyncio.run(run())
+
+
+def test_an_engine_is_told_of_the_sessions_that_ended_before_it_was_ready(tmp_path: Path) -> None:
+    """Their commands may be in the log: it would load their models and never unload them."""
+
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            hub = server.hub
+            finished = await server.new_session()
+            await server.post(f"sessions/{finished}/finish", {"reason": {"type": "success"}})
+            await hub.end_session("idle", save=True)
+            hub.engine = EngineProcess(hub.config, hub.take, hub.engine_ready, hub.engine_absent, LIGHT_ENGINE)
+            polls = [
+                asyncio.create_task(hub.waiters.wait_for(f"ended {session_id}", no_outcome, 120.0)) for session_id in (finished, "idle")
+            ]
+            async with running(hub.engine):
+                told = [await poll for poll in polls]
+            assert [outcome.error for outcome in told if isinstance(outcome, Outcome)] == ["False", "True"]
+
+    asyncio.run(run())
+
+
+async def no_outcome() -> None:
+    """What is known of a request that only a message tells of."""
 
 
 def test_results_are_kept_for_their_time_or_until_their_session_ends(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def test_a_run_is_described_with_its_newest_checkpoints(tmp_path: Path) -> None:
                 "base_model": "tiny",
                 "model_owner": "local",
                 "is_lora": True,
+                "status": "ready",
                 "corrupted": False,
                 "lora_rank": 8,
                 "last_sampler_checkpoint": None,

@@ -1,17 +1,20 @@
 """Sampling routes as far as they need no engine, and the book of samples."""
 
 import asyncio
+import gc
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.server.serving import Served, served
-from tinsmith.config import Config
+from tinsmith.config import Config, ServerConfig
 from tinsmith.engine.messages import SampleDone, SampleFailed
-from tinsmith.errors import BackpressureError
+from tinsmith.errors import BackpressureError, ConfigError, UserError
 from tinsmith.server.sample_journal import SampleJournal
-from tinsmith.server.samples import SampleBook
+from tinsmith.server.samples import PendingSample, SampleBook
 from tinsmith.store.records import Outcome
 
 
@@ -27,6 +30,22 @@ async def new_sampler(server: Served, base_model: str = "tiny") -> str:
     assert first.json() == again.json()
     sampler: str = first.json()["sampling_session_id"]
     return sampler
+
+
+def run_of(server: Served, request_id: str) -> int:
+    sample = server.hub.samples.find(request_id)
+    assert sample is not None
+    return sample.run
+
+
+def done(server: Served, request_id: str, payload: bytes) -> SampleDone:
+    """As the engine says it of the sample that runs under this id."""
+    return SampleDone(request_id, run_of(server, request_id), payload)
+
+
+def failed(server: Served, request_id: str, error: str, gone: bool) -> SampleFailed:
+    """As the engine says it of the sample that runs under this id."""
+    return SampleFailed(request_id, run_of(server, request_id), error, "user", gone)
 
 
 def test_a_base_model_is_sampled_under_its_name_with_any_suffix(tmp_path: Path) -> None:
@@ -126,12 +145,12 @@ def test_samples_are_answered_from_memory(tmp_path: Path) -> None:
         async with served(tmp_path) as server:
             sampler = await new_sampler(server)
             for seq_id in (0, 1, 2):
-                server.hub.samples.add(f"{sampler}/{seq_id}", 2)
+                server.hub.samples.add(f"{sampler}/{seq_id}", 2, 0)
             again = await server.post("asample", sample_body(sampler, [1]))
             assert again.json()["sample_sequence_ids"] == [f"{sampler}/0/0", f"{sampler}/0/1"]
-            server.hub.samples.finish(SampleDone(f"{sampler}/0", b"\x0a\x00"))
-            server.hub.samples.finish(SampleFailed(f"{sampler}/1", "bad", "user", gone=False))
-            server.hub.samples.finish(SampleFailed(f"{sampler}/2", "dropped", "user", gone=True))
+            server.hub.samples.finish(done(server, f"{sampler}/0", b"\x0a\x00"))
+            server.hub.samples.finish(failed(server, f"{sampler}/1", "bad", gone=False))
+            server.hub.samples.finish(failed(server, f"{sampler}/2", "dropped", gone=True))
             replies = [await server.post("retrieve_future", {"request_id": f"{sampler}/{n}"}) for n in (0, 1, 2)]
             assert [reply.status_code for reply in replies] == [200, 200, 404]
             assert (replies[0].content, replies[0].headers["content-type"]) == (b"\x0a\x00", "application/x-protobuf")
@@ -140,43 +159,188 @@ def test_samples_are_answered_from_memory(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_the_book_limits_what_runs_and_forgets_what_is_old() -> None:
-    book = SampleBook(max_pending=2, ttl_s=0.0)
-    book.add("a", 1)
-    book.add("b", 1)
-    with pytest.raises(BackpressureError, match="max_pending_samples=2"):
-        book.add("c", 1)
-    book.finish(SampleDone("a", b""))
-    book.add("c", 1)
-    assert book.find("a") is None
-    assert book.find("b") is not None
+def book_of(**settings: Any) -> SampleBook:
+    return SampleBook(ServerConfig(**settings))
+
+
+def end(book: SampleBook, sample: PendingSample) -> None:
+    assert book.finish(SampleDone(sample.request_id, sample.run, b""))
+
+
+def test_the_book_counts_sequences_and_bytes_of_all_and_of_each_session() -> None:
+    book = book_of(
+        max_pending_samples=10, max_pending_samples_per_session=6, max_pending_sample_mib=3, max_pending_sample_mib_per_session=2
+    )
+    mib = 2**20
+    first = book.add("a:sample:0/0", 5, mib)
+    message = r"^5 sequences of session a are unfinished, and the limit is 6 \(max_pending_samples_per_session\); send this sample later$"
+    with pytest.raises(BackpressureError, match=message):
+        book.add("a:sample:1/0", 2, 0)
+    message = r"^1048576 bytes of session a are unfinished, and the limit is 2097152 \(max_pending_sample_mib_per_session\)"
+    with pytest.raises(BackpressureError, match=message):
+        book.add("a:sample:0/1", 1, mib + 1)
+    book.add("b:sample:0/0", 5, mib + 1)
+    with pytest.raises(
+        BackpressureError, match=r"^10 sequences of all sessions are unfinished, and the limit is 10 \(max_pending_samples\)"
+    ):
+        book.add("c:sample:0/0", 1, 0)
+    end(book, first)
+    book.add("c:sample:0/0", 1, mib)
+    with pytest.raises(BackpressureError, match=r"^2097153 bytes of all sessions .* 3145728 \(max_pending_sample_mib\)"):
+        book.add("c:sample:0/1", 1, mib)
+    assert book.lose_running() == ["b:sample:0/0", "c:sample:0/0"]
+    book.add("d:sample:0/0", 6, 2 * mib)
+
+
+def test_a_sample_that_is_too_much_alone_is_refused_for_good() -> None:
+    """With 429 its client would send it for ever."""
+    book = book_of(max_pending_samples_per_session=6, max_pending_sample_mib_per_session=2)
+    message = r"^the request has 7 sequences; more than 6 are not taken at a time \(max_pending_samples_per_session\): split the request$"
+    with pytest.raises(UserError, match=message):
+        book.add("a:sample:0/0", 7, 0)
+    with pytest.raises(UserError, match="has 2097153 bytes; more than 2097152"):
+        book.add("a:sample:0/0", 1, 2**21 + 1)
+    book.add("a:sample:0/0", 6, 2**21)
+
+
+def test_the_book_forgets_what_is_old() -> None:
+    book = book_of(sample_result_ttl_s=0.0)
+    first = book.add("s:sample:0/0", 1, 0)
+    book.add("s:sample:0/1", 1, 0)
+    end(book, first)
+    assert book.find("s:sample:0/0") is None
+    assert book.find("s:sample:0/1") is not None
 
 
 def test_the_book_loses_what_runs_and_keeps_what_is_finished() -> None:
-    book = SampleBook(max_pending=2, ttl_s=60.0)
-    book.add("a", 1)
-    book.add("b", 1)
-    book.finish(SampleDone("a", b""))
+    book = book_of()
+    first, second = (book.add(f"s:sample:0/{number}", 1, 0) for number in range(2))
+    end(book, first)
     book.lose_running()
-    assert book.find("a") is not None
-    assert book.find("b") is None
-    book.finish(SampleDone("b", b""))
-    assert book.find("b") is None
+    assert book.find("s:sample:0/0") is not None
+    assert book.find("s:sample:0/1") is None
+    assert not book.finish(SampleDone("s:sample:0/1", second.run, b""))
+    assert book.find("s:sample:0/1") is None
 
 
 def test_the_book_counts_only_what_runs_and_forgets_what_was_fetched() -> None:
-    book = SampleBook(max_pending=1, ttl_s=60.0)
+    book = book_of(max_pending_samples=1)
     for request_id in "abc":
-        book.add(request_id, 1)
-        book.finish(SampleDone(request_id, b""))
+        end(book, book.add(request_id, 1, 0))
     book.remove("a")
     book.remove("a")
     assert book.find("a") is None
-    book.add("a", 1)  # sent again: it runs, whatever became of the first
+    book.add("a", 1, 0)  # sent again: it runs, whatever became of the first
     book.remove("a")
-    book.add("d", 1)
+    book.add("d", 1, 0)
     assert book.lose_running() == ["d"]
-    book.add("e", 1)
+    book.add("e", 1, 0)
+
+
+def test_the_result_of_a_sample_that_its_client_has_is_not_kept() -> None:
+    """Until now it stayed in memory for `sample_result_ttl_s` after it had been acknowledged."""
+    book = book_of(sample_result_ttl_s=600.0)
+    sample = book.add("s:sample:0/0", 1, 0)
+    result = SampleDone("s:sample:0/0", sample.run, b"answer")
+    kept = weakref.ref(result)
+    book.finish(result)
+    book.remove("s:sample:0/0")
+    del sample, result
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_fetched_result_stays_for_a_minute_in_case_the_reply_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    book = book_of(sample_result_ttl_s=600.0)
+    for request_id in ("s:sample:0/0", "s:sample:0/1"):
+        end(book, book.add(request_id, 1, 0))
+    book.fetched("s:sample:0/1")
+    book.fetched("s:sample:0/1")
+    now = 1060.0
+    assert book.find("s:sample:0/1") is not None
+    now = 1060.5
+    assert book.find("s:sample:0/1") is None
+    assert book.find("s:sample:0/0") is not None
+    now = 1600.5
+    assert book.find("s:sample:0/0") is None
+
+
+def test_an_answer_reaches_only_the_run_that_it_belongs_to() -> None:
+    """A client may give a sample up and send its id again with another prompt, while the answer to the first is on its way."""
+    book = book_of()
+    first = book.add("s:sample:0/0", 1, 0)
+    book.remove("s:sample:0/0")
+    second = book.add("s:sample:0/0", 1, 0)
+    assert not book.finish(SampleDone("s:sample:0/0", first.run, b"to the first"))
+    assert second.outcome is None
+    assert book.finish(SampleDone("s:sample:0/0", second.run, b"to the second"))
+    assert not book.finish(SampleFailed("s:sample:0/0", second.run, "again", "server", gone=False))
+    assert second.outcome == SampleDone("s:sample:0/0", second.run, b"to the second")
+
+
+def test_too_much_is_answered_429_with_the_time_to_come_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        config = Config()
+        config.server.max_pending_samples_per_session = 3
+        async with served(tmp_path, config) as server:
+            sampler = await new_sampler(server)
+            server.hub.samples.add(f"{sampler}/7", 2, 0)
+            reply = await server.post("asample", sample_body(sampler, [1]))
+            assert (reply.status_code, reply.headers["Retry-After"]) == (429, "1")
+            session_id = sampler.partition(":")[0]
+            assert reply.json()["detail"] == (
+                f"2 sequences of session {session_id} are unfinished, and the limit is 3 (max_pending_samples_per_session); "
+                "send this sample later"
+            )
+            other = await server.post("asample", sample_body(await new_sampler(server), [1]))
+            assert other.status_code == 503  # accepted, but there is no engine here
+
+    asyncio.run(run())
+
+
+def test_a_session_that_ends_takes_its_samples_along(tmp_path: Path) -> None:
+    """Who waits for one hears at once that its session is over; others' samples stay."""
+
+    async def run() -> None:
+        config = Config()
+        config.server.max_pending_samples = 4
+        async with served(tmp_path, config) as server:
+            sampler, other = await new_sampler(server), await new_sampler(server)
+            for seq_id in range(2):
+                server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
+            server.hub.take(done(server, f"{sampler}/1", b"never fetched"))
+            server.hub.samples.add(f"{other}/0", 1, 0)
+            poll = asyncio.create_task(server.post("retrieve_future", {"request_id": f"{sampler}/0"}))
+            await asyncio.sleep(0)
+            await server.post(f"sessions/{sampler.partition(':')[0]}/finish", {"reason": {"type": "success"}})
+            reply = await poll
+            assert (reply.status_code, "its session is finished" in reply.json()["detail"]) == (404, True)
+            assert server.hub.samples.find(f"{sampler}/1") is None
+            assert run_of(server, f"{other}/0")
+            server.hub.samples.add(f"{other}/1", 3, 0)  # the places are free again
+
+    asyncio.run(run())
+
+
+def test_a_client_gives_up_only_samples_of_its_own_session(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            mine, other = await new_sampler(server), await new_sampler(server)
+            for sampler in (mine, other):
+                for seq_id in range(2):
+                    server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
+            named = [f"{mine}/0", f"{other}/0", "nonsense"]
+            body = {"target": {"sampling_session_id": mine}, "timeout": 0, "retrieved_request_ids": named}
+            poll = asyncio.create_task(server.post("retrieve_future", {"request_id": f"{mine}/0"}))
+            await asyncio.sleep(0)
+            assert (await server.post("retrieve_futures", body)).status_code == 200
+            assert (await poll).status_code == 410
+            kept = [request_id for request_id in (*named, f"{mine}/1", f"{other}/1") if server.hub.samples.find(request_id)]
+            assert kept == [f"{other}/0", f"{mine}/1", f"{other}/1"]
+
+    asyncio.run(run())
 
 
 def test_a_cancelled_sample_ends_and_takes_no_place(tmp_path: Path) -> None:
@@ -185,12 +349,12 @@ def test_a_cancelled_sample_ends_and_takes_no_place(tmp_path: Path) -> None:
         config.server.max_pending_samples = 1
         async with served(tmp_path, config) as server:
             sampler = await new_sampler(server)
-            server.hub.samples.add(f"{sampler}/0", 1)
+            server.hub.samples.add(f"{sampler}/0", 1, 0)
             assert (await server.post("cancel_future", {"request_id": f"{sampler}/0"})).status_code == 200
             reply = await server.post("retrieve_future", {"request_id": f"{sampler}/0"})
             assert reply.json() == {"error": "it was cancelled by its client", "category": "user"}
-            server.hub.samples.add(f"{sampler}/1", 1)
-            server.hub.take(SampleDone(f"{sampler}/1", b"done"))
+            server.hub.samples.add(f"{sampler}/1", 1, 0)
+            server.hub.take(done(server, f"{sampler}/1", b"done"))
             for request_id in (f"{sampler}/1", f"{sampler}/7", "nonsense"):
                 assert (await server.post("cancel_future", {"request_id": request_id})).status_code == 200
             assert (await server.post("retrieve_future", {"request_id": f"{sampler}/1"})).content == b"done"
@@ -221,22 +385,22 @@ def test_a_client_polls_for_all_of_its_samples(tmp_path: Path) -> None:
 
             def accept(seq_id: int) -> str:
                 request_id = f"{sampler}/{seq_id}"
-                server.hub.samples.add(request_id, 1)
+                server.hub.samples.add(request_id, 1, 0)
                 server.hub.sample_reports.expect(request_id)
                 return request_id
 
-            done, failed, lost, other = accept(0), accept(1), accept(2), accept(10**9)
+            ended, wrong, lost, other = accept(0), accept(1), accept(2), accept(10**9)
             assert await poll(timeout=0) == {"completions": [], "cursor": 0}
             waiting = asyncio.create_task(poll())
             await asyncio.sleep(0.05)
-            server.hub.take(SampleDone(done, b"12345"))
+            server.hub.take(done(server, ended, b"12345"))
             first = await waiting
-            assert first["completions"] == [{"state": "finished", "request_id": done, "response_payload_uncompressed_size": 5}]
-            server.hub.take(SampleFailed(failed, "bad", "user", gone=False))
-            assert (await poll(first["cursor"]))["completions"] == [{"state": "failed", "request_id": failed}]
-            again = await poll(0, timeout=0, retrieved_request_ids=[done])
-            assert [report["request_id"] for report in again["completions"]] == [failed]  # what was seen is gone
-            assert server.hub.samples.find(done) is None
+            assert first["completions"] == [{"state": "finished", "request_id": ended, "response_payload_uncompressed_size": 5}]
+            server.hub.take(failed(server, wrong, "bad", gone=False))
+            assert (await poll(first["cursor"]))["completions"] == [{"state": "failed", "request_id": wrong}]
+            again = await poll(0, timeout=0, retrieved_request_ids=[ended])
+            assert [report["request_id"] for report in again["completions"]] == [wrong]  # what was seen is gone
+            assert server.hub.samples.find(ended) is None
             for request_id in server.hub.samples.lose_running():
                 server.hub.sample_reports.add(request_id, "failed")
             assert [r["request_id"] for r in (await poll(again["cursor"]))["completions"]] == [lost]
@@ -253,9 +417,9 @@ def test_what_a_former_server_was_asked_for_is_reported_until_it_was_seen(tmp_pa
         async with served(tmp_path) as server:
             sampler = await new_sampler(server)
             for seq_id in range(3):
-                server.hub.samples.add(f"{sampler}/{seq_id}", 1)
+                server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
                 server.hub.sample_reports.expect(f"{sampler}/{seq_id}")
-            server.hub.take(SampleDone(f"{sampler}/0", b"1"))
+            server.hub.take(done(server, f"{sampler}/0", b"1"))
             seen = await server.post("retrieve_futures", {"target": {"sampling_session_id": sampler}})
             cursor = seen.json()["cursor"]
             await server.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "prev_cursor": cursor, "timeout": 0})
@@ -269,16 +433,60 @@ def test_what_a_former_server_was_asked_for_is_reported_until_it_was_seen(tmp_pa
         assert SampleJournal(tmp_path).waiting == {}
 
 
+def test_reports_reach_a_client_that_knows_a_later_cursor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock was set back by an hour between two servers, and cursors are counted from it: the client waits for higher ones."""
+    clock = time.time_ns
+
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            sampler = await new_sampler(server)
+            target = {"target": {"sampling_session_id": sampler}}
+            for seq_id in range(3):
+                server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
+                server.hub.sample_reports.expect(f"{sampler}/{seq_id}")
+            server.hub.take(done(server, f"{sampler}/0", b"1"))
+            cursor = (await server.post("retrieve_futures", target)).json()["cursor"]
+        monkeypatch.setattr(time, "time_ns", lambda: clock() - 3600 * 10**9)
+        async with served(tmp_path) as server:
+            reply = (await server.post("retrieve_futures", target | {"prev_cursor": cursor, "timeout": 0})).json()
+            lost = [{"state": "failed", "request_id": f"{sampler}/{seq_id}"} for seq_id in range(3)]
+            assert (reply["completions"], reply["cursor"] > cursor) == (lost, True)
+            server.hub.samples.add(f"{sampler}/3", 1, 0)
+            server.hub.take(done(server, f"{sampler}/3", b"1"))
+            reply = (await server.post("retrieve_futures", target | {"prev_cursor": reply["cursor"], "timeout": 0})).json()
+            assert [report["request_id"] for report in reply["completions"]] == [f"{sampler}/3"]
+
+    asyncio.run(run())
+
+
 def test_the_journal_of_samples_stays_short_and_ignores_a_cut_line(tmp_path: Path) -> None:
     journal = SampleJournal(tmp_path)
-    journal.add("waits")
-    for number in range(20_000):
-        journal.add(str(number))
-        journal.strike(str(number))
-        journal.strike(str(number))
+    journal.add("s:sample:0/0")
+    for number in range(1, 20_000):
+        journal.add(f"s:sample:0/{number}")
+        for _ in range(2):
+            journal.strike(f"s:sample:0/{number}")
     file = tmp_path / "samples.journal"
     assert len(file.read_text().splitlines()) < 20_000
     with file.open("a") as half:
-        half.write("-waits")
-    assert list(SampleJournal(tmp_path).waiting) == ["waits"]
-    assert file.read_text() == "+waits\n"
+        half.write("-s:sample:0/0")
+    assert list(SampleJournal(tmp_path).waiting) == ["s:sample:0/0"]
+    assert file.read_text() == "+s:sample:0/0\n"
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\x00\xfe" * 100, b"+nobody\n", b"*s:sample:0/1\n", b"+s:sample:0/x\n"])
+def test_a_damaged_journal_is_passed_over_with_one_warning(tmp_path: Path, garbage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "samples.journal").write_bytes(b"+s:sample:0/1\n" + garbage + b"\n+s:sample:0/2\n")
+    assert list(SampleJournal(tmp_path).waiting) == ["s:sample:0/1", "s:sample:0/2"]
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path}/samples.journal: ")
+    assert "are damaged and passed over; clients that wait for samples in them must send these again themselves" in message
+    caplog.clear()
+    assert list(SampleJournal(tmp_path).waiting) == ["s:sample:0/1", "s:sample:0/2"]
+    assert caplog.messages == []
+
+
+def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "samples.journal").mkdir()
+    with pytest.raises(ConfigError, match=r"samples\.journal cannot be used: .*; see to that, or delete it"):
+        SampleJournal(tmp_path)

@@ -75,6 +75,21 @@ def test_an_unknown_session_has_no_heartbeat_and_no_end(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_a_base_url_with_the_prefix_of_the_api_is_told_to_leave_it_off(tmp_path: Path) -> None:
+    """The first thing that a client of `base_url=http://tinsmith/api/v1` asks for."""
+
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            reply = await server.client.post("/api/v1/api/v1/client/config", json={"sdk_version": "0.38.0"})
+            assert reply.status_code == 404
+            assert reply.json()["detail"] == (
+                "/api/v1/api/v1/client/config does not exist: the client adds /api/v1 to its base_url by itself; "
+                "leave it off, as in base_url='http://tinsmith'"
+            )
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("method", "path"),
     [("GET", "training_runs/x/archive"), ("POST", "no/such/thing"), ("DELETE", "training_runs/x"), ("GET", "create_session")],

@@ -179,3 +179,54 @@ def test_a_search_that_means_nothing_is_refused(asked: dict[str, object], compla
             assert (reply.status_code, complaint in reply.json()["detail"]) == (400, True), reply.text
 
     asyncio.run(run())
+
+
+def test_a_search_takes_thousands_of_projects_and_as_many_words_as_there_may_be(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            a, b = await create(server, project_id="p 4999"), await create(server, display_name="x" * 9, user_metadata={"0": "0"})
+            projects = [f"p {number}" for number in range(5000)]
+            assert await found(server, project_ids=projects) == [a]
+            assert await found(server, project_ids=[*projects, "default"]) == [b, a]
+            assert await found(server, display_name=" x" * 250) == [b]
+            assert await found(server, user_metadata={str(n): str(n) for n in range(100)}) == []
+            assert await found(server, statuses=[{"type": "active"}] * 100) == [b, a]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", '[{"y": [NaN]}]'])
+def test_metadata_that_is_no_json_is_refused(tmp_path: Path, number: str) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            json_type = {"Content-Type": "application/json"}
+            for path, rest in (
+                ("create_session", ""),
+                ("create_model", ', "session_id": "s", "model_seq_id": 0, "base_model": "tiny"'),
+                ("load_weights", ', "session_id": "s", "model_seq_id": 0, "path": "tinker://a/weights/b", "optimizer": false'),
+            ):
+                body = f'{{"user_metadata": {{"x": {number}}}{rest}}}'
+                reply = await server.client.post(f"/api/v1/{path}", content=body, headers=json_type)
+                assert reply.status_code == 400, reply.text
+                assert "user_metadata: Value error, must hold finite numbers only" in reply.json()["detail"]
+
+    asyncio.run(run())
+
+
+def test_metadata_that_an_older_version_took_does_not_stop_searches(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            description: dict[str, Any] = {
+                "tags": [],
+                "user_metadata": {"x": float("nan")},
+                "sdk_version": "",
+                "project_id": None,
+                "display_name": None,
+            }
+            await server.hub.store.write(Store.create_session, "old", description)
+            new = await create(server, user_metadata={"team": "a"})
+            assert await found(server, user_metadata={"team": "a"}) == [new]
+            assert await found(server) == [new, "old"]
+            assert (await server.client.get("/api/v1/sessions/old")).json()["user_metadata"] == {"x": "NaN"}
+
+    asyncio.run(run())

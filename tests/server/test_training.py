@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from tests.server.serving import Served, served
-from tinsmith.config import Config
+from tinsmith.config import Config, RequestsConfig
 from tinsmith.store.records import REJECTED, Outcome
 from tinsmith.wire.chunks import ImageChunk
+from tinsmith.wire.compression import decompress
 from tinsmith.wire.forward_backward import decode_stored
+from tinsmith.wire.inspection import Inspection
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 
@@ -52,7 +55,7 @@ def test_operations_are_logged_under_their_key_whatever_order_they_come_in(tmp_p
             assert reply.json()["request_id"] == f"{model_id}/1"
             kinds = [(c.seq_id, c.kind) for c in server.store.read_new(0)]
             assert kinds == [(0, "create_model"), (2, "optim_step"), (1, "forward_backward")]
-            chunk = decode_stored(server.store.read_new(0)[2].payload).data[0].chunks[1]
+            chunk = decode_stored(server.store.payload(server.store.read_new(0)[2])).data[0].chunks[1]
             assert isinstance(chunk, ImageChunk)
             assert server.store.read_blob(chunk.sha256) == b"not decoded here"
 
@@ -105,7 +108,7 @@ def test_a_wrong_operation_keeps_its_place_in_the_sequence(tmp_path: Path, path:
             assert reply.json()["request_id"] == f"{model_id}/1"
             command = server.store.read_new(0)[-1]
             assert (command.seq_id, command.kind) == (1, path)
-            assert json.loads(command.payload) == {"model_id": model_id, "seq_id": 1} | body
+            assert json.loads(server.store.payload(command)) == {"model_id": model_id, "seq_id": 1} | body
 
     asyncio.run(run())
 
@@ -229,5 +232,65 @@ def test_bodies_are_limited_before_and_after_decompression(tmp_path: Path) -> No
             assert zstd.status_code == 413
             gzip = await server.client.post("/api/v1/forward_backward", content=b"", headers={"Content-Encoding": "gzip"})
             assert gzip.status_code == 400
+
+    asyncio.run(run())
+
+
+def test_a_request_of_too_many_datums_keeps_its_place_in_the_sequence(tmp_path: Path) -> None:
+    """Its bytes are counted and not parsed, however few they are when they come."""
+
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            model_id = await server.new_model(await server.new_session())
+            body = forward_backward_body(model_id, 1) + b"\x1a\x00" * 4_000_000
+            headers = PROTOBUF | {"Content-Encoding": "zstd"}
+            reply = await server.client.post("/api/v1/forward_backward", content=zstandard.compress(body), headers=headers)
+            assert reply.json() == {"request_id": f"{model_id}/1", "model_id": model_id}
+            command = server.store.read_new(0)[-1]
+            assert (command.seq_id, command.kind) == (1, REJECTED)
+            assert server.store.payload(command) == b"datum 4096: the request holds more than 4096 datums (max_datums); send smaller ones"
+            nameless = await server.client.post("/api/v1/forward_backward", content=b"\x1a\x00" * 5000, headers=PROTOBUF)
+            assert (nameless.status_code, "model_id=''" in nameless.text) == (400, True)
+
+    asyncio.run(run())
+
+
+def test_of_many_compressed_bodies_only_two_are_unpacked_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kilobytes each, 64 MiB when unpacked: all at once they would take the memory of the machine."""
+    unpacked: set[int] = set()
+    most = 0
+
+    def counted_decompress(body: bytes, max_bytes: int) -> bytes:
+        nonlocal most
+        content = decompress(body, max_bytes)
+        unpacked.add(threading.get_ident())
+        most = max(most, len(unpacked))
+        return content
+
+    def counted_inspection(body: bytes, limits: RequestsConfig) -> Inspection:
+        unpacked.remove(threading.get_ident())  # fails if it is not the thread that has unpacked it
+        return Inspection(body, limits)
+
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            model_id = await server.new_model(await server.new_session())
+            headers = PROTOBUF | {"Content-Encoding": "zstd"}
+            bodies = [zstandard.compress(forward_backward_body(model_id, seq_id)) for seq_id in range(1, 21)]
+            posts = [server.client.post("/api/v1/forward_backward", content=body, headers=headers) for body in bodies]
+            assert [reply.status_code for reply in await asyncio.gather(*posts)] == [200] * 20
+
+    monkeypatch.setattr("tinsmith.server.body.decompress", counted_decompress)
+    monkeypatch.setattr("tinsmith.server.routes.training.Inspection", counted_inspection)
+    asyncio.run(run())
+    assert (most <= 2, unpacked) == (True, set())
+
+
+@pytest.mark.parametrize("path", ["create_session", "create_model", "optim_step", "save_weights", "get_info", "session_heartbeat"])
+def test_a_json_body_is_not_parsed_beyond_its_limit(tmp_path: Path, path: str) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            reply = await server.post(path, {"user_metadata": {"x": "a" * 2**17}})
+            assert reply.status_code == 413
+            assert reply.json()["detail"] == "the body is larger than 131072 bytes (max_json_kib); send smaller requests"
 
     asyncio.run(run())

@@ -2,6 +2,7 @@
 
 import hashlib
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_commands_come_out_as_they_went_in(store: Store) -> None:
     before = time.time()
     assert store.append([step(3, b"c"), step(1, b"a")]) == [True, True]
     commands = store.read_new(after_id=0)
-    assert [(c.model_id, c.seq_id, c.kind, c.payload) for c in commands] == [
+    assert [(c.model_id, c.seq_id, c.kind, store.payload(c)) for c in commands] == [
         (MODEL, 0, "create_model", b"create"),
         (MODEL, 3, "optim_step", b"c"),
         (MODEL, 1, "optim_step", b"a"),
@@ -58,7 +59,7 @@ def test_commands_come_out_as_they_went_in(store: Store) -> None:
 def test_a_repeat_changes_nothing(store: Store) -> None:
     assert store.append([step(1, b"first"), step(1, b"second")]) == [True, False]
     assert store.append([step(1, b"third")]) == [False]
-    assert [c.payload for c in store.read_new(after_id=1)] == [b"first"]
+    assert [store.payload(c) for c in store.read_new(after_id=1)] == [b"first"]
 
 
 def test_an_outcome_is_recorded_once(store: Store) -> None:
@@ -110,12 +111,12 @@ def test_the_outcome_of_create_model_decides_its_status(store: Store) -> None:
 
 def test_operations_on_dead_models_fail_at_once(store: Store) -> None:
     store.record([done(0)])
-    store.set_model_status(MODEL, "unloaded")
+    store.unload_model(MODEL)
     assert store.append([step(1)]) == [False]
     outcome = store.outcome(f"{MODEL}/1")
     assert outcome is not None
     assert outcome.category == "user"
-    assert "session is finished" in str(outcome.error)
+    assert "is unloaded: the server was stopped" in str(outcome.error)
     assert store.read_new(after_id=0) == []
 
 
@@ -140,7 +141,8 @@ def test_fail_unfinished_gives_up_what_an_engine_left(store: Store) -> None:
     store.create_sampling_session(snapshot)
     store.create_sampling_session(SamplingSession("s:sample:1", SESSION, "tiny"))
     assert store.fail_unfinished("the engine died") == [f"{MODEL}/2"]
-    assert store.outcome(f"{MODEL}/2") == Outcome(f"{MODEL}/2", None, None, "the engine died", "server")
+    no_checkpoint = "it has no checkpoint to go on from: create a new model, and call save_state from time to time"
+    assert store.outcome(f"{MODEL}/2") == Outcome(f"{MODEL}/2", None, None, f"the engine died; {no_checkpoint}", "server")
     assert store.outcome(f"{MODEL}/1") == done(1)
     assert store.read_blob(digest) is None
     model, gone, kept = store.model(MODEL), store.sampling_session("s:sample:0"), store.sampling_session("s:sample:1")
@@ -170,7 +172,21 @@ def test_a_sampling_session_id_that_is_taken_rejects_the_command_but_keeps_its_p
     store.append([NewCommand(MODEL, 1, "save_weights_for_sampler", b"4", sampling_session=taken)])
     command = store.read_new(after_id=0)[-1]
     assert (command.seq_id, command.kind) == (1, REJECTED)
-    assert "s:sample:4 exists already" in command.payload.decode()
+    assert "s:sample:4 exists already" in store.payload(command).decode()
     kept = store.sampling_session("s:sample:4")
     assert kept is not None
     assert kept.snapshot_id is None
+
+
+def test_a_queue_of_large_payloads_is_read_without_them(store: Store) -> None:
+    store.append([step(number, bytes(2**20)) for number in range(1, 65)])
+    tracemalloc.start()
+    queued = store.read_new(after_id=1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20  # less than a single payload
+    assert [command.payload_bytes for command in queued] == [2**20] * 64
+    assert store.payload(queued[5]) == bytes(2**20)
+    store.record([done(6)])
+    with pytest.raises(NotFoundError, match="operation s:train:0/6 has ended"):
+        store.payload(queued[5])

@@ -22,7 +22,6 @@ def write(files: CheckpointFiles) -> str:
     """A directory of FILES; returns its place."""
     place = files.new_place()
     with files.written(place) as directory:
-        directory.mkdir()
         for name, content in FILES.items():
             (directory / name).write_bytes(content)
     return place
@@ -69,3 +68,12 @@ def test_only_what_is_ours_is_an_entry(tmp_path: Path) -> None:
 def test_a_root_that_cannot_be_used_is_refused(root: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"checkpoint_root='{root}' cannot be used: "):
         CheckpointFiles(tmp_path, root)
+
+
+@pytest.mark.parametrize("root", ["s3://", "gs:///"])
+def test_an_object_store_without_a_bucket_is_refused(root: str, tmp_path: Path) -> None:
+    """Not taken for a directory of that name in the working directory."""
+    with pytest.raises(
+        ConfigError, match=f"^checkpoint_root='{root}' names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX$"
+    ):
+        CheckpointFiles(tmp_path / "data", root)

@@ -87,7 +87,7 @@ def test_a_database_of_tomorrow_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tinsmith.db").write_bytes(b"not a database" * 100)
-    with pytest.raises(ConfigError, match="cannot be opened as a database"):
+    with pytest.raises(ConfigError, match=r"tinsmith\.db is damaged: file is not a database\. Put back a copy"):
         Store.open(tmp_path)
 
 

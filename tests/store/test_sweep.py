@@ -15,18 +15,18 @@ from tests.store.test_store import DESCRIPTION, checkpoint
 from tinsmith.store.catalog import copy_checkpoint, delete_checkpoint
 from tinsmith.store.files import WRITING_S, CheckpointFiles
 from tinsmith.store.store import Store
-from tinsmith.store.sweep import find_garbage, sweep
+from tinsmith.store.sweep import find_garbage, find_unknown, sweep
 
 CRASH = """
 import os, signal, sys
 from pathlib import Path
-from tinsmith.store.files import CheckpointFiles, whole_directory
+from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 files = CheckpointFiles(Path(sys.argv[1]))
 place = files.new_place()
 Store.open(Path(sys.argv[1])).announce_checkpoint(place)
-with files.written(place) as directory, whole_directory(directory) as unfinished:
-    (unfinished / "weights").write_bytes(b"01234")
+with files.written(place) as directory:
+    (directory / "weights").write_bytes(b"01234")
     print(place, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -69,9 +69,8 @@ def test_what_is_in_use_is_left_alone(store: Store, files: CheckpointFiles, late
     begun = files.new_place()
     store.announce_checkpoint(begun)
     with files.written(begun) as directory:
-        directory.mkdir()
         assert found(store, files) == []
-        sweep(store, files, orphans=True)
+        sweep(store, files, unknown=True)
         assert directory.exists()
     assert [bool(files.sizes(place)) for place in (kept, sent)] == [True, True]
 
@@ -98,7 +97,7 @@ def test_files_that_a_living_copy_has_free_nothing(store: Store, files: Checkpoi
     expired = replace(store.require_checkpoint("tinker://m/weights/a"), expires_at=1.0)
     store.put_checkpoint(expired)
     assert found(store, files) == [("tinker://m/weights/a", "has expired", 0)]
-    sweep(store, files, orphans=True)
+    sweep(store, files, unknown=True)
     assert files.sizes(place) == {"a": 10, "b": 0}
     store.put_checkpoint(replace(store.require_checkpoint(copy), expires_at=1.0))
     store.put_checkpoint(expired)
@@ -113,7 +112,7 @@ def test_what_a_crash_left_of_a_save_goes_after_a_day(
     place = done.stdout.strip()
     (left,) = (tmp_path / "checkpoints").iterdir()
     assert left.name.startswith(f".writing-{place}-")
-    sweep(store, files, orphans=True)
+    sweep(store, files, unknown=True)
     assert left.exists()
     later()
     assert found(store, files) == [(f"files of {place}", "no checkpoint has them any more", 5)]
@@ -140,10 +139,12 @@ def test_files_that_the_database_does_not_know_go_on_request_only(store: Store, 
     (tmp_path / "checkpoints" / "notes").mkdir()
     elsewhere = CheckpointFiles(tmp_path, str(tmp_path / "checkpoints"))  # the same directory, under another name
     kept = saved(store, elsewhere, "tinker://m/weights/a")
-    assert found(store, files) == [(f"files of {orphan}", "the database does not know them", 10)]
+    assert found(store, files) == []
+    (unknown,) = find_unknown(store, files)
+    assert (unknown.what, unknown.reason, unknown.size_bytes) == (f"files of {orphan}", "the database does not know them", 10)
     sweep(store, files)
     assert files.sizes(orphan) == {"a": 10, "b": 0}
-    sweep(store, files, orphans=True)
+    sweep(store, files, unknown=True)
     assert files.sizes(orphan) == {}
     assert files.sizes(kept) == {"a": 10, "b": 0}
     assert (tmp_path / "checkpoints" / "notes").exists()

@@ -12,9 +12,9 @@ from tinsmith.config import TrainingConfig
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraShape
+from tinsmith.training.adam import AdamSettings
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import About, read_about, read_weights, write_checkpoint
-from tinsmith.training.optimizer import AdamSettings
 
 SETTINGS = AdamSettings(0.01, (0.9, 0.95), 1e-8, 0.1, 0.5)
 
@@ -69,10 +69,9 @@ def test_weights_alone_hold_no_optimizer(text_base: BaseModel, tmp_path: Path) -
     assert "b" not in backend.optimizers
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_nothing(text_base: BaseModel, tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_says_where(text_base: BaseModel, tmp_path: Path) -> None:
     adapter = trained(text_base).snapshot("a")
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "other").touch()
+    (tmp_path / "c").touch()
     with pytest.raises(TinsmithError, match="could not be written to"):
         write_checkpoint(tmp_path / "c", About.of(text_base, adapter.shape), adapter)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
@@ -99,6 +98,6 @@ def test_another_base_model_is_refused(family_base: Callable[[str], BaseModel], 
 def test_a_format_of_tomorrow_is_refused(text_base: BaseModel, tmp_path: Path) -> None:
     trained(text_base).save("a", tmp_path / "c", optimizer=False)
     about = tmp_path / "c" / "checkpoint.json"
-    about.write_text(json.dumps(json.loads(about.read_text()) | {"format_version": 2}))
-    with pytest.raises(UserError, match="format version 2; this Tinsmith reads 1"):
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"format_version": 3}))
+    with pytest.raises(UserError, match="format version 3; this Tinsmith reads up to 2"):
         read_about(tmp_path / "c")

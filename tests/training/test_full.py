@@ -1,5 +1,6 @@
 """Full-parameter training (rank 0): the same numbers as transformers trained with torch's AdamW, and nothing of it reaches anyone else."""
 
+import os
 import re
 import subprocess
 import sys
@@ -13,22 +14,25 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.bases import DEVICE, datum, load, picture_chunks, random_adapter, random_tokens, renderer, shifted
+from tests.bases import datum, load, picture_chunks, random_adapter, random_tokens, renderer, shifted
 from tests.training.test_against_peft import twin_logprobs
 from tests.training.test_backend import assert_same, gradients, run_alone
 from tinsmith.config import TrainingConfig
+from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, snapshot_bytes, training_bytes
 from tinsmith.models.lora import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.training.adam import AdamSettings
 from tinsmith.training.backend import DatumWork, LocalBackend
-from tinsmith.training.optimizer import AdamSettings, ModelOptimizer
+from tinsmith.training.optimizer import ModelOptimizer
 
 SETTINGS = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.1, grad_clip_norm=0.0)
 """With this eps a difference of two gradients is not larger among the weights."""
 
-PRECISION = 1e-5 if DEVICE == "cpu" else 1e-4
-"""transformers runs on the CPU here; a GPU sums in another order."""
+ROUNDING = 1e-3
+"""How far a float32 tensor may be from its float64 reference, relative to the reference's norm. Rounding was measured at up to 2.2e-5 over
+three steps, for transformers in float32 as for us; one element may be much further off than the tensor, and on each processor another."""
 
 
 def full_backend(base: BaseModel, *names: str, **shape: bool) -> LocalBackend:
@@ -56,15 +60,26 @@ def examples(base: BaseModel) -> list[RenderedInput]:
 
 
 def twin_of(directory: Path, base: BaseModel) -> tuple[Any, dict[str, Tensor]]:
-    """The same model in transformers, and all of its parameters but the vision tower's, by our names."""
+    """The same model in transformers and float64, and all of its parameters but the vision tower's, by our names.
+
+    The tower, which nobody trains, stays in float32, as our pixels and features are.
+    """
     auto = AutoModelForImageTextToText if base.family.takes_images else AutoModelForCausalLM
-    twin = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    twin = auto.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager").eval()
+    if base.family.takes_images:
+        twin.model.visual.float()
     prefix = next(name for name, module in base.network.named_modules() if module is base.language_model)
     trained = {name.removeprefix(f"{prefix}."): p for name, p in twin.named_parameters() if "visual" not in name}
     twin.requires_grad_(False)
     for parameter in trained.values():
         parameter.requires_grad_()
     return twin, trained
+
+
+def assert_rounded(actual: Tensor, expected: Tensor) -> None:
+    """The same tensor but for float32's rounding: both [any shape], the second in float64."""
+    error = (actual.cpu().double() - expected).norm() / expected.norm()
+    assert error < ROUNDING
 
 
 def step_all(backend: LocalBackend, work: Sequence[DatumWork]) -> None:
@@ -86,6 +101,7 @@ def test_three_steps_equal_transformers_with_adamw(
     adamw = torch.optim.AdamW(
         parameters.values(), lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps, weight_decay=SETTINGS.weight_decay
     )
+    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for _ in range(3):
         results = backend.run_pass(work, backward=True).results
         losses = []
@@ -94,18 +110,17 @@ def test_three_steps_equal_transformers_with_adamw(
             losses.append(-(torch.from_numpy(item.loss_inputs["weights"]) * expected).sum())
             assert result is not None
             np.testing.assert_allclose(result.logprobs, expected.detach().numpy(), atol=1e-4, rtol=1e-5)
-            assert result.loss == pytest.approx(losses[-1].item(), rel=1e-5, abs=1e-4)
+            assert result.loss == pytest.approx(losses[-1].item(), rel=1e-4, abs=1e-3)
         adamw.zero_grad()
         torch.stack(losses).sum().backward()
         ours = dict(zip(full(backend, "a").masters, backend.optimizers["a"].gradients or [], strict=True))
         for name, parameter in parameters.items():
             assert parameter.grad is not None
-            bound = PRECISION * max(1.0, parameter.grad.abs().max().item())
-            torch.testing.assert_close(ours[name].cpu(), parameter.grad, rtol=1e-4, atol=bound)
+            assert_rounded(ours[name], parameter.grad)
         adamw.step()
         backend.optim_step("a", SETTINGS)
     for name, master in full(backend, "a").masters.items():
-        torch.testing.assert_close(master.cpu(), parameters[name].detach(), rtol=1e-5, atol=PRECISION)
+        assert_rounded(master.cpu().double() - start[name], parameters[name].detach() - start[name])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
@@ -270,6 +285,8 @@ for make in (
     except UserError as error:
         print(error)
 assert list(backend.optimizers) == ["first"]
+backend.restore("first", Path(sys.argv[2]), optimizer=False)  # what it holds itself is enough
+print("restored")
 """
 
 
@@ -322,6 +339,18 @@ def test_what_does_not_fit_beside_the_others_is_refused_with_both_numbers(family
     assert done.returncode == 0, done.stderr[-2000:]
     pattern = r"^full-parameter training of tiny needs (\S+) GiB of memory on cpu, of which (\S+) GiB are free; "
     said = re.findall(pattern, done.stdout, re.MULTILINE)
-    assert len(said) == 2
+    assert (len(said), done.stdout.splitlines()[-1]) == (2, "restored")
     for needed, free in said:
         assert 0.4 < float(free) / float(needed) < 0.6
+
+
+def test_a_model_whose_load_fails_starts_anew(text_base: BaseModel, tmp_path: Path) -> None:
+    backend = full_backend(text_base, "a", "b")
+    step_all(backend, [datum("a", examples(text_base)[0])])
+    backend.save("a", tmp_path / "c", optimizer=True)
+    os.truncate(tmp_path / "c" / "optimizer.safetensors", 1000)
+    step_all(backend, [datum("b", examples(text_base)[1])])
+    with pytest.raises(TinsmithError, match=r"optimizer\.safetensors is damaged"):
+        backend.restore("b", tmp_path / "c", optimizer=True)
+    fresh = text_base.full_targets(full(backend, "b").shape)
+    assert all(torch.equal(master, fresh[name]) for name, master in full(backend, "b").masters.items())

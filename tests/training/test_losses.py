@@ -23,6 +23,8 @@ def policy_inputs(seed: int, length: int, drift: float) -> tuple[Tensor, Inputs]
     mask = (torch.rand(length, generator=generator) < 0.6).float()
     mask[0] = 1
     advantages = torch.randn(length, generator=generator)
+    advantages[1::7] = 0.0  # sampled tokens without advantage
+    advantages[2], sampled[2] = 0.0, 0.0  # the padding of a prompt
     return logprobs, {"logprobs": sampled, "advantages": advantages, "sequence_ratio_mask": mask}
 
 
@@ -69,6 +71,37 @@ def test_a_policy_loss_equals_plain_torch(name: str, config: dict[str, float], d
         torch.testing.assert_close(gradient, torch.autograd.grad(expected, [leaf])[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("given", [("mask",), ("weights",), ("mask", "weights")])
+def test_a_mask_or_weights_decide_which_positions_dro_counts(given: tuple[str, ...]) -> None:
+    """Whatever advantages and sampled log-probabilities are there."""
+    for seed in range(8):
+        logprobs, inputs = policy_inputs(seed, 40, 0.5)
+        generator = torch.Generator().manual_seed(100 + seed)
+        inputs |= {name: (torch.rand(40, generator=generator) < 0.5).float() for name in given}
+        loss, gradient = value_and_gradient("dro", logprobs.double(), {name: values.double() for name, values in inputs.items()})
+        leaf = logprobs.double().requires_grad_()
+        expected = FORMULAS["dro"](leaf, {name: values.double() for name, values in inputs.items()}, DEFAULTS["dro"])
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient, torch.autograd.grad(expected, [leaf])[0], rtol=1e-12, atol=1e-12)
+
+
+def test_dro_pulls_a_sampled_token_without_advantage_back_and_leaves_padding_alone() -> None:
+    """With beta 0.5: 0.25 · (lp - q)² and its slope. A mask counts a sampled token whose log-probability was exactly 0."""
+    logprobs, sampled = torch.tensor([-1.0, -INF]), torch.tensor([-3.0, 0.0])
+    inputs = {"logprobs": sampled, "advantages": torch.zeros(2)}
+    loss, gradient = value_and_gradient("dro", logprobs, inputs, beta=0.5)
+    assert (float(loss), gradient.tolist()) == (1.0, [1.0, 0.0])
+    certain = {"logprobs": torch.zeros(2), "advantages": torch.zeros(2), "mask": torch.tensor([1.0, 0.0])}
+    loss, gradient = value_and_gradient("dro", logprobs, certain, beta=0.5)
+    assert (float(loss), gradient.tolist()) == (0.25, [-0.5, 0.0])
+
+
+def test_dro_without_penalty_is_not_moved_by_an_impossible_token_without_advantage() -> None:
+    inputs = {"logprobs": torch.tensor([-3.0, -1.0]), "advantages": torch.tensor([0.0, 2.0])}
+    loss, gradient = value_and_gradient("dro", torch.tensor([-INF, -1.5]), inputs, beta=0.0)
+    assert (float(loss), gradient.tolist()) == (3.0, [0.0, -2.0])
+
+
 @pytest.mark.parametrize("name", CLIPPING)
 def test_clipping_bites_in_both_directions(name: str) -> None:
     """So that the comparisons above are about clipped ratios too."""
@@ -97,11 +130,12 @@ def test_bounds_for_each_position_go_before_the_settings(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @pytest.mark.parametrize("outside", [-INF, -80.0])
 def test_a_position_without_weight_or_advantage_contributes_exactly_zero(name: str, outside: float) -> None:
-    """Neither -inf nor a ratio of e^80 gets through; q there is the padding of a prompt."""
+    """Neither -inf nor a ratio of e^80 gets through; q there is the padding of a prompt, or (but for dro) that of a sampled token."""
     logprobs, inputs = policy_inputs(2, 6, 0.3)
-    inputs["weights"] = inputs["advantages"]
+    if name == "cross_entropy":
+        inputs["weights"] = inputs["advantages"]
     short = value_and_gradient(name, logprobs, inputs)
-    padding = dict.fromkeys(inputs, torch.zeros(2)) | {"logprobs": torch.tensor([0.0, -200.0])}
+    padding = dict.fromkeys(inputs, torch.zeros(2)) | {"logprobs": torch.tensor([0.0, 0.0 if name == "dro" else -200.0])}
     padded = {key: torch.cat([padding[key], values]) for key, values in inputs.items()}
     loss, gradient = value_and_gradient(name, torch.cat([torch.tensor([outside, outside]), logprobs]), padded)
     assert gradient[:2].tolist() == [0.0, 0.0]

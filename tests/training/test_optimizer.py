@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from tinsmith.errors import UserError
-from tinsmith.models.full import Weights
+from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter, LoraPair, LoraShape
-from tinsmith.training.optimizer import AdamSettings, ModelOptimizer
+from tinsmith.training.adam import AdamSettings
+from tinsmith.training.optimizer import ModelOptimizer
+from tinsmith.training.update_check import Bounds
 
 
 def small_adapter() -> Adapter:
@@ -34,8 +39,8 @@ def test_steps_with_changing_settings_equal_torch() -> None:
     reference = torch.optim.AdamW(copies)
     for seed, settings in enumerate(SETTINGS):
         first, second = gradients(optimizer.weights, seed), gradients(optimizer.weights, seed + 100)
-        optimizer.accumulate([gradient.clone() for gradient in first])
-        optimizer.accumulate([gradient.clone() for gradient in second])
+        optimizer.contribution([gradient.clone() for gradient in first])()
+        optimizer.contribution([gradient.clone() for gradient in second])()
         metrics = optimizer.step(settings)
         for copy, a, b in zip(copies, first, second, strict=True):
             copy.grad = a + b
@@ -54,7 +59,7 @@ def test_steps_with_changing_settings_equal_torch() -> None:
 
 def test_a_step_consumes_its_gradients() -> None:
     optimizer = ModelOptimizer(small_adapter())
-    optimizer.accumulate(list(gradients(optimizer.weights, 0)))
+    optimizer.contribution(list(gradients(optimizer.weights, 0)))()
     optimizer.step(SETTINGS[0])
     before = [tensor.clone() for tensor in optimizer.weights.tensors()]
     assert optimizer.step(SETTINGS[0])["grad_norm"] == 0.0
@@ -64,12 +69,12 @@ def test_a_step_consumes_its_gradients() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(bad: float) -> None:
     optimizer = ModelOptimizer(small_adapter())
-    optimizer.accumulate(list(gradients(optimizer.weights, 0)))
+    optimizer.contribution(list(gradients(optimizer.weights, 0)))()
     optimizer.step(SETTINGS[0])
     before = [tensor.clone() for tensor in optimizer.weights.tensors()]
     broken = gradients(optimizer.weights, 1)
     broken[2][0, 0] = bad
-    optimizer.accumulate(list(broken))
+    optimizer.contribution(list(broken))()
     with pytest.raises(UserError, match=r"gradient norm is (nan|inf): the step was refused"):
         optimizer.step(SETTINGS[0])
     assert all(torch.equal(a, b) for a, b in zip(before, optimizer.weights.tensors(), strict=True))
@@ -80,7 +85,110 @@ def test_a_snapshot_does_not_follow() -> None:
     optimizer = ModelOptimizer(small_adapter())
     snapshot = optimizer.weights.snapshot()
     before = [tensor.clone() for tensor in snapshot.leaves()]
-    optimizer.accumulate(list(gradients(optimizer.weights, 0)))
+    optimizer.contribution(list(gradients(optimizer.weights, 0)))()
     optimizer.step(SETTINGS[0])
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot.leaves(), strict=True))
     assert not torch.equal(optimizer.weights.leaves()[0], before[0])
+
+
+def settings(lr: float = 1e-2, eps: float = 1e-12, weight_decay: float = 0.0) -> AdamSettings:
+    return AdamSettings(lr, (0.9, 0.95), eps, weight_decay, grad_clip_norm=0.0)
+
+
+def fresh_weights(kind: str, dtype: torch.dtype) -> Weights:
+    """LoRA with B = 0, or full weights."""
+    generator = torch.Generator().manual_seed(3)
+    a, other = torch.randn(2, 5, generator=generator), torch.randn(4, 2, generator=generator)
+    if kind == "lora":
+        return Adapter(LoraShape(2, 0), {"up": LoraPair(a, torch.zeros(4, 2)), "down": LoraPair(a.clone(), other)}, dtype)
+    return FullWeights(LoraShape(0, 0), {"embed.weight": a, "norm.weight": torch.ones(7)}, dtype)
+
+
+def everything(optimizer: ModelOptimizer) -> list[torch.Tensor]:
+    """Copies of all that a step changes."""
+    weights = optimizer.weights
+    return [tensor.detach().clone() for tensor in (*weights.tensors(), *weights.leaves(), *optimizer.moments().values())]
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("changed", "remedy"),
+    [
+        ({"eps": 0.0}, "learning_rate=0.01, eps=0, weight_decay=0; .*; send an eps above 0"),
+        ({"eps": 1e-46}, "send an eps above 0"),
+        ({"lr": 1e38}, "learning_rate=1e\\+38, eps=1e-12, weight_decay=0; .*; lower learning_rate"),
+        ({"weight_decay": 1e41}, "weight_decay=1e\\+41; .*; lower learning_rate or weight_decay"),
+        ({"lr": 1e30, "weight_decay": 1e30}, "lower learning_rate or weight_decay"),
+    ],
+)
+def test_an_update_that_is_not_finite_is_refused_and_changes_nothing(
+    steps_before: int, kind: str, dtype: torch.dtype, changed: dict[str, float], remedy: str
+) -> None:
+    optimizer = ModelOptimizer(fresh_weights(kind, dtype))
+    zero_somewhere = [gradient * (gradient > 0) for gradient in gradients(optimizer.weights, 0)]
+    for _ in range(steps_before):
+        optimizer.contribution([gradient.clone() for gradient in zero_somewhere])()
+        optimizer.step(settings())
+    before = everything(optimizer)
+    optimizer.contribution([gradient.clone() for gradient in zero_somewhere])()
+    with pytest.raises(UserError, match=f"the update is not finite: .*weights.* of .* would be infinite or NaN with .*{remedy}"):
+        optimizer.step(settings(**changed))
+    after = everything(optimizer)
+    assert len(after) == len(before)
+    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
+    assert optimizer.gradients is None
+    assert all(tensor.grad is None for tensor in optimizer.weights.tensors())
+
+
+def test_weights_that_only_overflow_in_the_working_precision_are_refused() -> None:
+    optimizer = ModelOptimizer(fresh_weights("full", torch.bfloat16))
+    optimizer.weights.tensors()[1].fill_(3.4e38)  # float32 holds it, bfloat16 rounds it to infinity
+    optimizer.contribution([torch.zeros_like(tensor) for tensor in optimizer.weights.tensors()])()
+    with pytest.raises(UserError, match=r"weights in torch.bfloat16 of norm.weight would be infinite"):
+        optimizer.step(settings())
+
+
+def test_a_step_that_the_bounds_do_not_prove_is_computed_as_torch_does_if_it_is_finite() -> None:
+    optimizers = [ModelOptimizer(small_adapter()) for _ in range(2)]
+    optimizers[1].bounds = Bounds(1.0, 0.0, 0.0)
+    for seed in range(3):
+        for optimizer in optimizers:
+            optimizer.contribution(gradients(optimizer.weights, seed))()
+            optimizer.step(settings(eps=0.0))  # no gradient is 0, so nothing is divided by 0
+    copies = [tensor.clone().requires_grad_() for tensor in small_adapter().tensors()]
+    reference = torch.optim.AdamW(copies, lr=1e-2, betas=(0.9, 0.95), eps=0.0, weight_decay=0.0)
+    for seed in range(3):
+        for copy, gradient in zip(copies, gradients(small_adapter(), seed), strict=True):
+            copy.grad = gradient
+        reference.step()
+    for tensor, copy in zip(optimizers[0].weights.tensors(), copies, strict=True):
+        torch.testing.assert_close(tensor, copy.detach(), atol=1e-7, rtol=1e-6)
+
+
+@given(
+    lr=st.floats(0, 1e-1),
+    beta1=st.floats(0, 0.999),
+    beta2=st.floats(0, 0.999),
+    eps=st.floats(1e-20, 1.0),
+    weight_decay=st.floats(0, 10.0),
+    scale=st.floats(1e-12, 1e12),
+)
+@hypothesis_settings(max_examples=60, deadline=None)
+def test_weights_and_moments_stay_within_their_bounds(
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, scale: float
+) -> None:
+    optimizer = ModelOptimizer(small_adapter())
+    for seed in range(4):
+        optimizer.contribution([gradient * scale * 10.0 ** (seed - 2) for gradient in gradients(optimizer.weights, seed)])()
+        optimizer.step(AdamSettings(lr, (beta1, beta2), eps, weight_decay, 0.0))
+        if (bounds := optimizer.bounds) is None:
+            continue
+        state = optimizer.moments()
+        for found, bound in (
+            (optimizer.weights.tensors(), bounds.weight),
+            ([value for name, value in state.items() if name.endswith("exp_avg")], bounds.first),
+            ([value for name, value in state.items() if name.endswith("exp_avg_sq")], bounds.second),
+        ):
+            assert max(tensor.abs().max().item() for tensor in found) <= bound * (1 + 1e-5)

@@ -1,6 +1,8 @@
 """PEFT adapters and merged models load in transformers to the same log-probabilities, and come back."""
 
 import json
+import os
+import stat
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
@@ -41,6 +43,21 @@ def family_base(family_dir: Dirs) -> Bases:
 def text_base(family_base: Bases) -> BaseModel:
     """A small Qwen3."""
     return family_base("qwen3")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_exported_files_obey_the_umask(mask: int, text_base: BaseModel, family_dir: Dirs, tmp_path: Path) -> None:
+    base, source = outline(str(family_dir("qwen3"))), str(family_dir("qwen3"))
+    adapter = random_adapter(text_base)
+    before = os.umask(mask)
+    try:
+        write_peft(adapter, base, source, tmp_path / "adapter")
+        write_merged(adapter, base, source, tmp_path / "merged")
+    finally:
+        os.umask(before)
+    files = [file for directory in ("adapter", "merged") for file in (tmp_path / directory).iterdir()]
+    assert {"adapter_model.safetensors", "model.safetensors"} <= {file.name for file in files}
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~mask}
 
 
 def network(base: BaseModel, directory: Path) -> Any:
@@ -126,13 +143,13 @@ def test_an_adapter_that_peft_saved_is_read_with_its_scale(text_base: BaseModel,
     np.testing.assert_allclose(ours(text_base, adapter, rendered), theirs(twin.eval(), text_base, rendered), atol=1e-4)
 
 
-def test_what_is_no_plain_lora_of_this_base_is_refused(text_base: BaseModel, family_dir: Dirs, tmp_path: Path) -> None:
-    base = outline(str(family_dir("qwen3")))
+def test_what_is_no_plain_lora_of_this_base_is_refused(family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:
+    base = outline(str(family_dir("qwen3_vl")))
     with pytest.raises(UserError, match="is no PEFT adapter"):
         read_peft(tmp_path, base)
-    write_peft(random_adapter(text_base, rank=4), base, "x", tmp_path)
-    with pytest.raises(UserError, match=r"is no LoRA matrix of this base model|does not fit rank 4"):
-        read_peft(tmp_path, outline(str(family_dir("qwen3_vl"))))
+    write_peft(random_adapter(family_base("qwen3_vl"), rank=4), base, "x", tmp_path)
+    with pytest.raises(UserError, match=r"model\.language_model\.layers\.\S+, which is no LoRA matrix of this base model"):
+        read_peft(tmp_path, outline(str(family_dir("qwen3"))))
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())
     for option, value in (("use_dora", True), ("rank_pattern", {"q_proj": 2}), ("bias", "all")):

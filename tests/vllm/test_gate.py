@@ -14,19 +14,24 @@ class Story:
     def __init__(self) -> None:
         self.gate = Gate()
         self.events: list[str] = []
+        self.switching_began = asyncio.Event()
+        self.may_switch = asyncio.Event()
+        """Switches wait for it."""
+        self.may_switch.set()
 
-    async def run(self, number: int, name: str, seconds: float = 0.01) -> None:
+    async def run(self, number: int, name: str) -> None:
         async with self.gate.passing(number, self.switching(number)):
             self.events.append(f"{name} begins")
             assert self.gate.weights == number
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(0)
             self.events.append(f"{name} ends")
 
     def switching(self, number: int) -> Callable[[], Awaitable[None]]:
         async def switch() -> None:
             assert self.gate.running == 1
             self.events.append(f"to {number}")
-            await asyncio.sleep(0.005)
+            self.switching_began.set()
+            await self.may_switch.wait()
 
         return switch
 
@@ -102,12 +107,14 @@ def test_an_unknown_state_is_left_by_a_switch() -> None:
 def test_a_switch_is_finished_when_who_wanted_it_gives_up(times: int) -> None:
     async def tell() -> list[str]:
         story = Story()
+        story.may_switch.clear()
         first = asyncio.create_task(story.run(7, "a"))
-        await asyncio.sleep(0.001)
+        await story.switching_began.wait()
         assert story.events == ["to 7"]
         for _ in range(times):
             first.cancel()
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(0)
+        story.may_switch.set()
         second = asyncio.create_task(story.run(7, "b"))
         await asyncio.gather(first, second, return_exceptions=True)
         assert first.cancelled()

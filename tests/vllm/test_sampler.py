@@ -51,7 +51,7 @@ def test_without_a_server_each_sample_fails_and_says_why(sampler: VLLMSampler, t
     assert not sampler.has_work
     failures: list[Any] = []
     while len(failures) < 2:
-        assert awake.wait(10)
+        assert awake.wait(600)
         awake.clear()
         failures += sampler.step()
     assert all(isinstance(failure, SampleFailure) for failure in failures)
@@ -63,7 +63,7 @@ def test_a_cancelled_sample_is_forgotten(sampler: VLLMSampler, text_base: BaseMo
     sampler.add("a", request(), renderer(text_base).render(request().prompt), None)
     sampler.cancel("a")
     sampler.cancel("a")
-    assert awake.wait(10)
+    assert awake.wait(600)
     assert sampler.step() == []
     assert not sampler.has_work
 
@@ -87,10 +87,4 @@ def test_addresses_belong_to_one_base_model(text_base: BaseModel) -> None:
 def test_an_address_that_is_none_is_refused(text_base: BaseModel, url: str) -> None:
     config = load(options={"base_models": ["a"], "vllm_urls": [url]})
     with pytest.raises(ConfigError, match=f"--vllm-url {url}: give scheme, host and port"):
-        start_vllm_sampler(text_base, renderer(text_base), config, lambda: None)
-
-
-def test_a_python_without_vllm_is_named(text_base: BaseModel, tmp_path: Path) -> None:
-    config = load(options={"base_models": ["a"], "vllm_python": str(tmp_path / "python")})
-    with pytest.raises(ConfigError, match="is no Python that can be run"):
         start_vllm_sampler(text_base, renderer(text_base), config, lambda: None)

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.vllm import stub_server
+from tinsmith.errors import TinsmithError
 from tinsmith.vllm import servers as room
 from tinsmith.vllm.connection import ServerLostError
+from tinsmith.vllm.last_words import last_words
 from tinsmith.vllm.servers import Launch, Life, Server, Servers
 
 AWAY = 16
@@ -41,7 +43,7 @@ def with_servers(directory: Path, count: int, story: Callable[[Servers], Awaitab
 
 async def ready(server: Server, after: Life | None = None) -> Life:
     """The server's life, as soon as it is ready and has begun another than `after`."""
-    async with asyncio.timeout(30), server.changed:
+    async with asyncio.timeout(600), server.changed:
         await server.changed.wait_for(lambda: server.state == "ready" and server.life is not after)
     assert server.life is not None
     return server.life
@@ -124,7 +126,7 @@ def test_a_given_server_that_goes_while_idle_and_comes_back_begins_a_new_life(tm
             life = await ready(given)
             process.kill()
             await process.wait()
-            async with asyncio.timeout(30), changed:
+            async with asyncio.timeout(600), changed:
                 await changed.wait_for(lambda: given.state != "ready")
             process = await asyncio.create_subprocess_exec(*command)
             assert (await ready(given, after=life)).number != life.number
@@ -170,3 +172,31 @@ def test_a_long_answer_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert server.life is life
 
     with_servers(tmp_path, 1, story)
+
+
+def test_the_reason_is_shown_of_a_server_that_ends(tmp_path: Path) -> None:
+    """It stands in vLLM's log before much else: more than the end of the log must be shown."""
+    log = b"""(APIServer pid=7) ERROR 11-22 08:20:58 [registry.py:1122]     raise RuntimeError("nothing here")
+(APIServer pid=7) ERROR 11-22 08:20:58 [registry.py:1122] RuntimeError: operator torchvision::nms does not exist
+"""
+    rest = b"and so on\n" * 1000
+    words = last_words(log + rest)
+    assert words.startswith("RuntimeError: operator torchvision::nms does not exist\n...\nand so on\n")
+    assert words.endswith("and so on")
+    assert last_words(log) == log.decode().strip()
+
+
+def test_a_server_that_ends_while_it_starts_says_why(tmp_path: Path) -> None:
+    """Nobody waits for its whole time: the reason is there as soon as it has ended."""
+
+    async def tell() -> None:
+        changed = asyncio.Condition()
+        command = [sys.executable, "-c", "raise RuntimeError('no such model')"]
+        server = Server(Launch(command, dict(os.environ), tmp_path, "ends", tmp_path / "log", "file"), 8, HUNG_S, changed)
+        servers = Servers([server], changed)
+        with pytest.raises(TinsmithError, match=r"a vLLM server ended \(exit code 1\); .*/log says: (?s:.*)RuntimeError: no such model"):
+            await servers.pick([], AWAY)
+        servers.tasks[0].cancel()
+        await asyncio.gather(*servers.tasks, return_exceptions=True)
+
+    asyncio.run(tell())

@@ -131,8 +131,8 @@ def test_errors_name_the_tensor() -> None:
 
 
 def test_many_small_sparse_tensors_cannot_grow_beyond_the_limit_together() -> None:
-    sparse = tinker_pb2.SparseCsr(crow_indices=np.zeros(2, dtype="<i8").tobytes())
-    tensor = tinker_pb2.Tensor(sparse_csr=sparse, dtype=tinker_pb2.DTYPE_INT64, shape=[1, 2**26])
+    sparse = tinker_pb2.SparseCsr(crow_indices=np.zeros(2**13 + 1, dtype="<i8").tobytes())
+    tensor = tinker_pb2.Tensor(sparse_csr=sparse, dtype=tinker_pb2.DTYPE_INT64, shape=[2**13, 2**12])
     one = tinker_pb2.Datum(loss_fn_inputs={"target_tokens": tensor})
     with pytest.raises(UserError, match=r"datum 2: .* the request has room for 0"):
         decode_stored(tinker_pb2.ForwardBackwardRequest(data=[one, one, one]).SerializeToString())

@@ -4,6 +4,7 @@ import struct
 import zlib
 from io import BytesIO
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -50,6 +51,57 @@ def test_a_palette_becomes_rgb() -> None:
     assert decode(out.getvalue(), "png", LIMITS).getpixel((1, 1)) == (9, 8, 7)
 
 
+def png_of_16_bits(colour_type: int, *values: int) -> bytes:
+    """A PNG of one row; colour types: 0 grey, 2 RGB, 4 grey and alpha, 6 RGBA."""
+    channels = {0: 1, 2: 3, 4: 2, 6: 4}[colour_type]
+
+    header = struct.pack(">IIBBBBB", len(values) // channels, 1, 16, colour_type, 0, 0, 0)
+    row = b"\0" + np.array(values, dtype=">u2").tobytes()
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", zlib.compress(row)) + png_chunk(b"IEND", b"")
+
+
+def test_grey_of_16_bits_is_scaled_exactly() -> None:
+    values = np.arange(2**16, dtype=np.uint32).reshape(256, 256)
+    out = BytesIO()
+    Image.fromarray(values.astype(np.uint16)).save(out, "png")
+    pixels = np.asarray(decode(out.getvalue(), "png", LIMITS))
+    expected = np.rint(values / 257).astype(np.uint8)
+    np.testing.assert_array_equal(pixels, np.stack([expected] * 3, axis=-1))
+    few = decode(png_of_16_bits(0, 0, 128, 129, 257, 32896, 65535), "png", LIMITS)
+    assert np.asarray(few)[0, :, 0].tolist() == [0, 0, 1, 1, 128, 255]
+
+
+@pytest.mark.parametrize(
+    ("colour_type", "values", "pixels"),
+    [
+        (2, [0, 255, 256, 65535, 32896, 128], [[0, 0, 1], [255, 128, 0]]),
+        (4, [32896, 0, 65535, 65535], [[128, 128, 128], [255, 255, 255]]),
+        (6, [255, 256, 65535, 0], [[0, 1, 255]]),
+    ],
+    ids=["RGB", "grey with alpha", "RGBA"],
+)
+def test_of_other_16_bit_images_the_upper_8_bits_are_kept(colour_type: int, values: list[int], pixels: list[list[int]]) -> None:
+    assert np.asarray(decode(png_of_16_bits(colour_type, *values), "png", LIMITS))[0].tolist() == pixels
+
+
+def test_transparency_is_dropped_and_the_colours_below_it_stay() -> None:
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([10, 20, 30, 40, 50, 60])
+    palette.putpixel((1, 0), 1)
+    grey = Image.new("LA", (2, 1), (200, 0))
+    for image, pixels in ((palette, [[10, 20, 30], [40, 50, 60]]), (grey, [[200, 200, 200]] * 2)):
+        out = BytesIO()
+        image.save(out, "png", **({"transparency": 0} if image is palette else {}))
+        assert np.asarray(decode(out.getvalue(), "png", LIMITS))[0].tolist() == pixels
+
+
+def test_a_cmyk_jpeg_has_the_colours_that_it_shows() -> None:
+    out = BytesIO()
+    Image.new("CMYK", (8, 8), (0, 128, 255, 20)).save(out, "jpeg", quality=100)
+    red, green, blue = np.asarray(decode(out.getvalue(), "jpeg", LIMITS), dtype=int)[0, 0]
+    assert np.abs(np.array([red, green, blue]) - [235, 117, 0]).max() <= 2  # JPEG rounds
+
+
 def test_the_label_must_be_true() -> None:
     with pytest.raises(UserError, match="labelled 'png' but is 'jpeg'"):
         read_header(encoded("jpeg"), "png", LIMITS)
@@ -88,3 +140,43 @@ def test_a_broken_checksum_is_refused() -> None:
     data[-20] ^= 0xFF
     with pytest.raises(UserError):
         decode(bytes(data), "png", LIMITS)
+
+
+@pytest.mark.parametrize("behind", [33, -12], ids=["before the pixels", "behind the pixels"])
+def test_a_png_of_many_small_chunks_is_refused(behind: int) -> None:
+    """Pillow reads one after the other, 7 microseconds each: 20 MiB of them took 12 seconds."""
+    data = encoded("png")
+    small = png_chunk(b"abCd", b"")
+    assert decode(data[:behind] + small * 40 + data[behind:], "png", LIMITS).size == (6, 4)
+    with pytest.raises(UserError, match="bytes takes more than 725 reads: its chunks or markers are too small"):
+        decode(data[:behind] + small * 10_000 + data[behind:], "png", LIMITS)
+
+
+def test_a_large_png_in_chunks_of_a_kilobyte_is_decoded() -> None:
+    out = BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (600, 600, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(out, "png")
+    data = out.getvalue()
+    header, pixels, end = data[:33], zlib.compress(b"".join(b"\0" + row.tobytes() for row in noise)), data[-12:]
+    pieces = [png_chunk(b"IDAT", pixels[start : start + 1024]) for start in range(0, len(pixels), 1024)]
+    assert len(pieces) > 1000
+    assert np.array_equal(np.asarray(decode(header + b"".join(pieces) + end, "png", LIMITS)), noise)
+
+
+@pytest.mark.parametrize("small", [b"\xff", b"\xff\xfe\x00\x02"], ids=["fill bytes", "empty comments"])
+def test_a_jpeg_of_many_small_markers_is_refused_by_its_header(small: bytes) -> None:
+    data = encoded("jpeg")
+    assert read_header(data[:2] + small * 40 + data[2:], "jpeg", LIMITS) == ImageHeader(6, 4)
+    with pytest.raises(UserError, match="reads: its chunks or markers are too small"):
+        read_header(data[:2] + small * 10_000 + data[2:], "jpeg", LIMITS)
+
+
+def test_a_jpeg_of_many_scans_is_refused_by_its_header() -> None:
+    """A scan of 31 bytes goes over 50 Mpx in 60 milliseconds: 100 KB kept the decoder busy for minutes."""
+    out = BytesIO()
+    Image.new("RGB", (640, 480)).save(out, "JPEG", progressive=True)
+    data = out.getvalue()
+    last = data[data.rfind(b"\xff\xda") : -2]
+    assert decode(data[:-2] + last * 20 + data[-2:], "jpeg", LIMITS).size == (640, 480)
+    with pytest.raises(UserError, match="the jpeg image has 1010 scans; at most 64 are taken"):
+        read_header(data[:-2] + last * 1000 + data[-2:], "jpeg", LIMITS)

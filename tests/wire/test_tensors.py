@@ -90,3 +90,17 @@ def test_a_dense_tensor_without_shape_is_one_dimensional() -> None:
 def test_hostile_tensors_are_refused(tensor: tinker_pb2.Tensor, message: str) -> None:
     with pytest.raises(UserError, match=message):
         to_dense(tensor, 100)
+
+
+def test_a_sparse_tensor_of_few_bytes_does_not_become_large() -> None:
+    tensor = csr([10, 8_000_000], int64(*[0] * 11), b"", b"")
+    assert tensor.ByteSize() < 300
+    with pytest.raises(UserError, match=r"shape \[10, 8000000\] has 8000000 columns; a CSR tensor may have up to 4096"):
+        to_dense(tensor, 2**27)
+    assert to_dense(csr([10, 4096], int64(*[0] * 11), b"", b""), 2**27).shape == (10, 4096)
+
+
+def test_a_shape_of_a_million_dimensions_is_not_multiplied() -> None:
+    tensor = tinker_pb2.Tensor(dense=b"", dtype=tinker_pb2.DTYPE_INT64, shape=[127] * 10**6)
+    with pytest.raises(UserError, match="shape has 1000000 dimensions; at most 8 are taken"):
+        to_dense(tensor, 2**27)

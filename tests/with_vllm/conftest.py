@@ -1,4 +1,4 @@
-"""Real vLLM servers. The tests share them, because one takes a minute to start: four starts in all, of which one is never finished."""
+"""Real vLLM servers. The tests share them, because one takes a minute to start: five starts in all, of which one is never finished."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +12,13 @@ from tinsmith.models.tiny import write_tiny_model
 
 
 @pytest.fixture(scope="session", autouse=True)
-def vllm_is_there() -> None:
-    """Stop where there is nothing to test."""
+def vllm_is_there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Stop where there is nothing to test. What vLLM has kept of earlier runs is left out: it starts as on a fresh machine."""
     if not PYTHON.exists():
         pytest.exit(f"{PYTHON} is missing: run `make test-vllm`, which sets it up", returncode=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm-cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

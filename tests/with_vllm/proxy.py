@@ -24,12 +24,13 @@ class Proxy:
     def __init__(self, target: str) -> None:
         """`target` is the path of the server's socket."""
         self.target = target
+        self._prefix = f"by-{id(self)}-"
         self.pictures: Counter[str] = Counter()
         """How often the pixel values of a picture, known by its hash, were sent."""
         self.generates: list[dict[str, Any]] = []
         """The bodies of all requests for tokens."""
         self.at_once = self.most_at_once = 0
-        """Requests for tokens that are under way, and that ever were."""
+        """Sequences that are being sampled, and that ever were."""
         self.refusal: Callable[[dict[str, Any]], web.Response | None] = lambda _: None
         """What to answer to a request for tokens instead of the server."""
         self.break_down: Callable[[], None] = lambda: None
@@ -41,17 +42,20 @@ class Proxy:
         asked = orjson.loads(body) if body else {}
         for field in ("lora_name", "model"):
             if asked.get(field):
-                asked[field] += f"-by-{id(self)}"
+                asked[field] = self._prefix + asked[field]
+        if request.path == "/collective_rpc":
+            asked["args"] = [self._prefix + name for name in asked["args"]]
         body = orjson.dumps(asked)
         if request.path != GENERATE:
             return await self._ask(request, body)
         self._note(asked)
-        self.at_once += 1
+        sequences = asked["sampling_params"].get("n", 1)
+        self.at_once += sequences
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
             return self.refusal(asked) or await self._ask(request, body)
         finally:
-            self.at_once -= 1
+            self.at_once -= sequences
 
     def _note(self, asked: dict[str, Any]) -> None:
         self.generates.append(asked)
@@ -64,7 +68,8 @@ class Proxy:
             aiohttp.ClientSession("http://vllm", connector=aiohttp.UnixConnector(self.target)) as session,
             session.request(request.method, request.path_qs, data=body, headers={"Content-Type": "application/json"}) as reply,
         ):
-            return web.Response(body=await reply.read(), status=reply.status, content_type=reply.content_type)
+            answer = (await reply.read()).replace(self._prefix.encode(), b"")
+            return web.Response(body=answer, status=reply.status, content_type=reply.content_type)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ PYTHON = Path(os.environ.get("TINSMITH_VLLM_PYTHON", ".venv-vllm/bin/python")).a
 ON_GPU = os.environ.get("TINSMITH_TEST_DEVICE") == "cuda"
 """Whether trainer and vLLM share one GPU: `TINSMITH_TEST_DEVICE=cuda pytest tests/with_vllm/test_bfloat16.py`."""
 
-READY_S = 300.0
+READY_S = 1000.0
 """How long a vLLM server may take to start on a busy machine."""
 
 
@@ -27,10 +27,15 @@ def sampling_with_vllm(directory: Path, *options: str) -> AbstractContextManager
     return serving(directory, "--sampler", "vllm", "--vllm-python", str(PYTHON), *small, *where, *options)
 
 
+def client_of(socket: str) -> httpx.Client:
+    """A client of a vLLM server."""
+    transport = httpx.HTTPTransport(uds=socket.removeprefix("unix:"), verify=False, trust_env=False)  # reading certificates takes long
+    return httpx.Client(transport=transport, trust_env=False, base_url="http://vllm", timeout=60)
+
+
 def asked_at(socket: str, path: str) -> httpx.Response:
     """What a vLLM server answers to a GET."""
-    transport = httpx.HTTPTransport(uds=socket.removeprefix("unix:"), verify=False, trust_env=False)  # reading certificates takes long
-    with httpx.Client(transport=transport, trust_env=False, base_url="http://vllm", timeout=60) as vllm:
+    with client_of(socket) as vllm:
         return vllm.get(path)
 
 
@@ -40,13 +45,15 @@ def generated(socket: str) -> float:
     return sum(float(count) for count in counts)
 
 
-def wait_for_vllm(server: Server, starts: int = 1) -> str:
-    """The address of its vLLM server, as soon as one has got ready for the so-manieth time."""
+def wait_for_vllm(server: Server) -> str:
+    """The address of its newest vLLM server, as soon as one is ready. Fails with the server's last words as soon as one ends instead."""
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline and server.process.poll() is None:
-        ready = re.findall(r"vLLM server at (\S+) is ready", server.log.read_text())
-        if len(ready) >= starts:
-            return str(ready[starts - 1])
+        told = server.log.read_text()
+        if ready := re.findall(r"vLLM server at (\S+) is ready", told):
+            return str(ready[-1])
+        if "a vLLM server ended" in told or "a vLLM server cannot be started" in told:
+            break
         time.sleep(0.1)
     raise AssertionError(server.log.read_text())
 

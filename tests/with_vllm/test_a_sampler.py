@@ -25,7 +25,8 @@ from tests.sampling.test_local import forward_logprobs
 from tests.with_vllm.proxy import Proxy, in_front_of
 from tests.with_vllm.serving import generated, processes_of, vllm_pids
 from tinsmith.config import load as load_config
-from tinsmith.models.base import BaseModel, PictureInput
+from tinsmith.models.base import LM_HEAD, BaseModel, PictureInput
+from tinsmith.models.lora import LoraPair
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Processor, Renderer
 from tinsmith.sampling.sequence import SampleFailure, SampleResult
@@ -148,8 +149,8 @@ def test_a_failure_is_one_samples_own(bench: Bench) -> None:
     }
 
 
-def test_requests_under_way_are_bounded(bench: Bench) -> None:
-    """However many samples come at once, of whatever kind. One more request compares weights."""
+def test_sequences_under_way_are_bounded(bench: Bench) -> None:
+    """However many samples come at once, of whatever kind. One more sequence compares weights."""
     for i in range(40):
         chunks: list[Chunk] = [random_tokens(i, 9), *([image(i)] if i % 2 else [])]
         adapter = random_adapter(bench.base, seed=1) if i % 4 == 0 else None
@@ -179,6 +180,30 @@ def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench
     assert isinstance(failure, SampleFailure)
     assert f"other log-probabilities than the trainer with adapter {second.uid}" in str(failure.error)
     assert all(isinstance(ended[name], SampleResult) for name in ("stays", "other"))
+
+
+@pytest.mark.parametrize("what", ["one value", "one module"])
+def test_an_adapter_of_other_weights_is_never_sampled(bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """The canary could not tell: the log-probabilities are the same to 1e-4."""
+    right = random_adapter(bench.base, seed=1).snapshot()
+    right.masters = {name: LoraPair(pair.a, 1e-6 * pair.b) for name, pair in right.masters.items()}
+    right = right.snapshot()
+    wrong = right.snapshot()
+    if what == "one value":
+        next(iter(wrong.masters.values())).b[3, 2] += 1e-6
+    else:
+        del wrong.masters[LM_HEAD]
+        wrong = wrong.snapshot()
+    rendered, files = bench.renderer.render([random_tokens(1, 12)]), bench.sampler.client.publisher.files
+    np.testing.assert_allclose(bench.sampler.canary.expected(wrong), bench.sampler.canary.expected(right), atol=1e-4)
+    written = files.adapter
+    monkeypatch.setattr(files, "adapter", lambda adapter: written(wrong if adapter is right else adapter))
+    bench.add("other", rendered, weights=right)
+    failure = bench.results(1)["other"]
+    assert isinstance(failure, SampleFailure)
+    assert "vLLM holds other weights than the trainer's under" in str(failure.error)
+    bench.add("same", rendered, weights=wrong)
+    assert isinstance(bench.results(1)["same"], SampleResult)
 
 
 def test_samples_of_a_lost_server_go_on_at_another(socket: str, vision_dir: Path, tmp_path: Path) -> None:

@@ -1,13 +1,20 @@
-"""Full weights that do not arrive: the sample fails and says why, and nothing else does."""
+"""Full weights that do not arrive, or are others: the sample fails and says why, and nothing else does."""
 
 import resource
+from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import tinker
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.acceptance.talking import image_input, text_input, train
 from tests.running import Server
+from tests.with_vllm.serving import client_of, wait_for_vllm
 from tests.with_vllm.talking import learn, sample, snapshot, worst_difference
+from tinsmith.vllm.identity import identity
 
 TOO_SMALL = 400_000
 """Bytes of a file, where the tiny model needs more than a million."""
@@ -28,3 +35,30 @@ def test_weights_that_do_not_arrive_fail_their_sample_alone(server: Server, serv
         resource.prlimit(server.engine_pid(), resource.RLIMIT_FSIZE, former)
     assert worst_difference(adapter, text_input(3, 9), sample(of_adapter, text_input(3, 9))) < 1e-4
     assert worst_difference(full, prompt, sample(of_full, prompt)) < 1e-4
+
+
+def test_weights_that_are_others_than_was_said_are_refused(server: Server, vision_dir: Path, tmp_path: Path) -> None:
+    """One bit of one value is enough. The base's own weights travel here, so that they are there in the end."""
+    tensors = load_file(vision_dir / "model.safetensors")
+    right, others = identity(tensors.items()), {name: tensor.clone() for name, tensor in tensors.items()}
+    next(iter(others.values())).view(torch.int32).view(-1)[5] ^= 1
+    replies = []
+    with client_of(wait_for_vllm(server)) as vllm:
+
+        def post(path: str, **body: Any) -> httpx.Response:
+            reply = vllm.post(path, json=body or None)
+            replies.append((path, reply.status_code))
+            return reply
+
+        post("/pause?mode=wait")
+        for name, sent in (("others", others), ("right", tensors)):
+            save_file(sent, tmp_path / name, metadata={"format": "pt"})
+            post("/start_weight_update")
+            reply = post("/update_weights", update_info={"path": str(tmp_path / name), "identity": right})
+            if name == "others":
+                assert f"their identity is {identity(others.items())}, not {right}" in reply.text
+            post("/finish_weight_update")
+        post("/reset_prefix_cache?reset_running_requests=true")
+        post("/resume")
+    assert [status for path, status in replies if path == "/update_weights"] == [500, 200]
+    assert {status for path, status in replies if not path.startswith(("/update", "/finish"))} == {200}

@@ -11,27 +11,46 @@ import sys
 import orjson
 
 from tinsmith.config import from_tree
+from tinsmith.engine.heartbeat import Heartbeat
 from tinsmith.engine.link import EngineLink
-from tinsmith.errors import ConfigError
+from tinsmith.engine.messages import Bye
+from tinsmith.errors import ConfigError, DeviceLostError
+from tinsmith.logs import start_logging
+
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run an engine until its server stops it. Ctrl-C reaches the whole process group and is the server's to handle."""
+    """Run an engine until its server stops it.
+
+    Ctrl-C reaches the whole process group, and SIGTERM of a service manager all processes of the service: both are the server's to handle.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which vLLM servers that are started would inherit
+    start_logging("engine")
     link = EngineLink(sys.argv[1])
+    heartbeat = Heartbeat(sys.argv[1])
+    heartbeat.start()
     gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
     from tinsmith.engine.loop import Engine
 
     gc.freeze()  # nor does a later collection look through them
     gc.enable()
     try:
-        engine = Engine(from_tree(orjson.loads(sys.stdin.buffer.read())), link)
+        config = from_tree(orjson.loads(sys.stdin.buffer.read()))
+        start_logging("engine", config.log_level)
+        engine = Engine(config, link, heartbeat)
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)
         return 2
-    engine.run(int(sys.argv[2]))
-    link.close()
+    try:
+        engine.run(int(sys.argv[2]))
+    except DeviceLostError as error:
+        log.critical("the engine ends: %s", error)
+        link.send(Bye(str(error)))
+        return 3
+    finally:
+        link.close()
     return 0
 
 

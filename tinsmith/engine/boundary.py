@@ -1,19 +1,28 @@
-"""The boundary around one command or one request: whatever goes wrong inside becomes that one's failure and does not end the process."""
+"""The boundary around one command or one request: whatever goes wrong inside becomes that one's failure and does not end the process.
+
+A device that is lost passes: it is lost to every other command as well.
+"""
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import DeviceLostError, TinsmithError
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
-def failing_into(report: Callable[[TinsmithError], None]) -> Iterator[None]:
-    """Run the body; an error goes to `report`. One that is not of our family is a bug: it is logged with its traceback."""
+def failing_into(report: Callable[[TinsmithError], None], *passing: type[TinsmithError]) -> Iterator[None]:
+    """Run the body; an error goes to `report`. One that is not of our family is a bug: it is logged with its traceback.
+
+    Errors of the types `passing` are raised: they are nobody's failure. So is DeviceLostError.
+    """
+    raised: tuple[type[TinsmithError], ...] = (DeviceLostError, *passing)
     try:
         yield
+    except raised:
+        raise
     except TinsmithError as error:
         report(error)
     except Exception as error:

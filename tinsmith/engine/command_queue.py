@@ -4,6 +4,7 @@
 sequence goes on behind it.
 """
 
+import time
 from dataclasses import dataclass, field
 
 from tinsmith.store.records import Command
@@ -25,6 +26,13 @@ class ModelQueue:
     next_seq: int = 0
     held: dict[int, Command] = field(default_factory=dict)
     """All of them by seq_id; the one at `next_seq`, if there, is ready."""
+    filed_at: dict[int, float] = field(default_factory=dict)
+    """When each of `held` was filed, in monotonic time: clocks may be set while a command waits."""
+
+    def add(self, command: Command) -> None:
+        """File a command."""
+        self.held[command.seq_id] = command
+        self.filed_at[command.seq_id] = time.monotonic()
 
     def head(self) -> Command | None:
         """The command whose turn it is."""
@@ -33,15 +41,26 @@ class ModelQueue:
     def take(self) -> Command:
         """Remove and return the head. Raises KeyError if it is not there."""
         command = self.held.pop(self.next_seq)
+        del self.filed_at[self.next_seq]
         self.next_seq += 1
         return command
+
+    def put_back(self, command: Command) -> None:
+        """Undo the last `take`, which returned this command."""
+        self.next_seq = command.seq_id
+        self.add(command)
 
     def skip_gap(self) -> Overdue:
         """Give up waiting: the earliest held command is overdue, and the sequence goes on behind it."""
         seq = min(self.held)
         overdue = Overdue(self.held.pop(seq), self.next_seq)
+        del self.filed_at[seq]
         self.next_seq = seq + 1
         return overdue
+
+    def waiting_since(self) -> float | None:
+        """When the earliest command that is held behind a gap was filed (monotonic); None if none is."""
+        return self.filed_at[min(self.held)] if self.held and self.head() is None else None
 
     def is_late(self, seq_id: int) -> bool:
         """Whether that place in the sequence was given up already."""
@@ -60,27 +79,33 @@ class CommandQueue:
         queue = self.models.setdefault(command.model_id, ModelQueue())
         if queue.is_late(command.seq_id):
             return False
-        queue.held[command.seq_id] = command
+        queue.add(command)
         return True
 
     def ready(self) -> list[str]:
         """Models with a command whose turn it is."""
         return [model_id for model_id, queue in self.models.items() if queue.head() is not None]
 
-    def drop(self, model_id: str) -> list[Command]:
-        """Forget a model; returns what it still had."""
-        queue = self.models.pop(model_id, None)
-        return [queue.held[seq] for seq in sorted(queue.held)] if queue else []
+    def cancel(self, model_id: str) -> list[Command]:
+        """Take all that a model still has out of its queue; returns it in order."""
+        queue = self.models[model_id]
+        cancelled = [queue.held[seq] for seq in sorted(queue.held)]
+        self.models[model_id] = ModelQueue(queue.next_seq)
+        return cancelled
+
+    def drop(self, model_id: str) -> None:
+        """Forget a model."""
+        self.models.pop(model_id, None)
 
     def overdue(self, now: float) -> list[Overdue]:
-        """Commands to fail now: held behind a gap since before `now - held_s` (Unix time)."""
+        """Commands to fail now: held behind a gap since before `now - held_s` (monotonic time)."""
         found = []
         for queue in self.models.values():
-            while queue.held and queue.head() is None and now - queue.held[min(queue.held)].created_at > self.held_s:
+            while (since := queue.waiting_since()) is not None and now - since > self.held_s:
                 found.append(queue.skip_gap())
         return found
 
     def next_deadline(self) -> float | None:
-        """Unix time at which the next held command becomes overdue; None if nothing is held behind a gap."""
-        times = [queue.held[min(queue.held)].created_at for queue in self.models.values() if queue.held and queue.head() is None]
+        """Monotonic time at which the next held command becomes overdue; None if nothing is held behind a gap."""
+        times = [since for queue in self.models.values() if (since := queue.waiting_since()) is not None]
         return min(times) + self.held_s if times else None

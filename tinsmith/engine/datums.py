@@ -1,25 +1,56 @@
 """A stored forward or forward_backward request -> datums that are checked and ready to compute."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinsmith.errors import TinsmithError, UserError
-from tinsmith.rendering.renderer import Renderer, check_token_ids, position_of
+from tinsmith.rendering.renderer import Measured, Renderer, check_token_ids, position_of
 from tinsmith.training.backend import DatumWork
-from tinsmith.training.losses import CLIP_THRESHOLDS, Loss, find_loss
+from tinsmith.training.losses import CLIP_THRESHOLDS, COUNTED_BY, Loss, find_loss
 from tinsmith.wire.forward_backward import Datum, ForwardBackwardRequest
 
-KNOWN_INPUTS = ("target_tokens", "weights", "advantages", "logprobs", *CLIP_THRESHOLDS, "sequence_ratio_mask")
-"""loss_fn_inputs of the Tinker API. One that the loss does not read may ride along, so that a datum of one loss can be scored with another,
-unless it asks for something that the loss would then not do."""
+KNOWN_INPUTS = ("target_tokens", "weights", "advantages", "logprobs", *CLIP_THRESHOLDS, "sequence_ratio_mask", "mask")
+"""loss_fn_inputs of the Tinker API, and the "mask" of the cookbook's datums, which dro reads.
+
+One that the loss does not read may ride along, so that a datum of one loss can be scored with another, unless it asks for something that
+the loss would then not do.
+"""
 
 FloatArray = NDArray[np.float32]
 
 
-def prepare(model_id: str, request: ForwardBackwardRequest, renderer: Renderer) -> list[DatumWork]:
-    """Check and render every datum. Raises UserError naming datum, field and value."""
+@dataclass(frozen=True, eq=False)
+class CheckedDatum:
+    """A datum that is checked, but whose pictures are not decoded: pixel values take a hundred times the memory of an encoded picture."""
+
+    model_id: str
+    measured: Measured
+    targets: NDArray[np.int64]
+    """[n] or [n, k]"""
+    loss: Loss
+    inputs: dict[str, FloatArray]
+    """What the loss reads, each of the shape of `targets`."""
+    renderer: Renderer
+
+    def __len__(self) -> int:
+        """Positions of the sequence."""
+        return len(self.measured)
+
+    @property
+    def undecoded(self) -> dict[bytes, int]:
+        """Pixels of each picture that is still to be decoded, by the SHA-256 of its bytes."""
+        return self.renderer.undecoded(self.measured)
+
+    def work(self) -> DatumWork:
+        """The datum ready to compute. Raises UserError if a picture is broken."""
+        return DatumWork(self.model_id, self.renderer.render_measured(self.measured), self.targets, self.loss, self.inputs)
+
+
+def prepare(model_id: str, request: ForwardBackwardRequest, renderer: Renderer) -> list[CheckedDatum]:
+    """Check every datum. Raises UserError naming datum, field and value, before anything is computed or any picture decoded."""
     loss = find_loss(request.loss_fn, request.loss_fn_config)
     if not request.data:
         raise UserError("data is empty; send at least one datum")
@@ -32,19 +63,20 @@ def prepare(model_id: str, request: ForwardBackwardRequest, renderer: Renderer) 
     return prepared
 
 
-def _prepare_datum(model_id: str, datum: Datum, loss: Loss, renderer: Renderer) -> DatumWork:
+def _prepare_datum(model_id: str, datum: Datum, loss: Loss, renderer: Renderer) -> CheckedDatum:
     for name in datum.loss_fn_inputs:
         if name not in KNOWN_INPUTS:
             raise UserError(f"loss_fn_inputs has an unknown key {name!r}; known are {', '.join(KNOWN_INPUTS)}")
-    rendered = renderer.render(datum.chunks)
-    targets = _targets(datum, loss, len(rendered), renderer.base.vocab_size)
+    measured = renderer.measure(datum.chunks)
+    targets = _targets(datum, loss, len(measured), renderer.base.vocab_size)
     optional = [name for name in loss.optional_inputs if name in datum.loss_fn_inputs]
     inputs = {name: _loss_input(datum, loss, name, targets.shape) for name in (*loss.inputs, *optional)}
     _check_thresholds(datum, loss, inputs)
-    _check_weights(datum, loss, inputs)
+    _check_counted(loss, inputs)
+    _check_unread(datum, loss, inputs)
     if "sequence_ratio_mask" in inputs and not inputs["sequence_ratio_mask"].any():
         raise UserError(f"sequence_ratio_mask is 0 everywhere; {loss.name} takes the sequence's ratio over the positions where it is not 0")
-    return DatumWork(model_id, rendered, targets, loss, inputs)
+    return CheckedDatum(model_id, measured, targets, loss, inputs, renderer)
 
 
 def _targets(datum: Datum, loss: Loss, length: int, vocab_size: int) -> NDArray[np.int64]:
@@ -81,7 +113,7 @@ def _check_thresholds(datum: Datum, loss: Loss, inputs: Mapping[str, FloatArray]
     brought = [name for name in CLIP_THRESHOLDS if name in datum.loss_fn_inputs]
     if not brought:
         return
-    if not loss.optional_inputs:
+    if not loss.clips:
         raise UserError(f"loss_fn_inputs has {brought[0]}, but {loss.name} does not clip; leave it out, or use ppo, cispo or gspo")
     low, high = (inputs.get(name, np.full_like(inputs[brought[0]], loss.config[name])) for name in CLIP_THRESHOLDS)
     wrong = np.flatnonzero((low < 0) | (low > high))
@@ -91,16 +123,29 @@ def _check_thresholds(datum: Datum, loss: Loss, inputs: Mapping[str, FloatArray]
         raise UserError(f"the bounds at position {first} are {bounds}; they must be at least 0, and the low one not above the high one")
 
 
-def _check_weights(datum: Datum, loss: Loss, inputs: Mapping[str, FloatArray]) -> None:
-    """Weights beside advantages would be left out of the loss, so they may only say what the advantages say."""
-    if "weights" in loss.inputs or "weights" not in datum.loss_fn_inputs:
-        return
-    advantages = inputs["advantages"]
-    weights = _loss_input(datum, loss, "weights", advantages.shape)
-    wrong = np.flatnonzero((weights != 1) & (advantages != 0))
-    if wrong.size:
-        first = wrong[0]
-        raise UserError(
-            f"weights at position {first} is {weights[first]:g} and advantages is {advantages[first]:g}, but {loss.name} has no weights; "
-            "multiply the advantages by them and leave them out"
-        )
+def _check_counted(loss: Loss, inputs: Mapping[str, FloatArray]) -> None:
+    """What says which positions count says it with 0 and 1: as factors they would be left out of the loss."""
+    for name in COUNTED_BY:
+        if name in loss.optional_inputs and name in inputs:
+            wrong = np.flatnonzero((inputs[name] != 0) & (inputs[name] != 1))
+            if wrong.size:
+                raise UserError(
+                    f"{name} at position {wrong[0]} is {inputs[name][wrong[0]]:g}, but {loss.name} only asks whether a position counts: "
+                    "send 1 for sampled tokens and 0 for others, and multiply the advantages by what weighs them"
+                )
+
+
+def _check_unread(datum: Datum, loss: Loss, inputs: Mapping[str, FloatArray]) -> None:
+    """Weights and masks that the loss does not read must be redundant: 1, or 0 where nothing counts anyway."""
+    factor = "weights" if "weights" in loss.inputs else "advantages"
+    for name in COUNTED_BY:
+        if name in inputs or name not in datum.loss_fn_inputs:
+            continue
+        values = _loss_input(datum, loss, name, inputs[factor].shape)
+        wrong = np.flatnonzero((values != 1) & (inputs[factor] != 0))
+        if wrong.size:
+            first = wrong[0]
+            raise UserError(
+                f"{name} at position {position_of(first, values.shape)} is {values.flat[first]:g} and {factor} is "
+                f"{inputs[factor].flat[first]:g}, but {loss.name} has no {name}; multiply the {factor} by them and leave them out"
+            )

@@ -13,10 +13,11 @@ import pyrage
 
 from tinsmith.errors import UserError
 from tinsmith.models.full import FullWeights
-from tinsmith.store.files import WRITING_PREFIX, whole_directory
+from tinsmith.store.files import WRITING_PREFIX
 from tinsmith.training.backend import Backend
 from tinsmith.training.checkpoint import About, read_about, stored_weights
-from tinsmith.training.peft_format import outline, write_merged, write_peft
+from tinsmith.training.download_format import write_download
+from tinsmith.training.peft_format import outline, write_merged
 
 _SHOWN_CHARACTERS = 20
 
@@ -36,16 +37,27 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
 
 
 def write_external(backend: Backend, model_id: str, directory: Path, recipients: Sequence[Any]) -> About:
-    """Write the files of a model as it is now to `directory`, which must not exist; returns what they are made of."""
-    with whole_directory(directory) as files, _scratch(directory) as saved, _scratch(directory) as plain:
+    """Write the files of a model as it is now to `directory`, made if it is not there; returns what they are made of."""
+    directory.mkdir(exist_ok=True)
+    with _scratch(directory) as saved, _scratch(directory) as plain:
         backend.save(model_id, saved / "state", optimizer=False)
         about = read_about(saved / "state")
-        _write_plain(saved / "state", about, plain if recipients else files)
+        _write_plain(saved / "state", about, plain if recipients else directory)
         for file in [file for file in plain.rglob("*") if file.is_file()]:
-            encrypted = files / f"{file.relative_to(plain)}.age"
+            encrypted = directory / f"{file.relative_to(plain)}.age"
             encrypted.parent.mkdir(parents=True, exist_ok=True)
-            pyrage.encrypt_file(str(file), str(encrypted), recipients)
+            encrypt(file, encrypted, recipients)
     return about
+
+
+def encrypt(plain: Path, encrypted: Path, recipients: Sequence[Any]) -> None:
+    """Encrypt a file.
+
+    It is handed over in blocks: `pyrage.encrypt_file` lets no other thread run, and after a minute or two without the thread that sends
+    heartbeats the server would take the engine for hung.
+    """
+    with plain.open("rb") as source, encrypted.open("wb") as target:
+        pyrage.encrypt_io(source, target, recipients)
 
 
 def _write_plain(state: Path, about: About, directory: Path) -> None:
@@ -53,13 +65,11 @@ def _write_plain(state: Path, about: About, directory: Path) -> None:
     if isinstance(weights, FullWeights):
         write_merged(weights, base, about.base_source, directory)
     else:
-        # A directory of this machine means nothing where the files go; the name that clients know the base by may.
-        source = about.base_model if Path(about.base_source).is_dir() else about.base_source
-        write_peft(weights, base, source, directory)
+        write_download(weights, base, about.base_source, about.public_base, directory)
 
 
 @contextmanager
 def _scratch(directory: Path) -> Iterator[Path]:
-    """A directory for the time of the body, which is deleted with `directory` if this process dies."""
-    with tempfile.TemporaryDirectory(prefix=f"{WRITING_PREFIX}{directory.name}-", dir=directory.parent) as scratch:
+    """A directory for the time of the body. It lies in `directory`, with which it is deleted if this process dies."""
+    with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=directory) as scratch:
         yield Path(scratch)

@@ -1,4 +1,4 @@
-"""The ZeroMQ socket between the server and one run of the engine process.
+"""The ZeroMQ sockets between the server and one run of the engine process: one for messages both ways, one for heartbeats.
 
 The server binds a fresh address for every engine that it starts, so nothing meant for a dead engine reaches the next. The socket
 file lies in a directory that only the user of the server can enter. Queues have no limit: who sends must not block.
@@ -8,13 +8,12 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import zmq
 import zmq.asyncio
 
-from tinsmith.engine.messages import Message
+from tinsmith.engine.messages import Alive, Message
 from tinsmith.errors import ConfigError, EngineUnavailableError
 
 _LINGER_MS = 1000
@@ -25,6 +24,11 @@ _BELL_BYTES = 4096
 
 _MAX_PATH_BYTES = 100
 """Unix socket paths end at 107 bytes."""
+
+
+def heartbeat_address(address: str) -> str:
+    """Where heartbeats go to the server that bound `address`."""
+    return f"{address}-beat"
 
 
 class EngineLink:
@@ -77,7 +81,7 @@ class ServerLink:
         """Bind. Raises ConfigError if the temporary directory has too long a path for a socket."""
         self._directory = Path(tempfile.mkdtemp(prefix="tinsmith-"))
         path = self._directory / "engine"
-        if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        if len(os.fsencode(heartbeat_address(str(path)))) > _MAX_PATH_BYTES:
             shutil.rmtree(self._directory)
             raise ConfigError(f"the socket path {path} is longer than {_MAX_PATH_BYTES} bytes; set TMPDIR to a shorter directory")
         self.address = f"ipc://{path}"
@@ -85,16 +89,18 @@ class ServerLink:
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.bind(self.address)
+        self._heartbeats = self._context.socket(zmq.PULL)
+        self._heartbeats.bind(heartbeat_address(self.address))
 
     async def receive(self) -> Message:
         """The next message of the engine."""
         return Message.from_frames(await self._socket.recv_multipart())
 
-    def __aiter__(self) -> AsyncIterator[Message]:
-        return self
-
-    async def __anext__(self) -> Message:
-        return await self.receive()
+    async def receive_heartbeat(self) -> Alive:
+        """The next heartbeat of the engine."""
+        message = Message.from_frames(await self._heartbeats.recv_multipart())
+        assert isinstance(message, Alive)
+        return message
 
     async def send(self, message: Message) -> None:
         """Queue a message to the engine. Raises EngineUnavailableError if none is connected."""
@@ -106,5 +112,6 @@ class ServerLink:
     def close(self) -> None:
         """Close at once; messages that have not left are dropped."""
         self._socket.close(linger=0)
+        self._heartbeats.close(linger=0)
         self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -1,7 +1,7 @@
 """What server and engine say to each other. Each message is a list of ZeroMQ frames: its name, a JSON header, and for some raw bytes.
 
 Server to engine: Wake, Sample, CancelSample, EndSession, ForgetCheckpoint, Shutdown.
-Engine to server: Ready, Done, SampleDone, SampleFailed, Status, Bye.
+Engine to server: Ready, Alive, Done, SampleDone, SampleFailed, Status, Saving, Bye.
 Nothing here is needed to recover data: what must last is in the store.
 """
 
@@ -51,23 +51,27 @@ class Sample(Message):
     """Run one asample request. `payload` is the body as the client sent it, already validated."""
 
     request_id: str
+    run: int
+    """Tells apart what runs under one request id, one after the other: its client may give a sample up and send the id again."""
     base_model: str
     """Name of the base model as configured, without a ":suffix"."""
     weights_id: str | None
     """The ephemeral snapshot, or the path of the checkpoint, to sample from; None samples the base weights."""
+    num_samples: int
     payload: bytes
 
 
 @dataclass(frozen=True)
 class CancelSample(Message):
-    """Nobody waits for this sample any more."""
+    """Nobody waits for this run of a sample any more."""
 
     request_id: str
+    run: int
 
 
 @dataclass(frozen=True)
 class EndSession(Message):
-    """The session is finished: unload its models once what they have queued is done, and drop its snapshots."""
+    """The session is finished: cancel its samples and what its models have queued, unload these, and drop its snapshots."""
 
     session_id: str
     save: bool
@@ -83,7 +87,7 @@ class ForgetCheckpoint(Message):
 
 @dataclass(frozen=True)
 class Shutdown(Message):
-    """Finish the pass that is running, record it, answer Bye and exit."""
+    """Finish the pass that is running, record it, save all models, answer Bye and exit."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,14 @@ class Ready(Message):
     """The engine can take work. `models` describes what it serves, one dictionary per base model (see `ModelFacts`)."""
 
     models: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Alive(Message):
+    """The engine's process runs. A thread of its own sends it, on a socket of its own, however long the loop is busy."""
+
+    busy_s: float
+    """Seconds that the loop has been in its current turn; 0 while it waits for work."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,7 @@ class SampleDone(Message):
     """`payload` is the protobuf SampleResponse."""
 
     request_id: str
+    run: int
     payload: bytes
 
 
@@ -128,6 +141,7 @@ class SampleFailed(Message):
     """The sample ended in an error. `gone` means that its weights no longer exist: the reply is 404, not a failed future."""
 
     request_id: str
+    run: int
     error: str
     category: str
     gone: bool
@@ -149,8 +163,16 @@ class Status(Message):
 
 
 @dataclass(frozen=True)
+class Saving(Message):
+    """The engine was told to stop, and begins to save a model or waits for the database: it needs more time."""
+
+
+@dataclass(frozen=True)
 class Bye(Message):
     """The engine has recorded everything and exits."""
+
+    reason: str = ""
+    """Why it cannot go on; empty if it was told to stop."""
 
 
 @dataclass(frozen=True)

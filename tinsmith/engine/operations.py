@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from tinsmith.models.lora import LoraShape
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, SESSION_END, Command
+from tinsmith.training.adam import AdamSettings
 from tinsmith.training.backend import Backend
-from tinsmith.training.optimizer import AdamSettings
 from tinsmith.wire.checkpoint_requests import (
     CreateFromCheckpointRequest,
     LoadWeightsRequest,
@@ -55,17 +55,25 @@ class LoadedModel:
 class Operations:
     """Executes commands. What they save goes to `checkpoints`, what they hand to sampling to `snapshots`.
 
-    A model whose session just went away is kept as a checkpoint for `ended_ttl_s` seconds.
+    A model that the server unloads is kept as a checkpoint for `ended_ttl_s` seconds.
     """
 
     def __init__(
-        self, bases: Mapping[str, Served], max_lora_rank: int, checkpoints: Checkpoints, snapshots: Snapshots, ended_ttl_s: float
+        self,
+        bases: Mapping[str, Served],
+        max_lora_rank: int,
+        checkpoints: Checkpoints,
+        snapshots: Snapshots,
+        ended_ttl_s: float,
+        read_payload: Callable[[Command], bytes],
     ) -> None:
+        """`read_payload` fetches what a command was sent with, when its turn comes."""
         self.bases = bases
         self.max_lora_rank = max_lora_rank
         self.checkpoints = checkpoints
         self.snapshots = snapshots
         self.ended_ttl_s = ended_ttl_s
+        self.read_payload = read_payload
         self.models: dict[str, LoadedModel] = {}
 
     def model(self, model_id: str) -> LoadedModel:
@@ -77,8 +85,8 @@ class Operations:
     def execute(self, command: Command) -> dict[str, Any]:
         """Run a command and return its result as the client gets it. Raises TinsmithError."""
         if command.kind == REJECTED:
-            raise UserError(command.payload.decode())
-        match parse_json(OPERATIONS[command.kind], command.payload):
+            raise UserError(self.read_payload(command).decode())
+        match parse_json(OPERATIONS[command.kind], self.read_payload(command)):
             case CreateModelRequest() as request:
                 return self._create_model(command.model_id, request)
             case OptimStepRequest() as request:
@@ -114,11 +122,18 @@ class Operations:
             self.models[model_id].spoiled = reason
 
     def keep(self, model_id: str) -> None:
-        """Save a model whose session has ended, if it was ever created. Raises TinsmithError."""
+        """Save a model that the server is going to unload, if it was ever created. Raises TinsmithError."""
         if model_id in self.models:
             path = CheckpointPath(model_id, "training", SESSION_END)
             saved = self.checkpoints.save(path, self.models[model_id].served.backend, self.ended_ttl_s, overwrite=True)
-            log.info("model %s is kept as %s for %.3g days", model_id, saved, self.ended_ttl_s / 86400)
+            self.checkpoints.store.unload_model(model_id)
+            log.info(
+                "model %s is kept as %s for %.3g days; go on with create_training_client_from_state_with_optimizer(%r)",
+                model_id,
+                saved,
+                self.ended_ttl_s / 86400,
+                saved,
+            )
 
     def unload(self, model_id: str) -> None:
         """Free a model, if it was ever created, and its snapshots."""
@@ -182,7 +197,7 @@ class Operations:
         return {"path": saved.tinker_path, "size_bytes": saved.size_bytes, "type": "save_weights_external"}
 
     def _create_from_checkpoint(self, model_id: str, request: CreateFromCheckpointRequest) -> dict[str, Any]:
-        with self.checkpoints.opened(request.path, "training") as (checkpoint, directory):
+        with self.checkpoints.opened(request.path, "training", request.optimizer) as (checkpoint, directory):
             served = self.bases[find_base(request.base_model or checkpoint.base_model, self.bases)]
             shape = LoraShape(**checkpoint.lora_config)
             self._check_rank(shape.rank)
@@ -198,7 +213,7 @@ class Operations:
                 f"load_weights must be the first request of a model, this one is seq_id {request.seq_id}; "
                 "use create_training_client_from_state, which makes a new model"
             )
-        with self.checkpoints.opened(request.path, "training") as (checkpoint, directory):
+        with self.checkpoints.opened(request.path, "training", request.optimizer) as (checkpoint, directory):
             saved = LoraShape(**checkpoint.lora_config)
             if replace(saved, seed=model.shape.seed) != model.shape:
                 raise UserError(f"{request.path} was saved with {saved}, the model was created with {model.shape}; their sizes must agree")

@@ -5,10 +5,14 @@ long command of one model does not hold up a short one of another.
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from tinsmith.engine.boundary import failing_into
+from tinsmith.engine.datums import CheckedDatum
+from tinsmith.errors import TinsmithError
 from tinsmith.store.records import Command
 from tinsmith.training.backend import Backend, DatumResult, DatumWork
 
@@ -18,16 +22,17 @@ class ForwardOperation:
     """A forward or forward_backward command that is being computed."""
 
     command: Command
-    work: list[DatumWork]
+    work: list[CheckedDatum]
     backward: bool
-    results: list[DatumResult] = field(default_factory=list)
-    """Of the first datums of `work`; complete when there is one for each."""
-    started_at: float = field(default_factory=time.time)
+    results: dict[int, DatumResult] = field(default_factory=dict)
+    """Of the datums that are computed, by index in `work`."""
+    started_at: float = field(default_factory=time.monotonic)
+    """Monotonic time."""
 
     @property
     def tokens(self) -> int:
         """Positions of all its datums."""
-        return sum(len(datum.rendered) for datum in self.work)
+        return sum(len(datum) for datum in self.work)
 
     @property
     def is_complete(self) -> bool:
@@ -35,48 +40,101 @@ class ForwardOperation:
         return len(self.results) == len(self.work)
 
     @property
+    def in_order(self) -> list[DatumResult]:
+        """The results of all datums, once it is complete."""
+        return [self.results[index] for index in range(len(self.work))]
+
+    @property
     def loss(self) -> float:
-        """Sum over its datums."""
-        return sum(result.loss for result in self.results)
+        """Sum over its datums, once it is complete."""
+        return sum(result.loss for result in self.in_order)
 
 
-Piece = tuple[ForwardOperation, DatumWork]
-"""One datum of a pass and the operation it belongs to."""
+@dataclass(frozen=True)
+class Piece:
+    """One datum of a pass: which one of which operation."""
+
+    operation: ForwardOperation
+    index: int
+
+    @property
+    def datum(self) -> CheckedDatum:
+        """The datum itself."""
+        return self.operation.work[self.index]
 
 
-def run_pass(backend: Backend, queues: Sequence[deque[ForwardOperation]], tokens_per_pass: int) -> dict[str, str]:
-    """Compute one pass for the oldest operation and whatever fits beside it.
+Rendered = tuple[Piece, DatumWork]
+"""A piece whose pictures are decoded."""
 
-    `queues` hold the operations of one model each, in order, all on this backend; none is empty. Results are added to the operations.
-    Returns why a model failed, by model; its operations that took part stay incomplete.
+
+def next_pass(queues: Sequence[deque[ForwardOperation]], tokens_per_pass: int) -> list[Piece]:
+    """What to compute next: work of the oldest operation and whatever fits beside it, all of one direction.
+
+    `queues` hold the operations of one model each, in order, all on one backend; none is empty.
     """
     oldest_first = sorted(queues, key=lambda queue: queue[0].command.id)
     backward = oldest_first[0][0].backward
-    pieces = list(_choose([_datums(queue, backward) for queue in oldest_first], tokens_per_pass))
-    outcome = backend.run_pass([datum for _, datum in pieces], backward)
-    for (operation, _), result in zip(pieces, outcome.results, strict=True):
-        if result is not None:
-            operation.results.append(result)
-    return outcome.failures
+    return list(_choose([_pieces(queue, backward) for queue in oldest_first], tokens_per_pass))
 
 
-def _datums(queue: deque[ForwardOperation], backward: bool) -> Iterator[Piece]:
+def render(pieces: Sequence[Piece]) -> tuple[list[Rendered], dict[ForwardOperation, TinsmithError]]:
+    """Decode the pictures of one pass. Returns what can be computed, and the error of each operation that has a broken picture."""
+    rendered: list[Rendered] = []
+    broken: dict[ForwardOperation, TinsmithError] = {}
+    for piece in pieces:
+        with failing_into(partial(_note, broken, piece)):
+            rendered.append((piece, piece.datum.work()))
+    return [(piece, work) for piece, work in rendered if piece.operation not in broken], broken
+
+
+def _note(broken: dict[ForwardOperation, TinsmithError], piece: Piece, error: TinsmithError) -> None:
+    broken.setdefault(piece.operation, type(error)(f"datum {piece.index}: {error}"))
+
+
+def run_pass(backend: Backend, rendered: Sequence[Rendered]) -> dict[ForwardOperation, str]:
+    """Compute one pass. Results are added to their operations; returns why an operation failed, naming its datum, for those that did."""
+    outcome = backend.run_pass([work for _, work in rendered], rendered[0][0].operation.backward)
+    failures: defaultdict[ForwardOperation, list[str]] = defaultdict(list)
+    for i, ((piece, _), result) in enumerate(zip(rendered, outcome.results, strict=True)):
+        if result is None:
+            failures[piece.operation].append(f"datum {piece.index}: {outcome.failures[i]}")
+        else:
+            piece.operation.results[piece.index] = result
+    return {operation: _first_of(reasons) for operation, reasons in failures.items()}
+
+
+def _first_of(reasons: list[str]) -> str:
+    return reasons[0] if len(reasons) == 1 else f"{reasons[0]} (and {len(reasons) - 1} more of its datums)"
+
+
+def _pieces(queue: deque[ForwardOperation], backward: bool) -> Iterator[Piece]:
     """What is next of one model: datums of its leading operations of that direction."""
     for operation in queue:
         if operation.backward is not backward:
             return
-        for datum in operation.work[len(operation.results) :]:
-            yield operation, datum
+        for index in range(len(operation.work)):
+            if index not in operation.results:
+                yield Piece(operation, index)
 
 
 def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int) -> Iterator[Piece]:
-    """One datum of each source in turn; a source ends when its next datum no longer fits. The first datum always fits."""
-    tokens = 0
+    """One datum of each source in turn; a source ends when its next datum no longer fits. The first datum always fits.
+
+    A pass decodes no more pixels than one picture may have, because decoding holds up everybody else; a request may hold more, because a
+    client cannot choose how many datums the SDK puts into it.
+    """
+    tokens, pixels = 0, dict[bytes, int]()
     turn = deque(sources)
     while turn:
         source = turn.popleft()
         piece = next(source, None)
-        if piece is not None and (tokens == 0 or tokens + len(piece[1].rendered) <= tokens_per_pass):
-            tokens += len(piece[1].rendered)
+        if piece is None:
+            continue
+        datum = piece.datum
+        new = datum.undecoded.items() - pixels.items()
+        fits = not new or sum(pixels.values()) + sum(size for _, size in new) <= datum.renderer.limits.max_image_pixels
+        if tokens == 0 or (tokens + len(datum) <= tokens_per_pass and fits):
+            tokens += len(datum)
+            pixels.update(new)
             turn.append(source)
             yield piece

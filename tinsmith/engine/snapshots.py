@@ -1,13 +1,17 @@
 """The frozen weights that sampling sessions are bound to: ephemeral snapshots, and checkpoints loaded when they are first sampled.
 
-Over `limit_bytes` the least recently sampled leave the memory and come back on use. An ephemeral snapshot is written to disk then, once,
+Over `memory_bytes` the least recently sampled leave the memory and come back on use. An ephemeral snapshot is written to disk then, once,
 because nothing else holds it (`spill.py`); a checkpoint lies there already.
+
+Clients do not say when they are done with a snapshot, and a training run makes one at every step. So it is dropped when nobody has sampled
+it for `idle_s`, and over `disk_bytes` the least recently sampled are. The newest of each model and what is being sampled are kept.
 """
 
 import logging
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +21,14 @@ from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights, snapshot_bytes
 from tinsmith.models.machine import require_memory
+from tinsmith.store import ids
 from tinsmith.training.checkpoint import About, read_about, read_weights
 from tinsmith.wire.paths import is_path
 
 log = logging.getLogger(__name__)
+
+_LOOK_S = 60.0
+"""Seconds between two looks for idle snapshots."""
 
 
 @dataclass(frozen=True)
@@ -35,39 +43,85 @@ class Held:
 class Snapshots:
     """Frozen weights by base model and id."""
 
-    def __init__(self, bases: Mapping[str, BaseModel], checkpoints: Checkpoints, spill: Path, limit_bytes: float) -> None:
+    def __init__(
+        self,
+        bases: Mapping[str, BaseModel],
+        checkpoints: Checkpoints,
+        spill: Path,
+        memory_bytes: float,
+        disk_bytes: float = math.inf,
+        idle_s: float = math.inf,
+    ) -> None:
         """Snapshots that memory has no room for go to the directory `spill`; what a former engine left there is deleted."""
         self.bases = bases
         self.checkpoints = checkpoints
         self.spill = Spill(spill)
-        self.limit_bytes = limit_bytes
+        self.memory_bytes = memory_bytes
+        self.disk_bytes = disk_bytes
+        self.idle_s = idle_s
         self.held: OrderedDict[Key, Held] = OrderedDict()
         """In memory, least recently sampled first."""
+        self.sampled_at: dict[Key, float] = {}
+        """When each ephemeral snapshot was published or last sampled (monotonic), wherever it is."""
+        self.dropped: dict[Key, str] = {}
+        """Why a snapshot of a model that is still there was dropped."""
+        self.newest: dict[tuple[str, str], Key] = {}
+        """The last snapshot of each model, by base model and model id."""
         self.watchers: list[Callable[[str, str, Weights], None]] = []
         """Called with base model, id and weights of each publication."""
+        self.in_use: Callable[[], Iterable[Key]] = tuple
+        """What is being sampled now."""
+        self._looked_at = time.monotonic()
 
     def publish(self, base_model: str, snapshot_id: str, weights: Weights) -> None:
         """Keep frozen weights for the sampling sessions that are bound to this id, in the place of what they had before."""
-        self.spill.drop((base_model, snapshot_id))
-        self._hold((base_model, snapshot_id), Held(weights))
+        key = (base_model, snapshot_id)
+        self.spill.drop(key)
+        self.sampled_at[key] = time.monotonic()
+        if not ids.is_inflight(snapshot_id):
+            self.newest[base_model, _model_of(snapshot_id)] = key
+        self._hold(key, Held(weights))
+        self._drop_beyond_disk()
         for watch in self.watchers:
             watch(base_model, snapshot_id, weights)
 
     def withdraw(self, model_id: str) -> None:
         """Forget the model's snapshots. What is being sampled from them goes on."""
-        for key in [key for key in (*self.held, *self.spill.keys()) if key[1].startswith(f"{model_id}/")]:
-            self.held.pop(key, None)
-            self.spill.drop(key)
+        for key in [key for key in (*self.sampled_at, *self.dropped) if _model_of(key[1]) == model_id]:
+            self._remove(key)
+            self.dropped.pop(key, None)
+            self.newest.pop((key[0], model_id), None)
 
     def find(self, base_model: str, weights_id: str) -> Weights:
-        """The weights of that snapshot or path. Raises NotFoundError if they are gone, UserError if they fit neither base nor memory."""
+        """The weights of that snapshot or path.
+
+        Raises NotFoundError, with the reason, if they are gone, UserError if they fit neither base nor memory.
+        """
         key = (base_model, weights_id)
         held = self.held.get(key) or self._load(key)
         if held.expires_at is not None and held.expires_at <= time.time():
             del self.held[key]
             raise NotFoundError(f"{weights_id} has expired")
         self.held.move_to_end(key)
+        if key in self.sampled_at:
+            self.sampled_at[key] = time.monotonic()
         return held.weights
+
+    def drop_idle(self) -> None:
+        """Drop the snapshots that nobody has sampled for `idle_s`. Call it often: it looks once a minute."""
+        now = time.monotonic()
+        if now - self._looked_at < min(_LOOK_S, self.idle_s / 4):
+            return
+        self._looked_at = now
+        self._note_use()
+        kept = self._kept()
+        for key in [key for key, at in self.sampled_at.items() if now - at > self.idle_s and key not in kept]:
+            self._drop(key, f"nobody had sampled them for {self.idle_s / 3600:.4g} hours (--snapshot-idle-h)")
+
+    def forget(self, path: str) -> None:
+        """Look a checkpoint up again when it is next sampled: it was deleted, or expires at another time."""
+        for key in [key for key in self.held if key[1] == path]:
+            del self.held[key]
 
     def _load(self, key: Key) -> Held:
         weights_id = key[1]
@@ -77,13 +131,22 @@ class Snapshots:
         else:
             match self.spill.find(key):
                 case None:
-                    raise NotFoundError(f"the weights of snapshot {weights_id} are gone; save them again")
-                case Written(directory, version):
-                    held = Held(self._read(key, directory, version))
+                    raise NotFoundError(f"the weights of snapshot {weights_id} are gone{self._reason(key)}; save them again")
+                case Written(directory=directory, version=version):
+                    held = Held(self._read_spilled(key, directory, version))
                 case weights:
                     held = Held(weights)
         self._hold(key, held)
         return held
+
+    def _reason(self, key: Key) -> str:
+        return f": {self.dropped[key]}; weights that are saved under a name are kept" if key in self.dropped else ""
+
+    def _read_spilled(self, key: Key, directory: Path, version: str) -> Weights:
+        try:
+            return self._read(key, directory, version)
+        except FileNotFoundError as error:
+            raise NotFoundError(f"the files of snapshot {key[1]} in {directory} were deleted; save the weights again") from error
 
     def _read(self, key: Key, directory: Path, version: str) -> Weights:
         base_model, weights_id = key
@@ -96,16 +159,11 @@ class Snapshots:
         weights.version = version
         return weights
 
-    def forget(self, path: str) -> None:
-        """Look a checkpoint up again when it is next sampled: it was deleted, or expires at another time."""
-        for key in [key for key in self.held if key[1] == path]:
-            del self.held[key]
-
     def _hold(self, key: Key, held: Held) -> None:
         self.held[key] = held
         used = sum(other.weights.nbytes for other in self.held.values())
         for oldest in list(self.held)[:-1]:
-            if used <= self.limit_bytes:
+            if used <= self.memory_bytes:
                 return
             self._spill(oldest)
             used -= self.held.pop(oldest).weights.nbytes
@@ -117,4 +175,48 @@ class Snapshots:
             return
         weights = self.held[key].weights
         self.spill.put(key, About.of(self.bases[base_model], weights.shape), weights)
-        log.info("snapshot %s goes to disk: snapshots take more than %.3g GiB", weights_id, self.limit_bytes / 2**30)
+        log.info("snapshot %s goes to disk: snapshots take more than %.3g GiB", weights_id, self.memory_bytes / 2**30)
+
+    def _drop_beyond_disk(self) -> None:
+        """Drop the least recently sampled of those on the disk until the rest fits."""
+        sizes = self.spill.sizes()
+        used = sum(sizes.values())
+        if used <= self.disk_bytes:
+            return
+        self._note_use()
+        kept = self._kept()
+        for key in sorted(sizes.keys() - kept, key=lambda key: self.sampled_at[key]):
+            if used <= self.disk_bytes:
+                return
+            used -= sizes[key]
+            if key in self.held:
+                self.spill.drop(key)  # it is written again if it leaves the memory
+            else:
+                limit = f"{self.disk_bytes / 2**30:.4g} GiB (--snapshot-disk-gib)"
+                self._drop(key, f"they were sampled least recently of snapshots that take more disk than {limit}")
+
+    def _note_use(self) -> None:
+        """What is being sampled counts as sampled now."""
+        now = time.monotonic()
+        for key in self.in_use():
+            if key in self.sampled_at:
+                self.sampled_at[key] = now
+
+    def _kept(self) -> set[Key]:
+        """What is not dropped, whatever its age and size."""
+        return {*self.newest.values(), *self.in_use(), *(key for key in self.sampled_at if ids.is_inflight(key[1]))}
+
+    def _drop(self, key: Key, reason: str) -> None:
+        self._remove(key)
+        self.dropped[key] = reason
+        log.info("snapshot %s is dropped: %s", key[1], reason)
+
+    def _remove(self, key: Key) -> None:
+        self.sampled_at.pop(key, None)
+        self.held.pop(key, None)
+        self.spill.drop(key)
+
+
+def _model_of(snapshot_id: str) -> str:
+    """The model that a snapshot was taken of."""
+    return snapshot_id.rpartition("/")[0]

@@ -25,6 +25,8 @@ class Written:
     directory: Path
     version: str
     """Of the weights."""
+    size: int
+    """Bytes on the disk."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ class Spill:
         with self._lock:
             return [*self._written, *([self._leaving.key] if self._leaving is not None else [])]
 
+    def sizes(self) -> dict[Key, int]:
+        """Bytes of each snapshot that is on the disk or on its way."""
+        with self._lock:
+            leaving = {} if self._leaving is None else {self._leaving.key: self._leaving.weights.nbytes}
+            return {key: written.size for key, written in self._written.items()} | leaving
+
     def drop(self, key: Key) -> None:
         """Forget a snapshot, if it is here."""
         leaving = self._leaving
@@ -79,7 +87,7 @@ class Spill:
             self._writing = None
         written = self._written.pop(key, None)
         if written is not None:
-            shutil.rmtree(written.directory)
+            shutil.rmtree(written.directory, ignore_errors=True)  # it may have been deleted from outside
 
     def settle(self) -> None:
         """Wait until all is on the disk. Raises as `put`."""
@@ -98,9 +106,14 @@ class Spill:
 
     def _write(self, leaving: _Leaving) -> None:
         directory = self.directory / uuid.uuid4().hex
-        write_checkpoint(directory, leaving.about, leaving.weights)
+        try:
+            write_checkpoint(directory, leaving.about, leaving.weights)
+        except TinsmithError:
+            shutil.rmtree(directory, ignore_errors=True)  # it may not even have been made
+            raise
+        size = sum(file.stat().st_size for file in directory.iterdir())
         with self._lock:
-            self._written[leaving.key] = Written(directory, leaving.weights.version)
+            self._written[leaving.key] = Written(directory, leaving.weights.version, size)
             self._leaving = None
 
     def _forget_leaving(self) -> None:

@@ -6,6 +6,7 @@ rendering computed; the outer transformers `forward`, which looks for placeholde
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 from cachetools import LRUCache
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers import logging as transformers_logging
 
 from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import ATTENTION, AttentionPlan
-from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, Family, family_of
+from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, Family, family_of, read_config
+from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import HEAD_WEIGHT, FullWeights, Weights
 from tinsmith.models.lora import ActiveSegments, LoraShape, Segment
 from tinsmith.models.lora_linear import attach
@@ -101,6 +103,13 @@ class BaseModel:
     linears: dict[str, tuple[int, int]]
     """(in_features, out_features) of every linear that LoRA may train, by module name."""
     features: LRUCache[bytes, PictureFeatures]
+    computed_fingerprint: Future[str]
+    """Computed beside the rest of the start, so that no start waits for it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Which weights these are (`models/fingerprint.py`). Raises ConfigError if their files cannot be read any more."""
+        return self.computed_fingerprint.result()
 
     @property
     def text_config(self) -> Any:
@@ -231,7 +240,7 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
     dtype = pick_dtype(config.dtype, device)
     if dtype == torch.float32:  # float32 means float32: convolutions (the tower's patches) default to TF32 on CUDA
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    model_config = AutoConfig.from_pretrained(source)
+    model_config = read_config(source)
     family = family_of(source, model_config)
     network = _load_network(source, family, dtype)
     network.to(device).eval().requires_grad_(False)
@@ -257,6 +266,7 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
         active=active,
         linears=_attach_lora(source, language_model, active),
         features=LRUCache(maxsize=feature_cache_bytes, getsizeof=lambda f: f.nbytes),
+        computed_fingerprint=compute_fingerprint(source),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from tinsmith.errors import ConfigError
 
@@ -37,6 +38,18 @@ IMAGE_FAMILIES = {
     family.model_type: family
     for family in (Family("qwen2_5_vl", takes_images=True, mrope=True), Family("qwen3_vl", takes_images=True, mrope=True))
 }
+
+
+def read_config(source: str) -> Any:
+    """The transformers configuration of a model in a local directory or of a Hub id. Raises ConfigError if there is none to be had."""
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"{source}: the model's configuration cannot be read: {reason}; where the Hub cannot be reached, "
+            "give --base-model the directory of the model"
+        ) from error
 
 
 def family_of(source: str, config: Any) -> Family:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import torch
 
 from tinsmith.errors import UserError
@@ -77,7 +78,7 @@ def free_memory(device: torch.device) -> int:
 
 def memory_held() -> dict[str, int]:
     """Bytes that this process holds: in memory, and on each CUDA device that it uses."""
-    resident = _pages_of_this_process()[1] * os.sysconf("SC_PAGE_SIZE")
+    resident = psutil.Process().memory_info().rss
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     on_devices = {f"cuda:{index}": torch.cuda.memory_reserved(index) for index in devices}
     return {"resident": resident, **{device: size for device, size in on_devices.items() if size}}
@@ -96,24 +97,14 @@ def _why_no_gpu() -> str:
 
 def _memory() -> tuple[int, int]:
     """Memory in all and available, in bytes: the machine's, or what a container or a limit on this process (ulimit -v) leaves of it."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * page
-    available = os.sysconf("SC_AVPHYS_PAGES") * page
-    known = Path("/proc/meminfo")
-    if known.is_file():  # counts what the page cache would give back as available
-        fields = dict(line.split(":", 1) for line in known.read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used, parts = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current", "memory.stat"))
+    machine = psutil.virtual_memory()
+    total, available = machine.total, machine.available  # available counts what the page cache would give back
+    limit, used, parts = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current", "memory.stat"))  # of Linux
     if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
         total = min(total, int(limit.read_text()))
         cached = dict(line.split() for line in parts.read_text().splitlines()).get("inactive_file", "0")
         available = min(available, total - int(used.read_text()) + int(cached))
     addresses = resource.getrlimit(resource.RLIMIT_AS)[0]
     if addresses != resource.RLIM_INFINITY:
-        available = min(available, addresses - _pages_of_this_process()[0] * page)
+        available = min(available, addresses - psutil.Process().memory_info().vms)
     return total, available
-
-
-def _pages_of_this_process() -> list[int]:
-    """Pages of its address space, resident ones, and so on, as Linux counts them."""
-    return [int(number) for number in Path("/proc/self/statm").read_text().split()]

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tinsmith.config import ModelsConfig
 from tinsmith.models.base import pick_device, pick_dtype
-from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, family_of
+from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, family_of, read_config
 from tinsmith.models.full import snapshot_bytes, training_bytes
 
 SAVED_WIDTHS, SAVED_MLP_WIDTHS = 12, 4
@@ -63,7 +63,7 @@ class Sizes:
 def size_of(source: str, config: ModelsConfig) -> Sizes:
     """Sizes of the model in a local directory or of a Hub id. Raises ConfigError for what could not be served."""
     device = pick_device(config.device)
-    model_config = AutoConfig.from_pretrained(source)
+    model_config = read_config(source)
     family = family_of(source, model_config)
     auto: Any = AutoModelForImageTextToText if family.takes_images else AutoModelForCausalLM
     with torch.device("meta"):

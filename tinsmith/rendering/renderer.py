@@ -1,11 +1,11 @@
 """Chunks of a ModelInput -> RenderedInput. The only place where text and pictures become token ids.
 
-A picture is decoded and processed once, by the model's own Hugging Face image processor on its Pillow backend (or by vLLM's, see
-`vllm/processor.py`), and remembered by the hash of its bytes. Placeholders are expanded here; a placeholder id that arrives as a text token
-stays text.
+A picture is decoded and processed once, by the model's own Hugging Face image processor on its Pillow backend, and remembered by the hash
+of its bytes. Placeholders are expanded here; a placeholder id that arrives as a text token stays text.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,40 @@ from PIL.Image import Image
 from transformers import AutoImageProcessor
 
 from tinsmith.config import ImagesConfig
-from tinsmith.errors import UserError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel, PictureInput
 from tinsmith.models.families import ImageSpan, positions
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
-from tinsmith.wire.images import decode
+from tinsmith.wire.forward_backward import IMAGE_FORMATS
+from tinsmith.wire.images import ImageHeader, check_pixels, decode, read_header
 
 Processor = Callable[[bytes, Image], PictureInput]
 """The SHA-256 of a picture's bytes, and the picture in RGB -> what the vision tower takes."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A ModelInput that is checked, and whose length is known, before any of its pictures is decoded."""
+
+    chunks: tuple[Chunk, ...]
+    lengths: tuple[int, ...]
+    """Tokens of each chunk."""
+    pixels: Mapping[bytes, int]
+    """Pixels of each picture that is still to be decoded, by the SHA-256 of its bytes."""
+
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True)
+class _NewPicture:
+    """A picture that is still to be decoded."""
+
+    chunk: ImageChunk
+    """With its bytes."""
+    tokens: int
+    pixels: int
 
 
 class LocalProcessor:
@@ -40,6 +65,14 @@ class LocalProcessor:
         tokens = time * height * width // self.merge_size**2
         return PictureInput(sha256, output["pixel_values"].to(torch.float32), (time, height, width), slice(0, tokens))
 
+    def tokens(self, header: ImageHeader) -> int:
+        """How many image tokens a picture of that size takes. Raises UserError if the processor takes none of that shape."""
+        try:
+            patches: int = self.processor.get_number_of_image_patches(header.height, header.width, {})
+        except ValueError as error:
+            raise UserError(f"the image of {header.width} x {header.height} pixels cannot be used: {error}") from error
+        return patches // self.merge_size**2
+
 
 class Renderer:
     """Renders for one base model. `read_blob` fetches image bytes that are in the store, by SHA-256."""
@@ -51,37 +84,65 @@ class Renderer:
         self.base = base
         self.limits = limits
         self.read_blob = read_blob
-        self.processor = processor or LocalProcessor(base) if base.family.takes_images else None
+        self.local = LocalProcessor(base) if base.family.takes_images else None
+        """Counts the tokens of every picture, whoever processes it."""
+        self.processor: Processor | None = processor or self.local
         self.placeholder = int(base.config.image_token_id) if base.family.takes_images else -1
         self.cache: LRUCache[tuple[bytes, str], PictureInput] = LRUCache(
             maxsize=limits.image_cache_mib * 2**19, getsizeof=lambda picture: picture.pixel_values.nbytes
         )
 
     def render(self, chunks: Sequence[Chunk]) -> RenderedInput:
-        """The sequence that `chunks` describe.
+        """The sequence that `chunks` describe. Raises UserError as `measure` and `render_measured` do."""
+        return self.render_measured(self.measure(chunks))
 
-        Raises UserError: nothing in it, a token outside the vocabulary, an image that is broken, too large or not wanted by this model, a
-        count that differs from `expected_tokens`, or a sequence longer than the context.
+    def measure(self, chunks: Sequence[Chunk]) -> Measured:
+        """Check `chunks` as far as that is cheap: no picture is decoded, only its header is read.
+
+        Raises UserError: nothing in it, a token outside the vocabulary, an image that is too large or not wanted by this model, a count
+        that differs from `expected_tokens`, a sequence longer than the context, or too many pixels.
         """
-        parts, spans, pictures, length = [], [], [], 0
+        self._check_tokens(chunks)
+        measured, lengths, new = [], [], dict[tuple[bytes, str], _NewPicture]()
         for index, chunk in enumerate(chunks):
+            count = len(chunk.tokens) if isinstance(chunk, TextChunk) else 0
+            if isinstance(chunk, ImageChunk):
+                chunk, count = self._measure_picture(index, chunk, new)
+            measured.append(chunk)
+            lengths.append(count)
+        self._check_length(sum(lengths))
+        pixels = {picture.chunk.sha256: picture.pixels for picture in new.values()}
+        check_pixels(sum(pixels.values()), self.limits)
+        return Measured(tuple(measured), tuple(lengths), pixels)
+
+    def undecoded(self, measured: Measured) -> dict[bytes, int]:
+        """Pixels of each of its pictures that was not decoded meanwhile, by the SHA-256 of its bytes."""
+        return {sha256: size for sha256, size in measured.pixels.items() if not any((sha256, f) in self.cache for f in IMAGE_FORMATS)}
+
+    def render_measured(self, measured: Measured) -> RenderedInput:
+        """The sequence, with its pictures decoded and processed. Raises UserError for one that is broken."""
+        parts, spans, pictures, length = [], [], [], 0
+        for index, (chunk, count) in enumerate(zip(measured.chunks, measured.lengths, strict=True)):
             if isinstance(chunk, TextChunk):
-                tokens = self._checked_tokens(index, chunk)
+                parts.append(chunk.tokens)
             else:
-                picture = self._picture(index, chunk)
-                count = self._count(index, chunk, picture)
-                tokens = np.full(count, self.placeholder, dtype=np.int32)
+                picture = self._picture(index, chunk, count)
+                parts.append(np.full(count, self.placeholder, dtype=np.int32))
                 spans.append(ImageSpan(length, count, picture.grid_thw))
                 pictures.append(picture)
-            parts.append(tokens)
-            length += len(tokens)
-        self._check_length(length)
+            length += count
         where = positions(self.base.family, length, tuple(spans), self.base.merge_size)
         return RenderedInput(np.concatenate(parts), tuple(spans), tuple(pictures), where)
 
-    def _checked_tokens(self, index: int, chunk: TextChunk) -> "np.ndarray[Any, np.dtype[np.int32]]":
-        check_token_ids(chunk.tokens, self.base.vocab_size, f"chunk {index}: token")
-        return chunk.tokens
+    def _check_tokens(self, chunks: Sequence[Chunk]) -> None:
+        """All texts at once, because there may be one for every token; the one that is wrong is looked for if there is any."""
+        texts = [(index, chunk.tokens) for index, chunk in enumerate(chunks) if isinstance(chunk, TextChunk)]
+        if not texts:
+            return
+        tokens = np.concatenate([tokens for _, tokens in texts])
+        if len(tokens) and (tokens.min() < 0 or tokens.max() >= self.base.vocab_size):
+            for index, of_chunk in texts:
+                check_token_ids(of_chunk, self.base.vocab_size, f"chunk {index}: token")
 
     def _check_length(self, length: int) -> None:
         if length == 0:
@@ -89,33 +150,53 @@ class Renderer:
         if length > self.base.max_context:
             raise UserError(f"the model input holds {length} tokens, the context window of {self.base.name} is {self.base.max_context}")
 
-    def _picture(self, index: int, chunk: ImageChunk) -> PictureInput:
-        if self.processor is None:
-            raise UserError(f"chunk {index} is an image, but {self.base.name} takes text only")
+    def _measure_picture(self, index: int, chunk: ImageChunk, new: dict[tuple[bytes, str], _NewPicture]) -> tuple[ImageChunk, int]:
+        """The picture and its tokens. One that is still to be decoded comes with its bytes, and is noted in `new`."""
         key = chunk.sha256, chunk.format  # the same bytes under a wrong label are refused, whether they are known or not
-        if key not in self.cache:
-            picture = self._process(index, chunk, self.processor)
-            if picture.pixel_values.nbytes > self.cache.maxsize:
-                return picture
-            self.cache[key] = picture
-        return self.cache[key]
-
-    def _process(self, index: int, chunk: ImageChunk, processor: Processor) -> PictureInput:
-        data = chunk.data if chunk.data is not None else self.read_blob(chunk.sha256)
-        try:
-            image = decode(data, chunk.format, self.limits)
-        except UserError as error:
-            raise UserError(f"chunk {index}: {error}") from error
-        return processor(chunk.sha256, image)
-
-    def _count(self, index: int, chunk: ImageChunk, picture: PictureInput) -> int:
-        count: int = picture.rows.stop
+        if key in self.cache:
+            count: int = self.cache[key].rows.stop
+        else:
+            if key not in new:
+                new[key] = self._read_new(index, chunk)
+            count = new[key].tokens
         if chunk.expected_tokens is not None and chunk.expected_tokens != count:
             raise UserError(
                 f"chunk {index}: expected_tokens is {chunk.expected_tokens}, but the image takes {count} tokens in {self.base.name}; "
                 "count with the processor configuration of the served model"
             )
-        return count
+        return new[key].chunk if key in new else chunk, count
+
+    def _read_new(self, index: int, chunk: ImageChunk) -> _NewPicture:
+        if self.local is None:
+            raise UserError(f"chunk {index} is an image, but {self.base.name} takes text only")
+        data = self._bytes_of(chunk)
+        try:
+            header = read_header(data, chunk.format, self.limits)
+            return _NewPicture(replace(chunk, data=data), self.local.tokens(header), header.width * header.height)
+        except UserError as error:
+            raise UserError(f"chunk {index}: {error}") from error
+
+    def _picture(self, index: int, chunk: ImageChunk, count: int) -> PictureInput:
+        key = chunk.sha256, chunk.format
+        picture = self.cache.get(key)
+        if picture is None:
+            assert self.processor is not None, "measure takes no images without it"
+            picture = self._process(index, chunk, self.processor)
+            if picture.pixel_values.nbytes <= self.cache.maxsize:
+                self.cache[key] = picture
+        if picture.rows.stop != count:
+            raise TinsmithError(f"chunk {index}: the image was processed to {picture.rows.stop} tokens and its header promised {count}")
+        return picture
+
+    def _process(self, index: int, chunk: ImageChunk, processor: Processor) -> PictureInput:
+        try:
+            image = decode(self._bytes_of(chunk), chunk.format, self.limits)
+        except UserError as error:
+            raise UserError(f"chunk {index}: {error}") from error
+        return processor(chunk.sha256, image)
+
+    def _bytes_of(self, chunk: ImageChunk) -> bytes:
+        return chunk.data if chunk.data is not None else self.read_blob(chunk.sha256)
 
 
 def check_token_ids(ids: "np.ndarray[Any, Any]", vocab_size: int, what: str) -> None:

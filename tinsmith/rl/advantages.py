@@ -1,12 +1,11 @@
 """Rewards of groups -> one advantage for each trajectory. A group is several episodes of one prompt."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-AdvantageKind = Literal["grpo", "rloo", "reinforce_pp", "batch"]
+from tinsmith.rl.config import AdvantageKind
 
 EPSILON = 1e-6
 """Keeps a division by a tiny deviation finite. Groups of exactly one reward never come to it."""

@@ -1,4 +1,4 @@
-"""A run's checkpoints on the server: saved, written down in state.json, and deleted once that refers to them no more."""
+"""A run's checkpoints on the server: saved, recorded in state.json, and deleted once state.json no longer refers to them."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from tinsmith.rl.run_state import RunState
 
 @dataclass
 class Checkpoints:
-    """Saves for a run. What a run that is killed saved last, and did not write down any more, stays on the server."""
+    """Saves for a run. A checkpoint that a killed run had saved and not yet recorded stays on the server."""
 
     client: tinker.TrainingClient
     rest: tinker.RestClient
@@ -21,14 +21,12 @@ class Checkpoints:
     """What state.json says."""
 
     async def save_step(self, state: RunState) -> RunState:
-        """The weights of `state.step`, to train on and to sample from: what a resumed run begins with."""
+        """Save the weights of `state.step`, to train on and to sample from. A resumed run begins with them once `record` was called."""
         name = f"step-{state.step:06d}"
         weights = (await self.client.save_state(name, overwrite=True)).path
         sampler_weights = (await self.client.save_weights_for_sampler(name)).path
         kept = (*state.kept, weights, sampler_weights)[-2 * self.keep :]
-        state = replace(state, weights=weights, sampler_weights=sampler_weights, kept=kept)
-        await self._write(state)
-        return state
+        return replace(state, weights=weights, sampler_weights=sampler_weights, kept=kept)
 
     async def save_best(self, state: RunState, reward: float) -> RunState:
         """The weights of `state.step` as the best so far. A resumed run knows them, and begins where it would have begun without."""
@@ -37,10 +35,11 @@ class Checkpoints:
         def crowned(old: RunState) -> RunState:
             return replace(old, best_reward=reward, best_step=state.step, best_weights=saved.path, tokenizer=state.tokenizer)
 
-        await self._write(crowned(self.written))
+        await self.record(crowned(self.written))
         return crowned(state)
 
-    async def _write(self, state: RunState) -> None:
+    async def record(self, state: RunState) -> None:
+        """Make `state` what a resumed run begins with, and delete the checkpoints that it no longer refers to."""
         dropped = self.written.paths - state.paths
         state.save(self.directory)
         self.written = state

@@ -1,4 +1,4 @@
-"""One tree of dataclasses for `tinsmith rl` and `tinsmith eval`: every knob once, with its unit, default and limits.
+"""One tree of dataclasses for `tinsmith rl` and `tinsmith eval`: every setting once, with its unit, default and limits.
 
 A YAML file holds the same tree by section; an unknown key is refused.
 """
@@ -9,20 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tinsmith.config import fill, knob, read_yaml
+from tinsmith.config_values import fill, knob, read_yaml
 from tinsmith.errors import ConfigError
-from tinsmith.rl.advantages import AdvantageKind
-from tinsmith.rl.datums import LossScale, PolicyLoss
-from tinsmith.rl.groups import ScheduleMode
-from tinsmith.rl.workers import WorkerKind
+
+# Here, and not beside the functions that take them, so that a configuration is checked before anything slow is imported.
+AdvantageKind = Literal["grpo", "rloo", "reinforce_pp", "batch"]
+LossScale = Literal["tokens", "sequences", "sum"]
+PolicyLoss = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
+ScheduleMode = Literal["sync", "one_step_off", "async"]
+WorkerKind = Literal["inline", "thread", "process"]
 
 
 @dataclass
 class ServerSection:
     """Which Tinker server."""
 
-    url: str = knob("", "Address; empty takes TINKER_BASE_URL")
+    url: str = knob("", "URL, such as http://127.0.0.1:8000; empty takes TINKER_BASE_URL")
     api_key: str = knob("", "API key; empty takes TINKER_API_KEY")
+    wait_s: float = knob(60.0, "How long to wait for a server that does not answer or is not ready", "seconds", 0)
 
 
 @dataclass
@@ -57,6 +61,8 @@ class EnvSection:
     workers: WorkerKind = knob("inline", "Where environments run: threads for those that wait, processes for what computes")
     worker_count: int = knob(32, "Threads or processes", "", 1)
     timeout_s: float = knob(60.0, "Longest call of an environment in a thread or process", "seconds", 0.01)
+    max_failed_share: float = knob(0.5, "Largest share of episodes in which the environment may fail; more end the run", "", 0, 1)
+    max_failed_groups: int = knob(8, "So many groups in a row in which every episode failed end the run", "groups", 1)
 
 
 @dataclass
@@ -136,8 +142,11 @@ class OutputSection:
     """What is written where."""
 
     directory: str = knob("rl-output", "Metrics, trajectories, pages and the state to resume from")
-    resume: bool = knob(True, "Go on where the run in the directory stopped; false refuses a directory that holds a run")
-    save_every: int = knob(0, "Steps between checkpoints, and one at the end; 0 saves at the end only", "steps", 0)
+    resume: bool = knob(True, "Go on from the last checkpoint of the run in the directory; false refuses a directory that holds a run")
+    allow_changes: list[str] = knob([], "Settings that the run in the directory may go on with in place of its own: SECTION.KEY")
+    save_every: int = knob(
+        10, "Steps between checkpoints, and one at the end; a killed run goes on from the last; 0 saves at the end only", "steps", 0
+    )
     keep: int = knob(3, "Newest of these checkpoints that stay on the server, and the best weights alone; 0 keeps all", "checkpoints", 0)
     save_best: bool = knob(True, "Keep the weights with the best reward so far (of evaluations, if there are any)")
     trajectories_every: int = knob(10, "Steps between batches written as JSONL and as an HTML page; 0 never", "steps", 0)

@@ -1,5 +1,7 @@
 """The server side of a run, as the SDK shows it: clients by configuration, and the chat template that belongs to the model."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import tinker
@@ -9,10 +11,16 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import ModelSection, ServerSection
 from tinsmith.rl.policy import TinkerPolicy
+from tinsmith.rl.reach import require_server
 
 
 def connect(server: ServerSection) -> tinker.ServiceClient:
-    """A client of the server."""
+    """A client of the server, once that is ready. Raises ConfigError if it cannot be reached, or for a key that the SDK does not take."""
+    require_server(server)
+    try:
+        rest(server)
+    except tinker.TinkerError as error:
+        raise ConfigError(f"server: {error}") from error
     return tinker.ServiceClient(base_url=server.url or None, api_key=server.api_key or None)
 
 
@@ -22,25 +30,44 @@ def rest(server: ServerSection) -> tinker.RestClient:
 
 
 def training_client(service: tinker.ServiceClient, model: ModelSection, resume_from: str) -> tinker.TrainingClient:
-    """The model to train: resumed with its optimizer, begun from a checkpoint, or a new adapter."""
+    """The model to train: resumed with its optimizer, begun from a checkpoint, or a new adapter.
+
+    Raises ConfigError if the server refuses.
+    """
     client: tinker.TrainingClient
-    if resume_from:
-        client = service.create_training_client_from_state_with_optimizer(resume_from).result()
-    elif model.start_from:
-        client = service.create_training_client_from_state(model.start_from).result()
-    else:
-        client = service.create_lora_training_client(base_model=model.base_model, rank=model.rank, seed=model.seed).result()
+    with _refusals():
+        if resume_from:
+            client = service.create_training_client_from_state_with_optimizer(resume_from).result()
+        elif model.start_from:
+            client = service.create_training_client_from_state(model.start_from).result()
+        else:
+            client = service.create_lora_training_client(base_model=model.base_model, rank=model.rank, seed=model.seed).result()
     return client
 
 
 def policy_of(service: tinker.ServiceClient, path: str, base_model: str) -> TinkerPolicy:
-    """A checkpoint (tinker://...) to sample from, of either kind; the base model if `path` is empty."""
-    if not path:
-        return TinkerPolicy(service.create_sampling_client(base_model=base_model).result())
-    if "/weights/" in path:
-        client = service.create_training_client_from_state(path).result()
-        return TinkerPolicy(client.save_weights_and_get_sampling_client().result())
-    return TinkerPolicy(service.create_sampling_client(model_path=path).result())
+    """A checkpoint (tinker://...) to sample from, of either kind; the base model if `path` is empty.
+
+    Raises ConfigError if the server refuses.
+    """
+    with _refusals():
+        if not path:
+            return TinkerPolicy(service.create_sampling_client(base_model=base_model).result())
+        if "/weights/" in path:
+            client = service.create_training_client_from_state(path).result()
+            return TinkerPolicy(client.save_weights_and_get_sampling_client().result())
+        return TinkerPolicy(service.create_sampling_client(model_path=path).result())
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A model or checkpoint that the server refuses is a wrong configuration; the ConfigError quotes the server."""
+    try:
+        yield
+    except (tinker.APIStatusError, tinker.RequestFailedError) as error:
+        body = getattr(error, "body", None)
+        reason = body["detail"] if isinstance(body, dict) and "detail" in body else error
+        raise ConfigError(f"model: the server refuses: {reason}") from error
 
 
 def tokenizer_of(policy: TinkerPolicy) -> PreTrainedTokenizerBase:

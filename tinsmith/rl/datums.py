@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import tinker
 from numpy.typing import NDArray
 from tinker import TensorData
 
+from tinsmith.rl.config import LossScale, PolicyLoss
 from tinsmith.rl.trajectory import Sample
-
-LossScale = Literal["tokens", "sequences", "sum"]
-PolicyLoss = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import EvaluationSection, RlConfig
 from tinsmith.rl.connection import chat_template, connect, context_limit, load_tokenizer, policy_of, tokenizer_of
 from tinsmith.rl.env import Prompt
+from tinsmith.rl.failures import Failures
 from tinsmith.rl.metrics import Metrics, pass_at_k, succeeded, trajectory_metrics
 from tinsmith.rl.pages import write_jsonl, write_page
 from tinsmith.rl.policy import Policy
@@ -45,12 +47,16 @@ class Evaluator:
         self.prompts = evaluation_prompts(config.evaluation)
         rules = rules_of(config, max_context, template)
         rules = replace(rules, seed=config.evaluation.seed, request=replace(rules.request, temperature=config.evaluation.temperature))
+        self.failures = Failures(config.env.name, config.env.max_failed_share, config.env.max_failed_groups)
         self.player = make_player(config, {**config.env.options, **config.evaluation.options}, rules, template, workers)
 
     async def evaluate(self, policy: Policy, version: int = 0) -> Evaluation:
-        """Every prompt `samples` times."""
+        """Every prompt `samples` times. Raises TooManyFailuresError if the environment fails too often."""
         playing = [self._group(policy, number, prompt, version) for number, prompt in enumerate(self.prompts)]
         groups = await asyncio.gather(*playing)
+        for group in groups:
+            self.failures.count(group)
+        self.failures.judge(enough=1)
         metrics = trajectory_metrics(groups)
         successes = [[succeeded(trajectory.reward, self.section.success) for trajectory in group] for group in groups]
         metrics |= {f"pass@{k}": pass_at_k(successes, k) for k in self.section.pass_at}
@@ -86,16 +92,17 @@ def run_evaluation(config: RlConfig, console: Console) -> Evaluation:
     write_jsonl(directory / "evaluation.jsonl", evaluation.trajectories, template)
     shown = evaluation.trajectories[: config.output.page_trajectories]
     write_page(directory / "evaluation.html", shown, template, f"{config.env.name}: {report['model']}")
-    console.print(table(str(report["model"]), evaluation.metrics))
+    print_metrics(str(report["model"]), evaluation.metrics, console)
     return evaluation
 
 
-def table(title: str, metrics: Metrics) -> Table:
-    """The metrics, one a line."""
-    made = Table("metric", "value", title=title)
+def print_metrics(title: str, metrics: Metrics, console: Console) -> None:
+    """The metrics, one a line, as plain text: Rich would take `:train:` in a path for an emoji."""
+    table = Table("metric", "value")
     for name, value in metrics.items():
-        made.add_row(name, f"{value:.4g}")
-    return made
+        table.add_row(Text(name), f"{value:.4g}")
+    console.print(Text(title), soft_wrap=True)
+    console.print(table)
 
 
 def _evaluated(config: RlConfig) -> tuple[str, str]:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tinsmith.rl.assemble import assemble, with_pixels
+from tinsmith.rl.calls import EnvError
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.conversation import Conversation
 from tinsmith.rl.env import Prompt, Step
 from tinsmith.rl.policy import Answer, Policy, Request, derived_seed
 from tinsmith.rl.trajectory import Origin, StopReason, Trajectory, Turn
-from tinsmith.rl.workers import EnvError, EnvTimeoutError, Session, Workers
+from tinsmith.rl.workers import EnvTimeoutError, Session, Workers
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Generator:
                     await episode.play(session, prompt)
             except (EnvError, EnvTimeoutError) as error:
                 episode.reason = "env_timeout" if isinstance(error, EnvTimeoutError) else "env_error"
-                episode.error = str(error)
+                episode.error, episode.details = str(error), error.details if isinstance(error, EnvError) else str(error)
             return episode.finished()
 
     @asynccontextmanager
@@ -98,6 +99,7 @@ class _Episode:
     turns: list[Turn] = field(default_factory=list)
     reason: StopReason = "done"
     error: str = ""
+    details: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -115,9 +117,9 @@ class _Episode:
             if not len(answer.tokens) and not self.turns:
                 self.reason = "empty"
                 break
-            step = Step(*await self._timed(session.call("step", conversation.text_of(answer.tokens))))
+            step: Step = await self._timed(session.call("step", conversation.text_of(answer.tokens)))
             tail = conversation.tail_of(answer.tokens, answer.stopped)
-            self.turns.append(Turn(conversation.prompt, answer.tokens, answer.logprobs, float(step.reward), tail))
+            self.turns.append(Turn(conversation.prompt, answer.tokens, answer.logprobs, step.reward, tail))
             if ended := self._ended(answer, step):
                 self.reason = ended
                 break
@@ -130,7 +132,15 @@ class _Episode:
         if self.rules.pixel_values and self.template.processor is not None:
             samples = with_pixels(samples, self.template.processor)
         return Trajectory(
-            self.origin, samples, self.reason, len(self.turns), self.metrics, self.error, dict(self.seconds), dict(self.notes)
+            self.origin,
+            samples,
+            self.reason,
+            len(self.turns),
+            self.metrics,
+            self.error,
+            self.details,
+            dict(self.seconds),
+            dict(self.notes),
         )
 
     def _ended(self, answer: Answer, step: Step) -> StopReason | None:

@@ -11,13 +11,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 from tinsmith.rl.env import Prompt
 from tinsmith.rl.policy import Policy
 from tinsmith.rl.trajectory import Trajectory
-
-ScheduleMode = Literal["sync", "one_step_off", "async"]
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ def trajectory_metrics(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
     logprobs = np.concatenate([np.zeros(0, dtype=np.float32), *sampled])
     endings = Counter(trajectory.stop_reason for trajectory in everyone)
     return {
-        "reward": _mean([trajectory.reward for trajectory in usable]),
-        "reward_std": float(np.std([trajectory.reward for trajectory in usable])) if usable else 0.0,
+        **_reward([trajectory.reward for trajectory in usable]),
         "trajectories": float(len(everyone)),
         "dropped": float(len(everyone) - len(usable)),
         "turns": _mean([trajectory.turns for trajectory in usable]),
@@ -41,6 +40,11 @@ def trajectory_metrics(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
         **_env_metrics([trajectory.metrics for trajectory in usable]),
         **_seconds(everyone),
     }
+
+
+def _reward(rewards: Sequence[float]) -> Metrics:
+    """Nothing where no trajectory is usable: 0.0 would look like a reward."""
+    return {"reward": _mean(rewards), "reward_std": float(np.std(rewards))} if rewards else {}
 
 
 def succeeded(reward: float, wanted: float) -> bool:

@@ -1,4 +1,4 @@
-"""What a run must know to go on: written beside its checkpoints, replaced as a whole, read by `tinsmith rl` and `tinsmith eval`."""
+"""What a run must know to go on: recorded after its checkpoints, replaced as a whole, read by `tinsmith rl` and `tinsmith eval`."""
 
 import dataclasses
 import json
@@ -43,12 +43,15 @@ class RunState:
 
 
 def load_state(directory: Path) -> RunState | None:
-    """The state in `directory`, or None. Raises ConfigError if it is of another version."""
+    """The state in `directory`, or None. Raises ConfigError if it is broken or was written by another version."""
     file = directory / FILE
     if not file.exists():
         return None
-    values = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file}, the state of a run, is broken: {error}; restore it, or name another output directory") from error
     known = {spec.name for spec in dataclasses.fields(RunState)}
-    if set(values) != known:
+    if not isinstance(values, dict) or set(values) != known:
         raise ConfigError(f"{file} was written by another version: its keys are {sorted(values)}, expected {sorted(known)}")
     return RunState(**{**values, "kept": tuple(values["kept"])})

@@ -1,6 +1,6 @@
 """Where metrics go: one small interface, and a class for each place.
 
-The JSONL file is always written; a resumed run cuts it back to where it goes on.
+The JSONL file is always written; a resumed run first removes the lines of the steps that it does again.
 """
 
 import importlib
@@ -33,23 +33,33 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One line of JSON for each step, in `file`. Lines of steps from `first_step` on are cut off: they will be done again.
+    """One line of JSON for each step, in `file`. Lines of steps from `first_step` on are removed: these steps are done again.
 
-    The evaluation before the first step is step -1, and belongs to a run that begins.
+    They are removed with the first new line and not before: a run that cannot go on, because its server is gone, leaves the file as it was.
+    The evaluation before the first step is step -1.
     """
 
     def __init__(self, file: Path, first_step: int) -> None:
-        kept = [line for line in _lines(file) if json.loads(line)["step"] < first_step] if first_step else []
-        file.write_text("".join(kept), encoding="utf-8")
-        self.file = file
+        self.file, self.first_step = file, first_step
+        self._is_shortened = False
+        file.touch()
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append a line."""
+        if not self._is_shortened:
+            self._shorten()
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
     def close(self) -> None:
         """Every line is written already."""
+
+    def _shorten(self) -> None:
+        kept = [line for line in _lines(self.file) if json.loads(line)["step"] < self.first_step]
+        new = self.file.with_name(f"{self.file.name}.new")  # so that a run that is killed now leaves the whole file
+        new.write_text("".join(kept), encoding="utf-8")
+        new.replace(self.file)
+        self._is_shortened = True
 
 
 class ConsoleTracker:
@@ -129,4 +139,6 @@ def _installed(package: str) -> ModuleType:
 
 
 def _lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    """The whole lines of a file. The last one is not whole if the process was killed while it wrote it."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return [line for line in lines if line.endswith("\n")]

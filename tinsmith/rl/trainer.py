@@ -4,7 +4,6 @@ train(load(Path("config.yaml")))          or          tinsmith rl config.yaml
 """
 
 import asyncio
-import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,8 @@ from pathlib import Path
 
 import tinker
 from rich.console import Console
+from rich.text import Text
 
-from tinsmith.errors import ConfigError
 from tinsmith.rl.advantages import has_variance
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.checkpoints import Checkpoints
@@ -23,6 +22,7 @@ from tinsmith.rl.config import RlConfig, to_tree
 from tinsmith.rl.connection import base_model_of, chat_template, connect, context_limit, load_tokenizer, policy_of, rest, training_client
 from tinsmith.rl.env import Prompt
 from tinsmith.rl.evaluation import Evaluator
+from tinsmith.rl.failures import ENOUGH, Failures
 from tinsmith.rl.generator import Player
 from tinsmith.rl.groups import Counts, Group, GroupStream
 from tinsmith.rl.learner import Learner
@@ -30,8 +30,9 @@ from tinsmith.rl.metrics import Metrics, trajectory_metrics
 from tinsmith.rl.pages import write_jsonl, write_page
 from tinsmith.rl.policy import Policy, TinkerPolicy
 from tinsmith.rl.prompts import rows, seeds, shuffled
+from tinsmith.rl.resume import only_run, record_settings, starting_state
 from tinsmith.rl.rules import make_player, rules_of
-from tinsmith.rl.run_state import RunState, load_state
+from tinsmith.rl.run_state import RunState
 from tinsmith.rl.trackers import Tracker, make_trackers
 from tinsmith.rl.trajectory import Origin, Trajectory
 from tinsmith.rl.warmup import warm_up
@@ -41,20 +42,26 @@ from tinsmith.rl.workers import Workers, make_workers
 def train(config: RlConfig, console: Console | None = None) -> RunState:
     """A whole run, or the rest of one; returns its last state.
 
-    Raises ConfigError for what cannot work, and what the server answers to requests that fail.
+    Raises ConfigError for what cannot work, TooManyFailuresError for an environment that fails too often, and what the server answers to
+    requests that fail.
     """
-    console = console or Console()
+    with only_run(Path(config.output.directory)):
+        return _train(config, console or Console())
+
+
+def _train(config: RlConfig, console: Console) -> RunState:
+    state = starting_state(config, console)
     directory = Path(config.output.directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    written = load_state(directory) or RunState()
-    if written.step and not config.output.resume:
-        raise ConfigError(f"output: directory={config.output.directory!r} holds a run of {written.step} steps, and resume is false")
+    if state.step >= config.training.steps:
+        done = f"the run in {directory} has done its {state.step} steps; raise training: steps to go on"
+        console.print(Text(done), soft_wrap=True)
+        return state
     workers = make_workers(config.env.workers, config.env.worker_count, config.env.timeout_s)
-    trackers = make_trackers(config.output.trackers, directory, written.step, to_tree(config), console)
-    (directory / "config.json").write_text(json.dumps(to_tree(config), indent=2) + "\n", encoding="utf-8")
+    trackers = make_trackers(config.output.trackers, directory, state.step, to_tree(config), console)
     with connect(config.server) as service:
         try:
-            run = _prepared(config, service, workers, written, trackers, console)
+            run = _prepared(config, service, workers, state, trackers, console)
+            record_settings(config)
             return asyncio.run(run.steps())
         finally:
             workers.shutdown()
@@ -63,10 +70,9 @@ def train(config: RlConfig, console: Console | None = None) -> RunState:
 
 
 def _prepared(
-    config: RlConfig, service: tinker.ServiceClient, workers: Workers, written: RunState, trackers: Sequence[Tracker], console: Console
+    config: RlConfig, service: tinker.ServiceClient, workers: Workers, state: RunState, trackers: Sequence[Tracker], console: Console
 ) -> "Run":
-    """Everything a run needs, warmed up if it is new: with no step `written`, there is nothing to go on with."""
-    state = written if written.step else RunState()
+    """Everything that a run needs to go on from `state`; a new one is warmed up."""
     client = training_client(service, config.model, state.weights)
     template = chat_template(config.model, load_tokenizer(config.model.tokenizer) if config.model.tokenizer else client.get_tokenizer())
     base_model = config.model.base_model or base_model_of(client)
@@ -80,10 +86,11 @@ def _prepared(
     rules = rules_of(config, max_context, template)
     player = make_player(config, config.env.options, rules, template, workers)
     evaluator = Evaluator(config, template, workers, max_context) if config.evaluation.every else None
+    checkpoints = Checkpoints(client, rest(config.server), Path(config.output.directory), config.output.keep, state)
     state = replace(state, tokenizer=str(template.tokenizer.name_or_path))
-    checkpoints = Checkpoints(client, rest(config.server), Path(config.output.directory), config.output.keep, written)
     learner = Learner(client, config.training, reference)
-    return Run(config, client, template, player, prompts, learner, evaluator, checkpoints, trackers, state)
+    failures = Failures(config.env.name, config.env.max_failed_share, config.env.max_failed_groups)
+    return Run(config, client, template, player, prompts, learner, evaluator, checkpoints, trackers, failures, state)
 
 
 @dataclass
@@ -99,6 +106,7 @@ class Run:
     evaluator: Evaluator | None
     checkpoints: Checkpoints
     trackers: Sequence[Tracker]
+    failures: Failures
     state: RunState
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the step at work, by stage."""
@@ -131,6 +139,7 @@ class Run:
         start = time.perf_counter()
         with self._timed("wait"):
             groups = await stream.take()
+        self.failures.judge(enough=1 if step + 1 == self.config.training.steps else ENOUGH)
         metrics = self._batch_metrics(groups, step, stream)
         if self.evaluator is None:
             await self._keep_if_best(metrics)  # before they change: the weights of this step, or older ones, have earned it
@@ -140,26 +149,32 @@ class Run:
         self.state = replace(self.state, step=step + 1, next_group=max(self.state.next_group, *(group.number + 1 for group in groups)))
         if step + 1 < self.config.training.steps:
             stream.publish(step + 1, policy)
-        await self._after(step + 1, policy, metrics, groups)
-        self.seconds["step"] = time.perf_counter() - start
-        self._log(step, metrics | {f"seconds/{stage}": spent for stage, spent in self.seconds.items()})
-
-    async def _after(self, done: int, policy: Policy, metrics: Metrics, groups: Sequence[Group]) -> None:
-        """What is due after so many steps: evaluation, pages, checkpoints."""
-        last = done == self.config.training.steps
-        if self.evaluator is not None and (last or done % self.config.evaluation.every == 0):
-            metrics |= await self._evaluated(policy, done)
-        output = self.config.output
-        if last or (output.save_every and done % output.save_every == 0):
+        if self.evaluator is not None and self._is_due(self.config.evaluation.every):
+            metrics |= await self._evaluated(policy, step + 1)
+        if self._is_due(self.config.output.trajectories_every):
+            self._show(f"step-{step + 1:06d}", [trajectory for group in groups for trajectory in group.trajectories])
+        saves = self._is_due(self.config.output.save_every, at_the_end=True)
+        if saves:
             with self._timed("save"):
                 self.state = await self.checkpoints.save_step(self.state)
-        if output.trajectories_every and (last or done % output.trajectories_every == 0):
-            self._show(f"step-{done:06d}", [trajectory for group in groups for trajectory in group.trajectories])
+        self.seconds["step"] = time.perf_counter() - start
+        self._log(step, metrics | {f"seconds/{stage}": spent for stage, spent in self.seconds.items()})
+        if saves:  # only now, so that a run that goes on from here has the metrics of every step before
+            await self.checkpoints.record(self.state)
+
+    def _is_due(self, every: int, at_the_end: bool = False) -> bool:
+        """Whether what happens every so many steps, never if 0, is due after `state.step` of them. The last step always counts."""
+        done = self.state.step
+        if done == self.config.training.steps:
+            return bool(every) or at_the_end
+        return every > 0 and done % every == 0
 
     async def _play(self, number: int, version: int, policy: Policy) -> Group:
         prompt = shuffled(self.prompts, number, self.config.training.seed)
         origins = [Origin(self.player.env, prompt.seed, number, m, version) for m in range(self.config.training.group_size)]
-        return Group(number, prompt, version, await self.player.play_group(policy, prompt, origins))
+        trajectories = await self.player.play_group(policy, prompt, origins)
+        self.failures.count(trajectories)
+        return Group(number, prompt, version, trajectories)
 
     def _wanted(self, group: Group) -> bool:
         return not self.config.training.dynamic_sampling or has_variance([trajectory.reward for trajectory in group.usable])

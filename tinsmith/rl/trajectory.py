@@ -21,6 +21,9 @@ STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)
 TRUNCATED: frozenset[StopReason] = frozenset({"length", "context"})
 """Endings by which a trajectory was cut for being long."""
 
+FAILED: frozenset[StopReason] = frozenset({"env_error", "env_timeout"})
+"""Endings that are the environment's fault."""
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -114,7 +117,9 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the environment says of the episode."""
     error: str = ""
-    """The exception's text, for the endings that have one."""
+    """Why the environment failed, in a line; empty if it did not."""
+    details: str = ""
+    """The same with the whole traceback, if there is one."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time by stage: "sample", "env"."""
     notes: Mapping[str, Any] = field(default_factory=dict)
@@ -133,7 +138,12 @@ class Trajectory:
     @property
     def usable(self) -> bool:
         """Whether it tells something about the model: something was sampled, and the environment did not fail."""
-        return bool(self.samples) and self.stop_reason not in ("env_error", "env_timeout")
+        return bool(self.samples) and not self.failed
+
+    @property
+    def failed(self) -> bool:
+        """Whether the environment ended it, by raising, by a wrong return value or by taking too long."""
+        return self.stop_reason in FAILED
 
     @property
     def truncated(self) -> bool:

@@ -9,6 +9,7 @@ import tinker
 from tinsmith.errors import ConfigError
 from tinsmith.rl import registry
 from tinsmith.rl.assemble import assemble
+from tinsmith.rl.calls import call
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import EnvSection, WarmupSection
 from tinsmith.rl.conversation import Conversation
@@ -50,16 +51,16 @@ def warm_up(
 
 
 def demonstrated(env: EnvSection, prompt: Prompt, thought: str) -> Demonstration:
-    """One episode; `thought` stands before every answer. Raises ConfigError if the environment cannot demonstrate."""
+    """One episode; `thought` stands before every answer. Raises ConfigError if the environment cannot demonstrate, EnvError if it fails."""
     player = registry.make(env.name, **env.options)
     if not isinstance(player, Teacher):
         raise ConfigError(f"warmup: steps: the environment {env.name!r} has no demonstrations; it would have to be a Teacher")
-    opening, _ = player.init(prompt)
+    opening, _ = call(player, "init", prompt)
     turns: list[tuple[str, Step]] = []
     while not turns or not turns[-1][1].done:
-        text = thought + player.demonstrate()
-        turns.append((text, Step(*player.step(text))))
-    player.close()
+        text = thought + call(player, "demonstrate")
+        turns.append((text, call(player, "step", text)))
+    call(player, "close")
     return Demonstration(opening, turns)
 
 

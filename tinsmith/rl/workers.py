@@ -15,20 +15,16 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl import registry
+from tinsmith.rl.calls import EnvError, call, env_error, guarded
+from tinsmith.rl.config import WorkerKind
 from tinsmith.rl.env import Env
-
-WorkerKind = Literal["inline", "thread", "process"]
 
 OPEN_S = 120.0
 """How long a thread or a process may take to import an environment's module and make the environment."""
-
-
-class EnvError(TinsmithError):
-    """An environment raised; the message is the exception's."""
 
 
 class EnvTimeoutError(TinsmithError):
@@ -39,7 +35,7 @@ class Session(Protocol):
     """One environment for one episode, wherever it runs."""
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """What the environment's `method` returns. Raises EnvError, EnvTimeoutError."""
+        """What the environment's `method` returns, checked (`calls.py`). Raises EnvError, EnvTimeoutError."""
         ...
 
     async def end(self) -> None:
@@ -78,7 +74,7 @@ class InlineSession:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """The method's value. Raises EnvError."""
-        return _guarded(getattr(self.env, method), *arguments)
+        return call(self.env, method, *arguments)
 
     async def end(self) -> None:
         """Close it."""
@@ -105,7 +101,7 @@ class ThreadSession:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """The method's value. Raises EnvError, EnvTimeoutError."""
-        return await self.workers.run(self.workers.timeout_s, _guarded, getattr(self.env, method), *arguments)
+        return await self.workers.run(self.workers.timeout_s, call, self.env, method, *arguments)
 
     async def end(self) -> None:
         """Close it."""
@@ -218,11 +214,11 @@ _here: dict[str, Env] = {}
 
 
 def _open_in_process(factory: Callable[..., Env], options: dict[str, Any]) -> None:
-    _here["env"] = _guarded(partial(factory, **options))
+    _here["env"] = guarded(partial(factory, **options))
 
 
 def _call_in_process(method: str, arguments: tuple[Any, ...]) -> Any:
-    return _guarded(getattr(_here["env"], method), *arguments)
+    return call(_here["env"], method, *arguments)
 
 
 def _made(name: str, options: Mapping[str, Any]) -> Env:
@@ -231,15 +227,7 @@ def _made(name: str, options: Mapping[str, Any]) -> Env:
         return registry.make(name, **options)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # as in `_guarded`
-        raise env_error(error) from error
-
-
-def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The function's value. Raises EnvError."""
-    try:
-        return function(*arguments)
-    except (Exception, SystemExit) as error:  # an environment is somebody's program: what it raises ends its episode, and is reported there
+    except (Exception, SystemExit) as error:  # as in `guarded`
         raise env_error(error) from error
 
 
@@ -274,8 +262,3 @@ async def _within(timeout_s: float, call: "Future[Any]") -> Any:
     if error is not None:
         raise env_error(error) from error
     return future.result()
-
-
-def env_error(error: BaseException) -> EnvError:
-    """What an environment raised, as the reason of an ending."""
-    return EnvError(f"{type(error).__name__}: {error}")

@@ -11,6 +11,8 @@ from torch.nn.functional import pad
 
 from tinsmith.sampling.randomness import uniforms
 
+COLDEST = float(np.finfo(np.float32).tiny)
+"""The lowest temperature but 0: smaller numbers are 0 to a device that has no subnormal ones, and 0 / 0 is NaN."""
 ROWS = 64
 """Sequences that are chosen for at a time: with a large vocabulary their float64 probabilities take more memory than the logits."""
 BRANCHES = 16
@@ -63,31 +65,43 @@ def choose(logits: Tensor, how: Choice) -> list[Chosen]:
 def _choose_rows(logits: Tensor, how: Choice) -> list[Chosen]:
     temperature = torch.from_numpy(how.temperature).to(logits.device).unsqueeze(1)
     greedy = temperature == 0
-    # The likeliest token is moved to 0 first: no temperature, however small, can divide it to infinity.
-    logprobs = ((logits - logits.amax(-1, keepdim=True)) / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
+    logprobs = logprobs_at(logits, torch.where(greedy, 1.0, temperature))
     u = uniforms(how.seed, how.sample, how.position, draws_needed(logits.shape[1]))
-    drawn = draw(truncate(logprobs, how.top_k, how.top_p), u[..., np.newaxis]).squeeze(1)
+    drawn = draw(truncate(logits, logprobs, how.top_k, how.top_p), u[..., np.newaxis]).squeeze(1)
     tokens = torch.where(greedy.squeeze(1), logits.argmax(-1), drawn) if (how.temperature == 0).any() else drawn
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    tops = _tops(logprobs, how.topk)
+    tops = _tops(logits, logprobs, how.topk)
     return [Chosen(*parts) for parts in zip(tokens.tolist(), chosen.tolist(), tops, strict=True)]
 
 
-def _tops(logprobs: Tensor, topk: NDArray[np.int64]) -> list[tuple[list[int], list[float]]]:
+def logprobs_at(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Log-probabilities [n, vocabulary] at temperatures above 0 [n, 1], however small.
+
+    The likeliest token is moved to 0 first, so that no temperature can divide it to infinity.
+    """
+    return ((logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=COLDEST)).log_softmax(-1)
+
+
+def _tops(logits: Tensor, logprobs: Tensor, topk: NDArray[np.int64]) -> list[tuple[list[int], list[float]]]:
     largest = int(topk.max())
     if largest == 0:
         return [([], [])] * len(topk)
-    values, ids = logprobs.topk(largest)
+    ids = logits.topk(largest).indices  # a high temperature makes the log-probabilities of different tokens equal
+    values = logprobs.gather(1, ids)
     return [(row[:k], own[:k]) for k, row, own in zip(topk.tolist(), ids.tolist(), values.tolist(), strict=True)]
 
 
-def truncate(logprobs: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
-    """`logprobs` [n, vocabulary] with -inf outside the top k tokens, then outside the smallest set of probability top_p among the rest."""
+def truncate(logits: Tensor, logprobs: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
+    """`logprobs` [n, vocabulary] with -inf outside the top k tokens, then outside the smallest set of probability top_p among the rest.
+
+    The `logits` [n, vocabulary] say which token is likelier: a high temperature makes their log-probabilities equal.
+    """
     rows = np.flatnonzero((top_k > 0) | (top_p < 1))
     if not rows.size:
         return logprobs
     index = torch.from_numpy(rows).to(logprobs.device)
-    ordered, columns = logprobs[index].sort(stable=True, dim=-1, descending=True)
+    columns = logits[index].sort(stable=True, dim=-1, descending=True).indices
+    ordered = logprobs[index].gather(1, columns)
     k = torch.from_numpy(np.where(top_k[rows] > 0, top_k[rows], logprobs.shape[1])).to(logprobs.device).unsqueeze(1)
     ordered = ordered.masked_fill(torch.arange(logprobs.shape[1], device=logprobs.device) >= k, -torch.inf)
     p = torch.from_numpy(top_p[rows]).to(logprobs.device).unsqueeze(1)

@@ -77,17 +77,18 @@ class KVCache:
     def take(self, count: int) -> list[int]:
         """That many blocks, cleared: attention multiplies what it masks by 0, and a NaN that another model left would come through.
 
-        Raises KeyError when there are too few: callers look at `available` first.
+        Raises KeyError when there are too few: callers look at `available` first. Out of memory takes none.
         """
         while len(self.free) < count:
             block, _ = self.idle.popitem(last=False)
             del self.block_of[self.key_of.pop(block)]
             self.free.append(block)
-        blocks = [self.free.pop() for _ in range(count)]
+        blocks = self.free[len(self.free) - count :][::-1]
+        self.keys[:, blocks] = 0  # the index takes memory of the device
+        self.values[:, blocks] = 0
+        del self.free[len(self.free) - count :]
         for block in blocks:
             self.users[block] = 1
-        self.keys[:, blocks] = 0
-        self.values[:, blocks] = 0
         return blocks
 
     def find(self, keys: Sequence[bytes]) -> list[int]:

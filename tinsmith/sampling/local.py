@@ -4,6 +4,7 @@
 whatever models and snapshots they belong to. `sampling/schedule.py` decides what goes into a pass.
 """
 
+import logging
 import secrets
 from collections.abc import Sequence as Items
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.config import SamplingConfig
-from tinsmith.errors import UserError
+from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter
@@ -21,16 +22,19 @@ from tinsmith.models.threads import threads_for
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.cached_attention import CachedPlan, Window
-from tinsmith.sampling.choose import choose
+from tinsmith.sampling.choose import Chosen, choose
 from tinsmith.sampling.kv_cache import CacheShape, KVCache
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.schedule import Schedule
 from tinsmith.sampling.sequence import SampleFailure, SampleJob, SampleResult, Sequence, StopRuleState, choice_of
 from tinsmith.sampling.stopping import StopIds, StopStrings
+from tinsmith.store import ids
 from tinsmith.training.backend import is_out_of_memory
 from tinsmith.training.logprobs import head_logits, head_lora
 from tinsmith.wire.sample import SampleRequest
+
+log = logging.getLogger(__name__)
 
 
 class Sampler(Protocol):
@@ -46,12 +50,17 @@ class Sampler(Protocol):
         """How many sequences are being decoded, and how many wait."""
         ...
 
+    @property
+    def room(self) -> int:
+        """How many more sequences it would like to have at hand. It takes more, but they would only wait in it."""
+        ...
+
     def add(
         self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, line: str | None = None
     ) -> None:
-        """Accept a request. `line` is what the versions of its weights share that are replaced while it runs (`publish`).
+        """Accept a request. No other that it has may have this `request_id`.
 
-        Raises UserError if it can never run.
+        `line` is what the versions of its weights share that are replaced while it runs (`publish`). Raises UserError if it can never run.
         """
         ...
 
@@ -60,7 +69,7 @@ class Sampler(Protocol):
         ...
 
     def step(self) -> Items[SampleResult | SampleFailure]:
-        """Do a small piece of work; returns the requests that have ended."""
+        """Do a small piece of work; returns the requests that have ended. What goes wrong with one of them is its failure only."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -92,6 +101,11 @@ class LocalSampler:
         """See `Sampler`."""
         return len(self.schedule.running), sum(1 + s.forks for s in (*self.schedule.filling, *self.schedule.waiting))
 
+    @property
+    def room(self) -> int:
+        """See `Sampler`: as many may wait as can run."""
+        return self.schedule.max_running - sum(1 + s.forks for s in self.schedule.waiting)
+
     def add(
         self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, line: str | None = None
     ) -> None:
@@ -101,6 +115,7 @@ class LocalSampler:
         seed = secrets.randbits(64) if params.seed is None else params.seed
         job = SampleJob(
             request_id=request_id,
+            session=ids.session_of(request.sampling_session_id),
             rendered=rendered,
             weights=weights,
             line=line,
@@ -114,7 +129,7 @@ class LocalSampler:
             unfinished=request.num_samples,
         )
         job.sequences = [Sequence(job, index, self._stop_rule(job)) for index in range(job.num_samples)]
-        self.schedule.waiting.append(job.sequences[0])
+        self.schedule.waiting.add(job.session, job.sequences[0])
 
     def publish(self, weights: Weights, line: str | None) -> None:
         """See `Sampler`. What the former weights have computed is computed again; answers about a prompt stay, if they are complete."""
@@ -125,19 +140,49 @@ class LocalSampler:
             if job.scores and not job.scores.complete:
                 job.scores = PromptScores(job.rendered, job.scores.asked, job.params, job.seed)
 
-    def step(self) -> list[SampleResult]:
-        """See `Sampler`. A pass that runs out of memory leaves no trace, and the next one is smaller."""
-        windows = self.schedule.next_pass()
+    def step(self) -> list[SampleResult | SampleFailure]:
+        """See `Sampler`. A pass that runs out of memory leaves no trace, and the next one is smaller.
+
+        Raises what keeps it from composing a pass, for which no request is to blame.
+        """
+        windows: list[tuple[Sequence, Window]] = []
         try:
-            with torch.no_grad(), threads_for(self.base, sum(len(window) for _, window in windows)):
-                return self._pass(windows)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or not self.schedule.retreat(windows):
+            windows = self.schedule.next_pass()
+            return self._pass(windows)
+        except Exception as error:
+            smaller = is_out_of_memory(error) and self.schedule.retreat(windows)
+            if not smaller and not windows:
                 raise
+            if not smaller:
+                log.warning("a pass failed; each sample of it is tried alone: %s", error)
         # Outside of the handler, where the failed pass holds no tensors any more.
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
-        return []
+        return [] if smaller else self._one_by_one(windows)
+
+    def _one_by_one(self, windows: list[tuple[Sequence, Window]]) -> list[SampleResult | SampleFailure]:
+        """A pass of its own for each job, so that only those fail that cannot be computed."""
+        jobs: dict[int, list[tuple[Sequence, Window]]] = {}
+        for sequence, window in windows:
+            jobs.setdefault(id(sequence.job), []).append((sequence, window))
+        ended: list[SampleResult | SampleFailure] = []
+        for own in jobs.values():
+            try:
+                ended += self._pass(own)
+            except Exception as error:
+                if isinstance(error, DeviceLostError):
+                    raise
+                self._fail(own[0][0].job, error, ended)
+        return ended
+
+    def _fail(self, job: SampleJob, error: Exception, ended: list[SampleResult | SampleFailure]) -> None:
+        """End a job with what it raised. What is not of our family is logged with its traceback."""
+        if not isinstance(error, TinsmithError):
+            log.error("unexpected error in sample=%s", job.request_id, exc_info=error)
+            error = TinsmithError(f"internal error: {error!r}")
+        job.failed = True
+        self.schedule.drop(lambda sequence: sequence.job is job)
+        ended.append(SampleFailure(job.request_id, error))
 
     def cancel(self, request_id: str) -> None:
         """See `Sampler`."""
@@ -166,22 +211,42 @@ class LocalSampler:
 
     # One pass
 
-    def _pass(self, windows: list[tuple[Sequence, Window]]) -> list[SampleResult]:
+    def _pass(self, windows: list[tuple[Sequence, Window]]) -> list[SampleResult | SampleFailure]:
         """Compute the windows and choose the tokens that follow. No sequence is changed before all of that has succeeded."""
-        ready: list[Sequence] = []
-        logits: list[Tensor] = []
-        for group in shared_rows([sequence.job.weights for sequence, _ in windows]):
-            complete, behind = self._compute([windows[i] for i in group])
-            ready += complete
-            logits.append(behind)
-        samples = [s.job.sequences if s.starts_job else [s] for s in ready]
-        growing = [s for group in samples for s in group]
-        following = choose(_for_each(_joined(logits), [len(group) for group in samples]), choice_of(growing)) if ready else []
-        for sequence, window in windows:
-            self.schedule.computed(sequence, window.end)
+        with torch.no_grad(), threads_for(self.base, sum(len(window) for _, window in windows)):
+            ready: list[Sequence] = []
+            logits: list[Tensor] = []
+            for group in shared_rows([sequence.job.weights for sequence, _ in windows]):
+                complete, behind = self._compute([windows[i] for i in group])
+                ready += complete
+                logits.append(behind)
+            samples = [s.job.sequences if s.starts_job else [s] for s in ready]
+            growing = [s for group in samples for s in group]
+            following = choose(_for_each(_joined(logits), [len(group) for group in samples]), choice_of(growing)) if ready else []
+            forks = self.schedule.forks(windows)
+        self.schedule.computed(windows, forks)
+        return self._append(growing, following)
+
+    def _append(self, growing: list[Sequence], following: list[Chosen]) -> list[SampleResult | SampleFailure]:
+        """Give each sequence its next token, and end those that are complete. What one of them raises fails its job alone."""
+        ended: list[SampleResult | SampleFailure] = []
         for sequence, token in zip(growing, following, strict=True):
-            sequence.append(token)
-        return self._retire([s for s in growing if s.reason])
+            job = sequence.job
+            if job.failed:
+                continue
+            try:
+                sequence.append(token)
+                if sequence.reason is not None:
+                    job.unfinished -= 1
+                    if job.unfinished == 0:
+                        ended.append(job.result())
+            except Exception as error:
+                if isinstance(error, DeviceLostError):
+                    raise
+                self._fail(job, error, ended)
+        if any(sequence.reason for sequence in growing):
+            self.schedule.drop(lambda sequence: sequence.reason is not None)
+        return ended
 
     def _compute(self, windows: list[tuple[Sequence, Window]]) -> tuple[list[Sequence], Tensor]:
         """One row of windows -> the sequences that have been computed to their end, and the logits [sequences, vocabulary] behind them."""
@@ -228,16 +293,6 @@ class LocalSampler:
 
     def _head_logits(self, weights: Weights | None, hidden: Tensor) -> Tensor:
         return head_logits(hidden, self.base.head(weights), *head_lora(weights if isinstance(weights, Adapter) else None))
-
-    def _retire(self, ended: list[Sequence]) -> list[SampleResult]:
-        results = []
-        for sequence in ended:
-            sequence.job.unfinished -= 1
-            if sequence.job.unfinished == 0:
-                results.append(sequence.job.result())
-        if ended:
-            self.schedule.drop(lambda sequence: sequence.reason is not None)
-        return results
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

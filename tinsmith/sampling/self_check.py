@@ -33,7 +33,7 @@ from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.kv_cache import CacheShape, blocks_for
 from tinsmith.sampling.local import LocalSampler
-from tinsmith.sampling.sequence import SampleResult
+from tinsmith.sampling.sequence import SampleFailure, SampleResult
 from tinsmith.training.logprobs import target_logprobs
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
@@ -261,7 +261,10 @@ def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], al
         sampler.add(str(index), _request(), probe.rendered, probe.adapter)
     finished: dict[int, SampleResult] = {}
     while sampler.has_work:
-        finished.update((int(result.request_id), result) for result in sampler.step())
+        for ended in sampler.step():
+            if isinstance(ended, SampleFailure):
+                raise ended.error
+            finished[int(ended.request_id)] = ended
     prompts, answers, again = [], [], []
     for index, probe in enumerate(probes):
         result = finished[index]

@@ -29,6 +29,8 @@ class SampleJob:
     """One asample request: a prompt, whose weights, and how many samples of it."""
 
     request_id: str
+    session: str
+    """Of the client that sent it: sessions take turns."""
     rendered: RenderedInput
     weights: Weights | None
     """The snapshot to sample from; None is the bare base."""
@@ -47,9 +49,16 @@ class SampleJob:
     topk: int
     """Likeliest tokens to report at each sampled position."""
     unfinished: int = 0
+    failed: bool = False
+    """It has ended in an error: what its other sequences get does not matter any more."""
     cached_tokens: int = 0
     """Prompt tokens that another request had computed before."""
     sequences: list["Sequence"] = field(default_factory=list)
+
+    @property
+    def cost_of_prompt_token(self) -> int:
+        """The time to compute a prompt token with what is asked about it, in that of a token of which nothing is asked."""
+        return 1 if self.scores is None or self.scores.complete else self.scores.cost
 
     def result(self) -> "SampleResult":
         """What the client gets, once every sequence has ended."""
@@ -75,6 +84,8 @@ class Sequence:
     """Its cache blocks, in order; empty while it waits."""
     stored: int = 0
     """Tokens of it whose keys and values lie in `blocks`."""
+    admitted: int = 0
+    """When it was let in, counted over all that were: the youngest is preempted first."""
     keys: list[bytes] = field(default_factory=list)
     """Of its first full blocks, as far as they were asked for."""
     reason: Literal["stop", "length"] | None = None

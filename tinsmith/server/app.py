@@ -23,5 +23,11 @@ def create_app(hub: Hub) -> FastAPI:
 
 
 async def _not_built(request: Request) -> Response:
+    if request.url.path.startswith(f"{_PREFIX}{_PREFIX}/"):
+        base_url = str(request.base_url).rstrip("/")
+        raise NotFoundError(
+            f"{request.url.path} does not exist: the client adds {_PREFIX} to its base_url by itself; "
+            f"leave it off, as in base_url={base_url!r}"
+        )
     # Not 501, which would be fitting: the SDK sends 5xx again for minutes.
     raise NotFoundError(f"{request.method} {request.url.path} is not built in this version of Tinsmith")

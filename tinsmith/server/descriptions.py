@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from tinsmith.store.records import Checkpoint, Run
-from tinsmith.store.session_catalog import CLIENT_REASONS, SessionSummary
+from tinsmith.store.records import CLIENT_REASONS, Checkpoint, Run
+from tinsmith.store.session_catalog import SessionSummary
 from tinsmith.wire.paths import parse_path
 
 OWNER = "local"
@@ -35,13 +35,17 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def describe_run(run: Run, base_model: str) -> dict[str, Any]:
-    """A training run on a base model of this name. One that was lost, or could not be created, counts as corrupted."""
+    """A training run on a base model of this name. One that was lost, or could not be created, counts as corrupted.
+
+    `status` is not in the SDK's type: it tells lost models from those that their client finished and those that the server unloaded.
+    """
     rank = run.model.lora_config["rank"]
     return {
         "training_run_id": run.model.model_id,
         "base_model": base_model,
         "model_owner": OWNER,
         "is_lora": rank > 0,
+        "status": run.model.status,
         "corrupted": run.model.status in ("failed", "lost"),
         "lora_rank": rank or None,
         "last_request_time": timestamp(run.last_request_at),

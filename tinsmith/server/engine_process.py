@@ -1,50 +1,90 @@
 """The engine as a child process: started with a fresh link, watched, restarted when it dies, shut down with the server."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal
 
 import orjson
+import zmq
 
 from tinsmith.config import Config, to_tree
 from tinsmith.engine.link import ServerLink
-from tinsmith.engine.messages import Message, Ready, Shutdown, Wake
-from tinsmith.errors import ConfigError, EngineUnavailableError
+from tinsmith.engine.messages import Bye, Message, Ready, Saving, Shutdown
+from tinsmith.errors import ConfigError, EngineUnavailableError, StoreUnavailableError
 
 log = logging.getLogger(__name__)
 
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 30.0
 _LOADING = "the engine is loading its models"
-_TERMINATE_S = 1.0
-"""How long a terminated engine may take before it is killed."""
+_DATABASE_RETRY_S = 1.0
+"""Time between two attempts to write down that an engine has ended."""
+_WATCH_S = 1.0
+"""Time between two looks for heartbeats."""
+_LAST_WORDS_S = 0.5
+"""How long the last message of an engine that has ended may take to be read."""
 
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 """Threads of a pass that wait for each other sleep: where other processes need the cores, those that spin make it ten times slower."""
 
 
+ENGINE = (sys.executable, "-m", "tinsmith.engine")
+"""The program that an engine is."""
+
+
 class EngineProcess:
     """Keeps one engine running."""
 
-    def __init__(self, config: Config, on_message: Callable[[Message], None], on_absent: Callable[[str], Awaitable[None]]) -> None:
-        """`on_message` gets every message. `on_absent` is awaited before each start and after each death, with what happened."""
+    def __init__(
+        self,
+        config: Config,
+        on_message: Callable[[Message], None],
+        on_ready: Callable[[], Awaitable[None]],
+        on_absent: Callable[[str], Awaitable[None]],
+        program: Sequence[str] = ENGINE,
+    ) -> None:
+        """Nothing runs yet.
+
+        `on_message` gets every message. `on_ready` is awaited when an engine can take work, `on_absent` before each start and after each
+        death, with what happened. `program` is started with the link's address and our process id as arguments.
+        """
         self._config = config
         self._on_message = on_message
+        self._on_ready = on_ready
         self._on_absent = on_absent
+        self._program = program
         self._link: ServerLink | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._stop = asyncio.Event()
-        self.state: Literal["starting", "ready", "down"] = "starting"
+        self._patience: asyncio.Timeout | None = None
+        """How long the engine may take to end, once it was told to."""
+        self._bye = asyncio.Event()
+        self._fault = ""
+        """Why the engine that runs, or has just ended, was to end; empty if nobody knows."""
+        self._was_ready = False
+        """Whether the engine that runs, or has just ended, was ever ready."""
+        self._beaten = False
+        """Whether a heartbeat came since the watchdog last looked."""
+        self.state: Literal["starting", "ready", "silent", "down"] = "starting"
+        """A silent engine was ready, and has shown no sign of life for `engine_silent_s`."""
         self.reason = _LOADING
         """Why the engine is not ready, if it is not."""
+        self.busy_s = 0.0
+        """How long its loop had been in its current turn at the last heartbeat; 0 while it waits for work."""
 
     @property
     def is_ready(self) -> bool:
         """Whether the engine can take work."""
         return self.state == "ready"
+
+    @property
+    def takes_messages(self) -> bool:
+        """Whether what is sent reaches an engine that was ready, though it may be silent now."""
+        return self.state in ("ready", "silent")
 
     async def run(self) -> None:
         """Start the engine and restart it until `stop`. Raises ConfigError if the first one ends before it is ready."""
@@ -52,19 +92,31 @@ class EngineProcess:
         delay_s = 0.0
         ever_ready = False
         while True:
-            await self._on_absent(happened)
+            while not await self._gave_up(happened):
+                if await self._stopped_within(_DATABASE_RETRY_S):
+                    return
             if await self._stopped_within(delay_s):
                 return
             exit_code, was_ready = await self._run_once()
             if self._stop.is_set():
                 return
             ever_ready |= was_ready
-            happened = f"the engine process ended unexpectedly ({_describe(exit_code)})"
+            happened = f"the engine process ended unexpectedly ({self._fault or _describe(exit_code)})"
             if not ever_ready:
                 raise ConfigError(f"{happened} before it could take work; its output above says why")
             delay_s = _FIRST_DELAY_S if was_ready else min(2 * delay_s, _LONGEST_DELAY_S)
             self.reason = f"{happened}; it is restarted in {delay_s:.0f} s"
             log.error(self.reason)
+
+    async def _gave_up(self, happened: str) -> bool:
+        """Give up what the absent engine had. False if the database, which is to know of it, is locked, full or broken: try again."""
+        try:
+            await self._on_absent(happened)
+        except StoreUnavailableError as error:
+            self.reason = f"{happened}; the engine is not started: {error}"
+            log.warning(self.reason)
+            return False
+        return True
 
     async def _stopped_within(self, delay_s: float) -> bool:
         try:
@@ -75,34 +127,96 @@ class EngineProcess:
         return True
 
     async def _run_once(self) -> tuple[int, bool]:
-        """One life of an engine: its exit code, and whether it was ever ready."""
+        """Run one engine process: its exit code, and whether it was ever ready."""
         link = ServerLink()
-        command = [sys.executable, "-m", "tinsmith.engine", link.address, str(os.getpid())]
+        command = [*self._program, link.address, str(os.getpid())]
         process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE, env={**_ENVIRONMENT, **os.environ})
         self._link, self._process = link, process
+        self._bye, self._fault, self._was_ready = asyncio.Event(), "", False
         self.state, self.reason = "starting", _LOADING
-        reader = asyncio.create_task(self._read(link))
+        log.info("the engine starts: it imports its libraries and loads %s ...", ", ".join(self._config.base_models))
+        watchers = [asyncio.create_task(watch) for watch in (self._read(link), self._listen(link), self._watch(process))]
         try:
             if self._stop.is_set():
-                process.terminate()
+                process.kill()
             assert process.stdin is not None
             process.stdin.write(orjson.dumps(to_tree(self._config)))
             process.stdin.close()
-            return await process.wait(), self.is_ready
+            return await self._ended(process, watchers), self._was_ready
         finally:
             self._link = self._process = None
-            self.state, self.reason = "down", "the engine process has ended"
-            reader.cancel()
-            await asyncio.wait([reader])
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.wait(watchers)
             link.close()
 
+    async def _ended(self, process: asyncio.subprocess.Process, watchers: list[asyncio.Task[None]]) -> int:
+        """Wait for the end of the process; returns its exit code. If one that watches it fails, nobody would see: the process is killed."""
+        exited = asyncio.create_task(process.wait())
+        await asyncio.wait([exited, *watchers], return_when=asyncio.FIRST_COMPLETED)
+        for failed in (watcher for watcher in watchers if watcher.done()):
+            log.error("the engine process is killed: the server cannot listen to it any more", exc_info=failed.exception())
+            self._fault = f"the server could not listen to it any more: {failed.exception()!r}"
+            process.kill()
+        exit_code = await exited
+        self.state, self.reason, self.busy_s = "down", f"the engine process has ended ({_describe(exit_code)})", 0.0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._bye.wait()
+        return exit_code
+
     async def _read(self, link: ServerLink) -> None:
-        async for message in link:
-            self._on_message(message)
-            if isinstance(message, Ready):
+        """Handle what the engine says. A message that cannot be handled is logged, and those behind it are read."""
+        while True:
+            try:
+                await self._handle(await link.receive())
+            except zmq.ZMQError:
+                raise
+            except Exception:
+                log.exception("a message of the engine could not be handled")
+
+    async def _handle(self, message: Message) -> None:
+        if isinstance(message, Saving) and self._patience is not None:
+            self._patience.reschedule(asyncio.get_running_loop().time() + self._config.server.shutdown_s)
+        if isinstance(message, Bye):
+            self._fault = message.reason
+            self._bye.set()
+        self._on_message(message)
+        if isinstance(message, Ready) and self.state == "starting":
+            self.state, self.reason, self._was_ready = "ready", "", True
+            log.info("the engine is ready: %s", ", ".join(model["name"] for model in message.models))
+            await self._on_ready()
+
+    async def _listen(self, link: ServerLink) -> None:
+        while True:
+            self.busy_s = (await link.receive_heartbeat()).busy_s
+            self._beaten = True
+            if self.state == "starting":
+                self.reason = _LOADING
+            elif self.state == "silent":
                 self.state, self.reason = "ready", ""
-                log.info("the engine is ready: %s", ", ".join(model["name"] for model in message.models))
-                await link.send(Wake())
+                log.info("the engine shows signs of life again")
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Notice that the process is silent, and in the end kill it.
+
+        Silence is counted in rounds, not by the clock: a server that could not run itself, because it was stopped or its machine slept,
+        has heard nothing either.
+        """
+        silent_s = 0.0
+        while True:
+            self._beaten = False
+            await asyncio.sleep(_WATCH_S)
+            silent_s = 0.0 if self._beaten else silent_s + _WATCH_S
+            if silent_s >= self._config.server.engine_silent_s:
+                if self.state == "ready":
+                    log.error("the engine has shown no sign of life for %.0f s; it is not given new work", silent_s)
+                    self.state = "silent"
+                self.reason = f"the engine has shown no sign of life for {silent_s:.0f} s"
+            if silent_s >= self._config.server.engine_hung_s:
+                self._fault = f"it had shown no sign of life for {silent_s:.0f} s (engine_hung_s) and was killed"
+                process.kill()
+                silent_s = 0.0
 
     async def send(self, message: Message) -> None:
         """Send to a ready engine. Raises EngineUnavailableError if there is none."""
@@ -111,36 +225,41 @@ class EngineProcess:
         await self._link.send(message)
 
     async def notify(self, message: Message) -> None:
-        """Send to the engine if there is one that is ready. One that is not finds everything in the store when it is."""
-        if self.is_ready and self._link is not None:
+        """Send to the engine if one was ready. One that is not finds everything in the store when it is."""
+        if self.takes_messages and self._link is not None:
             await self._link.send(message)
 
     async def stop(self) -> None:
-        """Let the engine finish the pass that is running and exit; after `shutdown_s` end it."""
+        """Let the engine finish the pass that is running, save its models and exit.
+
+        It is ended once it has needed more than `shutdown_s` for the pass, or for one of the models.
+        """
         self._stop.set()
         process, link = self._process, self._link
         if process is None or link is None:
             return
-        if not self.is_ready:
+        if not self.takes_messages:
             await _end(process)
             return
-        try:
+        limit_s = self._config.server.shutdown_s
+        with contextlib.suppress(EngineUnavailableError, TimeoutError):
             await link.send(Shutdown())
-            async with asyncio.timeout(self._config.server.shutdown_s):
+            async with asyncio.timeout(limit_s) as self._patience:
                 await process.wait()
-        except (EngineUnavailableError, TimeoutError):
-            await _end(process)
+                return
+        log.error("the engine has neither ended nor begun to save another model within shutdown_s=%g: models are lost", limit_s)
+        await _end(process)
+
+    def kill(self) -> None:
+        """End the engine at once. Its models are lost."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is not None:
-        return
-    log.warning("the engine did not exit by itself and is terminated")
-    process.terminate()
-    try:
-        async with asyncio.timeout(_TERMINATE_S):
-            await process.wait()
-    except TimeoutError:
+    """Kill the engine, if it has not ended: it leaves SIGTERM to its server."""
+    if process.returncode is None:
+        log.warning("the engine did not exit by itself and is killed")
         process.kill()
         await process.wait()
 

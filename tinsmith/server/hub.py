@@ -2,16 +2,18 @@
 
 from pathlib import Path
 
+from cachetools import LRUCache
 from fastapi import Request
 
 from tinsmith.config import Config
-from tinsmith.engine.messages import Done, EndSession, Message, Ready, SampleDone, SampleFailed, Status
+from tinsmith.engine.messages import Done, EndSession, Message, Ready, SampleDone, SampleFailed, Status, Wake
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.server.activity import Activity
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.base_models import BaseModels
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.lifetimes import Lifetimes
+from tinsmith.server.queued_operations import QueuedOperations
 from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.server.sample_reports import SampleReports
 from tinsmith.server.samples import SampleBook
@@ -21,6 +23,9 @@ from tinsmith.server.waiters import Waiters
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
+
+_KNOWN_MODELS = 4096
+"""Models that need not be looked up again."""
 
 
 class Hub:
@@ -33,34 +38,48 @@ class Hub:
         self.files = CheckpointFiles(data_dir, config.checkpoint_root)
         self.signer = Signer(data_dir)
         self.waiters: Waiters[Outcome | SampleDone | SampleFailed] = Waiters()
-        self.samples = SampleBook(config.server.max_pending_samples, config.server.sample_result_ttl_s)
+        self.samples = SampleBook(config.server)
         self.sample_reports = SampleReports(config.server.sample_result_ttl_s, SampleJournal(data_dir))
         self.sampling_sessions = SamplingSessions(self.store)
         self.lifetimes = Lifetimes(config.server, self.store, self.files)
         self.base_models = BaseModels()
-        self.engine = EngineProcess(config, self.take, self._on_absent)
+        self.engine = EngineProcess(config, self.take, self.engine_ready, self.engine_absent)
         self.activity = Activity()
-        self._known_models: set[str] = set()
+        self.queued = QueuedOperations(config.server)
+        self._known_models: LRUCache[str, bool] = LRUCache(_KNOWN_MODELS)
+        self._ended: dict[str, bool] = {}
+        """Sessions that have ended and that the engine has not been told of, and whether it is to save their models."""
 
     def take(self, message: Message) -> None:
         """Take in a message of the engine."""
         if isinstance(message, Ready):
             self.base_models.replace(message.models)
         elif isinstance(message, Done):
+            self.queued.end(message.request_id)
             self.waiters.deliver(message.request_id, message.outcome)
         elif isinstance(message, Status):
             self.activity.take(message)
         elif isinstance(message, SampleDone | SampleFailed):
-            self.samples.finish(message)
-            if isinstance(message, SampleDone):
-                self.sample_reports.add(message.request_id, "finished", len(message.payload))
-            else:
-                self.sample_reports.add(message.request_id, "failed")
-            self.waiters.deliver(message.request_id, message)
+            self._end_sample(message)
 
-    async def _on_absent(self, reason: str) -> None:
+    def _end_sample(self, message: SampleDone | SampleFailed) -> None:
+        if not self.samples.finish(message):
+            return  # its client gave it up
+        if isinstance(message, SampleDone):
+            self.sample_reports.add(message.request_id, "finished", len(message.payload))
+        else:
+            self.sample_reports.add(message.request_id, "failed")
+        self.waiters.deliver(message.request_id, message)
+
+    async def engine_ready(self) -> None:
+        """An engine has begun to take work: it is told of what came in while it was not ready."""
+        await self.engine.notify(Wake())
+        await self._tell_ended()
+
+    async def engine_absent(self, reason: str) -> None:
         """There is no engine: what was queued or running for it is over."""
         await self.store.write(Store.fail_unfinished, reason)
+        self.queued.clear()
         self.activity.clear()
         for request_id in self.samples.lose_running():
             self.sample_reports.add(request_id, "failed")
@@ -68,10 +87,22 @@ class Hub:
         self.waiters.all_look_again()
 
     async def end_session(self, session_id: str, save: bool) -> None:
-        """The session is finished in the store: unload its models, with `save` as checkpoints, and drop its snapshots."""
+        """The session is finished in the store: cancel its samples, unload its models, with `save` as checkpoints, and drop its snapshots.
+
+        An engine that is not ready is told when it is: it may find commands of this session in the log.
+        """
+        self._ended[session_id] = save
         self.sampling_sessions.forget(session_id)
         self.sample_reports.forget(session_id)
-        await self.engine.notify(EndSession(session_id, save))
+        for request_id in self.samples.end_session(session_id):
+            self.waiters.look_again(request_id)
+        if self.engine.takes_messages:
+            await self._tell_ended()
+
+    async def _tell_ended(self) -> None:
+        for session_id, save in list(self._ended.items()):
+            await self.engine.notify(EndSession(session_id, save))
+            self._ended.pop(session_id, None)
 
     async def require_open_session(self, session_id: str) -> None:
         """Raise NotFoundError for an unknown session, UserError for a finished one."""
@@ -82,11 +113,11 @@ class Hub:
             raise UserError(f"session {session_id} is finished; create a new one")
 
     async def require_model(self, model_id: str) -> None:
-        """Raise NotFoundError for a model that was never created. Models are never deleted, so each is looked up once."""
+        """Raise NotFoundError for a model that was never created. One that trains is looked up once."""
         if model_id not in self._known_models:
             if await self.store.read(Store.model, model_id) is None:
                 raise NotFoundError(f"model {model_id!r} does not exist")
-            self._known_models.add(model_id)
+            self._known_models[model_id] = True
 
 
 def hub_of(request: Request) -> Hub:

@@ -1,16 +1,18 @@
 """What ends by itself: sessions that show no sign of life, results that nobody will fetch any more, checkpoints whose time is over.
 
-Heartbeats are written as they come; other requests are only noted in memory and written at the next round, because a sample must not
-wait for the database.
+When a session was last seen is kept in memory, in monotonic time: a request must not wait for the database, and a clock that is set must
+not end a session.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 from tinsmith.config import ServerConfig
 from tinsmith.engine.boundary import failing_into
+from tinsmith.errors import TinsmithError
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
@@ -26,13 +28,12 @@ class Lifetimes:
     """When sessions were last seen, and the round that ends what is over."""
 
     def __init__(self, config: ServerConfig, store: AsyncStore, files: CheckpointFiles) -> None:
-        """Clients had no way to show themselves before now, so no session ends earlier than `session_idle_s` from now."""
+        """No session ends earlier than `session_idle_s` after the first round: clients could not show themselves before."""
         self._config = config
         self._store = store
         self._files = files
-        self._started_at = time.time()
         self._seen: dict[str, float] = {}
-        """Unix time of the last request of a session since the last round."""
+        """Monotonic time of the last request or heartbeat of each session, or of the round that first met it."""
 
     @property
     def round_s(self) -> float:
@@ -41,21 +42,36 @@ class Lifetimes:
 
     def saw(self, owned_id: str) -> None:
         """Note a request for a model, sampling session or request id."""
-        self._seen[ids.session_of(owned_id)] = time.time()
+        self.saw_session(ids.session_of(owned_id))
 
-    async def end_idle_sessions(self) -> list[str]:
-        """Finish the sessions without heartbeat and request for `session_idle_s`; returns their ids."""
-        seen, self._seen = self._seen, {}
-        await self._store.write(Store.touch_sessions, seen)
-        idle_s = self._config.session_idle_s
-        if time.time() - self._started_at < idle_s:
-            return []
-        return await self._store.write(Store.finish_idle_sessions, time.time() - idle_s, f"no sign of life for {idle_s:g} s")
+    def saw_session(self, session_id: str) -> None:
+        """Note a heartbeat."""
+        self._seen[session_id] = time.monotonic()
+
+    async def end_idle_sessions(self) -> AsyncIterator[str]:
+        """Finish the sessions without heartbeat and request for `session_idle_s`.
+
+        Gives out the id of each as soon as it is finished: whoever ends its work must hear of it, though the next may fail.
+        """
+        open_sessions = await self._store.read(Store.open_sessions)
+        now, idle_s = time.monotonic(), self._config.session_idle_s
+        self._seen = {session_id: self._seen.get(session_id, now) for session_id in open_sessions}
+        idle = [session_id for session_id, seen in self._seen.items() if now - seen >= idle_s]
+        reason = f"no sign of life for {idle_s:g} s"
+        for session_id in idle:
+            if await self._store.write(Store.finish_session, session_id, "expired", reason):
+                yield session_id
 
     async def drop_results(self) -> None:
         """Forget results older than `result_ttl_s`, and those of sessions that were finished before the last round."""
         now = time.time()
         await self._store.write(Store.drop_results, now - self._config.result_ttl_s, now - self.round_s)
+
+    async def forget_ended(self) -> None:
+        """Forget sessions that ended `ended_session_ttl_s` ago, but for runs that have checkpoints."""
+        forgotten = await self._store.write(Store.forget_ended, time.time() - self._config.ended_session_ttl_s)
+        if forgotten:
+            log.info("%d rows of sessions that ended long ago are deleted", forgotten)
 
     async def sweep(self) -> None:
         """Delete expired checkpoints, and files that belong to none. Among the reads: an object store may be slow to delete."""
@@ -63,12 +79,24 @@ class Lifetimes:
 
 
 async def keep_up(lifetimes: Lifetimes, on_session_end: Callable[[str], Awaitable[None]]) -> None:
-    """One round after the other until cancelled. `on_session_end` is awaited with the id of each session that has ended."""
+    """One round after the other until cancelled. `on_session_end` is awaited with the id of each session that has ended.
+
+    Each part of a round fails alone: what one session does wrong keeps no other loaded.
+    """
     while True:
         await asyncio.sleep(lifetimes.round_s)
-        with failing_into(lambda error: log.error("what is over could not be cleared: %s", error)):
-            for session_id in await lifetimes.end_idle_sessions():
+        with failing_into(partial(_log, "idle sessions could not be ended")):
+            async for session_id in lifetimes.end_idle_sessions():
                 log.info("session %s has ended: no sign of life", session_id)
-                await on_session_end(session_id)
+                with failing_into(partial(_log, f"the models of session {session_id} could not be unloaded")):
+                    await on_session_end(session_id)
+        with failing_into(partial(_log, "old results could not be dropped")):
             await lifetimes.drop_results()
+        with failing_into(partial(_log, "sessions that ended long ago could not be forgotten")):
+            await lifetimes.forget_ended()
+        with failing_into(partial(_log, "files that belong to no checkpoint could not be deleted")):
             await lifetimes.sweep()
+
+
+def _log(what: str, error: TinsmithError) -> None:
+    log.error("%s: %s", what, error)

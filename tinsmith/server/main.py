@@ -16,7 +16,9 @@ import uvloop
 
 from tinsmith.config import Config
 from tinsmith.errors import ConfigError
+from tinsmith.logs import start_logging
 from tinsmith.server.app import create_app
+from tinsmith.server.http_protocol import http_protocol
 from tinsmith.server.hub import Hub
 from tinsmith.server.lifetimes import keep_up
 from tinsmith.store.lock import only_user
@@ -34,12 +36,12 @@ _HTTP_GRACE_S = 2
 
 
 def run_server(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM. A second signal ends the server at once, with SystemExit.
 
-    Raises ConfigError: no base model, an address that cannot be used, a data_dir that cannot be used or that another server uses, or
-    an engine that ends before it was ever ready.
+    Raises ConfigError: no base model, an address that cannot be used, a data_dir that cannot be used or that another server uses, a damaged
+    database, or an engine that ends before it was ever ready.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging("server", config.log_level)
     if not config.base_models:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
     _allow_open_files()
@@ -47,7 +49,10 @@ def run_server(config: Config) -> None:
     with _listening(config) as listener, contextlib.closing(Store.open(data_dir)) as store, only_user(data_dir) as alone:
         if not alone:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
-        uvloop.run(_serve(config, listener, store, data_dir))
+        store.check()
+        signals = uvloop.run(_serve(config, listener, store, data_dir))
+    if len(signals) > 1:
+        raise SystemExit(128 + signals[-1])
 
 
 def _allow_open_files() -> None:
@@ -77,30 +82,45 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-async def _serve(config: Config, listener: socket.socket, store: Store, data_dir: Path) -> None:
-    hub = Hub(config, store, data_dir)
-    http = _HttpServer(
-        uvicorn.Config(
-            create_app(hub),
-            http="httptools",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            log_level=logging.WARNING,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_HTTP_GRACE_S,
-        )
+def http_config(hub: Hub) -> uvicorn.Config:
+    """How uvicorn serves `hub`."""
+    return uvicorn.Config(
+        create_app(hub),
+        http=http_protocol(hub.config.server.max_header_kib),
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        log_level=logging.WARNING,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_HTTP_GRACE_S,
     )
+
+
+async def _serve(config: Config, listener: socket.socket, store: Store, data_dir: Path) -> list[int]:
+    """Serve until a signal; returns the signals that came."""
+    hub = Hub(config, store, data_dir)
+    http = _HttpServer(http_config(hub))
     stop = asyncio.Event()
+    signals: list[int] = []
+
+    def on_signal(number: int) -> None:
+        signals.append(number)
+        if stop.is_set():
+            log.warning("the server ends at once: models that are not saved yet are lost")
+            http.force_exit = True
+            hub.engine.kill()
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     _announce(config, listener)
     engine_task = asyncio.create_task(hub.engine.run())
     http_task = asyncio.create_task(http.serve([listener]))
     stop_task = asyncio.create_task(stop.wait())
     lifetimes_task = asyncio.create_task(keep_up(hub.lifetimes, partial(hub.end_session, save=True)))
     await asyncio.wait([engine_task, http_task, stop_task], return_when=asyncio.FIRST_COMPLETED)
-    log.info("the server stops")
+    log.info("the server stops once its engine has saved the models that are loaded; a second Ctrl-C ends it at once")
     http.should_exit = True
     hub.waiters.close()
     await hub.engine.stop()
@@ -111,6 +131,7 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
         await engine_task
     finally:
         hub.store.close()
+    return signals
 
 
 def _announce(config: Config, listener: socket.socket) -> None:

@@ -12,10 +12,20 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
 
-from tinsmith.errors import BackpressureError, EngineUnavailableError, NotFoundError, TinsmithError, UserError
+from tinsmith.errors import (
+    BackpressureError,
+    EngineUnavailableError,
+    NotFoundError,
+    StoreUnavailableError,
+    TinsmithError,
+    UserError,
+)
 from tinsmith.wire.compression import TooLargeError
 
 log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+"""When what was answered 429, or 503 for the database, may come again, in seconds. The SDK obeys up to 60; samples pause for 1 or 5 s."""
 
 PROTOBUF = "application/x-protobuf"
 """The media type of protobuf requests and replies."""
@@ -36,6 +46,7 @@ _STATUS: tuple[tuple[type[TinsmithError], int], ...] = (
     (TooLargeError, 413),
     (UserError, 400),
     (BackpressureError, 429),
+    (StoreUnavailableError, 503),
     (EngineUnavailableError, 503),
     (TinsmithError, 500),
 )
@@ -71,7 +82,8 @@ def add_error_replies(app: FastAPI) -> None:
 
 async def _reply_to_known(_request: Request, error: Exception) -> Response:
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
-    return json_reply({"detail": str(error)}, status)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, BackpressureError | StoreUnavailableError) else None
+    return json_reply({"detail": str(error)}, status, headers)
 
 
 async def _reply_to_disconnect(request: Request, _error: Exception) -> Response:

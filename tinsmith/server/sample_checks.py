@@ -4,7 +4,7 @@ from tinsmith.config import ImagesConfig
 from tinsmith.engine.messages import ModelFacts
 from tinsmith.errors import UserError
 from tinsmith.wire.chunks import ImageChunk, TextChunk
-from tinsmith.wire.images import read_header
+from tinsmith.wire.images import ImageHeader, check_pixels, read_header
 from tinsmith.wire.prompt_scores import MAX_CELLS
 from tinsmith.wire.sample import SampleRequest
 
@@ -12,18 +12,20 @@ from tinsmith.wire.sample import SampleRequest
 def check_sample(request: SampleRequest, facts: ModelFacts, limits: ImagesConfig) -> None:
     """Raise UserError for what can be known to be wrong.
 
-    Token ids outside the vocabulary, unusable images, an empty prompt, more tokens than the model can take, questions that do not fit the
-    prompt.
+    Token ids outside the vocabulary, unusable images, too many pixels, an empty prompt, more tokens than the model can take, questions that
+    do not fit the prompt.
     """
-    length, known = 0, True
+    length, known, pixels = 0, True, dict[bytes, int]()
     for index, chunk in enumerate(request.prompt):
         if isinstance(chunk, TextChunk):
             _check_tokens(index, chunk, facts)
             length += len(chunk.tokens)
         else:
-            _check_image(index, chunk, facts, limits)
+            header = _check_image(index, chunk, facts, limits)
+            pixels[chunk.sha256] = header.width * header.height
             length += chunk.expected_tokens or 1
             known &= chunk.expected_tokens is not None
+    check_pixels(sum(pixels.values()), limits)
     if length == 0:
         raise UserError("the prompt is empty; send at least one token")
     new_tokens = request.params.max_tokens or max(1, facts.max_context - length)
@@ -57,11 +59,11 @@ def _check_tokens(index: int, chunk: TextChunk, facts: ModelFacts) -> None:
         )
 
 
-def _check_image(index: int, chunk: ImageChunk, facts: ModelFacts, limits: ImagesConfig) -> None:
+def _check_image(index: int, chunk: ImageChunk, facts: ModelFacts, limits: ImagesConfig) -> ImageHeader:
     if not facts.takes_images:
         raise UserError(f"prompt.chunks.{index} is an image, but {facts.name} takes text only")
     assert chunk.data is not None, "images of a sample travel with it"
     try:
-        read_header(chunk.data, chunk.format, limits)
+        return read_header(chunk.data, chunk.format, limits)
     except UserError as error:
         raise UserError(f"prompt.chunks.{index}: {error}") from error

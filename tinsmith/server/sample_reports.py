@@ -1,14 +1,15 @@
 """Reports of ended samples for clients that poll for all of theirs at once (retrieve_futures) instead of for each one.
 
-A client is one of those that share a sampling session. Its reports are numbered by a cursor that only rises, also over restarts of the
-server, and are kept until the client has seen them. What a former server was asked for and did not report is reported as failed: the client
-then asks for the result, hears that the sample is not known, and sends it again.
+A client is one of those that share a sampling session. Its reports are numbered by a cursor that only rises, and are kept until the client
+has seen them. A new server takes the cursor from its clock, so that it goes on behind its predecessor's; should that clock have been set
+back, the client's own cursor tells. What a former server was asked for and did not report is reported as failed: the client then asks for
+the result, hears that the sample is not known, and sends it again.
 """
 
 import asyncio
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tinsmith.server.sample_journal import SampleJournal
@@ -40,6 +41,18 @@ class Report:
 class _Mailbox:
     reports: deque[Report] = field(default_factory=deque)
     filled: asyncio.Event = field(default_factory=asyncio.Event)
+    cursor: int = 0
+    """Of the newest report."""
+
+    def next_cursor(self) -> int:
+        self.cursor = max(self.cursor + 1, time.time_ns() // 1000)
+        return self.cursor
+
+    def go_on_behind(self, seen: int) -> None:
+        """Number the reports from `seen` on if the client has a higher cursor than any given out here: it comes from a former server."""
+        if seen > self.cursor:
+            self.cursor = seen
+            self.reports = deque(replace(report, cursor=self.next_cursor()) for report in self.reports)
 
 
 class SampleReports:
@@ -49,7 +62,6 @@ class SampleReports:
         """A report that nobody asks for is kept for `ttl_s` seconds."""
         self._ttl_s = ttl_s
         self._journal = journal
-        self._cursor = 0
         self._boxes: dict[Client, _Mailbox] = {}
         for request_id in journal.waiting:
             self.add(request_id, "failed")
@@ -64,8 +76,7 @@ class SampleReports:
         now = time.monotonic()
         while box.reports and box.reports[0].at < now - self._ttl_s:
             self._journal.strike(box.reports.popleft().request_id)
-        self._cursor = max(self._cursor + 1, time.time_ns() // 1000)
-        box.reports.append(Report(self._cursor, now, request_id, state, size))
+        box.reports.append(Report(box.next_cursor(), now, request_id, state, size))
         box.filled.set()
 
     def forget(self, session_id: str) -> None:
@@ -77,6 +88,7 @@ class SampleReports:
     async def after(self, client: Client, cursor: int, timeout_s: float) -> list[Report]:
         """The reports behind `cursor`, waited for up to `timeout_s` seconds. Those up to it have been seen and are dropped."""
         box = self._boxes.setdefault(client, _Mailbox())
+        box.go_on_behind(cursor)
         while box.reports and box.reports[0].cursor <= cursor:
             self._journal.strike(box.reports.popleft().request_id)
         if not box.reports and timeout_s > 0:

@@ -93,7 +93,7 @@ def list_run_checkpoints(store: Store, model_id: str) -> list[Checkpoint]:
 
 def publish_checkpoint(store: Store, tinker_path: str, public: bool) -> None:
     """Make a checkpoint public or private. Raises NotFoundError."""
-    with store.writing() as connection:
+    with store.writing_durably() as connection:
         if not rows.set_public(connection, tinker_path, public, time.time()):
             raise absent(tinker_path)
 
@@ -101,14 +101,14 @@ def publish_checkpoint(store: Store, tinker_path: str, public: bool) -> None:
 def set_checkpoint_ttl(store: Store, tinker_path: str, ttl_seconds: float | None) -> None:
     """Let a checkpoint expire so many seconds from now; None keeps it for ever. Raises NotFoundError."""
     now = time.time()
-    with store.writing() as connection:
+    with store.writing_durably() as connection:
         if not rows.set_expiry(connection, tinker_path, None if ttl_seconds is None else now + ttl_seconds, now):
             raise absent(tinker_path)
 
 
 def delete_checkpoint(store: Store, tinker_path: str) -> None:
     """Remove a checkpoint; its files are to be deleted if no copy has them. Raises NotFoundError."""
-    with store.writing() as connection:
+    with store.writing_durably() as connection:
         if not rows.drop(connection, tinker_path, time.time()):
             raise absent(tinker_path)
 
@@ -123,7 +123,7 @@ def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: in
     parts = parse_path(source)
     model_id = ids.model_id(session_id, model_seq_id)
     path = str(CheckpointPath(model_id, parts.kind, parts.name))
-    with store.writing() as connection:
+    with store.writing_durably() as connection:
         original = rows.find(connection, source, now)
         if original is None:
             raise absent(source)
@@ -139,3 +139,27 @@ def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: in
         copy = replace(original, tinker_path=path, model_id=model_id, created_at=now, expires_at=expires_at, public=False)
         rows.put(connection, copy, now)
     return path
+
+
+def every_checkpoint(store: Store) -> list[Checkpoint]:
+    """All checkpoints, oldest first, also those that have expired and not been deleted yet."""
+    with store.reading() as connection:
+        return rows.every(connection)
+
+
+def drop_checkpoints_in(store: Store, directory: str) -> None:
+    """Remove the checkpoints whose files lie in a directory that is not there."""
+    with store.writing_durably() as connection:
+        rows.drop_in(connection, directory)
+
+
+def move_checkpoints_in(store: Store, directory: str, to: str) -> None:
+    """The files in a directory lie elsewhere now."""
+    with store.writing_durably() as connection:
+        rows.move_in(connection, directory, to)
+
+
+def forget_discarded(store: Store) -> None:
+    """Let no directory be deleted that was noted for it."""
+    with store.writing_durably() as connection:
+        rows.forget_all(connection)

@@ -32,6 +32,10 @@ _DISCARD = insert(discarded).prefix_with("OR REPLACE")
 _KEEP = delete(discarded).where(discarded.c.directory == bindparam("key"))
 _USED = select(exists().where(checkpoints.c.directory == bindparam("key")))
 _LIVING = select(checkpoints.c.directory).where(ALIVE).distinct()
+_EVERY = select(*COLUMNS).order_by(checkpoints.c.created_at, checkpoints.c.tinker_path)
+_DROP_IN = delete(checkpoints).where(checkpoints.c.directory == bindparam("key"))
+_MOVE_IN = update(checkpoints).where(checkpoints.c.directory == bindparam("key")).values(directory=bindparam("to"))
+_FORGET_ALL = delete(discarded)
 _KNOWN = union(select(checkpoints.c.directory), select(discarded.c.directory))
 _DUE = select(discarded.c.directory).where(discarded.c.due_at <= bindparam("now")).order_by(discarded.c.due_at)
 
@@ -102,6 +106,26 @@ def known(connection: Connection) -> set[str]:
 def forget(connection: Connection, directory: str) -> None:
     """A discarded directory is deleted."""
     connection.execute(_KEEP, {"key": directory})
+
+
+def every(connection: Connection) -> list[Checkpoint]:
+    """All rows, oldest first, also of those that have expired."""
+    return [Checkpoint(*row) for row in connection.execute(_EVERY)]
+
+
+def drop_in(connection: Connection, directory: str) -> None:
+    """Remove the rows of a directory that is not there."""
+    connection.execute(_DROP_IN, {"key": directory})
+
+
+def move_in(connection: Connection, directory: str, to: str) -> None:
+    """The files of a directory lie elsewhere now."""
+    connection.execute(_MOVE_IN, {"key": directory, "to": to})
+
+
+def forget_all(connection: Connection) -> None:
+    """No directory is to be deleted any more."""
+    connection.execute(_FORGET_ALL)
 
 
 def _discard_unused(connection: Connection, directories: Iterable[str], now: float) -> None:

@@ -2,34 +2,32 @@
 
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, select, update
+from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError
-from tinsmith.store import checkpoints, ids
-from tinsmith.store.records import REJECTED, SESSION_END, Category, Command, NewCommand, Outcome
+from tinsmith.store import endings, ids
+from tinsmith.store.records import REJECTED, Command, NewCommand, Outcome
 from tinsmith.store.schema import blobs, command_images, commands, models, sampling_sessions, sessions
 from tinsmith.store.sessions import insert_model, insert_sampling_session
-from tinsmith.wire.paths import CheckpointPath
 
 _INSERT = insert(commands).on_conflict_do_nothing().returning(commands.c.id)
 _INSERT_BLOB = insert(blobs).on_conflict_do_nothing()
 _INSERT_REFERENCE = insert(command_images)
 _REJECT = update(commands).where(commands.c.id == bindparam("command_id")).values(kind=REJECTED, payload=bindparam("message"))
-_OWNER = select(models.c.status, sessions.c.finished_at).join_from(models, sessions).where(models.c.model_id == bindparam("model_id"))
 _READ_NEW = (
-    select(commands.c.id, commands.c.model_id, commands.c.seq_id, commands.c.kind, commands.c.payload, commands.c.created_at)
+    select(commands.c.id, commands.c.model_id, commands.c.seq_id, commands.c.kind, func.length(commands.c.payload), commands.c.created_at)
     .where(commands.c.id > bindparam("after_id"), commands.c.status == "queued")
     .order_by(commands.c.id)
     .limit(bindparam("limit"))
 )
+_PAYLOAD = select(commands.c.payload).where(commands.c.id == bindparam("command_id"))
 _FINISH = (
     update(commands)
     .where(commands.c.model_id == bindparam("model"), commands.c.seq_id == bindparam("seq"), commands.c.status == "queued")
     .values(payload=None)
     .returning(commands.c.id, commands.c.kind)
 )
-_SET_MODEL_STATUS = update(models).where(models.c.model_id == bindparam("model")).values(status=bindparam("new_status"))
 _DROP_REFERENCES = delete(command_images).where(command_images.c.command_id == bindparam("command_id")).returning(command_images.c.sha256)
 _DROP_BLOB = delete(blobs).where(
     blobs.c.sha256 == bindparam("digest"), ~exists().where(command_images.c.sha256 == blobs.c.sha256).correlate(blobs)
@@ -46,6 +44,13 @@ _ENDED_MODELS = (
 _DROPPED = {"status": "dropped", "result": None}
 _DROP_OLD = update(commands).where(commands.c.status == "done", commands.c.finished_at < bindparam("before")).values(_DROPPED)
 _DROP_ENDED = update(commands).where(commands.c.status == "done", commands.c.model_id.in_(_ENDED_MODELS)).values(_DROPPED)
+_WAITING_MODELS = select(commands.c.model_id).where(commands.c.status == "queued").distinct()
+_FAIL_QUEUED = (
+    update(commands)
+    .where(commands.c.status == "queued", commands.c.model_id == bindparam("model"))
+    .values(status="failed", payload=None, finished_at=bindparam("now"), error=bindparam("message"), category="server")
+    .returning(commands.c.seq_id)
+)
 _STATUS = select(commands.c.status).where(_BY_KEY)
 _BLOB = select(blobs.c.data).where(blobs.c.sha256 == bindparam("digest"))
 
@@ -57,7 +62,7 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
     """
     if new.model is not None:
         insert_model(connection, new.model, now)
-    refusal = _refusal(connection, new.model_id, now)
+    refusal = endings.refusal(connection, new.model_id, now)
     row = {"model_id": new.model_id, "seq_id": new.seq_id, "kind": new.kind, "created_at": now}
     if refusal is not None:
         error, category = refusal
@@ -76,35 +81,16 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
     return True
 
 
-def _refusal(connection: Connection, model_id: str, now: float) -> tuple[str, Category] | None:
-    """Error and category for a model that takes no operations any more; None for one that does."""
-    owner = connection.execute(_OWNER, {"model_id": model_id}).first()
-    if owner is None:
-        raise NotFoundError(f"model {model_id!r} does not exist")
-    if owner.status == "lost":
-        return f"model {model_id} was lost when the engine stopped; create a new one", "server"
-    if owner.status == "copied":
-        return (
-            f"model {model_id} holds copied weights only; load them into a new model to train it",
-            "user",
-        )
-    if owner.finished_at is not None or owner.status == "unloaded":
-        return f"model {model_id} is unloaded: its session is finished; create a new one{_kept(connection, model_id, now)}", "user"
-    if owner.status == "failed":
-        return f"model {model_id} could not be created; see the error of its create_model", "user"
-    return None
-
-
-def _kept(connection: Connection, model_id: str, now: float) -> str:
-    """Where the weights of a model are whose session just went away, as the end of a message."""
-    path = str(CheckpointPath(model_id, "training", SESSION_END))
-    return f" from {path}" if checkpoints.find(connection, path, now) else ""
-
-
 def read_new(connection: Connection, after_id: int, limit: int) -> list[Command]:
     """Queued commands behind `after_id` in the order they came in."""
     rows = connection.execute(_READ_NEW, {"after_id": after_id, "limit": limit})
     return [Command(*row) for row in rows]
+
+
+def payload(connection: Connection, command_id: int) -> bytes | None:
+    """What a queued command was sent with; None if it has ended, or never was."""
+    found: bytes | None = connection.execute(_PAYLOAD, {"command_id": command_id}).scalar()
+    return found
 
 
 def record(connection: Connection, outcome: Outcome, now: float) -> None:
@@ -126,15 +112,10 @@ def record(connection: Connection, outcome: Outcome, now: float) -> None:
     if finished is None:
         return
     if key[1] == 0:  # create_model, or load_weights into a new model
-        set_model_status(connection, key[0], "ready" if outcome.error is None else "failed")
+        endings.end_creation(connection, key[0], outcome.error is None)
     digests = connection.execute(_DROP_REFERENCES, {"command_id": finished.id}).scalars().all()
     if digests:
         connection.execute(_DROP_BLOB, [{"digest": digest} for digest in digests])
-
-
-def set_model_status(connection: Connection, model_id: str, status: str) -> None:
-    """Change what a model can be used for."""
-    connection.execute(_SET_MODEL_STATUS, {"model": model_id, "new_status": status})
 
 
 def outcome(connection: Connection, request_id: str) -> Outcome | None:
@@ -163,23 +144,25 @@ def _by_request_id(connection: Connection, statement: Select[*tuple[Any, ...]], 
 
 
 def fail_unfinished(connection: Connection, reason: str, now: float) -> list[str]:
-    """Fail everything that is queued, give up all living models and snapshots, and return the request ids that failed."""
-    failed = connection.execute(
-        update(commands)
-        .where(commands.c.status == "queued")
-        .values(status="failed", payload=None, finished_at=now, error=reason, category="server")
-        .returning(commands.c.model_id, commands.c.seq_id)
-    ).all()
+    """Fail everything that is queued, give up all living models and snapshots, and return the request ids that failed.
+
+    The error of an operation names the newest checkpoint of its model.
+    """
+    failed: list[str] = []
+    for model_id in connection.execute(_WAITING_MODELS).scalars().all():
+        error = f"{reason}; {endings.how_to_go_on(connection, model_id, now)}"
+        found = connection.execute(_FAIL_QUEUED, {"model": model_id, "now": now, "message": error})
+        failed += [ids.request_id(model_id, seq_id) for seq_id in found.scalars()]
     # Only queued commands refer to images, so nothing refers to any now.
     connection.execute(delete(command_images))
     connection.execute(delete(blobs))
-    connection.execute(update(models).where(models.c.status.in_(("creating", "ready"))).values(status="lost"))
+    endings.lose(connection)
     connection.execute(
         update(sampling_sessions)
         .where(sampling_sessions.c.snapshot_id.is_not(None), sampling_sessions.c.gone.is_(None))
         .values(gone=reason)
     )
-    return [ids.request_id(row.model_id, row.seq_id) for row in failed]
+    return failed
 
 
 def read_blob(connection: Connection, sha256: bytes) -> bytes | None:

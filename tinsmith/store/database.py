@@ -1,55 +1,146 @@
 """Opening the SQLite file: its modes, its transactions, and its version: an older one is migrated.
 
-WAL lets server and engine read while the other writes; synchronous=NORMAL is safe against the death of any process. A transaction
-that will write says so when it begins (BEGIN IMMEDIATE): it then waits for its turn instead of failing halfway.
+WAL lets server and engine read while the other writes. A transaction that will write says so when it begins (BEGIN IMMEDIATE): it then
+waits for its turn instead of failing halfway.
+
+A commit with synchronous=NORMAL survives the death of any process, and a power cut may undo it. That is enough for commands: their engine
+does not survive the cut either. One with synchronous=FULL is on the disk when it returns, and with it all that was committed before. What
+says that a checkpoint exists, or that its files may be deleted, is committed so.
 """
 
+import json
 import sqlite3
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from sqlalchemy import Connection, Engine, create_engine, event, select
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, select
+from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DatabaseError
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store import schema
+from tinsmith.store.sync import make_directory, sync
 
 FILE_NAME = "tinsmith.db"
 
-_PRAGMAS = ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000", "foreign_keys=ON")
+_PRAGMAS = ("journal_mode=WAL", "foreign_keys=ON")
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+"""Primary error codes of SQLite for a file whose content makes no sense."""
+
+BUSY_S = 30.0
+"""How long a transaction waits while another connection holds the lock."""
+
+_REMEDY = {
+    sqlite3.SQLITE_BUSY: "another program has locked it: let that end (a backup?)",
+    sqlite3.SQLITE_LOCKED: "another program has locked it: let that end (a backup?)",
+    sqlite3.SQLITE_FULL: "free space on its disk",
+    sqlite3.SQLITE_IOERR: "look for a full or broken disk",
+    sqlite3.SQLITE_READONLY: "make file, directory and disk writable",
+    sqlite3.SQLITE_CANTOPEN: "look for missing files, permissions, or too many open files",
+    sqlite3.SQLITE_PROTOCOL: "another program has locked it: let that end (a backup?)",
+    sqlite3.SQLITE_NOMEM: "free memory",
+}
+"""By primary error code of SQLite: what goes away by itself or by somebody's help, and how."""
 
 
-def open_database(data_dir: Path) -> Engine:
-    """The database in `data_dir`, both made if they do not exist. Give `write=True` as execution option to transactions that write.
+@dataclass(frozen=True)
+class Database:
+    """The same SQLite file, with the two kinds of commits. Give `write=True` as execution option to transactions that write."""
 
-    A database of an older version is migrated. Raises ConfigError: the directory or file cannot be used, or is of a newer version.
+    normal: Engine
+    """synchronous=NORMAL."""
+    durable: Engine
+    """synchronous=FULL."""
+
+    def dispose(self) -> None:
+        """Close all connections."""
+        self.normal.dispose()
+        self.durable.dispose()
+
+
+def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
+    """The database in `data_dir`, both made if they do not exist.
+
+    A database of an older version is migrated. Raises ConfigError: the directory or file cannot be used, is damaged, or is of a newer
+    version. Later, transactions raise StoreUnavailableError after waiting `busy_s` seconds for the lock, or if the disk is full or fails.
     """
     path = data_dir / FILE_NAME
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        make_directory(data_dir)
     except OSError as error:
         raise ConfigError(f"data_dir={data_dir} cannot be made: {error}") from error
-    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 30.0})
-    event.listen(engine, "connect", _prepare)
-    event.listen(engine, "begin", _begin)
+    opening = _engine(path, "FULL", BUSY_S)
     try:
-        with engine.execution_options(write=True).begin() as connection:
+        with opening.execution_options(write=True).begin() as connection:
             _bring_to_our_version(connection, path)
-    except DatabaseError as error:
-        raise ConfigError(f"{path} cannot be opened as a database: {error.orig}") from error
+    except (DatabaseError, StoreUnavailableError) as error:
+        reason = error.orig if isinstance(error, DatabaseError) else error
+        raise ConfigError(f"{path} cannot be opened as a database: {reason}; see to that and start again") from error
+    finally:
+        opening.dispose()
+    sync(data_dir)
+    return Database(_engine(path, "NORMAL", busy_s), _engine(path, "FULL", busy_s))
+
+
+def check(database: Database) -> None:
+    """Read the whole file. Raises ConfigError if it is damaged."""
+    with database.normal.begin() as connection:
+        found = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar())
+    if found != "ok":
+        raise damaged(Path(str(database.normal.url.database)), found)
+
+
+def _engine(path: Path, synchronous: Literal["NORMAL", "FULL"], busy_s: float) -> Engine:
+    def prepare(connection: sqlite3.Connection, _record: Any) -> None:
+        connection.isolation_level = None  # transactions begin in `_begin`, not when the driver thinks so
+        for pragma in (*_PRAGMAS, f"synchronous={synchronous}"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    def name_trouble(context: ExceptionContext) -> None:
+        _check_available(context.original_exception)
+        code = getattr(context.original_exception, "sqlite_errorcode", None)
+        if code is not None and code & 0xFF in _DAMAGED:
+            raise damaged(path, str(context.original_exception)) from context.original_exception
+
+    def parse_json(text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise damaged(path, f"a column of JSON holds {text[:40]!r}") from error
+
+    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": busy_s}, json_deserializer=parse_json)
+    event.listen(engine, "connect", prepare)
+    event.listen(engine, "begin", _begin)
+    event.listen(engine, "handle_error", name_trouble)
     return engine
 
 
-def _prepare(connection: sqlite3.Connection, _record: Any) -> None:
-    connection.isolation_level = None  # transactions begin in `_begin`, not when the driver thinks so
-    for pragma in _PRAGMAS:
-        connection.execute(f"PRAGMA {pragma}")
+def damaged(path: Path, found: str) -> ConfigError:
+    """The error for a database file whose content makes no sense."""
+    return ConfigError(
+        f"{path} is damaged: {found}. Put back a copy of the data directory (made by `tinsmith backup`); or move {path.name}* away and "
+        f"run `tinsmith recover --data-dir {path.parent}`, which registers the checkpoints again in a new database"
+    )
+
+
+def _check_available(error: BaseException) -> None:
+    """Raise StoreUnavailableError if this is an error of SQLite that is not the statement's fault."""
+    code = getattr(error, "sqlite_errorcode", None)  # there is none if the module itself is misused
+    if isinstance(error, sqlite3.Error) and code is not None and code & 0xFF in _REMEDY:
+        raise StoreUnavailableError(
+            f"the database takes nothing at the moment: {error} ({error.sqlite_errorname}); {_REMEDY[code & 0xFF]}"
+        ) from error
 
 
 def _begin(connection: Connection) -> None:
     driver = connection.connection.driver_connection
     assert driver is not None
-    driver.execute("BEGIN IMMEDIATE" if connection.get_execution_options().get("write") else "BEGIN")
+    try:
+        driver.execute("BEGIN IMMEDIATE" if connection.get_execution_options().get("write") else "BEGIN")
+    except sqlite3.Error as error:
+        _check_available(error)
+        raise
 
 
 def _bring_to_our_version(connection: Connection, path: Path) -> None:
@@ -58,12 +149,16 @@ def _bring_to_our_version(connection: Connection, path: Path) -> None:
     if version is None:
         schema.metadata.create_all(connection)
         connection.execute(schema.schema_version.insert().values(version=schema.SCHEMA_VERSION))
+    elif version == schema.SCHEMA_VERSION:
+        missing = schema.metadata.tables.keys() - set(inspect(connection).get_table_names())
+        if missing:
+            raise damaged(path, f"there is no table {', '.join(sorted(missing))}")
     elif version > schema.SCHEMA_VERSION:
         raise ConfigError(
             f"{path} has schema version {version}, made by a newer Tinsmith; this one knows up to {schema.SCHEMA_VERSION}: "
             "use the newer one, or another data_dir"
         )
-    elif version < schema.SCHEMA_VERSION:
+    else:
         from tinsmith.store.migrations import migrate  # Alembic is only loaded when it is needed
 
         migrate(connection, version)

@@ -4,7 +4,6 @@ Where one lies is a text that its row keeps: a name below the data directory's `
 data directory can be moved, and checkpoints are found after the root has changed. Everything goes through fsspec.
 """
 
-import os
 import re
 import tempfile
 import uuid
@@ -18,6 +17,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from tinsmith.errors import ConfigError, NotFoundError, TinsmithError
+from tinsmith.store.manifest import NAME as MANIFEST
+from tinsmith.store.sync import make_directory, sync
 
 CHECKPOINTS_DIR = "checkpoints"
 """Where files lie below a data directory."""
@@ -34,25 +35,16 @@ _BLOCK_BYTES = 2**20
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """A new directory to fill beside the final one; when the body ends it is flushed to the disk and renamed, else nothing is there."""
+    """A new directory to fill beside the final one; when the body ends it is on the disk under its name, else nothing is there."""
     with tempfile.TemporaryDirectory(
         prefix=f"{WRITING_PREFIX}{directory.name}-", dir=directory.parent, ignore_cleanup_errors=True
     ) as temporary:
         files = Path(temporary)
         yield files
         for path in (*files.rglob("*"), files):
-            _flush(path)
+            sync(path)
         files.rename(directory)
-    _flush(directory.parent)
-
-
-def _flush(path: Path) -> None:
-    """Make the disk hold what was written to a file or directory."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(directory.parent)
 
 
 @dataclass(frozen=True)
@@ -99,17 +91,19 @@ class CheckpointFiles:
         self._home = (data_dir / CHECKPOINTS_DIR).resolve()
         # A place outlives the working directory of the process that writes it.
         self._root = root.rstrip("/") if "://" in root or not root else str(Path(root).expanduser().resolve())
-        self._home.mkdir(parents=True, exist_ok=True)
+        make_directory(self._home)
         if root:
             self._check(root)
 
     def _check(self, root: str) -> None:
         """Write and delete a small file: better to fail at start than at the first save."""
+        if "://" in root and not root.partition("://")[2].strip("/"):
+            raise ConfigError(f"checkpoint_root={root!r} names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
         try:
             system, path = self._resolve(f"{self._root}/{WRITING_PREFIX}{uuid.uuid4().hex}")
             with _using(system, self._root):
                 if isinstance(system, LocalFileSystem):
-                    system.makedirs(self._root, exist_ok=True)
+                    make_directory(Path(path).parent)
                 system.pipe_file(path, b"")
                 system.rm_file(path)
         except (ImportError, FileNotFoundError, ValueError, TinsmithError) as error:  # no such kind of store, or no access to this one
@@ -122,13 +116,13 @@ class CheckpointFiles:
 
     @contextmanager
     def written(self, place: str) -> Iterator[Path]:
-        """The path of a local directory that does not exist; the body makes it, complete. Then it lies at `place`."""
+        """An empty local directory to fill. When the body ends, its files are at `place`, also after a power cut; if it fails, none are."""
         system, path = self._resolve(place)
         if isinstance(system, LocalFileSystem):
-            yield Path(path)
+            with whole_directory(Path(path)) as directory:
+                yield directory
             return
-        with self._scratch() as scratch:
-            directory = scratch / "files"
+        with self._scratch() as directory:
             yield directory
             with _using(system, path):
                 for file in sorted(file for file in directory.rglob("*") if file.is_file()):
@@ -143,7 +137,7 @@ class CheckpointFiles:
                 yield Path(path)
                 return
             with self._scratch() as scratch:
-                for name in self.sizes(place):
+                for name in self._all_sizes(place):
                     with _using(system, path):
                         system.get_file(f"{path}/{name}", str(scratch / name))
                 yield scratch
@@ -155,8 +149,15 @@ class CheckpointFiles:
         with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=self._home) as scratch:
             yield Path(scratch)
 
+    def shown(self, place: str) -> str:
+        """The place as a person finds it: a path or a URL."""
+        return place if "/" in place else str(self._home / place)
+
     def sizes(self, place: str) -> dict[str, int]:
-        """Bytes of each file by its name; empty if nothing is there."""
+        """Bytes of each file by its name, but for the manifest; empty if nothing is there."""
+        return {name: size for name, size in self._all_sizes(place).items() if name != MANIFEST}
+
+    def _all_sizes(self, place: str) -> dict[str, int]:
         system, path = self._resolve(place)
         with _using(system, path):
             found = system.find(path, detail=True)
@@ -197,11 +198,20 @@ class CheckpointFiles:
         """What lies in the data directory, whether or not a row knows it."""
         return [entry for path in sorted(self._home.iterdir()) if (entry := _entry(path)) is not None]
 
+    def finished_places(self) -> list[str]:
+        """Where complete directories lie: in the data directory, and below the root."""
+        places = [entry.place for entry in self.entries() if entry.finished]
+        if self._root:
+            system, path = self._resolve(self._root)
+            with _using(system, path):
+                names = [str(found).rstrip("/").rpartition("/")[2] for found in system.ls(path, detail=False)]
+            places += [f"{self._root}/{name}" for name in sorted(names) if _NAME.fullmatch(name) and name not in places]
+        return places
+
     def _resolve(self, place: str) -> tuple[AbstractFileSystem, str]:
         """The file system of a place, and the path in it."""
-        url = place if "/" in place else str(self._home / place)
         # Listings are not cached: the other process writes, too.
-        system, path = url_to_fs(url, use_listings_cache=False)
+        system, path = url_to_fs(self.shown(place), use_listings_cache=False)
         return system, path
 
 

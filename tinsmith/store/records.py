@@ -11,10 +11,13 @@ REJECTED = "rejected"
 of the UserError that its future ends with."""
 
 SESSION_END = "session-end"
-"""Name of the checkpoint that is made of a model whose session just went away."""
+"""Name of the checkpoint that the server makes of a model when it unloads it: its session was idle, or the server is stopped."""
 
-ModelStatus = Literal["creating", "ready", "failed", "lost", "unloaded", "copied"]
-"""A copied model only holds the copies of checkpoints; it was never loaded."""
+CLIENT_REASONS = ("success", "errored", "interrupted")
+"""How a client says that its session ended."""
+
+ModelStatus = Literal["creating", "ready", "failed", "finished", "unloaded", "lost", "copied"]
+"""See `endings.py`. A copied model only holds the copies of checkpoints; it was never loaded."""
 Category = Literal["user", "server"]
 
 
@@ -121,14 +124,14 @@ class NewCommand:
 
 @dataclass(frozen=True)
 class Command:
-    """A training operation that waits to be run."""
+    """A training operation that waits to be run. Its payload stays in the store until then (`Store.payload`)."""
 
     id: int
     """Position in the log, over all models."""
     model_id: str
     seq_id: int
     kind: str
-    payload: bytes
+    payload_bytes: int
     created_at: float
 
     @property

@@ -1,14 +1,16 @@
 """What there is: sessions as the REST part of the API lists, searches and describes them. Each function is one transaction."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, Tuple, and_, exists, false, func, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, Row, Tuple, and_, case, exists, false, func, or_, select, tuple_, update
 
 from tinsmith.errors import NotFoundError
 from tinsmith.store import checkpoints as rows
 from tinsmith.store.catalog import Page
+from tinsmith.store.records import CLIENT_REASONS
 from tinsmith.store.schema import checkpoints, commands, models, sampling_sessions, sessions
 from tinsmith.store.store import Store
 
@@ -20,8 +22,6 @@ _SAVED = (
     .group_by(models.c.session_id)
     .subquery()
 )
-CLIENT_REASONS = ("success", "errored", "interrupted")
-"""How a client says that its session ended."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,10 @@ def _conditions(wanted: SessionFilter) -> list[ColumnElement[bool]]:
     if named:
         conditions.append(or_(*named))
     if wanted.project_ids is not None:
-        conditions.append(or_(*[sessions.c.project_id.is_not_distinct_from(project) for project in wanted.project_ids], false()))
+        named_projects = [project for project in wanted.project_ids if project is not None]
+        # One list, not a term for each: SQLite takes an expression of up to 1,000 levels.
+        among = sessions.c.project_id.in_(select(func.json_each(json.dumps(named_projects)).table_valued("value").c.value))
+        conditions.append(or_(among, sessions.c.project_id.is_(None)) if None in wanted.project_ids else among)
     conditions += [_has(key, value) for key, value in (wanted.user_metadata or {}).items()]
     if wanted.statuses is not None:
         conditions.append(or_(*[_is(kind, reasons) for kind, reasons in wanted.statuses]))
@@ -152,7 +155,9 @@ def _place(created_at: float, session_id: str) -> Tuple:
 
 
 def _has(key: str, value: str) -> ColumnElement[bool]:
-    pairs = func.json_each(sessions.c.user_metadata).table_valued("key", "value")
+    # What older versions stored may be no JSON: they took NaN.
+    readable = case((func.json_valid(sessions.c.user_metadata), sessions.c.user_metadata))
+    pairs = func.json_each(readable).table_valued("key", "value")
     return exists(select(1).select_from(pairs).where(pairs.c.key == key, pairs.c.value == value))
 
 

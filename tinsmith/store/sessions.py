@@ -1,12 +1,12 @@
 """Sessions, their models and sampling sessions in SQL. Each function is part of a transaction."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, select, update
 from sqlalchemy.dialects.sqlite import insert
 
-from tinsmith.store.records import Model, SamplingSession, Session
+from tinsmith.store import endings
+from tinsmith.store.records import CLIENT_REASONS, Model, SamplingSession, Session
 from tinsmith.store.schema import models, sampling_sessions, sessions
 
 _SESSION = select(sessions.c.session_id, sessions.c.created_at, sessions.c.last_seen_at, sessions.c.finished_at).where(
@@ -22,12 +22,7 @@ _FINISH = (
     .where(sessions.c.session_id == bindparam("key"), sessions.c.finished_at.is_(None))
     .values(finished_at=bindparam("now"), finish_reason=bindparam("reason"), finish_detail=bindparam("detail"))
 )
-_SEEN = (
-    update(sessions)
-    .where(sessions.c.session_id == bindparam("key"), sessions.c.finished_at.is_(None), sessions.c.last_seen_at < bindparam("at"))
-    .values(last_seen_at=bindparam("at"))
-)
-_IDLE = select(sessions.c.session_id).where(sessions.c.finished_at.is_(None), sessions.c.last_seen_at < bindparam("before"))
+_OPEN = select(sessions.c.session_id).where(sessions.c.finished_at.is_(None))
 _END_SAMPLING = (
     update(sampling_sessions)
     .where(sampling_sessions.c.session_id == bindparam("key"), sampling_sessions.c.gone.is_(None))
@@ -81,25 +76,21 @@ def touch_session(connection: Connection, session_id: str, now: float) -> bool:
 
 
 def finish_session(connection: Connection, session_id: str, reason: str, detail: str | None, now: float) -> bool:
-    """End a session and its sampling sessions. False if it was finished before or is unknown."""
+    """End a session and its sampling sessions, and its models if its client ends it. False if it was finished before or is unknown.
+
+    The models of a session that the server ends are unloaded by the engine, which keeps their weights first.
+    """
     finished = connection.execute(_FINISH, {"key": session_id, "now": now, "reason": reason, "detail": detail}).rowcount == 1
     if finished:
         connection.execute(_END_SAMPLING, {"key": session_id})
+        if reason in CLIENT_REASONS:
+            endings.finish(connection, session_id)
     return finished
 
 
-def touch_sessions(connection: Connection, seen: Mapping[str, float]) -> None:
-    """Note when sessions were seen; ids that are no open session are passed over."""
-    if seen:
-        connection.execute(_SEEN, [{"key": session_id, "at": at} for session_id, at in seen.items()])
-
-
-def finish_idle_sessions(connection: Connection, before: float, detail: str, now: float) -> list[str]:
-    """End the sessions that were last seen before then; returns their ids."""
-    idle = list(connection.execute(_IDLE, {"before": before}).scalars())
-    for session_id in idle:
-        finish_session(connection, session_id, "expired", detail, now)
-    return idle
+def open_sessions(connection: Connection) -> list[str]:
+    """The ids of the sessions that are not finished."""
+    return list(connection.execute(_OPEN).scalars())
 
 
 def insert_model(connection: Connection, new: Model, now: float) -> bool:

@@ -1,18 +1,22 @@
-"""The store as both processes see it: every method is one transaction. It may be used from several threads."""
+"""The store as both processes see it: every method is one transaction. It may be used from several threads.
+
+A method that returns has committed. What concerns checkpoints is on the disk then, also if the power fails; other commits survive the death
+of any process (`database.py`).
+"""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection
 
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.store import checkpoints, commands, sessions
-from tinsmith.store.database import open_database
+from tinsmith.store import checkpoints, commands, endings, retention, sessions
+from tinsmith.store.database import BUSY_S, Database, check, open_database
 from tinsmith.store.files import WRITING_S
-from tinsmith.store.records import Checkpoint, Command, Model, ModelStatus, NewCommand, Outcome, SamplingSession, Session
+from tinsmith.store.records import Checkpoint, Command, Model, NewCommand, Outcome, SamplingSession, Session
 from tinsmith.wire.paths import CheckpointKind, parse_path
 
 _SAVED_FOR: dict[CheckpointKind, str] = {"training": "for training", "sampler": "for sampling", "external": "to be downloaded"}
@@ -26,34 +30,48 @@ _REMEDY: dict[CheckpointKind, str] = {
 class Store:
     """What must survive the death of a process."""
 
-    def __init__(self, database: Engine) -> None:
+    def __init__(self, database: Database) -> None:
         """`Store.open` is the way to get one."""
-        self._read = database
-        self._write = database.execution_options(write=True)
+        self._database = database
+        self._read = database.normal
+        self._write = database.normal.execution_options(write=True)
+        self._durable = database.durable.execution_options(write=True)
 
     @classmethod
-    def open(cls, data_dir: Path) -> Self:
-        """The store in `data_dir`, made if there is none. Raises ConfigError: unusable directory, or a newer schema version."""
-        return cls(open_database(data_dir))
+    def open(cls, data_dir: Path, busy_s: float = BUSY_S) -> Self:
+        """The store in `data_dir`, made if there is none. Raises ConfigError: unusable directory, or a newer schema version.
+
+        Every method raises StoreUnavailableError, and changes nothing, if the database is locked for `busy_s` seconds, its disk is full or
+        fails.
+        """
+        return cls(open_database(data_dir, busy_s))
 
     def close(self) -> None:
         """Close all connections."""
-        self._read.dispose()
+        self._database.dispose()
+
+    def check(self) -> None:
+        """Read the whole file. Raises ConfigError, with the remedy, if it is damaged."""
+        check(self._database)
 
     def reading(self) -> AbstractContextManager[Connection]:
         """A transaction that only reads, for the functions of `catalog.py`."""
         return self._read.begin()
 
     def writing(self) -> AbstractContextManager[Connection]:
-        """A transaction that writes, for the functions of `catalog.py`."""
+        """A transaction that writes, for the functions of `session_catalog.py`."""
         return self._write.begin()
+
+    def writing_durably(self) -> AbstractContextManager[Connection]:
+        """A transaction that is on the disk when it ends, for what `catalog.py` changes of checkpoints."""
+        return self._durable.begin()
 
     # ---- The command log
 
     def append(self, new: Sequence[NewCommand]) -> list[bool]:
         """Append commands in one transaction; True for each that is queued now. One whose (model_id, seq_id) is in the log changes nothing.
 
-        An operation on a model that takes none any more (lost, unloaded, failed, its session finished) is recorded as failed, not queued.
+        An operation on a model that takes none any more (see `endings.py`) is recorded as failed, not queued.
         Raises NotFoundError, and appends none, if a model does not exist.
         """
         now = time.time()
@@ -64,6 +82,14 @@ class Store:
         """Queued commands with `id` > `after_id`, oldest first."""
         with self._read.begin() as connection:
             return commands.read_new(connection, after_id, limit)
+
+    def payload(self, command: Command) -> bytes:
+        """What a queued command was sent with. Raises NotFoundError if it has ended."""
+        with self._read.begin() as connection:
+            found = commands.payload(connection, command.id)
+        if found is None:
+            raise NotFoundError(f"operation {command.request_id} has ended, and what it was sent with is dropped")
+        return found
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Finish commands in one transaction: keep results, drop payloads, release images. A second outcome of a command is ignored.
@@ -84,6 +110,11 @@ class Store:
         """Forget results from before then (Unix time), and those of sessions that were finished before `ended_before`. Errors stay."""
         with self._write.begin() as connection:
             commands.drop_results(connection, before, ended_before)
+
+    def forget_ended(self, before: float) -> int:
+        """Delete rows of sessions that were finished before then (Unix time); returns how many. Checkpoints and their runs stay."""
+        with self._write.begin() as connection:
+            return retention.forget_ended(connection, before)
 
     def status(self, request_id: str) -> str | None:
         """queued, done, failed or dropped (its result is forgotten); None if the operation is not in the log."""
@@ -125,25 +156,20 @@ class Store:
         with self._write.begin() as connection:
             return sessions.finish_session(connection, session_id, reason, detail, time.time())
 
-    def touch_sessions(self, seen: Mapping[str, float]) -> None:
-        """Note when sessions were seen (Unix time by id); ids that are no open session are passed over."""
-        with self._write.begin() as connection:
-            sessions.touch_sessions(connection, seen)
-
-    def finish_idle_sessions(self, before: float, detail: str) -> list[str]:
-        """End the sessions that were last seen before then, and their sampling sessions; returns their ids."""
-        with self._write.begin() as connection:
-            return sessions.finish_idle_sessions(connection, before, detail, time.time())
+    def open_sessions(self) -> list[str]:
+        """The ids of the sessions that are not finished."""
+        with self._read.begin() as connection:
+            return sessions.open_sessions(connection)
 
     def model(self, model_id: str) -> Model | None:
         """The model with this id."""
         with self._read.begin() as connection:
             return sessions.model(connection, model_id)
 
-    def set_model_status(self, model_id: str, status: ModelStatus) -> None:
-        """Change what a model can be used for."""
+    def unload_model(self, model_id: str) -> None:
+        """The weights of a model are kept as a checkpoint, and it is not in the engine any more."""
         with self._write.begin() as connection:
-            commands.set_model_status(connection, model_id, status)
+            endings.unload(connection, model_id)
 
     # ---- Sampling sessions
 
@@ -172,7 +198,7 @@ class Store:
 
     def put_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Make a checkpoint exist, whose files are complete; one of the same path is replaced, and its files are to be deleted."""
-        with self._write.begin() as connection:
+        with self._durable.begin() as connection:
             checkpoints.put(connection, checkpoint, time.time())
 
     def checkpoint(self, tinker_path: str) -> Checkpoint | None:
@@ -200,7 +226,7 @@ class Store:
 
     def drop_expired_checkpoints(self) -> list[Checkpoint]:
         """Remove the rows of checkpoints whose time is over and return them. Their files are to be deleted."""
-        with self._write.begin() as connection:
+        with self._durable.begin() as connection:
             return checkpoints.drop_expired(connection, time.time())
 
     def discarded_directories(self) -> list[str]:

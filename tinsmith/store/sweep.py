@@ -1,7 +1,8 @@
 """Deleting what nobody can reach any more: checkpoints whose time is over, and files that belong to none.
 
-It may run beside a server and more than once at a time: rows go first, and only files that no row can come to have are deleted. Complete
-files that the database does not know are not taken by a server, only by a person who asks for it: the database may be an old copy.
+It may run beside a server and more than once at a time: rows go first, and only files that no row can come to have are deleted. That a row
+is gone is on the disk before its files go, so no power cut brings back a checkpoint without files. Complete files that the database does
+not know are deleted only if a person asks for it: the database may be an old copy, and `tinsmith recover` registers them.
 """
 
 import logging
@@ -26,15 +27,28 @@ class Garbage:
 
 
 def find_garbage(store: Store, files: CheckpointFiles) -> list[Garbage]:
-    """What a `sweep` with `orphans` would delete now."""
+    """What a `sweep` would delete now."""
     unused = [(place, "no checkpoint has them any more") for place in store.discarded_directories()]
-    strays = [(e.name, "the database does not know them" if e.finished else "they were never finished") for e in _strays(store, files)]
-    left = [Garbage(f"files of {place}", reason, files.remaining_bytes(place)) for place, reason in unused + strays]
+    unfinished = [(entry.name, "they were never finished") for entry in _strays(store, files) if not entry.finished]
+    left = [Garbage(f"files of {place}", reason, files.remaining_bytes(place)) for place, reason in unused + unfinished]
     return [*_expired(store), *left]
 
 
-def sweep(store: Store, files: CheckpointFiles, orphans: bool = False) -> None:
-    """Delete it; complete files that the database does not know only with `orphans`."""
+def find_unknown(store: Store, files: CheckpointFiles) -> list[Garbage]:
+    """Complete files in the data directory that the database does not know: what a `sweep` deletes only with `unknown`."""
+    places = [entry.name for entry in _strays(store, files) if entry.finished]
+    return [Garbage(f"files of {place}", "the database does not know them", files.remaining_bytes(place)) for place in places]
+
+
+def unknown_places(store: Store, files: CheckpointFiles) -> list[str]:
+    """Where complete files lie that the database does not know: in the data directory, and below the root of `files`."""
+    places = files.finished_places()  # before the rows: whatever comes into being is noted first
+    known = _known(store)
+    return [place for place in places if place.rpartition("/")[2] not in known]
+
+
+def sweep(store: Store, files: CheckpointFiles, unknown: bool = False) -> None:
+    """Delete what nobody can reach; complete files that the database does not know only with `unknown`."""
     for checkpoint in store.drop_expired_checkpoints():
         log.info("%s has expired and is deleted", checkpoint.tinker_path)
     for directory in store.discarded_directories():
@@ -42,9 +56,9 @@ def sweep(store: Store, files: CheckpointFiles, orphans: bool = False) -> None:
         store.forget_directory(directory)
         log.info("the files of %s are deleted: no checkpoint has them", directory)
     for entry in _strays(store, files):
-        if orphans or not entry.finished:
+        if unknown or not entry.finished:
             files.remove(entry.name)
-            log.info("the files of %s are deleted: a process that died left them", entry.name)
+            log.info("the files of %s are deleted: %s", entry.name, "asked for" if entry.finished else "a process that died left them")
 
 
 def _expired(store: Store) -> Iterator[Garbage]:
@@ -57,9 +71,13 @@ def _expired(store: Store) -> Iterator[Garbage]:
 def _strays(store: Store, files: CheckpointFiles) -> Iterator[Entry]:
     """What lies in the data directory and is neither a checkpoint's nor noted as discarded or being written."""
     entries = files.entries()  # before the rows: whatever comes into being is noted first
-    # By their last parts, which are unique: a root may be another way to write the data directory.
-    known = {place.rpartition("/")[2] for place in store.known_directories()}
+    known = _known(store)
     before = time.time() - WRITING_S
     for entry in entries:
         if entry.place not in known and (entry.finished or entry.modified_at < before):
             yield entry
+
+
+def _known(store: Store) -> set[str]:
+    """The last parts of all directories that the database knows. They are unique, and a root may be another way to write a directory."""
+    return {place.rpartition("/")[2] for place in store.known_directories()}

@@ -1,15 +1,16 @@
 """Training on one base model: the `Backend` interface and its implementation in one process.
 
 A pass takes datums of any models, packs them into one row, and computes log-probabilities, losses and gradients. Gradients come from
-`autograd.grad` and reach the accumulators only when the whole pass succeeded, so a failed pass leaves no trace.
+`autograd.grad`. They are added to the accumulators last, when everything that can fail has succeeded, so a failed pass leaves no trace.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,10 +27,11 @@ from tinsmith.models.machine import require_memory
 from tinsmith.models.threads import threads_for, threads_for_step
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.training.checkpoint import About, read_about, read_moments, read_weights, write_checkpoint
+from tinsmith.training.adam import AdamSettings
+from tinsmith.training.checkpoint import About, check_fits, read_moments, read_weights, write_checkpoint
 from tinsmith.training.logprobs import target_logprobs
 from tinsmith.training.losses import Loss
-from tinsmith.training.optimizer import AdamSettings, ModelOptimizer
+from tinsmith.training.optimizer import ModelOptimizer
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +60,21 @@ class DatumResult:
 
 @dataclass(frozen=True)
 class PassResult:
-    """Results in the order of the work; None where the datum's model failed. `failures` says why, by model."""
+    """How each datum ended, by its index in the work: every one has either a result or a failure."""
 
     results: list[DatumResult | None]
-    failures: dict[str, str]
+    """In the order of the work; None for a datum that failed."""
+    failures: dict[int, str]
+    """Why a datum failed, by its index. It left no gradient."""
+
+
+@dataclass(frozen=True)
+class PassError:
+    """Why a pass failed. It holds no tensors of the pass, as the exception and its traceback do."""
+
+    reason: str
+    out_of_memory: bool
+    """Whether the same work may succeed in smaller passes for no other reason than their size."""
 
 
 class Backend(Protocol):
@@ -90,7 +103,7 @@ class Backend(Protocol):
         ...
 
     def clear_gradients(self, model_id: str) -> None:
-        """Forget the accumulated gradients."""
+        """Forget the accumulated gradients. A model that is not there has none."""
         ...
 
     def snapshot(self, model_id: str) -> Weights:
@@ -102,7 +115,11 @@ class Backend(Protocol):
         ...
 
     def restore(self, model_id: str, directory: Path, optimizer: bool) -> None:
-        """Create or replace the model from what `save` wrote; without `optimizer` with a fresh one. Raises UserError if it does not fit."""
+        """Create or replace the model from what `save` wrote; without `optimizer` with a fresh one.
+
+        Raises UserError if it does not fit, TinsmithError if a file is damaged. A model of rank 0 that is replaced is freed before its
+        memory is taken again: if the load fails after that, it starts anew from the base, or is gone if there is no memory for that either.
+        """
         ...
 
 
@@ -146,7 +163,8 @@ class LocalBackend:
 
     def clear_gradients(self, model_id: str) -> None:
         """See `Backend`."""
-        self._optimizer(model_id).clear()
+        if model_id in self.optimizers:
+            self.optimizers[model_id].clear()
 
     def snapshot(self, model_id: str) -> Weights:
         """See `Backend`."""
@@ -164,7 +182,18 @@ class LocalBackend:
 
     def restore(self, model_id: str, directory: Path, optimizer: bool) -> None:
         """See `Backend`."""
-        shape = read_about(directory).shape
+        shape = check_fits(directory, self.base).shape
+        if shape.rank > 0 or model_id not in self.optimizers:
+            self._load(model_id, directory, shape, optimizer)
+            return
+        replaced = self.optimizers.pop(model_id).weights.shape
+        try:
+            self._load(model_id, directory, shape, optimizer)
+        except Exception:
+            self.create_model(model_id, replaced)
+            raise
+
+    def _load(self, model_id: str, directory: Path, shape: LoraShape, optimizer: bool) -> None:
         if shape.rank == 0:
             self._require_memory_to_train(shape)
         moments = read_moments(directory, self.base.device) if optimizer else None
@@ -173,48 +202,53 @@ class LocalBackend:
     def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
         """See `Backend`.
 
-        Full weights have passes of their own. A pass that runs out of memory is split; another that fails is run again model by model.
+        Full weights have passes of their own. Work that fails is halved until what fails is a single datum: one that is bad, or that
+        needs more memory than there is.
         """
-        rows = shared_rows([self._optimizer(datum.model_id).weights for datum in work])
-        if len(rows) > 1:
-            return self._run_apart(work, backward, rows)
-        try:
-            with threads_for(self.base, sum(len(datum.rendered) for datum in work)):
-                return PassResult([*self._run(work, backward)], {})
-        except (RuntimeError, MemoryError) as error:  # what torch raises, out of memory included, and numpy
-            reason, starved = str(error), is_out_of_memory(error)
-        # Outside of the handler, where the failed pass holds no tensors any more.
-        models = list(dict.fromkeys(datum.model_id for datum in work))
-        if starved and len(work) > 1:
-            return self._run_apart(work, backward, self._halves(work))
-        if len(models) > 1:
-            return self._run_apart(work, backward, [[i for i, d in enumerate(work) if d.model_id == model] for model in models])
-        if starved:
-            reason = f"a sequence of {len(work[0].rendered)} tokens needs more memory than {self.base.device} has left: {reason}"
-        log.error("a pass of %s failed: %s", models[0], reason)
-        return PassResult([None] * len(work), {models[0]: f"the pass failed: {reason}"})
-
-    def _run_apart(self, work: Sequence[DatumWork], backward: bool, groups: list[list[int]]) -> PassResult:
-        """The groups of `work` (indices) in passes of their own."""
         results: list[DatumResult | None] = [None] * len(work)
-        failures: dict[str, str] = {}
-        for group in groups:
-            apart = self.run_pass([work[i] for i in group], backward)
-            failures.update(apart.failures)
-            for i, result in zip(group, apart.results, strict=True):
-                results[i] = result
+        failures: dict[int, str] = {}
+        passes = deque(shared_rows([self._optimizer(datum.model_id).weights for datum in work]))
+        while passes:
+            chosen = passes.popleft()
+            part = [work[i] for i in chosen]
+            outcome = self._attempt(part, backward)
+            if not isinstance(outcome, PassError):
+                for i, result in zip(chosen, outcome, strict=True):
+                    results[i] = result
+            elif len(chosen) == 1:
+                failures[chosen[0]] = self._reason(work[chosen[0]], outcome)
+            else:
+                if outcome.out_of_memory:
+                    self._plan_smaller_passes(part)
+                first = _half(part)
+                passes.extendleft((chosen[first:], chosen[:first]))
         return PassResult(results, failures)
 
-    def _halves(self, work: Sequence[DatumWork]) -> list[list[int]]:
-        """Two groups of about equal tokens. Later passes are planned no larger than one of them."""
-        before = np.cumsum([0, *(len(datum.rendered) for datum in work)])
-        total = int(before[-1])
+    def _attempt(self, work: Sequence[DatumWork], backward: bool) -> list[DatumResult] | PassError:
+        """One pass. Whatever it raises is returned, so that the tensors of the failed pass are free before the next one starts."""
+        try:
+            with threads_for(self.base, sum(len(datum.rendered) for datum in work)):
+                return self._run(work, backward)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return PassError(str(error), out_of_memory=True)
+            # An error other than memory is first seen here: of a datum that a check let through, of our code, or of the device.
+            log.warning("a pass of %d datums failed", len(work), exc_info=len(work) == 1)
+            return PassError(f"{type(error).__name__}: {error}", out_of_memory=False)
+
+    def _reason(self, datum: DatumWork, error: PassError) -> str:
+        if not error.out_of_memory:
+            return f"the pass failed: {error.reason}"
+        needs = f"a sequence of {len(datum.rendered)} tokens needs more memory than {self.base.device} has left"
+        return f"the pass failed: {needs}: {error.reason}"
+
+    def _plan_smaller_passes(self, work: Sequence[DatumWork]) -> None:
+        """This work was too much for the memory: later passes are planned no larger than half of it."""
+        total = sum(len(datum.rendered) for datum in work)
         self.tokens_per_pass = max(1, min(self.tokens_per_pass, total // 2))
         log.warning("out of memory in a pass of %d tokens: it goes on in two, later ones take %d tokens", total, self.tokens_per_pass)
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
-        first = min(max(1, int((before[:-1] < total / 2).sum())), len(work) - 1)
-        return [list(range(first)), list(range(first, len(work)))]
 
     def _optimizer(self, model_id: str) -> ModelOptimizer:
         if model_id not in self.optimizers:
@@ -238,12 +272,14 @@ class LocalBackend:
         with torch.set_grad_enabled(backward):
             parts = self._logprobs(row, [work[i] for i in order], [owners[i] for i in order])
             losses = torch.stack([work[i].loss.compute(part, self._inputs(work[i])) for i, part in zip(order, parts, strict=True)])
-        if backward:
-            self._accumulate(losses.sum(), list(dict.fromkeys(optimizers)))
+        ready = self._contributions(losses.sum(), list(dict.fromkeys(optimizers))) if backward else []
         results: dict[int, DatumResult] = {}
         for i, logprobs, loss in zip(order, _to_numpy(parts), losses.tolist(), strict=True):
             results[i] = DatumResult(logprobs, loss)
-        return [results[i] for i in range(len(work))]
+        in_order = [results[i] for i in range(len(work))]
+        for add in ready:  # from here on nothing allocates: all models get their gradients, or none does
+            add()
+        return in_order
 
     def _logprobs(self, row: PackedRow, work: Sequence[DatumWork], owners: Sequence[Weights]) -> list[Tensor]:
         """Of each datum of the row, in the shape of its targets.
@@ -268,19 +304,22 @@ class LocalBackend:
     def _inputs(self, datum: DatumWork) -> dict[str, Tensor]:
         return {name: torch.from_numpy(array).to(self.base.device) for name, array in datum.loss_inputs.items()}
 
-    def _accumulate(self, loss: Tensor, optimizers: list[ModelOptimizer]) -> None:
+    def _contributions(self, loss: Tensor, optimizers: list[ModelOptimizer]) -> list[Callable[[], None]]:
+        """The gradients of the loss for each model: what adds them to those that the model has."""
         leaves = [leaf for optimizer in optimizers for leaf in optimizer.weights.leaves()]
-        gradients: tuple[Any, ...] = torch.autograd.grad(loss, leaves, allow_unused=True)
-        start = 0
-        for optimizer in optimizers:
-            count = len(optimizer.weights.leaves())
-            optimizer.accumulate(list(gradients[start : start + count]))
-            start += count
+        gradients = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
+        return [optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error of torch or numpy means that an allocation failed, on any device."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _half(work: Sequence[DatumWork]) -> int:
+    """Where to cut work into two parts of about equal tokens, neither of them empty."""
+    before = np.cumsum([0, *(len(datum.rendered) for datum in work)])
+    return min(max(1, int((before[:-1] < before[-1] / 2).sum())), len(work) - 1)
 
 
 def _width(datum: DatumWork) -> int:

@@ -5,7 +5,8 @@ Notation of the formulas: lp the log-probabilities that the model in training gi
 = r held in [clip_low_threshold, clip_high_threshold], which are bounds of the ratio itself. Sums go over the positions of one datum.
 
 Reductions are sums, never means, so that however a batch is split its gradients stay the same. A position whose weight or advantage is 0
-contributes exactly 0 to value and gradient, also where lp is -inf, and also in dro, whose penalty would pull at the padding of prompts.
+contributes exactly 0 to value and gradient, also where lp is -inf. In dro a sampled token without advantage keeps its penalty; what
+contributes exactly 0 there are the positions that do not count (`_counted`), such as the padding of prompts.
 
 The formulas are those of the public documentation of the Tinker API ("Loss functions"); papers are named where a loss has one.
 """
@@ -46,10 +47,11 @@ def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, f
 
 
 def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
-    """-Σ (lp · A - beta / 2 · (lp - q)²). Source: "dro"; Richemond et al. 2024, arXiv:2405.19107."""
-    advantages, sampled = inputs["advantages"], inputs["logprobs"]
-    logprobs = torch.where(advantages == 0, sampled, logprobs)
-    return -(logprobs * advantages - 0.5 * config["beta"] * (logprobs - sampled).square()).sum()
+    """-Σ (lp · A - beta / 2 · (lp - q)²) over the positions that count. Source: "dro"; Richemond et al. 2024, arXiv:2405.19107."""
+    counted, beta = _counted(inputs), config["beta"]
+    advantages = torch.where(counted, inputs["advantages"], 0.0)
+    drift = (logprobs - inputs["logprobs"]).masked_fill(~counted if beta else torch.ones_like(counted), 0.0)
+    return 0.5 * beta * drift.square().sum() - _weighted_sum(advantages, logprobs)
 
 
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
@@ -62,6 +64,17 @@ def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, fl
     drift = torch.where(counted, logprobs.detach() - inputs["logprobs"], 0.0)
     own = (logprobs - logprobs.detach()).masked_fill(logprobs.isinf(), 0.0)  # 0, and the gradient of lp
     return _surrogate(_clipped(drift.sum() / counted.sum() + own, inputs, config), inputs["advantages"])
+
+
+def _counted(inputs: Mapping[str, Tensor]) -> Tensor:
+    """Which positions were sampled (bool): those that the inputs "mask" and "weights" do not set to 0.
+
+    Without both, all but those that look like the padding of a prompt: advantage and sampled log-probability exactly 0.
+    """
+    given = [inputs[name] != 0 for name in COUNTED_BY if name in inputs]
+    if given:
+        return torch.stack(given).all(dim=0)
+    return (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
 
 
 def _weighted_sum(weights: Tensor, logprobs: Tensor) -> Tensor:
@@ -92,6 +105,9 @@ def _thresholds(like: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str,
 CLIP_THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 """Settings of the losses that clip. As inputs of a datum they hold for each position and go before the settings."""
 
+COUNTED_BY = ("mask", "weights")
+"""Inputs of a dro datum that say which positions were sampled: 1 there, else 0."""
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -102,6 +118,8 @@ class Loss:
     """loss_fn_inputs that it needs besides target_tokens, each of the shape of target_tokens."""
     config: Mapping[str, float] = field(default_factory=dict)
     """Its settings, all of them: in `LOSSES` the defaults."""
+    optional_inputs: tuple[str, ...] = ()
+    """loss_fn_inputs that it reads where a datum has them."""
     many_targets: bool = False
     """Whether it takes K targets a position."""
 
@@ -111,9 +129,9 @@ class Loss:
         return self.function.__name__
 
     @property
-    def optional_inputs(self) -> tuple[str, ...]:
-        """loss_fn_inputs that it reads where a datum has them."""
-        return tuple(name for name in CLIP_THRESHOLDS if name in self.config)
+    def clips(self) -> bool:
+        """Whether it holds the ratio between two thresholds."""
+        return self.optional_inputs == CLIP_THRESHOLDS
 
     def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """The scalar loss of one datum from `logprobs`, in the shape of its targets, and its inputs by name, of the same shape."""
@@ -127,10 +145,10 @@ LOSSES: Mapping[str, Loss] = {
     for loss in (
         Loss(cross_entropy, ("weights",), many_targets=True),
         Loss(importance_sampling, _POLICY),
-        Loss(ppo, _POLICY, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
-        Loss(cispo, _POLICY, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
-        Loss(dro, _POLICY, {"beta": 0.05}),
-        Loss(gspo, (*_POLICY, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+        Loss(ppo, _POLICY, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, CLIP_THRESHOLDS),
+        Loss(cispo, _POLICY, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, CLIP_THRESHOLDS),
+        Loss(dro, _POLICY, {"beta": 0.05}, COUNTED_BY),
+        Loss(gspo, (*_POLICY, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, CLIP_THRESHOLDS),
     )
 }
 """What clients can name, with default settings. Those of ppo and cispo are documented. For dro, the documented example is the default here,
@@ -155,7 +173,7 @@ def find_loss(name: str, config: Mapping[str, float | str]) -> Loss:
         if key not in settings:
             raise UserError(f"loss_fn_config key {key!r} is not one of {name}'s: {', '.join(settings) or 'it takes none'}")
         settings[key] = _checked_setting(key, value)
-    if loss.optional_inputs and settings["clip_low_threshold"] > settings["clip_high_threshold"]:
+    if loss.clips and settings["clip_low_threshold"] > settings["clip_high_threshold"]:
         bounds = ", ".join(f"{key}={settings[key]}" for key in CLIP_THRESHOLDS)
         raise UserError(f"loss_fn_config leaves no ratio between its bounds: {bounds}; the low one must not be above the high one")
     return replace(loss, config=settings)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from tinsmith.errors import UserError
 from tinsmith.models.base import LM_HEAD
-from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, family_of
+from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, family_of, read_config
 from tinsmith.models.full import HEAD_WEIGHT, FullWeights, Weights
 from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, LoraShape, new_adapter
 
@@ -55,7 +55,7 @@ class Outline:
 
 def outline(source: str) -> Outline:
     """The outline of a model in a local directory or of a Hub id. Raises ConfigError for what could not be served."""
-    config = AutoConfig.from_pretrained(source)
+    config = read_config(source)
     family = family_of(source, config)
     auto: Any = AutoModelForImageTextToText if family.takes_images else AutoModelForCausalLM
     with torch.device("meta"):
@@ -72,27 +72,34 @@ def outline(source: str) -> Outline:
     return Outline(family.model_type, family.takes_images, names[language_model], names[head], sizes)
 
 
-def write_peft(adapter: Adapter, base: Outline, base_source: str, directory: Path) -> None:
-    """Write a PEFT adapter folder, created if it is not there."""
+def write_peft(adapter: Adapter, base: Outline, base_name: str, directory: Path) -> None:
+    """Write a PEFT adapter folder, created if it is not there. It names its base model `base_name`."""
+    names = {name: base.full_name(name) for name in adapter.masters}
+    # Whole names: a part of a name would also reach the vision tower.
+    write_adapter(adapter, names, list(names.values()), base_name, directory)
+
+
+def write_adapter(adapter: Adapter, names: Mapping[str, str], targets: list[str], base_name: str, directory: Path) -> None:
+    """Write the two files of an adapter. `names` maps our names of its modules to those in the file; `targets` is what PEFT looks for."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, pair in adapter.masters.items():
-        tensors[f"{_ROOT}{base.full_name(name)}.lora_A.weight"] = pair.a
-        tensors[f"{_ROOT}{base.full_name(name)}.lora_B.weight"] = pair.b
+        tensors[f"{_ROOT}{names[name]}.lora_A.weight"] = pair.a
+        tensors[f"{_ROOT}{names[name]}.lora_B.weight"] = pair.b
     save_file(tensors, directory / _WEIGHTS, metadata={"format": "pt"})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_source,
+        "base_model_name_or_path": base_name,
         "r": adapter.shape.rank,
         "lora_alpha": LORA_ALPHA,
         "lora_dropout": 0.0,
         "bias": "none",
-        # Whole names: a part of a name would also reach the vision tower.
-        "target_modules": [base.full_name(name) for name in adapter.masters],
+        "target_modules": targets,
         "inference_mode": True,
     }
     (directory / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    _share_as(directory / _CONFIG)
 
 
 @torch.no_grad()
@@ -111,6 +118,13 @@ def write_merged(weights: Weights, base: Outline, base_source: str, directory: P
     AutoTokenizer.from_pretrained(base_source).save_pretrained(directory)
     if base.takes_images:
         AutoImageProcessor.from_pretrained(base_source).save_pretrained(directory)
+    _share_as(directory / "config.json")
+
+
+def _share_as(config: Path) -> None:
+    """Let those read the weights who may read the configuration beside them: safetensors makes files for their owner alone (0600)."""
+    for file in config.parent.glob("*.safetensors"):
+        file.chmod(config.stat().st_mode & 0o777)
 
 
 def _replace(network: Any, weights: FullWeights, base: Outline) -> None:
@@ -135,7 +149,7 @@ def _add(network: Any, adapter: Adapter, base: Outline) -> None:
 
 
 def read_peft(directory: Path, base: Outline) -> Adapter:
-    """The adapter of a PEFT folder, with its scale taken into B.
+    """The adapter of a PEFT folder, or of a download of the Tinker API, with its scale taken into B.
 
     It trains attention, MLP and output projection, each wholly or not at all: a group that the folder covers in part is completed with
     modules that change nothing yet. Raises UserError for what LoRA on this base cannot be.
@@ -163,9 +177,10 @@ def _pairs(tensors: Mapping[str, Tensor], base: Outline, rank: int) -> dict[str,
     pairs = {}
     rest = set(tensors)
     for name, (in_features, out_features) in base.sizes.items():
-        key = f"{_ROOT}{base.full_name(name)}"
-        a, b = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
-        if a in tensors and b in tensors:
+        for key in (f"{_ROOT}{base.full_name(name)}", f"{_ROOT}{_downloaded_name(name)}"):
+            a, b = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
+            if a not in rest or b not in rest:
+                continue
             if tensors[a].shape != (rank, in_features) or tensors[b].shape != (out_features, rank):
                 sizes = f"{tuple(tensors[a].shape)} and {tuple(tensors[b].shape)}"
                 raise UserError(f"{key}: lora_A and lora_B are {sizes}, which does not fit rank {rank} and this base model")
@@ -174,6 +189,11 @@ def _pairs(tensors: Mapping[str, Tensor], base: Outline, rank: int) -> dict[str,
     if rest or not pairs:
         raise UserError(f"the adapter holds {min(rest, default='nothing')}, which is no LoRA matrix of this base model's language model")
     return pairs
+
+
+def _downloaded_name(name: str) -> str:
+    """What downloads of the Tinker API call a module, whatever model the language model is a part of."""
+    return "model.unembed_tokens" if name == LM_HEAD else f"model.{name}"
 
 
 def _group(name: str) -> str:

@@ -1,4 +1,4 @@
-"""vLLM as the sampler: servers, their client, the weights that they serve, and a `Sampler` and a `Renderer` on top of them."""
+"""vLLM as the sampler: servers, their client, the weights that they serve, and a `Sampler` on top of them."""
 
 from typing import Literal
 

@@ -61,16 +61,6 @@ class VLLMClient:
         future.add_done_callback(done)
         return future
 
-    async def render(self, chat: dict[str, Any]) -> dict[str, Any]:
-        """What vLLM would make of a chat: token ids and features. Runs in the client's event loop."""
-        server, life = await self.servers.pick([], _AWAY_FROM_HOME)
-        server.load += 1  # a server with nothing to do may hang unnoticed
-        try:
-            rendered: dict[str, Any] = await life.connection.post("/v1/chat/completions/render", chat)
-        finally:
-            server.load -= 1
-        return rendered
-
     def publish(self, version: Version, line: str | None) -> None:
         """Let the samples of a line go on with this version, and make servers ready for it that can be."""
         self.run(self._publish(version, line))

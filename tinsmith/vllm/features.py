@@ -1,18 +1,15 @@
-"""Pictures as vLLM's generate endpoint takes them, and as its render endpoint gives them: pixel values in MessagePack, in base64.
+"""Pictures as vLLM's generate endpoint takes them: our pixel values in MessagePack, in base64. vLLM processes no picture itself.
 
 The format is that of vLLM's `MultiModalKwargsItem`: for each name a tensor (dtype, shape, bytes) and how items are put together.
 """
 
 import base64
-import math
 from collections.abc import Collection
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
-from tinsmith.errors import TinsmithError
 from tinsmith.models.base import PictureInput
 from tinsmith.rendering.rendered import RenderedInput
 
@@ -50,20 +47,3 @@ def encode_picture(picture: PictureInput) -> str:
 
 def _tensor(array: "np.ndarray[Any, Any]") -> tuple[str, tuple[int, ...], msgspec.msgpack.Ext]:
     return str(array.dtype), array.shape, msgspec.msgpack.Ext(_RAW, array.tobytes())
-
-
-def decode_picture(data: str, sha256: bytes, merge_size: int) -> PictureInput:
-    """The inverse of `encode_picture`. Raises TinsmithError if a server does not normalize pixel values itself."""
-    item = msgspec.msgpack.decode(base64.b64decode(data))
-    pixels, grid = _array(item["pixel_values"]["data"]), _array(item["image_grid_thw"]["data"])
-    if pixels.dtype != np.float32:
-        raise TinsmithError(f"vLLM renders pixel values in {pixels.dtype}; start it with --no-mm-device-do-normalize")
-    time, height, width = (int(size) for size in grid)
-    if len(pixels) != math.prod((time, height, width)):
-        raise TinsmithError(f"vLLM rendered {len(pixels)} patches for a grid of {time} x {height} x {width}")
-    return PictureInput(sha256, torch.from_numpy(pixels), (time, height, width), slice(0, len(pixels) // merge_size**2))
-
-
-def _array(data: tuple[str, list[int], msgspec.msgpack.Ext]) -> "np.ndarray[Any, Any]":
-    dtype, shape, raw = data
-    return np.frombuffer(bytearray(raw.data), dtype=dtype).reshape(shape)

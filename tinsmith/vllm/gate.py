@@ -47,6 +47,12 @@ class Gate:
         finally:
             self._leave()
 
+    def stay(self) -> Callable[[], None]:
+        """Keep the weights that are there until what this returns is called. For who is in: what it shares with others may outlast it."""
+        assert self.running, "nobody is in"
+        self.running += 1
+        return self._leave
+
     async def _switch(self, number: int, switch: Callable[[], Awaitable[None]]) -> None:
         await switch()
         self.weights = number

@@ -1,7 +1,7 @@
 """One generate request to one vLLM server, and the pictures that it needs there.
 
-A picture's pixel values travel to a server once, however many requests with it come together: the first of them goes ahead as a request for
-a single token, and takes along what the others, and itself again, then name by its hash. That token's prompt stays in the prefix cache.
+A picture's pixel values travel to a server once, however many requests with it come together: a request for a single token, which carries
+the pixels, goes ahead of the first of them. All of them then name the picture by its hash.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
+from tinsmith.errors import TinsmithError
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.vllm.connection import ServerFailedError
 from tinsmith.vllm.features import features_of
@@ -18,25 +19,24 @@ from tinsmith.vllm.servers import Life
 
 REQUEST_PREFIX = "generate-tokens-"
 """What vLLM puts before the name of a request."""
-Slot = AbstractAsyncContextManager[None]
+Slot = AbstractAsyncContextManager[Any]
 _ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprobs": 0}
 
 
 async def generate(
     life: Life, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...] = (), name: str | None = None
 ) -> dict[str, Any]:
-    """The reply to a prompt, followed by `answer`, when there is a slot for it. Raises as `Connection.post`.
+    """The reply to a prompt, followed by `answer`, for one sample, when there is a slot for it. Raises as `Connection.post`.
 
     With a `name` vLLM can be told to give it up while that is among `life.begun`.
     """
-    await _introduce(life, rendered, model, life.slots)
-    body: dict[str, Any] = {"token_ids": [*rendered.token_ids.tolist(), *answer], "sampling_params": params, "model": model}
-    async with life.slots:
+    await introduce(life, rendered, model)
+    async with life.slots.some(1):
         if name is None:
-            return await _ask(life, rendered, body)
+            return await ask(life, rendered, params, model, answer)
         life.begun.add(name)
         try:
-            return await _ask(life, rendered, body | {"request_id": name})
+            return await ask(life, rendered, params, model, answer, request_id=name)
         finally:
             life.begun.discard(name)
 
@@ -45,11 +45,22 @@ async def score(life: Life, rendered: RenderedInput, params: dict[str, Any], mod
     """The reply to a prompt, in a slot that samples never take: for what those that fill all others may have to wait for."""
     await _introduce(life, rendered, model, life.spare_slot)
     async with life.spare_slot:
-        return await _ask(life, rendered, {"token_ids": rendered.token_ids.tolist(), "sampling_params": params, "model": model})
+        return await ask(life, rendered, params, model)
 
 
-async def _ask(life: Life, rendered: RenderedInput, body: dict[str, Any]) -> dict[str, Any]:
-    """The server may have forgotten a picture that it has seen, which it answers with an error: then it is sent again."""
+async def introduce(life: Life, rendered: RenderedInput, model: str | None) -> None:
+    """Return when the server knows the prompt's pictures. Raises as `Connection.post` if it is this request that brings them."""
+    await _introduce(life, rendered, model, life.slots.some(1))
+
+
+async def ask(
+    life: Life, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...] = (), **more: str
+) -> dict[str, Any]:
+    """The reply to a request that has its slots, and whose pictures the server was sent.
+
+    It may have forgotten one, which it answers with an error: then that is sent again.
+    """
+    body = {"token_ids": [*rendered.token_ids.tolist(), *answer], "sampling_params": params, "model": model} | more
     known = _known(life, rendered)
     try:
         return await _post(life, rendered, body, known)
@@ -60,7 +71,11 @@ async def _ask(life: Life, rendered: RenderedInput, body: dict[str, Any]) -> dic
 
 
 async def _post(life: Life, rendered: RenderedInput, body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    return modern(await life.connection.post("/inference/v1/generate", body | {"features": features_of(rendered, known)}))
+    """Raises TinsmithError if the reply names another adapter, and so other weights, than it was asked for."""
+    reply = modern(await life.connection.post("/inference/v1/generate", body | {"features": features_of(rendered, known)}))
+    if body["model"] is not None and reply["model"] not in (body["model"], None):
+        raise TinsmithError(f"vLLM was asked for the adapter {body['model']} and answered with {reply['model']}")
+    return reply
 
 
 def _known(life: Life, rendered: RenderedInput) -> set[str]:
@@ -75,7 +90,7 @@ def _keepable(life: Life, rendered: RenderedInput) -> dict[str, int]:
 
 
 async def _introduce(life: Life, rendered: RenderedInput, model: str | None, slot: Slot) -> None:
-    """Return when the server knows the prompt's pictures. Raises as `Connection.post` if it is this request that brings them."""
+    """See `introduce`; `slot` is what the request that brings them runs in."""
     sizes = _keepable(life, rendered)
     while arriving := {life.arriving[key] for key in sizes if key in life.arriving}:
         await asyncio.wait(arriving)  # if one fails, the first who waited brings its pictures

@@ -1,6 +1,6 @@
 """Replies of vLLM 0.26, the newest for PyTorch 2.11, in the form that the rest of this room knows from 0.32.
 
-It does not say which weights it computed with, so for full weights the canary is the only check there.
+It does not say which weights or which adapter it computed with: that the weights have arrived, and the canary, are the checks there.
 """
 
 from typing import Any
@@ -17,6 +17,7 @@ def modern(reply: dict[str, Any]) -> dict[str, Any]:
     """
     if any(choice["finish_reason"] == "error" for choice in reply["choices"]):
         raise ServerFailedError("vLLM could not compute a request; its log says why")
+    reply.setdefault("model", None)
     for choice in reply["choices"]:
         if "weight_versions" not in choice:
             choice["weight_versions"] = None

@@ -17,6 +17,7 @@ from tinsmith.vllm.canary import Canary
 from tinsmith.vllm.connection import RefusedError, ServerFailedError
 from tinsmith.vllm.gate import BASE, UNKNOWN
 from tinsmith.vllm.generate import score
+from tinsmith.vllm.identity import identity
 from tinsmith.vllm.parameters import scoring_params
 from tinsmith.vllm.servers import Life, Server
 from tinsmith.vllm.tasks import once
@@ -50,7 +51,7 @@ class Publisher:
             name = None
             if version.adapter is not None:
                 name = await self._loaded(life, version.adapter)
-            checked = once(life.checks, version.uid, partial(self._check, life, version, name))
+            checked = self._checked(life, version, name)
             try:
                 yield name
             except TinsmithError:
@@ -93,6 +94,15 @@ class Publisher:
             if not life.is_ours and (label is None or label.startswith(_LABEL)):  # perhaps an engine before us has left its weights there
                 life.gate.weights = UNKNOWN
 
+    def _checked(self, life: Life, version: Version, name: str | None) -> "asyncio.Future[None]":
+        """The comparison of the canary, which all who sample from these weights share. The weights stay until it has ended."""
+        is_new = version.uid not in life.checks
+        checked = once(life.checks, version.uid, partial(self._check, life, version, name))
+        if is_new:
+            leave = life.gate.stay()
+            life.checks[version.uid].add_done_callback(lambda _: leave())
+        return checked
+
     async def _check(self, life: Life, version: Version, name: str | None) -> None:
         reply = await score(life, self.canary.rendered, scoring_params(0), name)
         try:
@@ -108,8 +118,15 @@ class Publisher:
 
     async def _load(self, life: Life, adapter: Adapter) -> str:
         path = await asyncio.to_thread(self.files.adapter, adapter)
-        name = f"{self.files.root.name}-{life.number}-{adapter.uid}"  # a server that is not ours may know it from another life
+        # A server that is not ours may know the adapter from another life. It compares what it has loaded with the identity at the end.
+        name = f"{self.files.root.name}-{life.number}-{adapter.uid}-{await asyncio.to_thread(self.files.identity, adapter)}"
         await life.connection.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+        if not await _has_compared(life, name):
+            await self._unload(life, name)
+            raise TinsmithError(
+                f"the vLLM server at {life.connection.address} does not compare adapters with the trainer's; start it with "
+                "--worker-extension-cls tinsmith.vllm.worker.WorkerExtension of this version of Tinsmith"
+            )
         return name
 
     async def _unload(self, life: Life, name: str) -> None:
@@ -141,11 +158,20 @@ class Publisher:
     async def _send(self, life: Life, transfer: Transfer, tensors: Tensors, label: str) -> None:
         post = life.connection.post
         await post("/start_weight_update")
-        await transfer.send(life.connection, tensors)
+        await transfer.send(life.connection, tensors, await asyncio.to_thread(identity, tensors.items()))
         await post("/finish_weight_update", {"weight_version": label})
         await post("/reset_prefix_cache", reset_running_requests="true")
         if life.label is not None:
             life.label = label
+
+
+async def _has_compared(life: Life, name: str) -> bool:
+    """Whether all workers of a server have compared an adapter (`adapter_check.py`)."""
+    try:
+        reply = await life.connection.post("/collective_rpc", {"method": "tinsmith_checked_adapter", "args": [name]})
+    except (RefusedError, ServerFailedError):  # it has no such method
+        return False
+    return all(result["checked"] for result in reply["results"])
 
 
 def _number(weights: FullWeights | None) -> int:

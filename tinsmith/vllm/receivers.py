@@ -5,7 +5,7 @@ Runs inside of vLLM's worker processes. All of them take tensors under the names
 
 import base64
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from tinsmith.vllm import TransferKind, backend_of
+from tinsmith.vllm.identity import Identity
 from tinsmith.vllm.process_pair import WORKER, ProcessPair
 
 _OLDER = not hasattr(BaseLayerWithLoRA, "load_weights")
@@ -34,14 +35,22 @@ class NoPreparation(WeightTransferInitInfo):
 
 
 @dataclass
-class FileUpdate(WeightTransferUpdateInfo):
+class Update(WeightTransferUpdateInfo):
+    """What is said of each update."""
+
+    identity: str
+    """Of all its tensors, by their names in the checkpoint (`identity.py`)."""
+
+
+@dataclass
+class FileUpdate(Update):
     """A safetensors file."""
 
     path: str
 
 
 @dataclass
-class IpcUpdate(WeightTransferUpdateInfo):
+class IpcUpdate(Update):
     """Memory of the trainer on this GPU."""
 
     handles: str
@@ -56,7 +65,7 @@ class MeetingPoint(WeightTransferInitInfo):
 
 
 @dataclass
-class BroadcastUpdate(WeightTransferUpdateInfo):
+class BroadcastUpdate(Update):
     """What the trainer is about to send."""
 
     outline: list[tuple[str, list[int], str]]
@@ -76,19 +85,33 @@ class _LayerByLayer(WeightTransferEngine[Any, Any]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one update. vLLM's own version synchronizes an accelerator, which a CPU has none of."""
+        """Load one update. vLLM's own version synchronizes an accelerator, which a CPU has none of.
+
+        Raises ValueError if other weights have come than were sent.
+        """
         try:
-            self.receive_weights(self.parse_update_info(update_info))
+            self._receive(self.parse_update_info(update_info))
         except BaseException:
             self.finish_weight_update()  # else the next update would take what was loaded of this one for its own
             raise
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
+    def _receive(self, update: Any) -> None:
+        self.received = Identity()
+        self.receive_weights(update)
+        if str(self.received) != update.identity:
+            raise ValueError(f"other weights have come than the trainer's: their identity is {self.received}, not {update.identity}")
+
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load tensors under their names in the checkpoint."""
         wrapped = _wrapped(self.model) if _OLDER else frozenset()
-        self.model.load_weights((_inside(name, wrapped), tensor) for name, tensor in tensors)
+        self.model.load_weights((_inside(name, wrapped), tensor) for name, tensor in self._counted(tensors))
+
+    def _counted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            self.received.add(name, tensor)
+            yield name, tensor
 
     def finish_weight_update(self) -> None:
         """Put the layers into the form in which they compute."""

@@ -38,11 +38,14 @@ log = logging.getLogger(__name__)
 class VLLMSampler:
     """See `Sampler` (`sampling/local.py`)."""
 
-    def __init__(self, base: BaseModel, canary: Canary, client: VLLMClient, logits_chunk: int, wake: Callable[[], None]) -> None:
-        """`wake` is called in another thread when `step` has something to return."""
+    def __init__(
+        self, base: BaseModel, canary: Canary, client: VLLMClient, longest: int, logits_chunk: int, wake: Callable[[], None]
+    ) -> None:
+        """Prompt and answer have at most `longest` tokens. `wake` is called in another thread when `step` has something to return."""
         self.base = base
         self.canary = canary
         self.client = client
+        self.longest = longest
         self.logits_chunk = logits_chunk
         self.wake = wake
         self.jobs: dict[str, tuple[int, Future[SampleResult]]] = {}
@@ -64,6 +67,11 @@ class VLLMSampler:
         """See `Sampler`. Which of them wait only vLLM knows."""
         return sum(samples for samples, _ in self.jobs.values()), 0
 
+    @property
+    def room(self) -> int:
+        """See `Sampler`: as many may wait for a server as it computes at a time."""
+        return 2 * sum(server.slots for server in self.client.servers.all) - self.load[0]
+
     def add(
         self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, line: str | None = None
     ) -> None:
@@ -78,7 +86,7 @@ class VLLMSampler:
             rendered=rendered,
             version=version,
             line=line,
-            max_tokens=longest_answer(request, len(rendered), self.base.max_context),
+            max_tokens=longest_answer(request, len(rendered), self.longest),
             eos=self.base.eos_token_ids(),
             vocab_size=self.base.vocab_size,
             tokenizer=self.base.tokenizer,

@@ -1,12 +1,13 @@
 """A job on one server, from weights that stay: all its samples at once."""
 
+from collections import deque
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from tinsmith.sampling.sequence import SampleResult
 from tinsmith.vllm.answers import prompt_answers, rescored, sequences_of
-from tinsmith.vllm.generate import generate
+from tinsmith.vllm.generate import ask, generate, introduce
 from tinsmith.vllm.job import Job
 from tinsmith.vllm.parameters import sampling_params, scoring_params, truncates
 from tinsmith.vllm.publisher import Publisher
@@ -18,19 +19,32 @@ from tinsmith.wire.sample import SampledSequence
 async def sample(publisher: Publisher, life: Life, job: Job) -> SampleResult:
     """The job's result. Raises as `Connection.post`, and TinsmithError if the server computes something else than the trainer."""
     async with publisher.serving(life, job.version) as model:
-        starts = range(0, job.request.num_samples, life.most_together)
-        replies = await together([_some(life, job, model, first) for first in starts])
-        sequences = list(chain.from_iterable(part for part, _ in replies))
+        left = deque(range(job.request.num_samples))
+        replies = dict(chain.from_iterable(await together([_some(life, job, model, left) for _ in left])))
+        sequences = list(chain.from_iterable(part for _, (part, _) in sorted(replies.items())))
         if truncates(job.request):
             sequences = await together([score_again(life, job, model, (), sequence) for sequence in sequences])
     return result_of(job, sequences, replies[0][1])
 
 
-async def _some(life: Life, job: Job, model: str | None, first: int) -> tuple[list[SampledSequence], dict[str, Any]]:
-    count = min(life.most_together, job.request.num_samples - first)
-    params = sampling_params(job.request, job.max_tokens, job.eos, job.vocab_size, first, count)
-    reply = await generate(life, job.rendered, params, model)
-    return sequences_of(reply, count, job.request.topk_sample_logprobs, life.label, job.version.name), reply
+async def _some(
+    life: Life, job: Job, model: str | None, left: deque[int]
+) -> list[tuple[int, tuple[list[SampledSequence], dict[str, Any]]]]:
+    """The number of the first of the samples in one request, these samples, and vLLM's reply. Nothing, if there are none `left`.
+
+    It takes as many as there are slots for, so others that come later may find none.
+    """
+    await introduce(life, job.rendered, model)
+    if not left:
+        return []
+    async with life.slots.some(min(len(left), life.most_together)) as slots:
+        taken = [left.popleft() for _ in range(min(slots, len(left)))]
+        if not taken:
+            return []
+        params = sampling_params(job.request, job.max_tokens, job.eos, job.vocab_size, taken[0], len(taken))
+        reply = await ask(life, job.rendered, params, model)
+    sequences = sequences_of(reply, len(taken), job.request.topk_sample_logprobs, life.label, job.version.name)
+    return [(taken[0], (sequences, reply))]
 
 
 async def score_again(life: Life, job: Job, model: str | None, before: tuple[int, ...], sequence: SampledSequence) -> SampledSequence:

@@ -24,6 +24,8 @@ from tinsmith.errors import TinsmithError
 from tinsmith.vllm import TransferKind
 from tinsmith.vllm.connection import Connection, RefusedError, ServerFailedError, ServerLostError
 from tinsmith.vllm.gate import Gate
+from tinsmith.vllm.last_words import last_words
+from tinsmith.vllm.slots import Slots
 from tinsmith.vllm.transfers import Transfer
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,6 @@ _LOOK_EVERY_S = 2.0
 _ANSWERS_WITHIN_S = 10.0
 """How long a server that is doubted, or that was given, may take to answer."""
 _LONGEST_DELAY_S = 30.0
-_LOG_TAIL = 2000
 _MOST_TOGETHER = 64
 """Samples of one prompt in one request, where a server has so many slots."""
 _KNOWN_PICTURES = 2**31
@@ -64,8 +65,8 @@ class Life:
     """A server from one start to its end, and what it holds. Nothing that belongs to one life can reach the next."""
 
     connection: Connection
-    slots: asyncio.Semaphore
-    """One for each request that may be under way."""
+    slots: Slots
+    """For samples."""
     spare_slot: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """One more, to compare new weights in."""
     most_together: int
@@ -118,7 +119,7 @@ class Server:
     """One vLLM server through all its lives."""
 
     def __init__(self, source: Launch | str, slots: int, hung_s: float, changed: asyncio.Condition) -> None:
-        """`source` says how to start it, or is the URL of one that is not ours. It gets at most `slots` requests at a time.
+        """`source` says how to start it, or is the URL of one that is not ours. It gets at most `slots` samples at a time.
 
         With samples to do and silent for `hung_s` seconds it is taken for lost. `changed` is notified whenever `state` is another.
         """
@@ -162,7 +163,7 @@ class Server:
         """From a start to the end; whether it was ever ready in between."""
         is_ours = isinstance(self.source, Launch)
         kind: TransferKind = self.source.transfer_kind if isinstance(self.source, Launch) else "file"
-        life = Life(Connection(await self._start()), asyncio.Semaphore(self.slots), min(self.slots, _MOST_TOGETHER), is_ours, kind)
+        life = Life(Connection(await self._start()), Slots(self.slots), min(self.slots, _MOST_TOGETHER), is_ours, kind)
         try:
             was_ready = await self._gets_ready(life)
             if was_ready:
@@ -270,9 +271,8 @@ class Server:
     def _why_down(self) -> str:
         if isinstance(self.source, str) or self.process is None:
             return f"no vLLM server answers at {self.source}"
-        log_file = self.source.log
-        tail = log_file.read_bytes()[-_LOG_TAIL:].decode(errors="replace").strip()
-        return f"a vLLM server ended (exit code {self.process.returncode}); the end of {log_file}: {tail}"
+        words = last_words(self.source.log.read_bytes())
+        return f"a vLLM server ended (exit code {self.process.returncode}); {self.source.log} says: {words}"
 
 
 def _seed(command: list[str]) -> list[str]:

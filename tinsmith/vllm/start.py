@@ -11,17 +11,17 @@ from tinsmith.rendering.renderer import Renderer
 from tinsmith.vllm.canary import Canary
 from tinsmith.vllm.client import VLLMClient
 from tinsmith.vllm.launches import launches
-from tinsmith.vllm.processor import VLLMProcessor
 from tinsmith.vllm.publisher import Publisher
 from tinsmith.vllm.sampler import VLLMSampler
+from tinsmith.vllm.servers import Launch
 from tinsmith.vllm.weights import WeightFiles
 
 
 def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake: Callable[[], None]) -> VLLMSampler:
     """Start the servers of a base model, or get in touch with those that are named, and return at once.
 
-    With renderer=vllm they process the pictures of `renderer` from now on. `wake` is called in another thread when the sampler's `step`
-    has something to return. Raises ConfigError for what cannot work.
+    `renderer` makes the canary's prompt. `wake` is called in another thread when the sampler's `step` has something to return. Raises
+    ConfigError for what cannot work.
     """
     if config.vllm.vllm_urls and len(config.base_models) > 1:
         raise ConfigError("--vllm-url names the servers of one base model; serve one, or let Tinsmith start the vLLM servers")
@@ -30,11 +30,13 @@ def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake
     files = WeightFiles(base, config.vllm.vllm_dir)
     atexit.register(files.close)
     canary = Canary(base, renderer)
-    sources = config.vllm.vllm_urls or launches(base, config, files.root)
-    client = VLLMClient([*sources], config.sampling.max_running, config.vllm.vllm_hung_s, Publisher(files, canary))
-    if config.vllm.renderer == "vllm" and base.family.takes_images:
-        renderer.processor = VLLMProcessor(base, client)
-    return VLLMSampler(base, canary, client, config.training.logits_chunk, wake)
+    sources: list[Launch | str] = [*config.vllm.vllm_urls]
+    longest = base.max_context
+    if not sources:
+        started, longest = launches(base, config, files.root)
+        sources += started
+    client = VLLMClient(sources, config.sampling.max_running, config.vllm.vllm_hung_s, Publisher(files, canary))
+    return VLLMSampler(base, canary, client, longest, config.training.logits_chunk, wake)
 
 
 def _check(url: str) -> None:

@@ -29,8 +29,8 @@ class Transfer(Protocol):
     async def open(self, server: Connection) -> None:
         """Make ready, once."""
 
-    async def send(self, server: Connection, tensors: Tensors) -> None:
-        """Give the server all tensors of one update. Raises as `Connection.post`."""
+    async def send(self, server: Connection, tensors: Tensors, identity: str) -> None:
+        """Give the server all tensors of one update, which it compares with their identity. Raises as `Connection.post`."""
 
 
 class FileTransfer:
@@ -42,12 +42,12 @@ class FileTransfer:
     async def open(self, server: Connection) -> None:
         """Nothing to do."""
 
-    async def send(self, server: Connection, tensors: Tensors) -> None:
+    async def send(self, server: Connection, tensors: Tensors, identity: str) -> None:
         """See `Transfer`. The file takes the memory of a whole model meanwhile."""
         file = self.directory / f"{uuid.uuid4().hex}.safetensors"
         try:
             await asyncio.to_thread(_write, tensors, file)
-            await server.post("/update_weights", {"update_info": {"path": str(file)}})
+            await server.post("/update_weights", {"update_info": {"path": str(file), "identity": identity}})
         finally:
             file.unlink(missing_ok=True)
 
@@ -58,11 +58,12 @@ class IpcTransfer:
     async def open(self, server: Connection) -> None:
         """Nothing to do."""
 
-    async def send(self, server: Connection, tensors: Tensors) -> None:
+    async def send(self, server: Connection, tensors: Tensors, identity: str) -> None:
         """See `Transfer`."""
         shared = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         handles = {name: reduce_tensor(tensor)[1] for name, tensor in shared.items()}
-        await server.post("/update_weights", {"update_info": {"handles": base64.b64encode(pickle.dumps(handles)).decode()}})
+        encoded = base64.b64encode(pickle.dumps(handles)).decode()
+        await server.post("/update_weights", {"update_info": {"handles": encoded, "identity": identity}})
         torch.cuda.ipc_collect()
 
 
@@ -81,13 +82,13 @@ class BroadcastTransfer:
         joined = server.post("/init_weight_transfer_engine", {"init_info": {"meeting_point": path}})
         self._pair, _ = await asyncio.gather(asyncio.to_thread(ProcessPair, path, TRAINER, self.device), joined)
 
-    async def send(self, server: Connection, tensors: Tensors) -> None:
+    async def send(self, server: Connection, tensors: Tensors, identity: str) -> None:
         """See `Transfer`."""
         assert self._pair is not None, "open comes first"
         outline = [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
         sending = asyncio.create_task(asyncio.to_thread(self._pair.send, tensors.values()))
         try:
-            await server.post("/update_weights", {"update_info": {"outline": outline}})
+            await server.post("/update_weights", {"update_info": {"outline": outline, "identity": identity}})
         except BaseException:
             self._pair.abort()  # who received has gone, and the sending thread would wait for it
             await asyncio.wait([sending])

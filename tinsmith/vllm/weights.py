@@ -10,12 +10,15 @@ import tempfile
 import threading
 from pathlib import Path
 
+import psutil
+import torch
 from torch import Tensor
 
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights
 from tinsmith.models.lora import Adapter, LoraShape
 from tinsmith.training.peft_format import outline, write_peft
+from tinsmith.vllm.identity import Identity
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "tinsmith-weights-"
@@ -45,6 +48,16 @@ class WeightFiles:
                 partly.rename(directory)
         return directory
 
+    @torch.no_grad()
+    def identity(self, adapter: Adapter) -> str:
+        """The identity of an adapter as vLLM's layers hold it: in the dtype of the base, B multiplied by the scale."""
+        whole = Identity()
+        for name, pair in adapter.working.items():
+            module = self.outline.full_name(name)
+            whole.add(f"{module}.a", pair.a)
+            whole.add(f"{module}.b", pair.b * adapter.scale)
+        return str(whole)
+
     def tensors(self, weights: FullWeights | None) -> dict[str, Tensor]:
         """What full-parameter training can change, by checkpoint name: of `weights` what they have, of the base the rest. No copies."""
         own = weights.working if weights is not None else {}
@@ -60,7 +73,8 @@ class WeightFiles:
 
 
 def _delete_leftovers(parent: Path) -> None:
+    """Delete the directories of processes that have ended. One whose name has no process id is not ours."""
     for directory in parent.glob(f"{_PREFIX}*"):
         pid = directory.name.removeprefix(_PREFIX).partition("-")[0]
-        if not Path(f"/proc/{pid}").exists():
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(directory, ignore_errors=True)

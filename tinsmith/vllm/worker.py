@@ -1,6 +1,7 @@
-"""What runs inside of vLLM's worker processes: receivers of full weights, and repairs to how adapters are applied.
+"""What runs inside of vLLM's worker processes: receivers of full weights, a check of adapters, and repairs to how they are applied.
 
-vLLM imports this module (`--worker-extension-cls`) before it loads the model. Only this one and `receivers.py` import vLLM's inside.
+vLLM imports this module (`--worker-extension-cls`) before it loads the model. Only this one, `adapter_check.py` and `receivers.py` import
+vLLM's inside.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from vllm.lora.punica_wrapper import punica_cpu
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from tinsmith.vllm import cpu_lora, receivers
+from tinsmith.vllm import adapter_check, cpu_lora, receivers
 
 
 def map_prompt_logprobs_to_adapters() -> None:
@@ -57,10 +58,15 @@ def replace_cpu_lora() -> None:
 
 
 class WorkerExtension:
-    """What vLLM adds to its worker class. Importing this module is what matters."""
+    """What vLLM adds to its worker class. Importing this module does the rest."""
+
+    def tinsmith_checked_adapter(self, name: str) -> dict[str, bool]:
+        """Whether this worker has compared the adapter of this name with what its name says. Called through /collective_rpc."""
+        return {"checked": adapter_check.was_checked(name)}
 
 
 receivers.register()
+adapter_check.check_adapters_that_are_loaded()
 map_prompt_logprobs_to_adapters()
 if current_platform.is_cpu():
     replace_cpu_lora()

@@ -125,9 +125,9 @@ class SearchSessionsRequest(StrictModel):
 
     session_id: str | None = None
     project_ids: list[str] | None = None
-    user_metadata: dict[str, str] = Field(default_factory=dict)
-    display_name: _Text | None = None
+    user_metadata: dict[str, str] = Field(default_factory=dict, max_length=100)
+    display_name: Annotated[str, Field(min_length=1, max_length=500)] | None = None
     owner: OwnerWanted = OwnerWanted()
-    statuses: Annotated[list[StatusWanted], Field(min_length=1)] | None = None
+    statuses: Annotated[list[StatusWanted], Field(min_length=1, max_length=100)] | None = None
     limit: Annotated[int, Field(ge=1, le=200)] = 50
     cursor: SearchCursor | None = None

@@ -1,10 +1,10 @@
 """JSON bodies about saving and loading weights."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tinsmith.wire.json_body import CountFromZero, SeqId, StrictModel, TolerantModel
+from tinsmith.wire.json_body import CountFromZero, Metadata, SeqId, StrictModel, TolerantModel
 from tinsmith.wire.paths import check_name
 from tinsmith.wire.training_requests import OptimizerConfig
 
@@ -86,7 +86,7 @@ class CreateFromCheckpointRequest(StrictModel):
     optimizer: bool
     base_model: str | None = None
     """Another name of a base model of the same architecture and sizes; None takes the one that the checkpoint names."""
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: None = None
     type: Literal["load_weights"] = "load_weights"

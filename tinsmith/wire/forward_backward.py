@@ -18,8 +18,9 @@ from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.tensors import Array, to_dense
 
-MAX_TENSOR_ELEMENTS = 2**27
-"""Most elements that all tensors of one request may have once CSR is made dense; in a 5 MB request, as the SDK cuts them, some 2**24."""
+MAX_TENSOR_ELEMENTS = 2**26
+"""Most elements that all tensors of one request may have once CSR is made dense: as many as 256 MiB hold in float32. In a 5 MB request, as
+the SDK cuts them, there are some 2**24."""
 
 IMAGE_FORMATS = ("png", "jpeg")
 

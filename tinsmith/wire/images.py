@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from io import BytesIO
 
+import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from tinsmith.config import ImagesConfig
@@ -13,6 +14,17 @@ Image.MAX_IMAGE_PIXELS = None
 
 _PILLOW_FORMATS = {"png": ("PNG",), "jpeg": ("JPEG", "MPO")}
 """Pillow's names for what a client calls png and jpeg. MPO is a JPEG with further pictures behind it, as phones make them."""
+
+_READS, _BYTES_PER_READ = 256, 256
+"""Pillow may read an image in so many pieces, and one more for each so many bytes. It takes microseconds for each chunk of a PNG, in four
+pieces, and each marker of a JPEG, and the smallest have 12 bytes and 1: twenty megabytes of them took it 15 seconds. Encoders make chunks
+of 8 KiB and more."""
+
+_MAX_SCANS = 64
+"""Most scans of a JPEG. Each may take 31 bytes and go over all pixels. A progressive JPEG has some 10, and a phone adds a few pictures."""
+
+_SCAN = b"\xff\xda"
+"""The marker that begins a scan. Between compressed pixels it cannot occur."""
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError)
 """What Pillow raises for damaged files: truncated data, bad chunks and checksums, impossible values."""
@@ -26,19 +38,46 @@ class ImageHeader:
     height: int
 
 
+class _CountedBytes(BytesIO):
+    """An encoded image that can be read in so many pieces only."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.allowed = _READS + len(data) // _BYTES_PER_READ
+        self.left = self.allowed
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As `BytesIO`. Raises UserError when it has been read too often."""
+        self.left -= 1
+        if self.left < 0:
+            raise UserError(
+                f"the image of {self.getbuffer().nbytes} bytes takes more than {self.allowed} reads: its chunks or markers are too small; "
+                "encode it anew"
+            )
+        return super().read(size)
+
+
 def read_header(data: bytes, format: str, limits: ImagesConfig) -> ImageHeader:
     """Check an encoded image by its header alone. `format` is what the client says: "png" or "jpeg".
 
-    Raises UserError: not that format, too many bytes or pixels, or too long and narrow.
+    Raises UserError: not that format, too many bytes, pixels, pieces or scans, or too long and narrow.
     """
     image = _open(data, format, limits)
     return ImageHeader(image.width, image.height)
 
 
 def decode(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
-    """The checked image in RGB, its EXIF orientation ignored. Raises UserError as `read_header`, and for broken or truncated data."""
+    """The checked image in RGB, 8 bits a channel. Raises UserError as `read_header`, and for broken or truncated data.
+
+    Grey of 16 bits is scaled: round(value / 257). Of colours in 16 bits, and of grey with alpha, Pillow's decoder keeps the upper 8. Alpha
+    and a palette's transparency are dropped; the colours below them stay. CMYK is converted without a colour profile. EXIF orientation is
+    ignored.
+    """
     image = _open(data, format, limits)
     try:
+        if image.mode.startswith("I"):  # Pillow's own conversion would clip each value to 255: white
+            grey = (np.asarray(image, dtype=np.uint32) + 128) // 257
+            return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
         return image.convert("RGB")
     except _BROKEN as error:
         raise UserError(f"the {format} image of {image.width} x {image.height} pixels is broken: {error}") from error
@@ -49,8 +88,11 @@ def _open(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
         raise UserError(f"image format {format!r} is not supported; send png or jpeg")
     if len(data) > limits.max_image_mib * 2**20:
         raise UserError(f"the image has {len(data)} bytes; max_image_mib allows {limits.max_image_mib} MiB")
+    scans = data.count(_SCAN) if format == "jpeg" else 0
+    if scans > _MAX_SCANS:
+        raise UserError(f"the jpeg image has {scans} scans; at most {_MAX_SCANS} are taken: encode it anew")
     try:
-        image = Image.open(BytesIO(data), formats=("PNG", "JPEG"))
+        image = Image.open(_CountedBytes(data), formats=("PNG", "JPEG"))
     except UnidentifiedImageError as error:
         raise UserError(f"the {len(data)} bytes labelled {format!r} are not a PNG or JPEG image") from error
     except _BROKEN as error:
@@ -59,6 +101,15 @@ def _open(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
         raise UserError(f"the image is labelled {format!r} but is {str(image.format).lower()!r}")
     _check_size(image.width, image.height, limits)
     return image
+
+
+def check_pixels(total: int, limits: ImagesConfig) -> None:
+    """Raise UserError if the images of one prompt or datum hold more pixels together than are decoded for one."""
+    if total > limits.max_request_pixels:
+        raise UserError(
+            f"the images have {total} pixels together; max_request_pixels allows {limits.max_request_pixels}: "
+            "scale them down, or send fewer"
+        )
 
 
 def _check_size(width: int, height: int, limits: ImagesConfig) -> None:

@@ -1,20 +1,38 @@
 """How JSON bodies and the parameters of URLs are read: unknown fields, wrong types and impossible values are refused."""
 
-from collections.abc import Mapping
-from typing import Annotated, TypeVar
+import math
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from tinsmith.errors import UserError
+from tinsmith.errors import UserError, quoted
 
 MAX_SEQ_ID = 2**31 - 1
 """The protobuf requests carry seq_id as int32, so no training operation can have a larger one."""
 
-_SHOWN_CHARACTERS = 120
+
+def _check_finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what is no JSON: a search could not read the stored object."""
+    for value in _scalars(values):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"must hold finite numbers only, and not {value}")
+    return values
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _scalars(part)
+    else:
+        yield value
+
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 SeqId = Annotated[int, Field(ge=1, le=MAX_SEQ_ID)]
+Metadata = Annotated[dict[str, Any], AfterValidator(_check_finite)]
+"""A JSON object of the client's own, to be stored as it is."""
 CountFromZero = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
@@ -50,7 +68,4 @@ def _explained(error: ValidationError, whole: str) -> UserError:
     """What is wrong, from the first fault that was found; `whole` names what is wrong as a whole."""
     first = error.errors(include_url=False, include_context=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or whole
-    shown = repr(first["input"])
-    if len(shown) > _SHOWN_CHARACTERS:
-        shown = shown[:_SHOWN_CHARACTERS] + "..."
-    return UserError(f"{field}: {first['msg']}, got {shown}")
+    return UserError(f"{field}: {first['msg']}, got {quoted(first['input'])}")

@@ -2,7 +2,7 @@
 
 import binascii
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import FailFast, Field, field_validator, model_validator
 
+from tinsmith.config import RequestsConfig
 from tinsmith.errors import NotBuiltError, UserError
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
@@ -18,6 +19,12 @@ from tinsmith.wire.prompt_scores import MAX_TOPK, PromptAnswers, PromptQuestions
 
 MAX_SAMPLES = 1024
 """Largest num_samples of one request."""
+
+_OBJECTS_BESIDE_CHUNKS = 4
+"""The body, its prompt, sampling_params and target_prompt_logprobs."""
+
+_BASE64_PIECE = 2**20
+"""Characters, in fours, decoded at a time: the decoder keeps the interpreter's lock until it is done."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +192,19 @@ class _SampleBody(StrictModel):
         )
 
 
+def check_size(body: bytes, limits: RequestsConfig) -> None:
+    """Raise UserError for a body that would take long to parse: its commas and braces are counted, those in texts included."""
+    letters = np.frombuffer(body, dtype=np.uint8)
+    values = int(np.count_nonzero(letters == ord(",")))
+    if values > limits.max_sample_values:
+        raise UserError(f"the body holds {values} values, max_sample_values allows {limits.max_sample_values}; send a shorter prompt")
+    objects = int(np.count_nonzero(letters == ord("{"))) - _OBJECTS_BESIDE_CHUNKS
+    if objects > limits.max_prompt_chunks:
+        raise UserError(
+            f"the prompt holds at least {objects} chunks, max_prompt_chunks allows {limits.max_prompt_chunks}; join neighbouring texts"
+        )
+
+
 def parse_sample_request(body: bytes) -> SampleRequest:
     """An asample body. Raises UserError naming the field and its value, NotBuiltError for fields that this version does not have."""
     parsed = parse_json(_SampleBody, body)
@@ -208,10 +228,18 @@ def _decode_chunk(index: int, chunk: _TextBody | _ImageBody | _DmelBody | _Asset
     if not isinstance(chunk, _ImageBody):
         raise NotBuiltError(f"prompt.chunks.{index}: type={chunk.type!r} is not built yet; send encoded_text and image")
     try:
-        data = binascii.a2b_base64(chunk.data, strict_mode=True)
+        data = b"".join(_base64_pieces(chunk.data))
     except ValueError as error:
         raise UserError(f"prompt.chunks.{index}.data is not base64: {error}") from error
     return ImageChunk(hashlib.sha256(data).digest(), data, chunk.format, chunk.expected_tokens)
+
+
+def _base64_pieces(text: str) -> Iterator[bytes]:
+    for start in range(0, len(text), _BASE64_PIECE):
+        piece = text[start : start + _BASE64_PIECE]
+        if start + _BASE64_PIECE < len(text) and piece.endswith("="):
+            raise ValueError("Excess data after padding")
+        yield binascii.a2b_base64(piece, strict_mode=True)
 
 
 def _decode_tokens(index: int, tokens: list[int]) -> NDArray[np.int32]:

@@ -1,17 +1,17 @@
 """JSON bodies about sessions, sampling sessions and futures."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import FailFast, Field, model_validator
 
-from tinsmith.wire.json_body import CountFromZero, FiniteFloat, StrictModel, TolerantModel
+from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Metadata, StrictModel, TolerantModel
 
 
 class CreateSessionRequest(TolerantModel):
     """POST create_session."""
 
-    tags: list[str] = Field(default_factory=list)
-    user_metadata: dict[str, Any] | None = None
+    tags: Annotated[list[str], FailFast()] = Field(default_factory=list)
+    user_metadata: Metadata | None = None
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
@@ -66,7 +66,7 @@ class RetrieveFuturesRequest(StrictModel):
     """Reports up to this one have been seen."""
     timeout: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Seconds to wait for a report; None is up to the server."""
-    retrieved_request_ids: Annotated[list[str], Field(default_factory=list)]
+    retrieved_request_ids: Annotated[list[str], FailFast(), Field(default_factory=list)]
     """Samples whose results need not be kept any longer."""
 
 

@@ -21,6 +21,13 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 _INDEX = np.dtype("<i8")
 
 
+MAX_COLUMNS = 4096
+"""Most columns of a CSR tensor, which is targets at each position. Rows take bytes on the wire, columns none, so this is how many
+times as large as its bytes a tensor can get."""
+
+_MAX_DIMENSIONS = 8
+
+
 def to_dense(tensor: tinker_pb2.Tensor, max_elements: int) -> Array:
     """The tensor as a dense writable array of float32 or int64; entries that a CSR tensor does not list are 0.
 
@@ -43,6 +50,8 @@ def to_dense(tensor: tinker_pb2.Tensor, max_elements: int) -> Array:
 
 
 def _checked_shape(tensor: tinker_pb2.Tensor, max_elements: int) -> tuple[int, ...]:
+    if len(tensor.shape) > _MAX_DIMENSIONS:  # before it is multiplied: a shape is as long as the client likes
+        raise UserError(f"shape has {len(tensor.shape)} dimensions; at most {_MAX_DIMENSIONS} are taken")
     shape = tuple(tensor.shape)
     if any(size < 0 for size in shape):
         raise UserError(f"shape {list(shape)} has a negative dimension")
@@ -63,6 +72,8 @@ def _from_csr(csr: tinker_pb2.SparseCsr, dtype: np.dtype[Any], shape: tuple[int,
     if len(shape) != 2:
         raise UserError(f"a CSR tensor needs a shape [rows, columns], got {list(shape)}")
     rows, columns = shape
+    if columns > MAX_COLUMNS:
+        raise UserError(f"shape {list(shape)} has {columns} columns; a CSR tensor may have up to {MAX_COLUMNS}: send fewer a position")
     values = _from_bytes(csr.values, dtype, "values")
     crow = _from_bytes(csr.crow_indices, _INDEX, "crow_indices")
     col = _from_bytes(csr.col_indices, _INDEX, "col_indices")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tinsmith.errors import NotBuiltError
-from tinsmith.wire.json_body import CountFromZero, FiniteFloat, SeqId, StrictModel, TolerantModel
+from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Metadata, SeqId, StrictModel, TolerantModel
 
 
 class LoraConfig(StrictModel):
@@ -43,7 +43,7 @@ class CreateModelRequest(StrictModel):
     session_id: str
     model_seq_id: CountFromZero
     base_model: str
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     lora_config: LoraConfig = LoraConfig(rank=0)
     optimizer_config: OptimizerConfig = OptimizerConfig()
     type: Literal["create_model"] = "create_model"

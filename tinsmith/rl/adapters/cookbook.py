@@ -24,6 +24,7 @@ from tinker_cookbook.rl.types import Trajectory as TheirTrajectory
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl import registry
 from tinsmith.rl.assemble import assemble
+from tinsmith.rl.calls import EnvError, call, checked_reward, env_error
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.conversation import Conversation
 from tinsmith.rl.env import Prompt
@@ -32,7 +33,6 @@ from tinsmith.rl.pictures import Picture
 from tinsmith.rl.policy import Answer, Policy, Request, derived_seed
 from tinsmith.rl.stream import PlacedPicture, TokenStream, join, text_stream
 from tinsmith.rl.trajectory import Origin, StopReason, Trajectory, Turn
-from tinsmith.rl.workers import EnvError, env_error
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class CookbookEnv(TheirEnv):
 
     async def initial_observation(self) -> tuple[tinker.ModelInput, list[int]]:
         """The first prompt and the tokens that end an answer."""
-        messages, _ = self.env.init(self.prompt)
+        messages, _ = call(self.env, "init", self.prompt)
         self.conversation = Conversation(self.template, messages)
         return self.conversation.prompt.model_input, sorted(self.template.stop_ids)
 
@@ -88,11 +88,11 @@ class CookbookEnv(TheirEnv):
         """The environment's answer to sampled tokens."""
         sampled = np.array(action, np.int32)
         stopped = (extra or {}).get("stop_reason", "stop") == "stop"
-        observations, reward, done, _ = self.env.step(self.conversation.text_of(sampled))
+        observations, reward, done, _ = call(self.env, "step", self.conversation.text_of(sampled))
         done = done or not stopped
         if not done:
             self.conversation.extend(sampled, stopped, observations)
-        metrics = self.env.metrics() if done else {}
+        metrics = call(self.env, "metrics") if done else {}
         if done:
             self.env.close()
         after = tinker.ModelInput.empty() if done else self.conversation.prompt.model_input
@@ -137,7 +137,7 @@ class CookbookPlayer:
                 raise ConfigError(f"env={self.env!r} made {len(envs)} environments for a group of {len(origins)}")
             played = await asyncio.gather(*(self._rollout(env, policy, origin) for env, origin in zip(envs, origins, strict=True)))
             finished = [(env, made) for env, made in zip(envs, played, strict=True) if not isinstance(made, EnvError)]
-            rewards = iter(await _guarded(builder.compute_group_rewards([made for _, made in finished], [env for env, _ in finished])))
+            rewards = iter(await _group_rewards(builder, [made for _, made in finished], [env for env, _ in finished]))
         except EnvError as error:
             return tuple(_failed(origin, error) for origin in origins)
         finally:
@@ -180,7 +180,8 @@ class _Guarded(TheirEnv):
         return await _guarded(self.env.initial_observation())
 
     async def step(self, action: list[int], *, extra: Any = None) -> StepResult:
-        return await _guarded(self.env.step(action, extra=extra))
+        result: StepResult = await _guarded(self.env.step(action, extra=extra))
+        return replace(result, reward=checked_reward(f"{type(self.env).__qualname__}.step", result.reward))
 
 
 async def _guarded(call: Awaitable[T]) -> T:
@@ -188,6 +189,17 @@ async def _guarded(call: Awaitable[T]) -> T:
         return await call
     except Exception as error:  # somebody's program: see workers.py
         raise env_error(error) from error
+
+
+async def _group_rewards(
+    builder: EnvGroupBuilder, played: list[TheirTrajectory], envs: list[TheirEnv]
+) -> list[tuple[float, Mapping[str, Any]]]:
+    """One reward with its metrics for each episode. Raises EnvError."""
+    where = f"{type(builder).__qualname__}.compute_group_rewards"
+    rewards = await _guarded(builder.compute_group_rewards(played, envs))
+    if len(rewards) != len(played):
+        raise EnvError(f"{where} returned {len(rewards)} rewards for {len(played)} episodes")
+    return [(checked_reward(where, reward), metrics) for reward, metrics in rewards]
 
 
 def _built(factory: Any, prompt: Prompt, size: int, options: Mapping[str, Any]) -> EnvGroupBuilder:
@@ -201,7 +213,7 @@ def _built(factory: Any, prompt: Prompt, size: int, options: Mapping[str, Any]) 
 
 
 def _failed(origin: Origin, error: EnvError) -> Trajectory:
-    return Trajectory(origin, (), "env_error", 0, error=str(error))
+    return Trajectory(origin, (), "env_error", 0, error=str(error), details=error.details)
 
 
 def _logprobs(said: TokensWithLogprobs) -> NDArray[np.float32]:

@@ -1,11 +1,12 @@
 """Waiting for the outcome of an operation or sample, or of all samples of a client; giving up a sample."""
 
+import logging
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
 from tinsmith.engine.messages import CancelSample, SampleDone, SampleFailed
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import NotFoundError, StoreUnavailableError
 from tinsmith.server.body import read_body
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import GoneError, failed_reply, json_reply, protobuf_reply
@@ -15,9 +16,13 @@ from tinsmith.store.store import Store
 from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.service_requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
 
+log = logging.getLogger(__name__)
+
 router = APIRouter()
 
 _MAX_BODY_BYTES = 64 * 1024
+_MAX_POLL_BYTES = 4 * 2**20
+"""Of a poll that acknowledges samples: some 50,000 of them."""
 
 
 @router.post("/retrieve_future")
@@ -31,19 +36,22 @@ async def retrieve_future(request: Request) -> Response:
     ended = await hub.waiters.wait_for(request_id, look, hub.config.server.long_poll_s)
     if isinstance(ended, Outcome):
         return _operation_reply(ended)
-    return json_reply({"queue_state": "active"}, 408) if ended is None else _sample_reply(ended)
+    if ended is None:
+        return json_reply({"queue_state": "active"}, 408)
+    hub.samples.fetched(request_id)
+    return _sample_reply(ended)
 
 
 @router.post("/retrieve_futures")
 async def retrieve_futures(request: Request) -> Response:
     """Which samples of a client have ended since it last asked, waited for up to `long_poll_s`. The results are fetched one by one."""
     hub = hub_of(request)
-    asked = parse_json(RetrieveFuturesRequest, await read_body(request, hub.config.server.max_body_mib * 2**20))
+    asked = parse_json(RetrieveFuturesRequest, await read_body(request, _MAX_POLL_BYTES))
     client = asked.target.sampling_session_id, asked.target.cloned_sampler_id
     hub.lifetimes.saw(client[0])
     await hub.sampling_sessions.find(client[0])
     for request_id in asked.retrieved_request_ids:
-        hub.samples.remove(request_id)
+        await _forget(hub, client[0], request_id)
     longest = hub.config.server.long_poll_s
     reports = await hub.sample_reports.after(client, asked.prev_cursor, longest if asked.timeout is None else min(asked.timeout, longest))
     cursor = reports[-1].cursor if reports else asked.prev_cursor
@@ -57,16 +65,30 @@ async def cancel_future(request: Request) -> Response:
     request_id = parse_json(CancelFutureRequest, await read_body(request, _MAX_BODY_BYTES)).request_id
     sample = hub.samples.find(request_id)
     if sample is not None and sample.outcome is None:
-        hub.take(SampleFailed(request_id, "it was cancelled by its client", "user", gone=False))
-        await hub.engine.notify(CancelSample(request_id))
+        hub.take(SampleFailed(request_id, sample.run, "it was cancelled by its client", "user", gone=False))
+        await hub.engine.notify(CancelSample(request_id, sample.run))
     return json_reply({})
 
 
+async def _forget(hub: Hub, sampling_session_id: str, request_id: str) -> None:
+    """The client needs this sample of its session no more. One that still runs is given up."""
+    if ids.parse_request_id(request_id) is None or request_id.rpartition("/")[0] != sampling_session_id:
+        return
+    sample = hub.samples.remove(request_id)
+    if sample is not None and sample.outcome is None:
+        hub.waiters.look_again(request_id)
+        await hub.engine.notify(CancelSample(request_id, sample.run))
+
+
 async def _look_for_operation(hub: Hub, request_id: str) -> Outcome | None:
-    outcome = await hub.store.read(Store.outcome, request_id)
+    try:
+        outcome = await hub.store.read(Store.outcome, request_id)
+        status = "done" if outcome is not None else await hub.store.read(Store.status, request_id)
+    except StoreUnavailableError as error:  # the poll waits for the engine's report; answered 503, the SDK would ask again without a pause
+        log.warning("%s cannot be looked up: %s", request_id, error)
+        return None
     if outcome is not None:
         return outcome
-    status = await hub.store.read(Store.status, request_id)
     if status is None:
         raise NotFoundError(f"request_id={request_id!r} does not exist")
     if status == "dropped":

@@ -2,10 +2,11 @@
 
 from fastapi import APIRouter, Request, Response
 
+from tinsmith.config import RequestsConfig
 from tinsmith.engine.messages import Sample
 from tinsmith.errors import EngineUnavailableError, UserError
 from tinsmith.server.base_models import check_fits
-from tinsmith.server.body import parse_aside, read_body
+from tinsmith.server.body import read_body, read_parsed
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import future_reply, json_reply
 from tinsmith.server.sample_checks import check_sample
@@ -13,8 +14,9 @@ from tinsmith.server.samples import PendingSample
 from tinsmith.store import ids
 from tinsmith.store.records import SamplingSession
 from tinsmith.store.store import Store
+from tinsmith.wire.chunks import ImageChunk
 from tinsmith.wire.json_body import parse_json
-from tinsmith.wire.sample import SampleRequest, parse_sample_request
+from tinsmith.wire.sample import SampleRequest, check_size, parse_sample_request
 from tinsmith.wire.service_requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest
 
 router = APIRouter()
@@ -31,7 +33,7 @@ def _require_sampler(hub: Hub) -> None:
 async def create_sampling_session(request: Request) -> Response:
     """A series of samples from a base model or a checkpoint. A repeat with the same number gets the same session."""
     hub = hub_of(request)
-    asked = parse_json(CreateSamplingSessionRequest, await read_body(request, hub.config.server.max_body_mib * 2**20))
+    asked = parse_json(CreateSamplingSessionRequest, await read_body(request, _SMALL_BODY_BYTES))
     _require_sampler(hub)
     await hub.require_open_session(asked.session_id)
     session = SamplingSession(
@@ -86,8 +88,9 @@ async def asample(request: Request) -> Response:
     """Start a sample. A repeat of the same (sampling_session_id, seq_id) is answered as the first was and not run again."""
     hub = hub_of(request)
     _require_sampler(hub)
-    body = await read_body(request, hub.config.server.max_body_mib * 2**20)
-    asked = await parse_aside(len(body), parse_sample_request, body)
+    limits = hub.config.requests
+    max_bytes = limits.max_sample_mib * 2**20
+    asked, body = await read_parsed(request, max_bytes, "max_sample_mib", "application/json", _parsed, limits)
     request_id = ids.request_id(asked.sampling_session_id, asked.seq_id)
     hub.lifetimes.saw(request_id)
     session = await hub.sampling_sessions.find(asked.sampling_session_id)
@@ -95,12 +98,22 @@ async def asample(request: Request) -> Response:
     return future_reply(request_id, sample_sequence_ids=sample.sequence_ids)
 
 
+def _parsed(body: bytes, limits: RequestsConfig) -> tuple[SampleRequest, bytes]:
+    """A request, and the body that it was read from."""
+    check_size(body, limits)
+    asked = parse_sample_request(body)
+    images = sum(isinstance(chunk, ImageChunk) for chunk in asked.prompt)
+    if images > limits.max_images:
+        raise UserError(f"the prompt holds {images} images, max_images allows {limits.max_images}; send fewer")
+    return asked, body
+
+
 async def _start(hub: Hub, request_id: str, session: SamplingSession, asked: SampleRequest, body: bytes) -> PendingSample:
     facts = hub.base_models.find(session.base_model)
     check_sample(asked, facts, hub.config.images)
-    sample = hub.samples.add(request_id, asked.num_samples)
+    sample = hub.samples.add(request_id, asked.num_samples, len(body))
     try:
-        await hub.engine.send(Sample(request_id, facts.name, session.weights_id, body))
+        await hub.engine.send(Sample(request_id, sample.run, facts.name, session.weights_id, sample.num_samples, body))
     except EngineUnavailableError:
         hub.samples.remove(request_id)
         raise

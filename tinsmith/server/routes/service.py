@@ -18,13 +18,27 @@ log = logging.getLogger(__name__)
 
 router = APIRouter()
 
-_SMALL_BODY_BYTES = 8 * 2**20
-"""Limit of bodies that hold no training data."""
+_TELEMETRY_BYTES = 8 * 2**20
+"""Limit of a body that is not parsed."""
 
 
+async def _body(request: Request) -> bytes:
+    return await read_body(request, hub_of(request).config.requests.max_json_kib * 1024, "max_json_kib")
+
+
+@router.get("/livez")
+async def livez() -> Response:
+    """200: the server process answers. Whether it can take work is for `readyz` to say."""
+    return json_reply({"status": "ok"})
+
+
+@router.get("/readyz")
 @router.get("/healthz")
-async def healthz(request: Request) -> Response:
-    """200 once the engine can take work; before, and while it is restarted, 503 with the reason."""
+async def readyz(request: Request) -> Response:
+    """200 while the engine can take work; 503 with the reason while it loads, is restarted, or shows no sign of life.
+
+    `healthz`, which the SDK knows, says the same.
+    """
     engine = hub_of(request).engine
     if engine.is_ready:
         return json_reply({"status": "ok"})
@@ -67,14 +81,14 @@ async def get_server_capabilities(request: Request) -> Response:
 @router.post("/telemetry")
 async def telemetry(request: Request) -> Response:
     """What the SDK reports about itself is read and not kept."""
-    await read_body(request, _SMALL_BODY_BYTES)
+    await read_body(request, _TELEMETRY_BYTES)
     return json_reply({"status": "accepted"})
 
 
 @router.post("/create_session")
 async def create_session(request: Request) -> Response:
     """A new session. A client of a version that does not work is told so, which the SDK logs as an error."""
-    description = parse_json(CreateSessionRequest, await read_body(request, _SMALL_BODY_BYTES))
+    description = parse_json(CreateSessionRequest, await _body(request))
     session_id = str(uuid.uuid4())
     await hub_of(request).store.write(Store.create_session, session_id, description.model_dump())
     log.info("session %s begins (SDK %s)", session_id, description.sdk_version)
@@ -85,9 +99,11 @@ async def create_session(request: Request) -> Response:
 @router.post("/session_heartbeat")
 async def session_heartbeat(request: Request) -> Response:
     """A sign of life. 410 tells the client that the session is over."""
-    heartbeat = parse_json(SessionHeartbeatRequest, await read_body(request, _SMALL_BODY_BYTES))
-    if not await hub_of(request).store.write(Store.touch_session, heartbeat.session_id):
+    heartbeat = parse_json(SessionHeartbeatRequest, await _body(request))
+    hub = hub_of(request)
+    if not await hub.store.write(Store.touch_session, heartbeat.session_id):
         raise GoneError(f"session {heartbeat.session_id!r} is finished or does not exist")
+    hub.lifetimes.saw_session(heartbeat.session_id)
     return json_reply({"type": "session_heartbeat"})
 
 
@@ -95,7 +111,7 @@ async def session_heartbeat(request: Request) -> Response:
 async def finish_session(request: Request, session_id: str) -> Response:
     """End a session: its models are unloaded and its snapshots dropped. Ending it again changes nothing."""
     hub = hub_of(request)
-    ending = parse_json(FinishSessionRequest, await read_body(request, _SMALL_BODY_BYTES))
+    ending = parse_json(FinishSessionRequest, await _body(request))
     if await hub.store.write(Store.finish_session, session_id, ending.reason.type, ending.detail):
         await hub.end_session(session_id, save=False)
         log.info("session %s is finished (%s)", session_id, ending.reason.type)

@@ -15,7 +15,7 @@ async def status(request: Request) -> Response:
     hub = hub_of(request)
     bases = [
         {"name": facts.name, "architecture": facts.architecture, "max_context": facts.max_context, "takes_images": facts.takes_images}
-        for facts in (hub.base_models.all() if hub.engine.is_ready else [])
+        for facts in (hub.base_models.all() if hub.engine.takes_messages else [])
     ]
-    engine = {"state": hub.engine.state, "reason": hub.engine.reason}
+    engine = {"state": hub.engine.state, "reason": hub.engine.reason, "busy_s": hub.engine.busy_s}
     return json_reply({"version": __version__, "engine": engine, "base_models": bases, **hub.activity.describe()})

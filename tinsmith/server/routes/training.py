@@ -8,17 +8,19 @@ import logging
 
 from fastapi import APIRouter, Request, Response
 
+from tinsmith.config import RequestsConfig
 from tinsmith.engine.messages import Wake
 from tinsmith.errors import NotBuiltError, NotFoundError, UserError
 from tinsmith.server.base_models import check_fits
-from tinsmith.server.body import parse_aside, read_body
+from tinsmith.server.body import read_body, read_parsed
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import PROTOBUF, future_reply, json_reply
 from tinsmith.store import ids
-from tinsmith.store.records import Model, NewCommand, SamplingSession
+from tinsmith.store.records import REJECTED, Model, NewCommand, SamplingSession
 from tinsmith.store.store import Store
-from tinsmith.wire import forward_backward as wire_forward_backward
 from tinsmith.wire.checkpoint_requests import CreateFromCheckpointRequest, LoadWeightsAddress, SaveWeightsForSamplerRequest
+from tinsmith.wire.forward_backward import move_images_out, parse
+from tinsmith.wire.inspection import Inspection, LimitError, RequestKey
 from tinsmith.wire.json_body import MAX_SEQ_ID, parse_json
 from tinsmith.wire.training_requests import CreateModelRequest, GetInfoRequest, OperationKey, OptimizerConfig
 
@@ -27,8 +29,8 @@ log = logging.getLogger(__name__)
 router = APIRouter()
 
 
-async def _body(request: Request, hub: Hub, media_type: str = "application/json") -> bytes:
-    return await read_body(request, hub.config.server.max_body_mib * 2**20, media_type)
+async def _body(request: Request, hub: Hub) -> bytes:
+    return await read_body(request, hub.config.requests.max_json_kib * 1024, "max_json_kib")
 
 
 async def _submit(hub: Hub, command: NewCommand) -> Response:
@@ -37,8 +39,16 @@ async def _submit(hub: Hub, command: NewCommand) -> Response:
     if command.model is None:
         await hub.require_model(command.model_id)
     request_id = ids.request_id(command.model_id, command.seq_id)
+    size = len(command.payload) + sum(len(image) for image in command.images.values())
+    counted = hub.queued.admit(command.model_id, command.seq_id, size)
     hub.waiters.expect(request_id)  # before it is in the log: the engine may be done with it, or dead, before we hear that it is
-    if await hub.store.append(command):
+    queued = False
+    try:
+        queued = await hub.store.append(command)
+    finally:
+        if counted and not queued:
+            hub.queued.end(request_id)
+    if queued:
         await hub.engine.notify(Wake())
     else:
         hub.waiters.look_again(request_id)
@@ -90,17 +100,27 @@ async def get_info(request: Request) -> Response:
 async def forward_backward(request: Request) -> Response:
     """A forward or forward_backward pass, in protobuf."""
     hub = hub_of(request)
-    body = await _body(request, hub, PROTOBUF)
-    command = await parse_aside(len(body), _forward_backward_command, body)
+    max_bytes = hub.config.server.max_body_mib * 2**20
+    command = await read_parsed(request, max_bytes, "max_body_mib", PROTOBUF, _forward_backward_command, hub.config.requests)
     return await _submit(hub, command)
 
 
-def _forward_backward_command(body: bytes) -> NewCommand:
-    message = wire_forward_backward.parse(body)
-    if not message.model_id or not 1 <= message.seq_id <= MAX_SEQ_ID:
-        raise UserError(f"model_id={message.model_id!r}, seq_id={message.seq_id}: both are needed, and seq_id counts from 1")
-    stored, images = wire_forward_backward.move_images_out(message)
-    return NewCommand(message.model_id, message.seq_id, "forward_backward", stored, images)
+def _forward_backward_command(body: bytes, limits: RequestsConfig) -> NewCommand:
+    """The command to store; one that is rejected, if the request holds more than is allowed, but says which operation it is."""
+    try:
+        inspection = Inspection(body, limits)
+    except LimitError as error:
+        _check_key(error.key)
+        return NewCommand(error.key.model_id, error.key.seq_id, REJECTED, str(error).encode())
+    key = inspection.key
+    _check_key(key)
+    stored, images = move_images_out(parse(body)) if inspection.counts["images"] else (body, {})
+    return NewCommand(key.model_id, key.seq_id, "forward_backward", stored, images)
+
+
+def _check_key(key: RequestKey) -> None:
+    if not key.model_id or not 1 <= key.seq_id <= MAX_SEQ_ID:
+        raise UserError(f"model_id={key.model_id!r}, seq_id={key.seq_id}: both are needed, and seq_id counts from 1")
 
 
 @router.post("/create_custom_loss")

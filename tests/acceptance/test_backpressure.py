@@ -1,0 +1,50 @@
+"""The real SDK against a server that cannot take more: it waits, sends the same seq_id again, and nothing is lost or done twice."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import tinker
+from tinker import types
+
+from tests.acceptance.conftest import API_KEY
+from tests.running import serving
+
+
+def heavy_datum() -> types.Datum:
+    """Sixty-four tokens with 1.5 MB of targets."""
+    targets = np.random.default_rng(0).integers(0, 2048, (64, 2000))
+    weights = np.full(targets.shape, 1 / 2000, dtype=np.float32)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(range(64))),
+        loss_fn_inputs={"target_tokens": types.TensorData.from_numpy(targets), "weights": types.TensorData.from_numpy(weights)},
+    )
+
+
+def test_the_sdk_waits_when_too_much_is_queued_and_every_operation_runs_once(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.01", "--max-queued-session-mib", "1"]
+    with serving(tmp_path, *options) as server:
+        server.wait_for_health()
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            training = service.create_lora_training_client("text", rank=4).result()
+            one = training.forward_backward([heavy_datum()], "cross_entropy").result()
+            training.optim_step(types.AdamParams(learning_rate=0.0)).result()
+            engine = server.engine_pid()
+            os.kill(engine, signal.SIGSTOP)
+            try:
+                futures = [training.forward_backward([heavy_datum()], "cross_entropy") for _ in range(3)]
+                step = training.optim_step(types.AdamParams(learning_rate=0.0))
+                while "answered 429" not in server.log.read_text():
+                    time.sleep(0.05)
+            finally:
+                os.kill(engine, signal.SIGCONT)
+            assert [future.result().metrics["loss:sum"] for future in futures] == [one.metrics["loss:sum"]] * 3
+            metrics = step.result().metrics
+            assert metrics is not None
+            training.forward_backward([heavy_datum()], "cross_entropy").result()
+            alone = training.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics
+            assert alone is not None
+            np.testing.assert_allclose(metrics["grad_norm"], 3 * alone["grad_norm"], rtol=1e-5)

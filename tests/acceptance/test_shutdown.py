@@ -1,0 +1,86 @@
+"""What survives what: models when the server is stopped, their engine is killed, or their client ends its session."""
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+import tinker
+from tinker import types
+
+from tests.acceptance.conftest import API_KEY
+from tests.acceptance.talking import RAW_STEP, datum, scores, text_input, train
+from tests.running import START_S, serving
+
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING|ERROR) (server|engine): \S")
+"""One format, whoever writes."""
+
+ITEM = datum(text_input(5, 12), 5)
+
+
+def step(client: tinker.TrainingClient) -> None:
+    client.forward_backward([ITEM], "cross_entropy")
+    client.optim_step(RAW_STEP).result()
+
+
+def statuses(http: httpx.Client) -> dict[str, tuple[str, bool]]:
+    """Status of each run, and whether the SDK's command line calls it failed."""
+    runs = http.get("training_runs").json()["training_runs"]
+    return {run["training_run_id"]: (run["status"], run["corrupted"]) for run in runs}
+
+
+def test_ctrl_c_saves_live_models_and_each_model_is_called_what_became_of_it(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1"]
+    with serving(tmp_path, *options) as first:
+        first.wait_for_health()
+        port = first.url.rpartition(":")[2]
+        service = tinker.ServiceClient(base_url=first.url, api_key=API_KEY)
+        lost, unsaved = train(service, "text"), train(service, "text")
+        saved = [lost.save_state(name).result().path for name in ("older", "newest")][-1]
+        with first.client() as http:
+            os.kill(first.engine_pid(), signal.SIGKILL)
+            first.wait_for_health(503)
+            first.wait_for_health()
+            gone = "was lost when the engine stopped; "
+            with pytest.raises(tinker.RequestFailedError, match=gone + f"go on from its newest checkpoint, {saved}, with create_training"):
+                lost.optim_step(RAW_STEP).result()
+            with pytest.raises(tinker.RequestFailedError, match=gone + "it has no checkpoint to go on from: .* call save_state"):
+                unsaved.optim_step(RAW_STEP).result()
+            with tinker.ServiceClient(base_url=first.url, api_key=API_KEY) as done:
+                finished = train(done, "text")
+            live = [train(service, "text", seed=seed) for seed in (1, 2)]
+            for client in live:
+                step(client)
+            before = [scores(client, [ITEM])[0].tolist() for client in live]
+            sampler = service.create_sampling_client(base_model="text").result()
+            for seed in range(3):
+                sampler.sample(text_input(seed, 5), 1, types.SamplingParams(max_tokens=4, stop=[])).result()
+            expected = {lost.model_id: ("lost", True), unsaved.model_id: ("lost", True), finished.model_id: ("finished", False)}
+            assert statuses(http) == expected | {client.model_id: ("ready", False) for client in live}
+        os.kill(first.engine_pid(), signal.SIGINT)  # from a terminal, Ctrl-C reaches both processes
+        os.kill(first.engine_pid(), signal.SIGTERM)  # and a service manager sends it to both
+        first.process.send_signal(signal.SIGINT)
+        assert first.process.wait(timeout=START_S) == 0
+        log = first.log.read_text()
+        assert [line for line in log.splitlines() if not LOG_LINE.match(line)] == []
+        assert "server: the engine starts: it imports its libraries and loads text=" in log
+        assert "engine: loading text from " in log
+        assert sum(map(int, re.findall(r"engine: samples: (\d+) finished", log))) == 3
+        assert " sample=" not in log  # one line for each is for debugging
+        kept = [f"tinker://{client.model_id}/weights/session-end" for client in live]
+        told = re.findall(r"model \S+ is kept as (\S+) for 7 days; go on with create_training_client_from_state_with_opt", log)
+        assert sorted(told) == sorted(kept)
+    with serving(tmp_path, *options, "--port", port) as second:
+        second.wait_for_health()
+        with second.client() as http:
+            assert statuses(http) == expected | {client.model_id: ("unloaded", False) for client in live}
+        with pytest.raises(
+            tinker.RequestFailedError, match=f"is unloaded: the server was stopped; go on from its newest checkpoint, {kept[0]}"
+        ):
+            live[0].optim_step(RAW_STEP).result()
+        resumed = [service.create_training_client_from_state_with_optimizer(path).result() for path in kept]
+        assert [scores(client, [ITEM])[0].tolist() for client in resumed] == before
+        service.close("success")

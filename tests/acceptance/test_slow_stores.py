@@ -1,0 +1,105 @@
+"""A checkpoint store that takes its time: what one client saves must not stall the training and sampling of others."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import tinker
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from tinker import types
+from werkzeug.serving import make_server
+
+from tests.acceptance.conftest import API_KEY
+from tests.acceptance.talking import RAW_STEP, datum, text_input, train
+from tests.running import Server, serving
+
+WITHIN_S = 8.0
+"""How long others may take beside a save that is held. The test takes all of it while it is expected to fail; then it may be long."""
+
+
+class Gate:
+    """An object store whose uploads wait while the gate is closed."""
+
+    def __init__(self, store: Callable[..., Iterable[bytes]]) -> None:
+        self.store = store
+        self.open = threading.Event()
+        self.open.set()
+        self.waited_for = threading.Event()
+        """Set once an upload waits."""
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] in ("PUT", "POST") and not self.open.is_set():
+            self.waited_for.set()
+            self.open.wait()
+        return self.store(environ, start_response)
+
+
+@pytest.fixture(scope="module")
+def gate() -> Iterator[Gate]:
+    """The gate of an S3 server with an empty bucket. The environment names it to every process that starts."""
+    gate = Gate(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, gate, threaded=True, request_handler=MotoRequestHandler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (
+            ("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}"),
+            ("AWS_ACCESS_KEY_ID", "key"),
+            ("AWS_SECRET_ACCESS_KEY", "secret"),
+            ("AWS_DEFAULT_REGION", "us-east-1"),
+        ):
+            patch.setenv(name, value)
+        boto3.resource("s3").create_bucket(Bucket="slow")
+        yield gate
+    server.shutdown()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def slow_server(gate: Gate, family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that keeps its checkpoints there."""
+    options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1", "--checkpoint-root", "s3://slow/checkpoints"]
+    with serving(tmp_path_factory.mktemp("slow"), *options) as server:
+        server.wait_for_health()
+        yield server
+
+
+def save_state(client: tinker.TrainingClient) -> Any:
+    return client.save_state("held")
+
+
+def save_external(client: tinker.TrainingClient) -> Any:
+    return client.save_weights_external("held")
+
+
+@pytest.mark.xfail(
+    raises=TimeoutError, strict=True, reason="the engine's one thread saves, trains and samples; worker processes will turn this on"
+)
+@pytest.mark.parametrize("save", [save_state, save_external])
+def test_a_save_that_takes_its_time_stalls_nobody_else(
+    slow_server: Server, gate: Gate, save: Callable[[tinker.TrainingClient], Any]
+) -> None:
+    with (
+        tinker.ServiceClient(base_url=slow_server.url, api_key=API_KEY) as slow,
+        tinker.ServiceClient(base_url=slow_server.url, api_key=API_KEY) as other,
+    ):
+        saving, client = train(slow, "text"), train(other, "text")
+        sampler = other.create_sampling_client(base_model="text").result()
+        sampled = sampler.sample(text_input(0, 5), 1, types.SamplingParams(max_tokens=4, stop=[]))
+        assert len(sampled.result().sequences[0].tokens) == 4
+        client.forward_backward([datum(text_input(1, 12))], "cross_entropy").result()
+        gate.waited_for.clear()
+        gate.open.clear()
+        saved = save(saving)
+        try:
+            assert gate.waited_for.wait(timeout=60), "nothing was uploaded"
+            stepped = client.optim_step(RAW_STEP)
+            sampled = sampler.sample(text_input(0, 5), 1, types.SamplingParams(max_tokens=4, stop=[]))
+            stepped.result(timeout=WITHIN_S)
+            assert len(sampled.result(timeout=WITHIN_S).sequences[0].tokens) == 4
+        finally:
+            gate.open.set()
+            saved.result()

@@ -1,0 +1,34 @@
+"""Memory: what the machine has, what this process holds, and what a limit on it leaves."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import psutil
+
+from tinsmith.models.machine import look_around, memory_held
+
+LIMITED = """
+import resource
+import psutil
+from tinsmith.models.machine import look_around
+spare = 2**28
+resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + spare, resource.RLIM_INFINITY))
+print(0 < look_around().memory_available <= spare)
+"""
+
+
+def test_memory_is_counted_in_bytes() -> None:
+    machine = look_around()
+    assert 0 < machine.memory_available <= machine.memory_total <= psutil.virtual_memory().total
+    before = memory_held()["resident"]
+    block = np.ones(2**26, dtype=np.uint8)
+    assert memory_held()["resident"] - before > block.nbytes // 2
+
+
+def test_a_limit_on_the_address_space_is_obeyed() -> None:
+    """Without GPUs, whose driver reserves more addresses than the limit leaves."""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", LIMITED], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr

@@ -1,0 +1,225 @@
+"""A run that is killed and started again loses nothing, and a directory takes no other run than the one that it holds."""
+
+import json
+import signal
+import subprocess
+from fnmatch import fnmatchcase
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from rich.console import Console
+
+from tests.rl.test_run import QUIET, config_of, logged
+from tests.running import PROGRAM
+from tinsmith.errors import ConfigError
+from tinsmith.rl.config import RlConfig, to_tree
+from tinsmith.rl.resume import FREE, FROM_THE_BEGINNING, only_run, record_settings, starting_state
+from tinsmith.rl.run_state import RunState, load_state
+from tinsmith.rl.trainer import train
+
+KEY = "tml-resume"
+STEPS = 13
+GROUP = 2
+"""Episodes of a step."""
+
+
+def start(file: Path, plan: Path, dies_in_step: int | None) -> "subprocess.CompletedProcess[str]":
+    """`tinsmith rl` in a process of its own, which gets SIGKILL in the given one of its steps."""
+    plan.unlink(missing_ok=True)
+    if dies_in_step is not None:
+        plan.write_text(str(dies_in_step * GROUP + 1))
+    return subprocess.run([*PROGRAM, "rl", str(file)], capture_output=True, text=True, check=False, timeout=600)
+
+
+def on_server(url: str) -> set[str]:
+    """The paths of all checkpoints of this file's key."""
+    rest = tinker.RestClient(base_url=url, api_key=KEY)
+    return {checkpoint.tinker_path for checkpoint in rest.list_user_checkpoints(limit=1000).result().checkpoints}
+
+
+def state_of(directory: Path) -> RunState:
+    state = load_state(directory)
+    assert state is not None
+    return state
+
+
+@pytest.mark.timeout(900)  # three processes, each of which imports the SDK and transformers
+def test_a_killed_run_that_is_started_again_goes_on_and_keeps_its_best_weights(server_url: str, tmp_path: Path) -> None:
+    out, file, plan = tmp_path / "out", tmp_path / "run.yaml", tmp_path / "plan"
+    file.write_text(
+        f"server: {{url: '{server_url}', api_key: {KEY}}}\nmodel: {{base_model: tiny, rank: 4}}\n"
+        f"env: {{name: 'tests.rl.dying:Dying', options: {{plan: {plan}}}}}\ngeneration: {{max_tokens: 3}}\n"
+        f"training: {{steps: {STEPS}, groups: 1, group_size: {GROUP}}}\noutput: {{directory: {out}}}\n"
+    )
+    # Killed before the first checkpoint: there is nothing to go on with, and nothing of it may go.
+    assert start(file, plan, dies_in_step=4).returncode == -signal.SIGKILL
+    first, lines = state_of(out), (out / "metrics.jsonl").read_text()
+    assert [line["step"] for line in logged(out)] == [0, 1, 2, 3]
+    assert (first.weights, first.best_weights in on_server(server_url)) == ("", True)
+    # Killed after the first checkpoint, which default settings save after ten steps.
+    again = start(file, plan, dies_in_step=12)
+    assert again.returncode == -signal.SIGKILL
+    assert f"the run in {out} ended before its first checkpoint and begins anew; what it left is in {out / 'ended-1'}" in again.stdout
+    assert (out / "ended-1" / "metrics.jsonl").read_text() == lines
+    assert state_of(out / "ended-1") == first
+    second = state_of(out)
+    assert second.step == 10
+    assert [line["step"] for line in logged(out)] == list(range(12))
+    assert {first.best_weights, second.best_weights} <= on_server(server_url)
+    # Started a third time, it goes on to its end.
+    third = start(file, plan, None)
+    assert (third.returncode, third.stderr) == (0, "")
+    assert "step   10" in third.stdout
+    assert "step    9" not in third.stdout
+    assert [line["step"] for line in logged(out)] == list(range(STEPS))
+    last = state_of(out)
+    assert last.step == STEPS
+    assert on_server(server_url) == {first.best_weights} | last.paths
+
+
+def test_a_run_that_is_done_says_how_to_go_on(tmp_path: Path) -> None:
+    config = run_of(tmp_path, done=4)
+    console = Console(record=True, width=40, file=StringIO())
+    assert train(config, console).step == 4
+    assert console.export_text() == f"the run in {tmp_path} has done its 4 steps; raise training: steps to go on\n"
+
+
+def run_of(directory: Path, done: int, **sections: dict[str, Any]) -> RlConfig:
+    """A configuration of four steps with these changes, and a directory with a run of it that has `done` some."""
+    url = "http://127.0.0.1:9"  # nobody answers there: what is refused is refused before the server is asked
+    record_settings(config_of(url, directory))
+    RunState(step=done, weights="tinker://run/weights/step").save(directory)
+    return config_of(url, directory, **sections)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            {"training": {"seed": 1}},
+            (
+                "training.seed is 0 there and 1 here; name another directory, or change them from step 2 on with output: "
+                "{allow_changes: [training.seed]}"
+            ),
+        ),
+        (
+            {"model": {"base_model": "tiny"}},
+            "model.base_model is 'tiny-vl' there and 'tiny' here; name another directory",
+        ),
+        (
+            {"env": {"name": "maze2d", "options": {"level": "easy"}}, "model": {"rank": 4}},
+            (
+                "model.rank is 8 there and 4 here, env.name is 'color_square' there and 'maze2d' here, env.options is {} there and "
+                "{'level': 'easy'} here; name another directory"
+            ),
+        ),
+        (
+            {"training": {"seed": 1, "learning_rate": 1.0}, "output": {"allow_changes": ["training.seed"]}},
+            (
+                "training.learning_rate is 0.001 there and 1.0 here; name another directory, or change them from step 2 on with output: "
+                "{allow_changes: [training.learning_rate]}"
+            ),
+        ),
+    ],
+)
+def test_another_configuration_does_not_go_on_with_the_run(tmp_path: Path, changes: dict[str, Any], complaint: str) -> None:
+    config = run_of(tmp_path, 2, **changes)
+    before = (tmp_path / "config.json").read_text()
+    with pytest.raises(ConfigError) as refused:
+        train(config, QUIET)
+    assert str(refused.value) == f"output: directory='{tmp_path}' holds a run with other settings: {complaint}"
+    assert (tmp_path / "config.json").read_text() == before
+
+
+def test_settings_that_do_not_change_the_run_may_differ_and_others_if_they_are_named(tmp_path: Path) -> None:
+    changes: dict[str, dict[str, Any]] = {
+        "server": {"url": "http://127.0.0.1:10"},
+        "env": {"workers": "thread", "worker_count": 3, "timeout_s": 1},
+        "generation": {"in_flight": 3},
+        "training": {"steps": 40, "learning_rate": 1.0},
+        "evaluation": {"model": "tinker://there", "pass_at": [1]},
+        "output": {"keep": 1, "save_every": 1, "trackers": ["console"], "allow_changes": ["training.learning_rate"]},
+    }
+    assert starting_state(run_of(tmp_path, 2, **changes), QUIET).step == 2
+
+
+def test_what_a_later_version_added_counts_as_its_default(tmp_path: Path) -> None:
+    config = run_of(tmp_path, 2)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["training"]["tis_cap"], settings["output"]["allow_changes"]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert starting_state(config, QUIET).step == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "complaint"),
+    [
+        ("training.lerning_rate", "there is no setting 'training.lerning_rate'; write SECTION.KEY, such as training.learning_rate"),
+        ("model.rank", "model.rank takes effect only when a run begins; name another output directory"),
+        ("warmup.steps", "warmup.steps takes effect only when a run begins; name another output directory"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused(tmp_path: Path, key: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        starting_state(run_of(tmp_path, 2, output={"allow_changes": [key]}), QUIET)
+    assert str(refused.value) == f"output: allow_changes: {complaint}"
+
+
+def test_every_named_setting_is_one() -> None:
+    settings = {f"{section}.{key}" for section, values in to_tree(RlConfig()).items() for key in values}
+    for pattern in (*FREE, *FROM_THE_BEGINNING):
+        assert any(fnmatchcase(key, pattern) for key in settings), pattern
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("state.json", "{file}, the state of a run, is broken: {error}; restore it, or name another output directory"),
+        (
+            "config.json",
+            "cannot read {file}, the settings of the run in {directory}: {error}; restore it, or name another output directory",
+        ),
+    ],
+)
+def test_broken_files_are_named(tmp_path: Path, name: str, complaint: str) -> None:
+    config = run_of(tmp_path, 2)
+    (tmp_path / name).write_text("")
+    with pytest.raises(ConfigError) as refused:
+        starting_state(config, QUIET)
+    assert str(refused.value) == complaint.format(
+        file=tmp_path / name, directory=tmp_path, error="Expecting value: line 1 column 1 (char 0)"
+    )
+
+
+def test_two_runs_do_not_work_in_one_directory(tmp_path: Path) -> None:
+    config = run_of(tmp_path, 4)
+    with only_run(tmp_path), pytest.raises(ConfigError) as refused:
+        train(config, QUIET)
+    assert str(refused.value) == f"output: directory='{tmp_path}': a run is at work in it; end that, or name another directory"
+    assert train(config, QUIET).step == 4
+
+
+def test_resume_false_refuses_whatever_a_run_left(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 1.0}\n')
+    with pytest.raises(ConfigError) as refused:
+        starting_state(config_of("", tmp_path, output={"resume": False}), QUIET)
+    assert str(refused.value) == f"output: directory='{tmp_path}' holds a run, and resume is false; name another directory"
+
+
+def test_a_run_that_could_not_begin_leaves_room_for_another(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.json").write_text("{}")
+    assert starting_state(config_of("", tmp_path), QUIET) == RunState()
+    assert not list(tmp_path.glob("ended-*"))
+
+
+def test_runs_without_a_checkpoint_are_moved_aside_one_after_the_other(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
+        (tmp_path / "trajectories").mkdir()
+        assert starting_state(config_of("", tmp_path), QUIET) == RunState()
+    assert [(tmp_path / f"ended-{number}" / "metrics.jsonl").read_text() for number in (1, 2)] == ['{"step": 1}\n', '{"step": 2}\n']
+    assert {path.name for path in tmp_path.iterdir()} == {"ended-1", "ended-2"}

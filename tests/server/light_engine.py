@@ -1,0 +1,34 @@
+"""An engine without models, for tests of what the server does with its engine process.
+
+It is ready at once, says for each EndSession that the session has ended, and ends itself for session `lost`, with a reason. It is run as
+the engine is: with the link's address and the server's process id as arguments, and the configuration on standard input.
+"""
+
+import sys
+
+from tinsmith.engine.heartbeat import Heartbeat
+from tinsmith.engine.link import EngineLink
+from tinsmith.engine.messages import Bye, Done, EndSession, Ready, Shutdown
+
+REASON = "cuda:0 computes nothing any more"
+
+
+def main() -> None:
+    """Answer messages until told to stop."""
+    link = EngineLink(sys.argv[1])
+    Heartbeat(sys.argv[1]).start()
+    sys.stdin.read()
+    link.send(Ready([]))
+    while True:
+        for message in link.receive(1.0):
+            if isinstance(message, EndSession):
+                link.send(Done(f"ended {message.session_id}", None, str(message.save), None, b""))
+            is_lost = message == EndSession("lost", save=False)
+            if is_lost or isinstance(message, Shutdown):
+                link.send(Bye(REASON if is_lost else ""))
+                link.close()
+                sys.exit(3 if is_lost else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""What the server does with its engine process, on an engine without models: silence, unreadable messages, a device that is lost."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.server.light_engine import REASON
+from tests.server.serving import LIGHT_ENGINE, Served, running, served
+from tinsmith.config import Config, ServerConfig
+from tinsmith.engine.link import ServerLink
+from tinsmith.engine.messages import Done, EndSession, Message
+from tinsmith.server.engine_process import EngineProcess
+
+LONG_S = 120.0
+"""How long anything here may take on a busy machine."""
+
+
+class Watched:
+    """An engine process, with what it said and why it was absent."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.absences: list[str] = []
+        self.engine = EngineProcess(Config(), self.take, self.nothing, self.absent, LIGHT_ENGINE)
+
+    def take(self, message: Message) -> None:
+        if isinstance(message, Done) and message.request_id == "ended unreadable":
+            raise ValueError("nobody can handle this")
+        self.messages.append(message)
+
+    async def nothing(self) -> None:
+        pass
+
+    async def absent(self, reason: str) -> None:
+        self.absences.append(reason)
+
+    def has_ended(self, session_id: str) -> bool:
+        return any(isinstance(message, Done) and message.request_id == f"ended {session_id}" for message in self.messages)
+
+
+async def until(seen: Callable[[], object]) -> None:
+    """Wait until that is true."""
+    async with asyncio.timeout(LONG_S):
+        while True:
+            if seen():
+                return
+            await asyncio.sleep(0.02)
+
+
+def pid_of(engine: EngineProcess) -> int:
+    """The running engine's process id."""
+    assert engine._process is not None
+    return engine._process.pid
+
+
+async def health(server: Served) -> tuple[int, int, int, str]:
+    """Status of livez, readyz and healthz, and the reason of readyz."""
+    live, ready, healthy = [await server.client.get(f"/api/v1/{path}") for path in ("livez", "readyz", "healthz")]
+    return live.status_code, ready.status_code, healthy.status_code, ready.json().get("detail", "")
+
+
+def test_a_frozen_engine_is_not_ready_until_it_goes_on(tmp_path: Path) -> None:
+    async def run() -> None:
+        config = Config(server=ServerConfig(engine_silent_s=2.0, engine_hung_s=3600.0))
+        async with served(tmp_path, config) as server:
+            hub = server.hub
+            hub.engine = EngineProcess(config, hub.take, hub.engine_ready, hub.engine_absent, LIGHT_ENGINE)
+            assert await health(server) == (200, 503, 503, "the engine is loading its models")
+            async with running(hub.engine):
+                await until(lambda: hub.engine.is_ready)
+                assert await health(server) == (200, 200, 200, "")
+                pid = pid_of(hub.engine)
+                os.kill(pid, signal.SIGSTOP)
+                await until(lambda: hub.engine.state == "silent")
+                *codes, reason = await health(server)
+                assert (codes, reason.startswith("the engine has shown no sign of life for ")) == ([200, 503, 503], True)
+                told = asyncio.create_task(hub.waiters.wait_for("ended in silence", no_outcome, LONG_S))
+                await hub.end_session("in silence", save=False)
+                os.kill(pid, signal.SIGCONT)
+                await until(lambda: hub.engine.is_ready)
+                assert pid_of(hub.engine) == pid
+                assert await told is not None
+
+    asyncio.run(run())
+
+
+async def no_outcome() -> None:
+    """What is known of a request that only a message tells of."""
+
+
+def test_an_engine_that_stays_frozen_is_killed_and_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith.server.engine_process._FIRST_DELAY_S", 0.0)
+
+    async def run() -> None:
+        watched = Watched()
+        engine = watched.engine
+        engine._config.server.engine_hung_s = 6.0
+        async with running(engine):
+            await until(lambda: engine.is_ready)
+            pid = pid_of(engine)
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: len(watched.absences) == 2)
+            await until(lambda: engine.is_ready)
+            assert pid_of(engine) != pid
+        assert watched.absences[1] == (
+            "the engine process ended unexpectedly (it had shown no sign of life for 6 s (engine_hung_s) and was killed)"
+        )
+
+    asyncio.run(run())
+
+
+def test_a_message_that_cannot_be_handled_is_logged_and_the_next_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        watched = Watched()
+        async with running(watched.engine):
+            await until(lambda: watched.engine.is_ready)
+            for session_id in ("unreadable", "readable"):
+                await watched.engine.send(EndSession(session_id, save=False))
+            await until(lambda: watched.has_ended("readable"))
+            assert not watched.has_ended("unreadable")
+        assert len(watched.absences) == 1
+
+    asyncio.run(run())
+    assert "a message of the engine could not be handled" in caplog.text
+    assert "ValueError: nobody can handle this" in caplog.text
+
+
+def test_an_engine_that_nobody_can_listen_to_is_replaced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("tinsmith.server.engine_process._FIRST_DELAY_S", 0.0)
+    receive = ServerLink.receive
+    broken = False
+
+    async def receive_or_fail(link: ServerLink) -> Message:
+        nonlocal broken
+        if broken:
+            broken = False
+            raise zmq.ZMQError(zmq.ENOTSOCK)
+        return await receive(link)
+
+    monkeypatch.setattr(ServerLink, "receive", receive_or_fail)
+
+    async def run() -> None:
+        nonlocal broken
+        watched = Watched()
+        async with running(watched.engine):
+            await until(lambda: watched.engine.is_ready)
+            pid = pid_of(watched.engine)
+            broken = True
+            await watched.engine.send(EndSession("a", save=False))
+            await until(lambda: len(watched.absences) == 2)
+            await until(lambda: watched.engine.is_ready)
+            assert pid_of(watched.engine) != pid
+        assert "the server could not listen to it any more: ZMQError" in watched.absences[1]
+
+    asyncio.run(run())
+    assert "the server cannot listen to it any more" in caplog.text
+
+
+def test_an_engine_that_loses_its_device_says_so_and_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith.server.engine_process._FIRST_DELAY_S", 0.0)
+
+    async def run() -> None:
+        watched = Watched()
+        async with running(watched.engine):
+            await until(lambda: watched.engine.is_ready)
+            await watched.engine.send(EndSession("lost", save=False))
+            await until(lambda: len(watched.absences) == 2)
+            await until(lambda: watched.engine.is_ready)
+        assert watched.absences[1] == f"the engine process ended unexpectedly ({REASON})"
+
+    asyncio.run(run())

@@ -1,0 +1,84 @@
+"""What is left in the database of sessions that ended long ago."""
+
+import time
+from pathlib import Path
+
+import pytest
+from sqlalchemy import func, select
+
+from tests.store.test_commands import DESCRIPTION
+from tinsmith.store import retention, schema
+from tinsmith.store.records import Checkpoint, Model, NewCommand, Outcome, SamplingSession
+from tinsmith.store.store import Store
+
+SOON = 3600.0
+
+
+def rows(store: Store) -> dict[str, int]:
+    """How many rows the tables have that grow with use."""
+    tables = (schema.sessions, schema.models, schema.commands, schema.sampling_sessions)
+    with store.reading() as connection:
+        return {table.name: connection.execute(select(func.count()).select_from(table)).scalar_one() for table in tables}
+
+
+def run(store: Store, session_id: str, steps: int = 3, saved: bool = False, finished: bool = True) -> str:
+    """A session with a model, some steps and a sampling session; returns the model's id."""
+    store.create_session(session_id, DESCRIPTION)
+    model = Model(f"{session_id}:train:0", session_id, "tiny", {"rank": 4}, {"type": "adamw"}, None)
+    store.append([NewCommand(model.model_id, 0, "create_model", b"", model=model)])
+    store.append([NewCommand(model.model_id, seq_id, "optim_step", bytes(1000)) for seq_id in range(1, steps + 1)])
+    store.record([Outcome(f"{model.model_id}/{seq_id}", bytes(1000), "json", None, None) for seq_id in range(steps + 1)])
+    store.create_sampling_session(SamplingSession(f"{session_id}:sample:0", session_id, "tiny", f"{model.model_id}/1", model.model_id))
+    if saved:
+        path = f"tinker://{model.model_id}/weights/a"
+        store.put_checkpoint(
+            Checkpoint(path, model.model_id, "training", "a", session_id, "tiny", "x", {"rank": 4}, True, 1, None, 1.0, None)
+        )
+    if finished:
+        store.finish_session(session_id, "success", None)
+    return model.model_id
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(tmp_path)
+
+
+def test_an_ended_session_leaves_nothing_behind(store: Store) -> None:
+    for number in range(5):
+        run(store, f"s{number}")
+    assert rows(store) == {"sessions": 5, "models": 5, "commands": 20, "sampling_sessions": 5}
+    assert store.forget_ended(time.time() - SOON) == 0  # it ended just now
+    assert store.forget_ended(time.time() + SOON) == 35
+    assert rows(store) == {"sessions": 0, "models": 0, "commands": 0, "sampling_sessions": 0}
+
+
+def test_a_run_with_checkpoints_stays_with_its_last_operation(store: Store) -> None:
+    model_id = run(store, "s", saved=True)
+    assert store.forget_ended(time.time() + SOON) == 4
+    assert rows(store) == {"sessions": 1, "models": 1, "commands": 1, "sampling_sessions": 0}
+    assert store.status(f"{model_id}/3") == "done"
+    assert store.checkpoint(f"tinker://{model_id}/weights/a") is not None
+    assert store.forget_ended(time.time() + SOON) == 0
+
+
+def test_what_is_open_or_queued_stays(store: Store) -> None:
+    run(store, "open", finished=False)
+    queued = run(store, "ending", finished=False)
+    store.append([NewCommand(queued, 4, "optim_step", b"")])
+    store.finish_session("ending", "success", None)
+    store.forget_ended(time.time() + SOON)
+    assert rows(store) == {"sessions": 2, "models": 2, "commands": 5, "sampling_sessions": 1}
+    store.record([Outcome(f"{queued}/4", b"", "json", None, None)])
+    store.forget_ended(time.time() + SOON)
+    assert rows(store) == {"sessions": 1, "models": 1, "commands": 4, "sampling_sessions": 1}
+
+
+def test_many_operations_go_in_several_transactions(store: Store) -> None:
+    run(store, "s", steps=9)
+    counts = []
+    for _ in range(3):
+        with store.writing() as connection:
+            counts.append(retention.forget_ended(connection, time.time() + SOON, most=4))
+    assert counts == [4 + 1, 4, 2 + 2]  # the sampling session goes with the first, model and session with the last operations
+    assert rows(store) == {"sessions": 0, "models": 0, "commands": 0, "sampling_sessions": 0}

@@ -1,0 +1,171 @@
+"""`tinsmith backup`: what is copied, and what is said of what cannot be."""
+
+import os
+import resource
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.running import tinsmith_here
+from tests.test_recovery import saved
+from tinsmith.backup import back_up
+from tinsmith.errors import TinsmithError
+from tinsmith.store.catalog import delete_checkpoint, every_checkpoint
+from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.store import Store
+from tinsmith.store.sweep import sweep
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A data directory with one checkpoint in it, one elsewhere and one in an object store, the latter two with copies."""
+    directory = tmp_path / "data"
+    store = Store.open(directory)
+    for number, root in enumerate(("", str(tmp_path / "elsewhere"), f"memory://{tmp_path.name}/x")):
+        row = saved(CheckpointFiles(directory, root), f"tinker://m/weights/{number}", created_at=float(number))
+        store.put_checkpoint(row)
+    (directory / "signing.key").write_bytes(b"k" * 32)
+    (directory / "signing.key").chmod(0o600)
+    (directory / "samples.journal").write_text("+s:sample:0/1\n")
+    (directory / "snapshots" / "a").mkdir(parents=True)
+    deleted = saved(CheckpointFiles(directory), "tinker://m/weights/deleted")
+    store.put_checkpoint(deleted)
+    delete_checkpoint(store, "tinker://m/weights/deleted")
+    return directory
+
+
+def backup(data: Path, target: Path) -> list[str]:
+    """The lines that it prints."""
+    done = tinsmith_here("backup", str(target), "--data-dir", str(data))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_copy_needs_nothing_else(data: Path, tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "copy"
+    lines = [*(f"tinker://m/weights/{number}" for number in range(3)), f"{target} is a copy of {data}: tinsmith serve --data-dir {target}"]
+    assert backup(data, target) == lines
+    shutil.rmtree(data)
+    shutil.rmtree(tmp_path / "elsewhere")
+    store, files = Store.open(target), CheckpointFiles(target)
+    rows = every_checkpoint(store)
+    assert [row.tinker_path for row in rows] == lines[:3]
+    assert [files.sizes(row.directory) for row in rows] == [{"adapter.safetensors": 10}] * 3
+    assert sorted(path.name for path in (target / "checkpoints").iterdir()) == sorted(row.directory for row in rows)
+    assert stat.S_IMODE((target / "signing.key").stat().st_mode) == 0o600
+    assert stat.S_IMODE(target.stat().st_mode) == 0o700
+    assert (target / "samples.journal").read_text() == "+s:sample:0/1\n"
+    assert store.discarded_directories() == []
+    names = {path.name for path in target.iterdir()}
+    assert names - {"tinsmith.db-wal", "tinsmith.db-shm"} == {"tinsmith.db", "checkpoints", "signing.key", "samples.journal"}
+
+
+def test_damaged_and_missing_checkpoints_are_named_and_the_rest_is_copied(data: Path, tmp_path: Path) -> None:
+    places = [CheckpointFiles(data).shown(row.directory) for row in every_checkpoint(Store.open(data))]
+    os.truncate(Path(places[0]) / "adapter.safetensors", 5)
+    shutil.rmtree(places[1])
+    done = tinsmith_here("backup", str(tmp_path / "copy"), "--data-dir", str(data))
+    assert done.returncode == 2
+    assert "2 checkpoints are damaged or without files" in done.stderr
+    assert "tinker://m/weights/0: " in done.stderr
+    assert "adapter.safetensors is damaged: it has 5 bytes, and 10 were written" in done.stderr
+    assert f"tinker://m/weights/1: {places[1]} is not there" in done.stderr
+    kept = [row.tinker_path for row in every_checkpoint(Store.open(tmp_path / "copy"))]
+    assert kept == ["tinker://m/weights/0", "tinker://m/weights/2"]
+
+
+def test_what_is_in_the_way_is_refused(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    for source, target, message in (
+        (data, tmp_path / "used", "is not an empty directory; name a new one"),
+        (data, tmp_path / "used" / "file", "is not an empty directory; name a new one"),
+        (data, data / "copy", "lies in the data directory itself"),
+        (tmp_path / "used", tmp_path / "copy", "holds no data of a server"),
+    ):
+        done = tinsmith_here("backup", str(target), "--data-dir", str(source))
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    (tmp_path / "empty").mkdir()
+    backup(data, tmp_path / "empty")
+    assert every_checkpoint(Store.open(tmp_path / "empty"))
+
+
+def disturbed(monkeypatch: pytest.MonkeyPatch, name: str, happening: Callable[[Path], None]) -> None:
+    """Let something happen, once, right before a file of that name is copied; it is given the directory of the original."""
+    copy2, happened = shutil.copy2, list[str]()
+
+    def disturb(source: Path, target: Path) -> object:
+        if source.name == name and not happened:
+            happened.append(name)
+            happening(source.parent)
+        return copy2(source, target)
+
+    monkeypatch.setattr(shutil, "copy2", disturb)
+
+
+def test_checkpoints_that_are_deleted_or_replaced_while_they_are_copied(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, files = Store.open(data), CheckpointFiles(data)
+    for row in every_checkpoint(store)[1:]:
+        delete_checkpoint(store, row.tinker_path)
+
+    def delete(directory: Path) -> None:
+        delete_checkpoint(store, "tinker://m/weights/0")
+        sweep(store, files)
+
+    def replace(directory: Path) -> None:
+        store.put_checkpoint(saved(files, "tinker://m/weights/0", created_at=9.0))
+        sweep(store, files)
+
+    with monkeypatch.context() as patch:
+        disturbed(patch, "adapter.safetensors", replace)
+        lines = list(back_up(data, tmp_path / "replaced"))
+    assert lines[:2] == ["tinker://m/weights/0: replaced meanwhile, the newer one is copied", "tinker://m/weights/0"]
+    copied = every_checkpoint(Store.open(tmp_path / "replaced"))
+    assert [(row.created_at, CheckpointFiles(tmp_path / "replaced").sizes(row.directory)) for row in copied] == [
+        (9.0, {"adapter.safetensors": 10})
+    ]
+    disturbed(monkeypatch, "adapter.safetensors", delete)
+    assert next(iter(back_up(data, tmp_path / "deleted"))) == "tinker://m/weights/0: deleted meanwhile, not copied"
+
+
+def test_a_part_of_an_old_checkpoint_is_not_taken_for_the_whole(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, files = Store.open(data), CheckpointFiles(data)
+    (old,) = [row for row in every_checkpoint(store) if row.tinker_path == "tinker://m/weights/0"]
+    (Path(files.shown(old.directory)) / "manifest.json").unlink()
+    backup(data, tmp_path / "whole")
+    assert len(every_checkpoint(Store.open(tmp_path / "whole"))) == 3
+
+    def delete_and_begin_to_sweep(directory: Path) -> None:
+        delete_checkpoint(store, "tinker://m/weights/0")
+
+    disturbed(monkeypatch, "adapter.safetensors", delete_and_begin_to_sweep)
+    list(back_up(data, tmp_path / "part"))
+    assert [row.tinker_path for row in every_checkpoint(Store.open(tmp_path / "part"))] == ["tinker://m/weights/1", "tinker://m/weights/2"]
+
+
+def test_files_that_are_gone_from_an_object_store_are_no_copy(tmp_path: Path) -> None:
+    files = CheckpointFiles(tmp_path / "data", f"memory://{tmp_path.name}/y")
+    store = Store.open(tmp_path / "data")
+    row = saved(files, "tinker://m/weights/a")
+    store.put_checkpoint(row)
+    files.remove(row.directory)
+    with pytest.raises(TinsmithError, match=rf"tinker://m/weights/a: {row.directory} is not there"):
+        list(back_up(tmp_path / "data", tmp_path / "copy"))
+    assert every_checkpoint(Store.open(tmp_path / "copy")) == []
+
+
+def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(data: Path, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+    try:
+        done = tinsmith_here("backup", str(tmp_path / "copy"), "--data-dir", str(data))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"tinsmith: {data} could not be copied to {tmp_path / 'copy'}: ")
+    assert not (tmp_path / "copy").exists()

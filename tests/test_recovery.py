@@ -1,0 +1,119 @@
+"""`tinsmith recover`: checkpoints whose rows are gone come back, whole ones only."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.running import tinsmith_here
+from tests.store.test_files import write
+from tests.store.test_store import checkpoint
+from tinsmith.store.catalog import delete_checkpoint, every_checkpoint
+from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.manifest import write_manifest
+from tinsmith.store.records import Checkpoint
+from tinsmith.store.store import Store
+
+
+def saved(files: CheckpointFiles, path: str, created_at: float = 1.0, expires_at: float | None = None) -> Checkpoint:
+    """The files of a checkpoint, without a row."""
+    place = files.new_place()
+    row = checkpoint(path, expires_at, place)
+    row = Checkpoint(**vars(row) | {"created_at": created_at})
+    with files.written(place) as directory:
+        (directory / "adapter.safetensors").write_bytes(b"0123456789")
+        write_manifest(directory, row)
+    return row
+
+
+def recover(data_dir: Path, *options: str) -> list[str]:
+    """The lines that it prints."""
+    done = tinsmith_here("recover", "--data-dir", str(data_dir), *options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_what_the_database_does_not_know_is_registered_as_it_was(tmp_path: Path) -> None:
+    files = CheckpointFiles(tmp_path)
+    lost = [saved(files, "tinker://m/weights/a", 2.0), saved(files, "tinker://m/sampler_weights/b", 1.0, time.time() + 1000)]
+    store = Store.open(tmp_path)
+    known = saved(files, "tinker://m/weights/known")
+    store.put_checkpoint(known)
+    assert recover(tmp_path) == [*[f"registered {row.tinker_path}" for row in lost], "2 checkpoints registered"]
+    assert {row.tinker_path: row for row in every_checkpoint(store)} == {row.tinker_path: row for row in (*lost, known)}
+    assert recover(tmp_path) == ["0 checkpoints registered"]
+
+
+def test_a_database_that_was_moved_away_is_made_anew(tmp_path: Path) -> None:
+    Store.open(tmp_path).close()
+    row = saved(CheckpointFiles(tmp_path), "tinker://m/weights/a")
+    (tmp_path / "tinsmith.db").write_bytes(os.urandom(5000))
+    done = tinsmith_here("recover", "--data-dir", str(tmp_path))
+    assert done.returncode == 2
+    assert "tinsmith.db is damaged: file is not a database. Put back a copy" in done.stderr
+    assert f"run `tinsmith recover --data-dir {tmp_path}`, which registers the checkpoints again" in done.stderr
+    for file in tmp_path.glob("tinsmith.db*"):
+        file.unlink()
+    assert recover(tmp_path) == ["registered tinker://m/weights/a", "1 checkpoints registered"]
+    assert Store.open(tmp_path).require_checkpoint("tinker://m/weights/a") == row
+
+
+def test_the_newest_of_one_path_is_registered(tmp_path: Path) -> None:
+    files = CheckpointFiles(tmp_path)
+    old, new = saved(files, "tinker://m/weights/a", 1.0), saved(files, "tinker://m/weights/a", 2.0)
+    already = "the database has a checkpoint of the path tinker://m/weights/a already"
+    assert recover(tmp_path) == [
+        "registered tinker://m/weights/a",
+        f"not registered: {files.shown(old.directory)}: {already}, with files in {files.shown(new.directory)}",
+        "1 checkpoints registered",
+    ]
+    assert Store.open(tmp_path).require_checkpoint("tinker://m/weights/a") == new
+
+
+def test_what_replaced_a_checkpoint_after_the_database_was_copied_takes_its_place(tmp_path: Path) -> None:
+    store, files = Store.open(tmp_path), CheckpointFiles(tmp_path)
+    old = saved(files, "tinker://m/weights/a", 1.0)
+    store.put_checkpoint(old)
+    files.remove(old.directory)
+    new = saved(files, "tinker://m/weights/a", 2.0)
+    assert recover(tmp_path) == ["registered tinker://m/weights/a", "1 checkpoints registered"]
+    assert every_checkpoint(store) == [new]
+
+
+def test_what_is_damaged_nameless_expired_deleted_or_being_written_is_not_registered(tmp_path: Path) -> None:
+    store, files = Store.open(tmp_path), CheckpointFiles(tmp_path)
+    damaged, expired = saved(files, "tinker://m/weights/a"), saved(files, "tinker://m/weights/b", expires_at=time.time() - 1)
+    os.truncate(Path(files.shown(damaged.directory)) / "adapter.safetensors", 5)
+    nameless = write(files)
+    deleted = saved(files, "tinker://m/weights/c")
+    store.put_checkpoint(deleted)
+    delete_checkpoint(store, "tinker://m/weights/c")
+    begun = saved(files, "tinker://m/weights/d")
+    store.announce_checkpoint(begun.directory)
+    shown = files.shown(damaged.directory)
+    no_manifest = "it has no manifest.json, which older versions did not write, so its path is unknown"
+    lines = recover(tmp_path)
+    assert lines.pop() == "0 checkpoints registered"
+    assert {line.partition("; ")[0] for line in lines} == {
+        f"not registered: {shown}: {shown}/adapter.safetensors is damaged: it has 5 bytes, and 10 were written",
+        f"not registered: {files.shown(nameless)}: {no_manifest}",
+        f"not registered: {files.shown(expired.directory)}: tinker://m/weights/b has expired",
+    }
+    assert every_checkpoint(store) == []
+
+
+@pytest.mark.parametrize("kind", ["directory", "object store"])
+def test_a_root_of_ones_own_is_looked_through_on_request(tmp_path: Path, kind: str) -> None:
+    root = str(tmp_path / "elsewhere") if kind == "directory" else f"memory://{tmp_path.name}/x"
+    data = tmp_path / "data"
+    row = saved(CheckpointFiles(data, root), "tinker://m/weights/a")
+    assert recover(data) == ["0 checkpoints registered"]
+    assert recover(data, "--checkpoint-root", root) == ["registered tinker://m/weights/a", "1 checkpoints registered"]
+    assert Store.open(data).require_checkpoint("tinker://m/weights/a") == row
+
+
+def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
+    done = tinsmith_here("recover", "--data-dir", str(tmp_path))
+    assert (done.returncode, "holds no data of a server" in done.stderr) == (2, True)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,101 @@
+"""A pass that fails: only the datum whose fault it is, and no gradient counts twice."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.bases import datum, load, random_tokens, renderer
+from tests.training.test_backend import assert_same, backend_with, gradients
+from tinsmith.models.base import BaseModel
+from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
+
+ERRORS = {
+    "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    "torch": RuntimeError("The size of tensor a (6) must match the size of tensor b (7)"),
+    "python": IndexError("index 9 is out of bounds"),
+}
+
+
+def break_on(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, guilty: DatumWork, error: Exception) -> None:
+    """Make every pass with this datum fail where torch would raise."""
+    run = backend._run
+
+    def failing(work: Sequence[DatumWork], backward: bool) -> list[DatumResult]:
+        if any(item is guilty for item in work):
+            raise error
+        return run(work, backward)
+
+    monkeypatch.setattr(backend, "_run", failing)
+
+
+@pytest.mark.parametrize("kind", sorted(ERRORS))
+def test_one_bad_datum_fails_alone_and_the_results_of_the_others_are_their_own(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    backend, render = backend_with(text_base, a=4, b=4), renderer(text_base)
+    work = [datum("ab"[i % 2], render.render([random_tokens(i, 5 + i)]), i) for i in range(7)]
+    alone = [backend.run_pass([item], backward=True).results[0] for item in work if item is not work[2]]
+    expected = {name: gradients(backend, name) for name in "ab"}
+    break_on(backend, monkeypatch, work[2], ERRORS[kind])
+
+    outcome = backend.run_pass(work, backward=True)
+
+    assert list(outcome.failures) == [2]
+    assert str(ERRORS[kind]) in outcome.failures[2]
+    assert outcome.results[2] is None
+    for one, together in zip(alone, [result for i, result in enumerate(outcome.results) if i != 2], strict=True):
+        assert one is not None
+        assert together is not None
+        np.testing.assert_allclose(together.logprobs, one.logprobs, rtol=2e-6, atol=1e-5)
+    for name in "ab":
+        assert_same(gradients(backend, name), expected[name])
+    assert (backend.tokens_per_pass < backend.config.tokens_per_pass) == (kind == "memory")
+
+
+class OutOfMemoryAt(TorchDispatchMode):
+    """Torch, whose `at`-th operation that takes memory finds none; the ones before and after do."""
+
+    def __init__(self, at: int) -> None:
+        begin: Any = super().__init__
+        begin()
+        self.at = at
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not func.name().split("::")[1].split(".")[0].endswith("_"):
+            self.seen += 1
+            if self.seen == self.at:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "passes_before"), [("float32", 0), ("bfloat16", 0), ("bfloat16", 1)])
+def test_memory_that_runs_out_at_any_operation_of_a_pass_counts_no_gradient_twice(
+    family_dir: Callable[[str], Path], dtype: str, passes_before: int
+) -> None:
+    base = load(family_dir("qwen3"), dtype=dtype)
+    backend, render = backend_with(base, a=4, b=4), renderer(base)
+    work = [datum("ab"[i % 2], render.render([random_tokens(i, 6)]), i) for i in range(4)]
+
+    def run(at: int) -> tuple[int, dict[str, list[torch.Tensor]]]:
+        for _ in range(passes_before):
+            backend.run_pass(work, backward=True)
+        with OutOfMemoryAt(at) as mode:
+            outcome = backend.run_pass(work, backward=True)
+        assert outcome.failures == {}
+        assert [result is None for result in outcome.results] == [False] * 4
+        return mode.seen, {name: gradients(backend, name) for name in "ab"}
+
+    total, expected = run(at=0)
+    # The copy to the host, what makes the sums of both models ready, the end of the backward pass, and far inside of the pass.
+    for at in (total, total - 1, total - 20, total - 50, total // 2):
+        _, found = run(at)
+        for name in "ab":
+            for gradient, wanted in zip(found[name], expected[name], strict=True):
+                # Halves round otherwise than the whole does; a gradient that counted twice would be off by all of itself.
+                assert (gradient - wanted).norm() <= 0.05 * wanted.norm()

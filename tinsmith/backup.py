@@ -1,0 +1,166 @@
+"""`tinsmith backup`: a copy of a data directory, taken while a server works on it. `tinsmith serve --data-dir COPY` goes on from it.
+
+The database is copied first, as it is at one moment. It names directories of checkpoints that are complete and never change, so they can
+be copied after it. If one is replaced meanwhile, the newer one is copied. Those in another directory or in an object store
+(`--checkpoint-root`) come into the copy too: it needs nothing else.
+"""
+
+import contextlib
+import shutil
+import sqlite3
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinsmith.errors import ConfigError, NotFoundError, TinsmithError
+from tinsmith.store import catalog, lock
+from tinsmith.store.database import FILE_NAME
+from tinsmith.store.files import CheckpointFiles, whole_directory
+from tinsmith.store.manifest import NAME as MANIFEST
+from tinsmith.store.manifest import read_manifest, verify_files
+from tinsmith.store.records import Checkpoint
+from tinsmith.store.store import Store
+from tinsmith.store.sync import make_directory
+
+_BEGUN = ".new"
+"""Ends the names of files that are being replaced."""
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A data directory opened: the original or the copy."""
+
+    store: Store
+    files: CheckpointFiles
+
+
+def back_up(data_dir: Path, target: Path) -> Iterator[str]:
+    """Copy a data directory to `target`, which is empty or not there; one line for each checkpoint. The copy is complete or absent.
+
+    Raises ConfigError for directories that cannot be used. Raises TinsmithError if the copy cannot be written, which leaves nothing of it,
+    or, after all else was copied, if checkpoints are damaged or without files.
+    """
+    if not (data_dir / FILE_NAME).is_file():
+        raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it)")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is not an empty directory; name a new one")
+    if target.resolve().is_relative_to(data_dir.resolve()):
+        raise ConfigError(f"{target} lies in the data directory itself; name a directory outside of {data_dir}")
+    problems: list[str] = []
+    with _named(data_dir, target), _new_directory(target.absolute()) as copy:
+        _copy_database(data_dir / FILE_NAME, copy / FILE_NAME)
+        _copy_files(data_dir, copy)
+        with contextlib.closing(Store.open(data_dir)) as source, contextlib.closing(Store.open(copy)) as store:
+            yield from _copy_checkpoints(_Side(source, CheckpointFiles(data_dir)), _Side(store, CheckpointFiles(copy)), problems)
+    yield f"{target} is a copy of {data_dir}: tinsmith serve --data-dir {target}"
+    if problems:
+        raise TinsmithError(f"{len(problems)} checkpoints are damaged or without files in {data_dir}: {'; '.join(problems)}")
+
+
+@contextlib.contextmanager
+def _named(data_dir: Path, target: Path) -> Iterator[None]:
+    """An error of the disk, when it is full for example, becomes a TinsmithError."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        raise TinsmithError(f"{data_dir} could not be copied to {target}: {error}; see to that and start again") from error
+
+
+@contextlib.contextmanager
+def _new_directory(target: Path) -> Iterator[Path]:
+    make_directory(target.parent)
+    with whole_directory(target) as copy:
+        yield copy
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    """As it is at one moment, with what is not in the main file yet. Writers go on meanwhile."""
+    with contextlib.closing(sqlite3.connect(source)) as reader, contextlib.closing(sqlite3.connect(target)) as writer:
+        reader.backup(writer)
+
+
+def _copy_files(data_dir: Path, target: Path) -> None:
+    """The key that signs URLs, the journal of samples, and whatever else lies beside the database."""
+    for file in data_dir.iterdir():
+        own = file.name.startswith(FILE_NAME) or file.name == lock.FILE_NAME or file.suffix == _BEGUN
+        if file.is_file() and not own:
+            shutil.copy2(file, target)
+
+
+def _copy_checkpoints(original: _Side, copy: _Side, problems: list[str]) -> Iterator[str]:
+    """The files of every checkpoint that the copied database knows. `problems` takes what is wrong with any.
+
+    Clients delete and replace checkpoints meanwhile, and the server deletes their files. Of one that was replaced the newer one is copied.
+    """
+    waiting = _by_directory(catalog.every_checkpoint(copy.store))
+    while waiting:
+        directory = next(iter(waiting))
+        rows = waiting.pop(directory)
+        paths = ", ".join(row.tinker_path for row in rows)
+        problem = _copy_directory(original, copy, directory)
+        now = [row for row in (original.store.checkpoint(row.tinker_path) for row in rows) if row is not None]
+        is_sure = problem is None and (_copied(copy, directory) / MANIFEST).is_file()  # without checksums a part looks like the whole
+        if is_sure or [row.directory for row in now] == [directory] * len(rows):
+            problems += [] if problem is None else [f"{paths}: {problem}"]
+            yield from _keep_rows(copy, directory, paths)
+        else:
+            copy.files.remove(_name(directory))
+            catalog.drop_checkpoints_in(copy.store, directory)
+            for row in now:
+                copy.store.put_checkpoint(row)
+            waiting |= _by_directory(now)
+            yield f"{paths}: {'replaced meanwhile, the newer one is copied' if now else 'deleted meanwhile, not copied'}"
+    catalog.forget_discarded(copy.store)  # what is to be deleted lies in the original only
+
+
+def _keep_rows(copy: _Side, directory: str, paths: str) -> Iterator[str]:
+    """The rows of a directory that was copied, damaged or not, stay. They go if there was nothing to copy."""
+    if _copied(copy, directory).is_dir():
+        catalog.move_checkpoints_in(copy.store, directory, _name(directory))
+        yield paths
+    else:
+        catalog.drop_checkpoints_in(copy.store, directory)
+
+
+def _by_directory(checkpoints: Iterable[Checkpoint]) -> dict[str, list[Checkpoint]]:
+    found: dict[str, list[Checkpoint]] = {}
+    for checkpoint in checkpoints:
+        found.setdefault(checkpoint.directory, []).append(checkpoint)
+    return found
+
+
+def _name(directory: str) -> str:
+    """What a directory of the original is called in the copy."""
+    return directory.rpartition("/")[2]
+
+
+def _copied(copy: _Side, directory: str) -> Path:
+    """Where a directory of the original lies in the copy."""
+    return Path(copy.files.shown(_name(directory)))
+
+
+def _copy_directory(original: _Side, copy: _Side, directory: str) -> str | None:
+    """Copy the files of a checkpoint; returns what is wrong with them. Checkpoints of older versions have no checksums to compare with."""
+    shown = original.files.shown(directory)
+    try:
+        with original.files.fetched(directory) as found, copy.files.written(_name(directory)) as files:
+            _copy_tree(found, files)
+        manifest = read_manifest(_copied(copy, directory), shown)
+        if manifest is not None:
+            verify_files(manifest, _copied(copy, directory), shown)
+    except NotFoundError:
+        return f"{shown} is not there"
+    except TinsmithError as error:
+        return str(error)
+    return None
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    """All files below a directory. Unlike `shutil.copytree` it raises FileNotFoundError if one is deleted meanwhile, or there are none."""
+    files = [file for file in source.rglob("*") if file.is_file()]
+    if not files:
+        raise FileNotFoundError(source)
+    for file in files:
+        copied = target / file.relative_to(source)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, copied)

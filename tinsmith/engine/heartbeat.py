@@ -1,0 +1,52 @@
+"""A thread that tells the server, again and again, that the engine's process runs.
+
+It says nothing about the work: a pass may take a minute on a CPU, and that is no fault. How long the loop has been busy with its current
+turn travels along, for people who look at the server. A process that is frozen, or whose machine is, sends nothing.
+"""
+
+import contextlib
+import threading
+import time
+
+import zmq
+
+from tinsmith.engine.link import heartbeat_address
+from tinsmith.engine.messages import Alive
+
+BEAT_S = 0.5
+"""Seconds from one heartbeat to the next."""
+
+_UNREAD = 10
+"""Heartbeats that may wait for a server that does not read; further ones are not sent."""
+
+
+class Heartbeat:
+    """The heartbeats of this process, from `start` on until the process ends."""
+
+    def __init__(self, address: str) -> None:
+        """Send to the server that bound the link `address`."""
+        self._address = heartbeat_address(address)
+        self._busy_since: float | None = time.monotonic()
+
+    def start(self) -> None:
+        """Begin. The thread has a socket of its own: ZeroMQ's sockets belong to one thread."""
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def busy(self) -> None:
+        """The loop begins a turn. Loading the models counts as the first."""
+        self._busy_since = time.monotonic()
+
+    def idle(self) -> None:
+        """The loop waits for messages."""
+        self._busy_since = None
+
+    def _run(self) -> None:
+        socket = zmq.Context().socket(zmq.PUSH)
+        socket.set_hwm(_UNREAD)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self._address)
+        while True:
+            since = self._busy_since
+            with contextlib.suppress(zmq.Again):
+                socket.send_multipart(Alive(0.0 if since is None else time.monotonic() - since).to_frames(), flags=zmq.NOBLOCK)
+            time.sleep(BEAT_S)

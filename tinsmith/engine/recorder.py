@@ -1,0 +1,77 @@
+"""How operations ended -> the log, then the server.
+
+An operation that had its effect has ended, whatever the database says: an outcome that the database does not take is kept in memory and
+tried again until it does. It is never replaced by a failure, because a client that repeats a step that was applied applies it twice.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from tinsmith.engine.backoff import Backoff
+from tinsmith.engine.messages import Done, Message
+from tinsmith.errors import StoreUnavailableError
+from tinsmith.store.records import Outcome
+from tinsmith.store.store import Store
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Outcomes on their way to the log. The server hears of one when it is there."""
+
+    def __init__(self, store: Store, send: Callable[[Message], None], limit_bytes: float) -> None:
+        """Over `limit_bytes` of results that the database has not taken, `is_full` asks for no more."""
+        self.store = store
+        self.send = send
+        self.limit_bytes = limit_bytes
+        self.waiting: list[Outcome] = []
+        """Outcomes that are not in the log, oldest first."""
+        self.backoff = Backoff()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the results take that are not in the log."""
+        return sum(len(outcome.result or b"") + len(outcome.error or "") for outcome in self.waiting)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits that no more work should be started."""
+        return bool(self.waiting) and self.held_bytes >= self.limit_bytes
+
+    def record(self, outcomes: Sequence[Outcome]) -> None:
+        """Record outcomes behind those that wait, now or later. Raises nothing that the database raises."""
+        was_full = self.is_full
+        self.waiting += outcomes
+        self.flush()
+        if self.is_full and not was_full:
+            log.error("training waits until the database takes results: it is to take %d (--max-unrecorded-mib)", len(self.waiting))
+
+    def flush(self) -> None:
+        """Record what waits, if the next attempt is due."""
+        if not self.waiting or self.backoff.wait_s > 0:
+            return
+        left = self._left_over(self.waiting)
+        waiting = {outcome.request_id for outcome in left}
+        recorded = [outcome for outcome in self.waiting if outcome.request_id not in waiting]
+        self.waiting = left
+        if left:
+            self.backoff.failed()
+        elif self.backoff.is_failing:
+            self.backoff.succeeded()
+            log.info("the database has taken %d outcomes that waited for it", len(recorded))
+        for outcome in recorded:
+            self.send(Done.of(outcome))
+
+    def _left_over(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """Record outcomes in one transaction, or each alone if one of them cannot be; returns those that are not in the log."""
+        try:
+            self.store.record(outcomes)
+        except StoreUnavailableError as error:
+            log.warning("%d outcomes wait for the database: %s", len(outcomes), error)
+            return outcomes
+        except Exception:
+            if len(outcomes) > 1:
+                return [outcome for single in outcomes for outcome in self._left_over([single])]
+            log.exception("the outcome of %s cannot be recorded; it is tried again", outcomes[0].request_id)
+            return outcomes
+        return []

@@ -1,0 +1,21 @@
+"""Whether a device still computes."""
+
+import torch
+
+from tinsmith.errors import DeviceLostError
+
+
+def require_device(device: torch.device) -> None:
+    """Raise DeviceLostError if `device` does not compute any more.
+
+    After an assertion in a kernel or an illegal access every later operation of the process on that GPU fails, whoever asks for it. No
+    list of error messages tells this from an error of one operation, so an operation is tried that cannot fail by itself. Running out of
+    memory passes: the device computes again when memory is free.
+    """
+    try:
+        torch.ones(1, device=device).add_(1).item()  # `item` waits for the result: errors of a GPU come late
+    except torch.OutOfMemoryError:
+        return
+    except Exception as error:
+        first_line = str(error).partition("\n")[0]
+        raise DeviceLostError(f"{device} computes nothing any more, and only a new process can use it: {first_line}") from error

@@ -1,0 +1,151 @@
+"""The fingerprint of a base model: which weights these are, whatever the directory or the server calls them.
+
+A LoRA adapter is right on the weights that it was trained on and on no others, also if those have the same name and sizes. The fingerprint
+is a SHA-256 over every tensor's name, stored precision, shape and bytes, in the order of the names. So it does not depend on where the
+files lie, on how they are cut into several, or on the precision that the model is served in.
+"""
+
+import hashlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from tinsmith.digests import Block, blocks_of, digests_of
+from tinsmith.errors import ConfigError, UserError
+
+log = logging.getLogger(__name__)
+
+SHOWN = 16
+"""Characters of a fingerprint in messages, of 64."""
+
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = "pytorch_model*.bin"
+"""What transformers loads if there is no safetensors file. A trainer may have left other .bin files beside."""
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What a safetensors file says of one tensor."""
+
+    label: str
+    """Name, precision and shape."""
+    blocks: list[Block]
+
+
+def local_directory(source: str) -> Path | None:
+    """Where the files of a model lie on this machine: a directory, or what was downloaded of a Hub id; None if nothing was."""
+    if Path(source).is_dir():
+        return Path(source)
+    found = try_to_load_from_cache(source, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def holds_weights(directory: Path) -> bool:
+    """Whether there are weights in a directory, and not only a configuration."""
+    return any((directory / name).is_file() for name in (_WHOLE, _INDEX)) or any(directory.glob(_PICKLED))
+
+
+def fingerprint_of(directory: Path) -> str:
+    """The fingerprint of the weights in a directory, 64 hexadecimal digits.
+
+    All of the weights are read, by several threads. Without safetensors files it covers the bytes of `pytorch_model*.bin`. Raises
+    ConfigError naming a file that is missing or damaged.
+    """
+    files = safetensors_files(directory)
+    if files:
+        tensors = [tensor for file in files for tensor in _tensors_in(file)]
+    else:
+        tensors = [_whole(file) for file in sorted(directory.glob(_PICKLED))]
+    if not tensors:
+        raise ConfigError(f"{directory} holds no weights: no {_WHOLE}, no {_INDEX} and no {_PICKLED}")
+    tensors.sort(key=lambda tensor: tensor.label)
+    try:
+        digests = iter(digests_of([block for tensor in tensors for block in tensor.blocks]))
+    except OSError as error:
+        raise ConfigError(f"the weights in {directory} cannot be read: {error}") from error
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(json.dumps([tensor.label, *(next(digests) for _ in tensor.blocks)]).encode())
+    return total.hexdigest()
+
+
+def compute_fingerprint(source: str) -> Future[str]:
+    """The fingerprint of a loaded model, by a thread that does not keep the process from ending."""
+    result: Future[str] = Future()
+
+    def compute() -> None:
+        started = time.monotonic()
+        try:
+            result.set_result(fingerprint_of(_existing_directory(source)))
+        except ConfigError as error:
+            result.set_exception(error)
+        except Exception as error:  # a bug, or no memory: whoever asks would wait for ever without a result
+            log.exception("the fingerprint of %s cannot be computed", source)
+            result.set_exception(error)
+        else:
+            log.info("%s has the fingerprint %s, computed in %.1f s", source, result.result()[:SHOWN], time.monotonic() - started)
+
+    threading.Thread(target=compute, name="fingerprint", daemon=True).start()
+    return result
+
+
+def _existing_directory(source: str) -> Path:
+    directory = local_directory(source)
+    if directory is None:
+        raise ConfigError(f"the files of {source} are not in the cache of the Hugging Face Hub any more; download the model again")
+    return directory
+
+
+def check_fingerprint(saved: str | None, served: str, base_model: str, what: str) -> None:
+    """Raise UserError if weights trained on a base of fingerprint `saved` were to be used on one of `served`.
+
+    `saved` is None for weights that do not say; they pass.
+    """
+    if saved is not None and saved != served:
+        raise UserError(
+            f"{what} was trained on other weights of the base model than {base_model} has here: base fingerprint "
+            f"{saved[:SHOWN]}, here {served[:SHOWN]}; use the base model that it was trained on, as it was then"
+        )
+
+
+def safetensors_files(directory: Path) -> list[Path]:
+    """The files that transformers loads: one, or those that an index names."""
+    if (directory / _WHOLE).is_file():
+        return [directory / _WHOLE]
+    index = directory / _INDEX
+    if not index.is_file():
+        return []
+    try:
+        return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index} is damaged ({error!r}); download the model again") from error
+
+
+def _whole(file: Path) -> _Tensor:
+    """All bytes of a file in another format, as if they were one tensor."""
+    try:
+        return _Tensor(file.name, blocks_of(file, 0, file.stat().st_size))
+    except OSError as error:
+        raise ConfigError(f"{file} is missing or damaged ({error!r}); download the model again") from error
+
+
+def _tensors_in(file: Path) -> Iterator[_Tensor]:
+    """From the header: 8 bytes with its length, then JSON by name with precision, shape and the place behind the header."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(min(length, file.stat().st_size)))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                label = json.dumps([name, entry["dtype"], entry["shape"]])
+                yield _Tensor(label, blocks_of(file, 8 + length + begin, end - begin))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} is missing or damaged ({error!r}); download the model again") from error

@@ -1,0 +1,82 @@
+"""Whether a run can reach its server: what is missing is said within seconds, before anything slow is imported.
+
+Without this check the SDK would repeat an unanswered request for minutes without a message.
+"""
+
+import json
+import logging
+import os
+import time
+from http.client import HTTPException, InvalidURL
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.config import ServerSection
+
+log = logging.getLogger(__name__)
+
+_TIMEOUT_S = 5.0
+"""Longest wait for one answer."""
+_PAUSE_S = 0.5
+"""Between two questions to a server that is not ready."""
+_HEALTH = "/api/v1/healthz"
+_STORED_KEYS = Path("~/.tinker/credentials.json")
+"""Where the SDK's `tinker auth login` stores keys."""
+
+
+def require_server(server: ServerSection) -> None:
+    """Return once the server is ready. While it is not, say why, for at most `wait_s` seconds.
+
+    Raises ConfigError: no URL or no API key given, a URL at which there is no Tinker server, or no server that is ready in time.
+    """
+    url = (server.url or os.environ.get("TINKER_BASE_URL", "")).rstrip("/")
+    _check_given(url, server.api_key)
+    deadline = time.monotonic() + server.wait_s
+    said = ""
+    while reason := _why_not_ready(url):
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"server: url={url!r}: {reason}; start the server, correct the URL, or wait longer with server: wait_s={server.wait_s:g}"
+            )
+        if reason != said:
+            log.warning("waiting for %s: %s", url, reason)
+            said = reason
+        time.sleep(_PAUSE_S)
+
+
+def _check_given(url: str, key: str) -> None:
+    missing = []
+    if not url:
+        missing.append("url is empty and TINKER_BASE_URL is not set; give the server's URL, such as http://127.0.0.1:8000")
+    elif not url.startswith(("http://", "https://")):
+        raise ConfigError(f"server: url={url!r} must begin with http:// or https://")
+    if not (key or os.environ.get("TINKER_API_KEY") or os.environ.get("TINKER_CREDENTIAL_CMD") or _STORED_KEYS.expanduser().exists()):
+        missing.append("api_key is empty and TINKER_API_KEY is not set; Tinsmith takes any key that begins with tml-, such as tml-anything")
+    if missing:
+        raise ConfigError(f"server: {'; '.join(missing)}")
+
+
+def _why_not_ready(url: str) -> str:
+    """Empty if the server is ready. Raises ConfigError if something else than a Tinker server answers."""
+    try:
+        with urlopen(url + _HEALTH, timeout=_TIMEOUT_S):
+            return ""
+    except HTTPError as error:
+        if error.code == 404:
+            hint = "; leave out /api/v1, which clients add" if url.endswith("/api/v1") else ""
+            raise ConfigError(f"server: url={url!r} answers 404 to {_HEALTH}: there is no Tinker server{hint}") from error
+        return _detail(error) if error.code >= 500 else ""  # what else is wrong, such as the key, the SDK says at once
+    except InvalidURL as error:
+        raise ConfigError(f"server: url={url!r}: {error}; give a URL such as http://127.0.0.1:8000") from error
+    except (OSError, ValueError, HTTPException) as error:  # nobody answers, or nothing that is HTTP
+        return f"no answer ({error.reason if isinstance(error, URLError) else error})"
+
+
+def _detail(error: HTTPError) -> str:
+    """What a server that is not ready says about it."""
+    try:
+        return f"not ready ({json.load(error)['detail']})"
+    except (ValueError, KeyError, TypeError):  # no JSON, or another one: a proxy's page
+        return f"not ready (HTTP {error.code})"

@@ -1,0 +1,123 @@
+"""`manifest.json`: what lies in the directory of a checkpoint, beside its files and written last.
+
+It holds the checkpoint's row, so that files which the database does not know can be registered again, and digests of every file, so that
+a damaged one is refused when it is read.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tinsmith.digests import BLOCK_BYTES, blocks_of, digests_of
+from tinsmith.errors import TinsmithError
+from tinsmith.store.records import Checkpoint
+from tinsmith.store.sync import sync
+
+NAME = "manifest.json"
+"""A file that clients never see."""
+FORMAT_VERSION = 1
+REMEDY = "put back a copy of it (a backup made by `tinsmith backup`), or use another checkpoint"
+"""What to do about damaged files, as the end of a message."""
+
+
+@dataclass(frozen=True)
+class FileDigests:
+    """One file of a checkpoint."""
+
+    size: int
+    """Bytes."""
+    sha256: list[str]
+    """Of each block of BLOCK_BYTES, in hexadecimal."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says."""
+
+    checkpoint: dict[str, Any]
+    """The fields of the row when it was saved, but for the directory."""
+    files: dict[str, FileDigests]
+    """By name relative to the directory."""
+
+    def row(self, directory: str) -> Checkpoint:
+        """The row of a checkpoint whose files lie there."""
+        return Checkpoint(**self.checkpoint, directory=directory)
+
+
+def write_manifest(directory: Path, checkpoint: Checkpoint) -> None:
+    """Describe `directory`, which holds all files of this checkpoint. Raises OSError."""
+    row = {name: value for name, value in asdict(checkpoint).items() if name != "directory"}
+    found = sorted(file for file in directory.rglob("*") if file.is_file())
+    sizes = {file: file.stat().st_size for file in found}
+    with ThreadPoolExecutor(1) as beside:  # the disk is busy with one while a processor is with the other
+        flushing = beside.submit(_sync_all, found)
+        digests = iter(digests_of([block for file in found for block in blocks_of(file, 0, sizes[file])]))
+        flushing.result()
+    files = {
+        file.relative_to(directory).as_posix(): FileDigests(sizes[file], [next(digests) for _ in blocks_of(file, 0, sizes[file])])
+        for file in found
+    }
+    content = {"format_version": FORMAT_VERSION, "block_bytes": BLOCK_BYTES, "checkpoint": row}
+    content |= {"files": {name: asdict(file) for name, file in files.items()}}
+    (directory / NAME).write_text(json.dumps(content | {"sha256": _own_digest(content)}, indent=1))
+
+
+def _sync_all(files: Iterable[Path]) -> None:
+    for file in files:
+        sync(file)
+
+
+def parse_manifest(text: str | bytes, shown: str) -> Manifest:
+    """The manifest in `text`; `shown` names its directory in messages. Raises TinsmithError if it is damaged or of a newer format."""
+    try:
+        content = json.loads(text)
+        claimed = content.pop("sha256")
+        damaged = claimed != _own_digest(content)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        damaged = True
+    if damaged:
+        raise TinsmithError(f"{shown}/{NAME} is damaged: its checksum is not that of its content; {REMEDY}")
+    if (content["format_version"], content["block_bytes"]) != (FORMAT_VERSION, BLOCK_BYTES):
+        version = content["format_version"]
+        raise TinsmithError(f"{shown}/{NAME} has format version {version}; this Tinsmith reads {FORMAT_VERSION}, use the one that wrote it")
+    known = {spec.name for spec in fields(Checkpoint)}
+    row = {name: value for name, value in content["checkpoint"].items() if name in known}
+    return Manifest(row, {name: FileDigests(**file) for name, file in content["files"].items()})
+
+
+def read_manifest(directory: Path, shown: str) -> Manifest | None:
+    """The manifest of a directory; None if it has none: older versions wrote none. Raises as `parse_manifest`."""
+    try:
+        text = (directory / NAME).read_bytes()
+    except FileNotFoundError:
+        return None
+    return parse_manifest(text, shown)
+
+
+def verify_files(manifest: Manifest, directory: Path, shown: str, names: Iterable[str] | None = None) -> None:
+    """Raise TinsmithError unless these files (all, without `names`) are what was written; the error names file and remedy.
+
+    All of them are read, by several threads.
+    """
+    chosen = [name for name in manifest.files if names is None or name in names]
+    for name in chosen:
+        expected, path = manifest.files[name], directory / name
+        if not path.is_file():
+            raise TinsmithError(f"{shown}/{name} is missing; {REMEDY}")
+        size = path.stat().st_size
+        if size != expected.size:
+            raise TinsmithError(f"{shown}/{name} is damaged: it has {size:,} bytes, and {expected.size:,} were written; {REMEDY}")
+    blocks = [(name, block) for name in chosen for block in blocks_of(directory / name, 0, manifest.files[name].size)]
+    expected_digests = [digest for name in chosen for digest in manifest.files[name].sha256]
+    for (name, block), digest, expected_digest in zip(blocks, digests_of([block for _, block in blocks]), expected_digests, strict=True):
+        if digest != expected_digest:
+            where = f"bytes {block.start:,} to {block.start + block.size:,}"
+            raise TinsmithError(f"{shown}/{name} is damaged: the SHA-256 of {where} is not what was written; {REMEDY}")
+
+
+def _own_digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

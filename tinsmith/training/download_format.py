@@ -1,0 +1,42 @@
+"""Adapters in the files that clients download, named so that the Tinker cookbook's `weights` tools turn them into what PEFT loads.
+
+The tools look at the names in the files of the base model. Where those begin with `model.language_model.`, as in Qwen3-VL, the tools put
+`language_model.` behind every `model.`, so an adapter must leave it out. Everywhere else they keep the names, and the adapter has those
+of transformers, which PEFT loads directly too. The output projection is always `lm_head`. The tools also know it as
+`model.unembed_tokens`; but where the base has no output projection of its own they would take that for the embedding of the input.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import safe_open
+
+from tinsmith.models.base import LM_HEAD
+from tinsmith.models.fingerprint import local_directory, safetensors_files
+from tinsmith.models.lora import Adapter
+from tinsmith.training.peft_format import Outline, write_adapter
+
+_STORED_PREFIX = "model.language_model."
+"""How names begin in the files of a base model for which the tools rename."""
+
+
+def write_download(adapter: Adapter, base: Outline, source: str, label: str, directory: Path) -> None:
+    """Write an adapter for download, created if it is not there.
+
+    `source` is where the files of the base model are; `label` is what `adapter_config.json` calls it.
+    """
+    renamed = any(name.startswith(_STORED_PREFIX) for name in _stored_names(source))
+    names = {name: f"model.{name}" if renamed and name != LM_HEAD else base.full_name(name) for name in adapter.masters}
+    targets = list(names.values())
+    if renamed and len(names) > 1 and LM_HEAD in names:
+        # PEFT refuses an adapter if it finds no target, but drops the others without a word if it finds one.
+        targets.remove(names[LM_HEAD])
+    write_adapter(adapter, names, targets, label, directory)
+
+
+def _stored_names(source: str) -> Iterator[str]:
+    """The names of the tensors in the safetensors files of a model; none if it has no such files."""
+    directory = local_directory(source)
+    for path in safetensors_files(directory) if directory is not None else []:
+        with safe_open(path, framework="pt") as file:
+            yield from file.keys()

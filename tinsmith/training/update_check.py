@@ -1,0 +1,100 @@
+"""Whether an AdamW step leaves every number finite, found out before anything is changed.
+
+Bounds on the sizes of weights and moments are carried from step to step as three numbers: they prove nearly every step finite without a
+look at a tensor. A step that they do not prove is computed ahead, piece by piece, on copies.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from tinsmith.errors import UserError
+from tinsmith.training.adam import AdamSettings
+
+SAFE = 1e37
+"""What float32 and bfloat16 hold with room for rounding: the largest number of both is 3.4e38."""
+
+SMALLEST_EPS = float(torch.finfo(torch.float32).tiny)
+"""A smaller eps counts as 0: float32 may round it to 0."""
+
+PIECE_SIZE = 2**22
+"""Numbers of a tensor that are computed ahead at a time."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """No weight, first moment or second moment of a model is larger than this, in absolute value."""
+
+    weight: float
+    first: float
+    second: float
+
+    @classmethod
+    def measured(cls, weights: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor]) -> "Bounds":
+        """The bounds of these tensors; without moments, as before the first step, they are 0."""
+        return cls(*(get_total_norm(list(tensors), math.inf).item() if tensors else 0.0 for tensors in (weights, first, second)))
+
+    def after(self, grad_norm: float, settings: AdamSettings) -> "Bounds | None":
+        """Bounds after a step with a gradient of that norm; None if they do not prove that everything stays finite, in between too.
+
+        A moment is a weighted mean of what it was and of the gradient (or its square), so it exceeds neither. The step is
+        lr / (1 - beta1^t) · m / (sqrt(v / (1 - beta2^t)) + eps) with t at least 1, and its denominator is at least eps.
+        """
+        beta1, beta2 = settings.betas
+        first, second = max(self.first, grad_norm), max(self.second, grad_norm**2)
+        rate, shrunk = settings.lr / (1 - beta1), settings.lr * settings.weight_decay
+        ratio = first / settings.eps if settings.eps >= SMALLEST_EPS else math.inf
+        weight = (self.weight * (1 + shrunk) + rate * ratio) * (1 + 1e-6)  # float32 rounds each operation by 6e-8
+        between = (weight, first, second / (1 - beta2), rate, shrunk, ratio, rate * first)
+        if not all(size < SAFE for size in between):  # NaN is no proof either
+            return None
+        return Bounds(weight, first, second * (1 + 1e-6))
+
+
+def require_finite_step(
+    weights: Mapping[str, Tensor], gradients: Sequence[Tensor], adamw: torch.optim.AdamW, settings: AdamSettings, dtype: torch.dtype
+) -> None:
+    """Compute the step of `adamw` on copies. Raises UserError naming a tensor that would not stay finite, also in `dtype`.
+
+    Takes the memory of a few pieces, and changes nothing.
+    """
+    for (name, tensor), gradient in zip(weights.items(), gradients, strict=True):
+        for found in _computed_ahead(tensor, gradient, adamw, settings):
+            wrong = [what for what, values in found.items() if not torch.isfinite(values).all()]
+            wrong = wrong or ([f"weights in {dtype}"] if not torch.isfinite(found["weights"].to(dtype)).all() else [])
+            if wrong:
+                raise UserError(_refusal(name, wrong, tensor, settings))
+
+
+def _computed_ahead(tensor: Tensor, gradient: Tensor, adamw: torch.optim.AdamW, settings: AdamSettings) -> Iterator[dict[str, Tensor]]:
+    """Weights and moments after the step, some rows of the tensor at a time."""
+    rows = max(1, PIECE_SIZE * len(tensor) // max(1, tensor.numel()))
+    state = adamw.state.get(tensor, {})
+    moments = {name: values.split(rows) for name, values in state.items() if name != "step"}
+    for index, (part, part_gradient) in enumerate(zip(tensor.split(rows), gradient.split(rows), strict=True)):
+        copy = part.detach().clone()
+        copy.grad = part_gradient.detach()
+        ahead = torch.optim.AdamW([copy], lr=0.0, fused=True)
+        settings.configure(ahead)
+        if state:
+            ahead.state[copy] = {"step": state["step"].clone()} | {name: parts[index].clone() for name, parts in moments.items()}
+        ahead.step()
+        yield {"weights": copy, "first moments": ahead.state[copy]["exp_avg"], "second moments": ahead.state[copy]["exp_avg_sq"]}
+
+
+def _refusal(name: str, wrong: Sequence[str], tensor: Tensor, settings: AdamSettings) -> str:
+    if not torch.isfinite(tensor).all():
+        remedy = "they were not before either: load a checkpoint of before that"
+    elif settings.eps < SMALLEST_EPS:
+        remedy = "send an eps above 0, as 1e-12: Adam divides by it where a gradient is 0"
+    else:
+        remedy = "lower learning_rate or weight_decay, or raise eps"
+    sent = f"learning_rate={settings.lr:g}, eps={settings.eps:g}, weight_decay={settings.weight_decay:g}"
+    return (
+        f"the update is not finite: {' and '.join(wrong)} of {name} would be infinite or NaN with {sent}; the step was refused, the "
+        f"gradients are cleared, and weights and optimizer stay as they were; {remedy}"
+    )

