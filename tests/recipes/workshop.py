@@ -5,6 +5,7 @@ A recipe is started as from a shell, in that directory: transformers and dataset
 
 import json
 import os
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,10 @@ class Workshop:
     def completed(self, recipe: str, *options: str) -> Outcome:
         """The outcome of a recipe that must succeed."""
         outcome = self.run(recipe, *options)
-        assert outcome.exit_code == 0, outcome.output[-6000:]
+        # The SDK's HTTP library aborts a Python 3.11 that ends while an answer comes in. A recipe that trains asynchronously ends that way
+        # now and then, after it has said that it is done.
+        aborted_at_exit = outcome.exit_code == -signal.SIGABRT and "completed successfully" in outcome.output
+        assert outcome.exit_code == 0 or aborted_at_exit, f"exit code {outcome.exit_code}: {outcome.output[-6000:]}"
         return outcome
 
     def _rows(self, logs: list[str], name: str) -> list[dict[str, Any]]:
