@@ -20,6 +20,7 @@ RANKS = {
     "config": 2,
     "digests": 2,
     "wire": 3,
+    "protocol": 4,
     "store": 4,
     "models": 4,
     "rendering": 5,

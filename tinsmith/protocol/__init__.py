@@ -1,0 +1,1 @@
+"""What server, engine, workers and samplers say to each other. No torch."""

@@ -1,0 +1,28 @@
+"""Which weights: the one identity that engine, workers, samplers and caches share."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WeightsRef:
+    """Weights that never change. Two refs are equal if and only if they mean the same numbers."""
+
+    base_model: str
+    """Name of the served base model."""
+    key: str
+    """Never given to two different weights: the request id of the save that made a snapshot, or the directory of a checkpoint's files.
+    Empty for the base weights."""
+    label: str
+    """What clients are told: the base model's name, the path of a checkpoint, or the request id of a save."""
+    inflight_of: str | None = None
+    """The model whose newest weights these are, if inflight sampling sessions follow it; None for weights that nothing replaces."""
+
+    @classmethod
+    def of_base(cls, base_model: str) -> "WeightsRef":
+        """The weights that a base model was loaded with."""
+        return cls(base_model, "", base_model)
+
+    @property
+    def is_base(self) -> bool:
+        """Whether these are the base model's own weights."""
+        return not self.key
