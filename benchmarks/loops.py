@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from tinsmith.config import ModelsConfig, TrainingConfig
 from tinsmith.models.base import load_base_model
-from tinsmith.models.lora import LORA_ALPHA, LoraShape
+from tinsmith.models.lora import LORA_ALPHA
+from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.training.adam import AdamSettings
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.losses import LOSSES
 

@@ -10,8 +10,8 @@ from benchmarks.loops import datum, random_sequences
 from benchmarks.timing import in_turn, report
 from tinsmith.config import ModelsConfig, TrainingConfig
 from tinsmith.models.base import load_base_model
-from tinsmith.models.lora import LoraShape
 from tinsmith.models.tiny import write_tiny_model
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import LocalBackend
 
 MODELS = [f"model {number}" for number in range(4)]

@@ -26,8 +26,9 @@ from transformers import (
 
 from tinsmith.config import ImagesConfig, ModelsConfig
 from tinsmith.models.base import BaseModel, load_base_model
-from tinsmith.models.lora import Adapter, LoraShape, new_adapter
+from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.models.tiny import write_tiny_model
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.training.backend import DatumWork

@@ -21,26 +21,27 @@ RANKS = {
     "digests": 2,
     "wire": 3,
     "protocol": 4,
-    "store": 4,
-    "models": 4,
-    "rendering": 5,
-    "training": 6,
-    "sampling": 7,
-    "vllm": 8,
-    "engine": 9,
-    "server": 10,
-    "doctor": 11,
-    "backup": 11,
-    "exchange": 11,
-    "garbage": 11,
-    "recovery": 11,
-    "status": 11,
-    "rl": 11,
-    "cli": 12,
+    "store": 5,
+    "models": 5,
+    "rendering": 6,
+    "training": 7,
+    "sampling": 8,
+    "vllm": 9,
+    "engine": 10,
+    "worker": 10,
+    "server": 11,
+    "doctor": 12,
+    "backup": 12,
+    "exchange": 12,
+    "garbage": 12,
+    "recovery": 12,
+    "status": 12,
+    "rl": 12,
+    "cli": 13,
 }
 """A room imports rooms of a lower rank only, or itself."""
 
-MAY_IMPORT_TORCH = {"models", "rendering", "training", "sampling", "vllm"}
+MAY_IMPORT_TORCH = {"models", "rendering", "training", "sampling", "vllm", "worker"}
 
 RL_MAY_IMPORT = {"rl", "errors", "config_values", "wire"}
 """The client side speaks to any Tinker server through the SDK: of the rest of the house it needs nothing."""

@@ -16,9 +16,9 @@ from tests.bases import load, write_decoder
 from tests.running import START_S
 from tinsmith.cli import app
 from tinsmith.config import ModelsConfig, TrainingConfig
-from tinsmith.models.lora import LoraShape
 from tinsmith.models.machine import SUPPORTED
 from tinsmith.models.sizing import size_of
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import LocalBackend
 
 WIDE = {"COLUMNS": "400"}

@@ -19,7 +19,7 @@ from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.lora import LoraShape
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.store.catalog import delete_checkpoint, list_run_checkpoints
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store

@@ -13,7 +13,7 @@ from tinsmith.config import TrainingConfig
 from tinsmith.engine.external import encrypt, parse_recipients, write_external
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.lora import LoraShape
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import LocalBackend
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]

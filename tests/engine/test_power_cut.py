@@ -11,7 +11,7 @@ from tests.training.test_checkpoint import advance
 from tinsmith.config import TrainingConfig
 from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.models.base import BaseModel
-from tinsmith.models.lora import LoraShape
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.store.catalog import delete_checkpoint, set_checkpoint_ttl
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store

@@ -15,7 +15,7 @@ from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
-from tinsmith.models.lora import LoraShape
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend

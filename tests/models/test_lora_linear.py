@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.bases import DEVICE
-from tinsmith.models.lora import ActiveSegments, Adapter, LoraPair, LoraShape, Segment
+from tinsmith.models.lora import ActiveSegments, Adapter, LoraPair, Segment
 from tinsmith.models.lora_linear import LoraLinear
+from tinsmith.protocol.shapes import LoraShape
 
 INPUTS, OUTPUTS = 6, 5
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.bases import datum, picture_chunks, random_tokens, renderer, text
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
-from tinsmith.models.lora import Adapter, LoraShape
-from tinsmith.training.adam import AdamSettings
+from tinsmith.models.lora import Adapter
+from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import DatumWork, LocalBackend
 
 STEP = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0)

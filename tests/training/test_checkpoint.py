@@ -11,8 +11,7 @@ from tests.bases import datum, load, random_tokens, renderer
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.lora import LoraShape
-from tinsmith.training.adam import AdamSettings
+from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import About, read_about, read_weights, write_checkpoint
 

@@ -21,9 +21,8 @@ from tinsmith.config import TrainingConfig
 from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, snapshot_bytes, training_bytes
-from tinsmith.models.lora import LoraShape
+from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.training.adam import AdamSettings
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer
 
@@ -268,7 +267,7 @@ from tests.bases import load
 from tests.training.test_full import full_backend
 from tinsmith.errors import UserError
 from tinsmith.models.full import training_bytes
-from tinsmith.models.lora import LoraShape
+from tinsmith.protocol.shapes import LoraShape
 
 base = load(Path(sys.argv[1]), device="cpu")
 backend = full_backend(base, "first")

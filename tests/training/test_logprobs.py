@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tinsmith.models.base import LM_HEAD
-from tinsmith.models.lora import Adapter, LoraPair, LoraShape, Segment
+from tinsmith.models.lora import Adapter, LoraPair, Segment
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.logprobs import target_logprobs
 
 HIDDEN, VOCABULARY, RANK = 12, 40, 3

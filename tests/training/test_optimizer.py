@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tinsmith.errors import UserError
 from tinsmith.models.full import FullWeights, Weights
-from tinsmith.models.lora import Adapter, LoraPair, LoraShape
-from tinsmith.training.adam import AdamSettings
+from tinsmith.models.lora import Adapter, LoraPair
+from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.update_check import Bounds
 

@@ -22,7 +22,7 @@ from tinsmith.config import TrainingConfig
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights, new_full_weights
-from tinsmith.models.lora import LoraShape
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer

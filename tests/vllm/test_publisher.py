@@ -13,7 +13,7 @@ from tests.bases import random_adapter, renderer
 from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import new_full_weights
-from tinsmith.models.lora import LoraShape
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.vllm.canary import Canary
 from tinsmith.vllm.connection import Connection
 from tinsmith.vllm.gate import UNKNOWN

@@ -11,11 +11,10 @@ from tinsmith.engine.external import parse_recipients, write_external
 from tinsmith.engine.messages import find_base
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.models.lora import LoraShape
+from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, SESSION_END, Command
-from tinsmith.training.adam import AdamSettings
 from tinsmith.training.backend import Backend
 from tinsmith.wire.checkpoint_requests import (
     CreateFromCheckpointRequest,

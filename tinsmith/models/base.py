@@ -23,9 +23,10 @@ from tinsmith.models.attention import ATTENTION, AttentionPlan
 from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, Family, family_of, read_config
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import HEAD_WEIGHT, FullWeights, Weights
-from tinsmith.models.lora import ActiveSegments, LoraShape, Segment
+from tinsmith.models.lora import ActiveSegments, Segment
 from tinsmith.models.lora_linear import attach
 from tinsmith.models.norms import fuse_norms
+from tinsmith.protocol.shapes import LoraShape
 
 LM_HEAD = "lm_head"
 """Name of the output projection among an adapter's modules."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tinsmith.models.lora import Adapter, LoraShape, next_uid
+from tinsmith.models.lora import Adapter, next_uid
+from tinsmith.protocol.shapes import LoraShape
 
 HEAD_WEIGHT = "lm_head.weight"
 """Name of the output projection, where it is not the embedding; it is the only parameter outside of the language model."""

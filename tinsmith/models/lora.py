@@ -17,24 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tinsmith.protocol.shapes import LoraShape
+
 LORA_ALPHA = 32.0
 """Fixed, independent of the rank: the scale of an adapter is 32 / rank."""
 
 
 next_uid = itertools.count(1).__next__
 """Numbers sets of weights, of whatever kind, as long as the process lives: what was computed with one is never taken for another's."""
-
-
-@dataclass(frozen=True)
-class LoraShape:
-    """What a client may choose of an adapter at create_model. All of it but rank and seed holds for full weights too."""
-
-    rank: int
-    """0 means that there is no adapter: all the parameters are trained (`models/full.py`)."""
-    seed: int
-    train_attn: bool = True
-    train_mlp: bool = True
-    train_unembed: bool = True
 
 
 class LoraPair(NamedTuple):

@@ -27,7 +27,8 @@ from tinsmith.errors import ConfigError, NotFoundError
 from tinsmith.models.attention import ATTENTION, AttentionPlan, PackedPlan
 from tinsmith.models.base import LM_HEAD, BaseModel, use_attention
 from tinsmith.models.families import positions
-from tinsmith.models.lora import Adapter, LoraShape, Segment, new_adapter
+from tinsmith.models.lora import Adapter, Segment, new_adapter
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack, packing_order
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer

@@ -22,12 +22,12 @@ from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.full import FullWeights, Weights, new_full_weights, snapshot_bytes, training_bytes
-from tinsmith.models.lora import LoraShape, new_adapter
+from tinsmith.models.lora import new_adapter
 from tinsmith.models.machine import require_memory
 from tinsmith.models.threads import threads_for, threads_for_step
+from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.training.adam import AdamSettings
 from tinsmith.training.checkpoint import About, check_fits, read_moments, read_weights, write_checkpoint
 from tinsmith.training.logprobs import target_logprobs
 from tinsmith.training.losses import Loss

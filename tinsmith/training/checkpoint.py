@@ -22,7 +22,8 @@ from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.fingerprint import check_fingerprint
 from tinsmith.models.full import FullWeights, Weights
-from tinsmith.models.lora import Adapter, LoraPair, LoraShape
+from tinsmith.models.lora import Adapter, LoraPair
+from tinsmith.protocol.shapes import LoraShape
 
 FORMAT_VERSION = 2
 _READABLE = (1, 2)

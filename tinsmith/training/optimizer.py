@@ -10,9 +10,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tinsmith.errors import UserError
 from tinsmith.models.full import Weights, training_bytes
+from tinsmith.protocol.shapes import AdamSettings
 from tinsmith.training.accumulation import Addition
-from tinsmith.training.adam import AdamSettings
-from tinsmith.training.update_check import Bounds, require_finite_step
+from tinsmith.training.update_check import Bounds, configure, require_finite_step
 
 
 class ModelOptimizer:
@@ -106,7 +106,7 @@ class ModelOptimizer:
         return after
 
     def _update(self, settings: AdamSettings) -> None:
-        settings.configure(self.adamw)
+        configure(self.adamw, settings)
         first = not self.moments()
         try:
             self.adamw.step()

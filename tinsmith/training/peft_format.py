@@ -20,7 +20,8 @@ from tinsmith.errors import UserError
 from tinsmith.models.base import LM_HEAD
 from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, family_of, read_config
 from tinsmith.models.full import HEAD_WEIGHT, FullWeights, Weights
-from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, LoraShape, new_adapter
+from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, new_adapter
+from tinsmith.protocol.shapes import LoraShape
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ROOT = "base_model.model."

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from tinsmith.errors import UserError
-from tinsmith.training.adam import AdamSettings
+from tinsmith.protocol.shapes import AdamSettings
 
 SAFE = 1e37
 """What float32 and bfloat16 hold with room for rounding: the largest number of both is 3.4e38."""
@@ -55,6 +55,11 @@ class Bounds:
         return Bounds(weight, first, second * (1 + 1e-6))
 
 
+def configure(adamw: torch.optim.AdamW, settings: AdamSettings) -> None:
+    """Let the next step of an optimizer use these hyper-parameters."""
+    adamw.param_groups[0].update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+
+
 def require_finite_step(
     weights: Mapping[str, Tensor], gradients: Sequence[Tensor], adamw: torch.optim.AdamW, settings: AdamSettings, dtype: torch.dtype
 ) -> None:
@@ -79,7 +84,7 @@ def _computed_ahead(tensor: Tensor, gradient: Tensor, adamw: torch.optim.AdamW, 
         copy = part.detach().clone()
         copy.grad = part_gradient.detach()
         ahead = torch.optim.AdamW([copy], lr=0.0, fused=True)
-        settings.configure(ahead)
+        configure(ahead, settings)
         if state:
             ahead.state[copy] = {"step": state["step"].clone()} | {name: parts[index].clone() for name, parts in moments.items()}
         ahead.step()

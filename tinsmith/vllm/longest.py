@@ -14,7 +14,7 @@ import torch
 from tinsmith.config import Config
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.lora import LoraShape
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.vllm.options import share_of, value_of
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights
-from tinsmith.models.lora import Adapter, LoraShape
+from tinsmith.models.lora import Adapter
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.peft_format import outline, write_peft
 from tinsmith.vllm.identity import Identity
 

@@ -1,0 +1,32 @@
+"""What a client chooses about a model and about one optimizer step. Plain numbers, so that rooms without torch can pass them on."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """What a client chooses at create_model: which parts of a model train, and the size of its adapter."""
+
+    rank: int
+    """Rank of the adapter. 0 means no adapter: the parameters themselves are trained (`models/full.py`)."""
+    seed: int
+    """Seed of the adapter's first weights. A model of rank 0 starts from the base and does not use it."""
+    train_attn: bool = True
+    """Whether the attention blocks train."""
+    train_mlp: bool = True
+    """Whether the MLPs train."""
+    train_unembed: bool = True
+    """Whether the output projection trains."""
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """Hyper-parameters of one AdamW step (Loshchilov and Hutter, 2019), as torch.optim.AdamW names them."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    """Decoupled: weights shrink by lr · weight_decay."""
+    grad_clip_norm: float
+    """Largest global L2 norm of the gradient; 0 or less switches clipping off."""
