@@ -17,10 +17,11 @@ import torch
 from tests.bases import png
 from tests.engine.test_loop import MODEL, engine, step
 from tinsmith.engine.loop import Engine
-from tinsmith.engine.messages import Done, EndSession, Message, Saving
 from tinsmith.engine.trainer import SAVE_AGAIN_S
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Done, EndSession, Saving
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import SNAPSHOTS_DIR
 from tinsmith.store.records import Model, NewCommand

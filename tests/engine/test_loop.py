@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tinsmith.config import Config, SamplingConfig
-from tinsmith.engine.heartbeat import Heartbeat
-from tinsmith.engine.link import EngineLink, ServerLink
 from tinsmith.engine.loop import Engine
 from tinsmith.errors import DeviceLostError
 from tinsmith.models.device import require_device
+from tinsmith.protocol.heartbeat import Heartbeat
+from tinsmith.protocol.link import EngineLink, ServerLink
 from tinsmith.store.records import Model, NewCommand, Outcome
 
 MODEL = "s:train:0"

@@ -14,7 +14,6 @@ from tinsmith.config import SamplingConfig
 from tinsmith.engine import samples
 from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.engine.command_queue import CommandQueue
-from tinsmith.engine.messages import Sample, SampleDone, SampleFailed
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.samples import Sampled, Samples
 from tinsmith.engine.snapshots import Snapshots
@@ -22,6 +21,7 @@ from tinsmith.engine.status import StatusReporter
 from tinsmith.engine.trainer import Trainer
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraPair
+from tinsmith.protocol.serving import Sample, SampleDone, SampleFailed
 from tinsmith.sampling.local import LocalSampler
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store

@@ -6,9 +6,9 @@ the engine is: with the link's address and the server's process id as arguments,
 
 import sys
 
-from tinsmith.engine.heartbeat import Heartbeat
-from tinsmith.engine.link import EngineLink
-from tinsmith.engine.messages import Bye, Done, EndSession, Ready, Shutdown
+from tinsmith.protocol.heartbeat import Heartbeat
+from tinsmith.protocol.link import EngineLink
+from tinsmith.protocol.serving import Bye, Done, EndSession, Ready, Shutdown
 
 REASON = "cuda:0 computes nothing any more"
 

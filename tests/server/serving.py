@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 
 from tinsmith.config import Config
-from tinsmith.engine.messages import Done, ModelFacts
+from tinsmith.protocol.facts import ModelFacts
+from tinsmith.protocol.serving import Done
 from tinsmith.server.app import create_app
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.hub import Hub

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tinsmith.engine.messages import Status
+from tinsmith.protocol.serving import Status
 from tinsmith.server.activity import Activity
 
 

@@ -12,8 +12,9 @@ import zmq
 from tests.server.light_engine import REASON
 from tests.server.serving import LIGHT_ENGINE, Served, running, served
 from tinsmith.config import Config, ServerConfig
-from tinsmith.engine.link import ServerLink
-from tinsmith.engine.messages import Done, EndSession, Message
+from tinsmith.protocol.link import ServerLink
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Done, EndSession
 from tinsmith.server.engine_process import EngineProcess
 
 LONG_S = 120.0

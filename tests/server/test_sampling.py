@@ -11,8 +11,8 @@ import pytest
 
 from tests.server.serving import Served, served
 from tinsmith.config import Config, ServerConfig
-from tinsmith.engine.messages import SampleDone, SampleFailed
 from tinsmith.errors import BackpressureError, ConfigError, UserError
+from tinsmith.protocol.serving import SampleDone, SampleFailed
 from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.server.samples import PendingSample, SampleBook
 from tinsmith.store.records import Outcome

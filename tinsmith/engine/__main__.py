@@ -11,11 +11,11 @@ import sys
 import orjson
 
 from tinsmith.config import from_tree
-from tinsmith.engine.heartbeat import Heartbeat
-from tinsmith.engine.link import EngineLink
-from tinsmith.engine.messages import Bye
 from tinsmith.errors import ConfigError, DeviceLostError
 from tinsmith.logs import start_logging
+from tinsmith.protocol.heartbeat import Heartbeat
+from tinsmith.protocol.link import EngineLink
+from tinsmith.protocol.serving import Bye
 
 log = logging.getLogger(__name__)
 

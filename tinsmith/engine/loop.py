@@ -13,25 +13,8 @@ from pathlib import Path
 
 from tinsmith.config import Config, base_model_sources
 from tinsmith.engine.backoff import Backoff
-from tinsmith.engine.boundary import failing_into
 from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.engine.command_queue import CommandQueue
-from tinsmith.engine.heartbeat import Heartbeat
-from tinsmith.engine.link import EngineLink
-from tinsmith.engine.messages import (
-    Bye,
-    CancelSample,
-    EndSession,
-    ForgetCheckpoint,
-    Message,
-    ModelFacts,
-    Ready,
-    Sample,
-    SampleFailed,
-    Saving,
-    Shutdown,
-    Wake,
-)
 from tinsmith.engine.operations import Operations, Served
 from tinsmith.engine.recorder import Recorder
 from tinsmith.engine.samples import Sampled, Samples
@@ -41,6 +24,12 @@ from tinsmith.engine.trainer import Trainer
 from tinsmith.errors import NotFoundError, StoreUnavailableError, TinsmithError
 from tinsmith.models.base import BaseModel, load_base_model
 from tinsmith.models.device import require_device
+from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.facts import ModelFacts
+from tinsmith.protocol.heartbeat import Heartbeat
+from tinsmith.protocol.link import EngineLink
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Bye, CancelSample, EndSession, ForgetCheckpoint, Ready, Sample, SampleFailed, Saving, Shutdown, Wake
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local import LocalSampler
 from tinsmith.sampling.self_check import check_base_model

@@ -8,9 +8,9 @@ from typing import Any
 
 from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.engine.external import parse_recipients, write_external
-from tinsmith.engine.messages import find_base
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, UserError
+from tinsmith.protocol.facts import find_base
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.store import ids

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tinsmith.engine.boundary import failing_into
 from tinsmith.engine.datums import CheckedDatum
 from tinsmith.errors import TinsmithError
+from tinsmith.protocol.boundary import failing_into
 from tinsmith.store.records import Command
 from tinsmith.training.backend import Backend, DatumResult, DatumWork
 

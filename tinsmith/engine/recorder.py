@@ -8,8 +8,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from tinsmith.engine.backoff import Backoff
-from tinsmith.engine.messages import Done, Message
 from tinsmith.errors import StoreUnavailableError
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Done
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tinsmith.engine.boundary import failing_into
-from tinsmith.engine.messages import Message, Sample, SampleDone, SampleFailed
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.models.full import Weights
+from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Sample, SampleDone, SampleFailed
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local import Sampler
 from tinsmith.sampling.sequence import SampleFailure, SampleResult

@@ -8,10 +8,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from tinsmith.engine.messages import Message, Status
 from tinsmith.engine.samples import Samples
 from tinsmith.engine.trainer import Trainer
 from tinsmith.models.machine import memory_held
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Status
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from functools import partial
 import orjson
 
 from tinsmith.engine.backoff import Backoff
-from tinsmith.engine.boundary import failing_into
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.datums import prepare
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.passes import ForwardOperation, next_pass, render, run_pass
 from tinsmith.errors import StoreUnavailableError, TinsmithError, UserError
+from tinsmith.protocol.boundary import failing_into
 from tinsmith.store.records import Command, Outcome
 from tinsmith.wire.forward_backward import decode_stored, encode_output
 

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from typing import Any
 
-from tinsmith.engine.messages import Status
+from tinsmith.protocol.serving import Status
 
 WINDOW_S = 60.0
 """Rates are taken over so many seconds."""

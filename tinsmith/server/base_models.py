@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tinsmith.engine.messages import ModelFacts, find_base
 from tinsmith.errors import EngineUnavailableError, NotFoundError, UserError
+from tinsmith.protocol.facts import ModelFacts, find_base
 from tinsmith.store.records import Checkpoint
 
 

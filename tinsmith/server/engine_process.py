@@ -12,9 +12,10 @@ import orjson
 import zmq
 
 from tinsmith.config import Config, to_tree
-from tinsmith.engine.link import ServerLink
-from tinsmith.engine.messages import Bye, Message, Ready, Saving, Shutdown
 from tinsmith.errors import ConfigError, EngineUnavailableError, StoreUnavailableError
+from tinsmith.protocol.link import ServerLink
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Bye, Ready, Saving, Shutdown
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,9 @@ from cachetools import LRUCache
 from fastapi import Request
 
 from tinsmith.config import Config
-from tinsmith.engine.messages import Done, EndSession, Message, Ready, SampleDone, SampleFailed, Status, Wake
 from tinsmith.errors import NotFoundError, UserError
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Done, EndSession, Ready, SampleDone, SampleFailed, Status, Wake
 from tinsmith.server.activity import Activity
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.base_models import BaseModels

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from tinsmith.config import ServerConfig
-from tinsmith.engine.boundary import failing_into
 from tinsmith.errors import TinsmithError
+from tinsmith.protocol.boundary import failing_into
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles

@@ -1,8 +1,8 @@
 """What can be known to be wrong with a sample before the engine sees it, given the base model."""
 
 from tinsmith.config import ImagesConfig
-from tinsmith.engine.messages import ModelFacts
 from tinsmith.errors import UserError
+from tinsmith.protocol.facts import ModelFacts
 from tinsmith.wire.chunks import ImageChunk, TextChunk
 from tinsmith.wire.images import ImageHeader, check_pixels, read_header
 from tinsmith.wire.prompt_scores import MAX_CELLS

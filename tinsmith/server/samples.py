@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tinsmith.config import ServerConfig
-from tinsmith.engine.messages import SampleDone, SampleFailed
 from tinsmith.errors import BackpressureError, UserError
+from tinsmith.protocol.serving import SampleDone, SampleFailed
 from tinsmith.store import ids
 
 _FETCHED_TTL_S = 60.0

@@ -4,8 +4,8 @@ import uuid
 
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.engine.messages import ForgetCheckpoint
 from tinsmith.errors import UserError
+from tinsmith.protocol.serving import ForgetCheckpoint
 from tinsmith.server.body import read_body
 from tinsmith.server.descriptions import describe_weights
 from tinsmith.server.hub import Hub, hub_of

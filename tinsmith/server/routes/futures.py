@@ -5,8 +5,8 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.engine.messages import CancelSample, SampleDone, SampleFailed
 from tinsmith.errors import NotFoundError, StoreUnavailableError
+from tinsmith.protocol.serving import CancelSample, SampleDone, SampleFailed
 from tinsmith.server.body import read_body
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import GoneError, failed_reply, json_reply, protobuf_reply

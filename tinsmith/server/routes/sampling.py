@@ -3,8 +3,8 @@
 from fastapi import APIRouter, Request, Response
 
 from tinsmith.config import RequestsConfig
-from tinsmith.engine.messages import Sample
 from tinsmith.errors import EngineUnavailableError, UserError
+from tinsmith.protocol.serving import Sample
 from tinsmith.server.base_models import check_fits
 from tinsmith.server.body import read_body, read_parsed
 from tinsmith.server.hub import Hub, hub_of

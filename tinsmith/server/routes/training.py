@@ -9,8 +9,8 @@ import logging
 from fastapi import APIRouter, Request, Response
 
 from tinsmith.config import RequestsConfig
-from tinsmith.engine.messages import Wake
 from tinsmith.errors import NotBuiltError, NotFoundError, UserError
+from tinsmith.protocol.serving import Wake
 from tinsmith.server.base_models import check_fits
 from tinsmith.server.body import read_body, read_parsed
 from tinsmith.server.hub import Hub, hub_of

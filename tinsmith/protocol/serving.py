@@ -1,44 +1,15 @@
-"""What server and engine say to each other. Each message is a list of ZeroMQ frames: its name, a JSON header, and for some raw bytes.
+"""What server and engine say to each other.
 
 Server to engine: Wake, Sample, CancelSample, EndSession, ForgetCheckpoint, Shutdown.
 Engine to server: Ready, Alive, Done, SampleDone, SampleFailed, Status, Saving, Bye.
 Nothing here is needed to recover data: what must last is in the store.
 """
 
-import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
-import orjson
-
-from tinsmith.errors import NotFoundError
+from tinsmith.protocol.messages import Message
 from tinsmith.store.records import Category, Outcome
-
-
-@dataclass(frozen=True)
-class Message:
-    """Base of all messages: the dataclass fields travel as JSON, except `payload` (bytes), which travels as it is."""
-
-    registry: ClassVar[dict[bytes, type["Message"]]] = {}
-
-    def __init_subclass__(cls) -> None:
-        Message.registry[cls.__name__.encode()] = cls
-
-    def to_frames(self) -> list[bytes]:
-        """The message as ZeroMQ frames."""
-        header = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self) if spec.name != "payload"}
-        return [type(self).__name__.encode(), orjson.dumps(header), getattr(self, "payload", b"")]
-
-    @classmethod
-    def from_frames(cls, frames: list[bytes]) -> "Message":
-        """The inverse of `to_frames`. Raises KeyError for a name that is not in this file."""
-        return Message.registry[frames[0]]._from_parts(orjson.loads(frames[1]), frames[2])
-
-    @classmethod
-    def _from_parts(cls, header: dict[str, Any], payload: bytes) -> Self:
-        has_payload = any(spec.name == "payload" for spec in dataclasses.fields(cls))
-        return cls(**(header | {"payload": payload} if has_payload else header))
 
 
 @dataclass(frozen=True)
@@ -173,31 +144,3 @@ class Bye(Message):
 
     reason: str = ""
     """Why it cannot go on; empty if it was told to stop."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the server must know of a base model to validate requests and answer get_info and get_server_capabilities."""
-
-    name: str
-    """What clients ask for; `name:suffix` means the same model."""
-    tokenizer_id: str
-    """Hub id, or the absolute path of a local directory."""
-    architecture: str
-    vocab_size: int
-    max_context: int
-    takes_images: bool
-    max_lora_rank: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """The facts as they travel in `Ready`."""
-        return dataclasses.asdict(self)
-
-
-def find_base(asked: str, names: Iterable[str]) -> str:
-    """The served base model that `asked` means: its name, or its name and a ":suffix". Raises NotFoundError naming those there are."""
-    known = list(names)
-    for name in (asked, asked.rpartition(":")[0], asked.partition(":")[0]):
-        if name in known:
-            return name
-    raise NotFoundError(f"base_model {asked!r} is not served here; there are: {', '.join(known)}")

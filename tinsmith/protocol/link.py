@@ -13,8 +13,9 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from tinsmith.engine.messages import Alive, Message
 from tinsmith.errors import ConfigError, EngineUnavailableError
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Alive
 
 _LINGER_MS = 1000
 """How long closing a socket may wait for its last message to leave."""

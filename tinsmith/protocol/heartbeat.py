@@ -10,8 +10,8 @@ import time
 
 import zmq
 
-from tinsmith.engine.link import heartbeat_address
-from tinsmith.engine.messages import Alive
+from tinsmith.protocol.link import heartbeat_address
+from tinsmith.protocol.serving import Alive
 
 BEAT_S = 0.5
 """Seconds from one heartbeat to the next."""

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.engine.link import EngineLink, ServerLink
-from tinsmith.engine.messages import Done, Message, Ready, Sample, SampleDone, Shutdown, Wake
 from tinsmith.errors import EngineUnavailableError
+from tinsmith.protocol.link import EngineLink, ServerLink
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Done, Ready, Sample, SampleDone, Shutdown, Wake
 
 FOREVER_S = 3600.0
 """A wait of this length would end the test by its time-out."""

@@ -1,0 +1,36 @@
+"""What the processes without tensors know of a base model."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tinsmith.errors import NotFoundError
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the server must know of a base model to validate requests and answer get_info and get_server_capabilities."""
+
+    name: str
+    """What clients ask for; `name:suffix` means the same model."""
+    tokenizer_id: str
+    """Hub id, or the absolute path of a local directory."""
+    architecture: str
+    vocab_size: int
+    max_context: int
+    takes_images: bool
+    max_lora_rank: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The facts as they travel in `Ready`."""
+        return dataclasses.asdict(self)
+
+
+def find_base(asked: str, names: Iterable[str]) -> str:
+    """The served base model that `asked` means: its name, or its name and a ":suffix". Raises NotFoundError naming those there are."""
+    known = list(names)
+    for name in (asked, asked.rpartition(":")[0], asked.partition(":")[0]):
+        if name in known:
+            return name
+    raise NotFoundError(f"base_model {asked!r} is not served here; there are: {', '.join(known)}")
