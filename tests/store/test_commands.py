@@ -1,14 +1,19 @@
 """The command log: keys, order, outcomes, images."""
 
 import hashlib
+import sqlite3
 import time
 import tracemalloc
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tinsmith.errors import NotFoundError
+from tinsmith.store import commands
+from tinsmith.store.database import FILE_NAME
 from tinsmith.store.records import REJECTED, Model, NewCommand, Outcome, SamplingSession
 from tinsmith.store.store import Store
 
@@ -56,6 +61,45 @@ def test_commands_come_out_as_they_went_in(store: Store) -> None:
     assert store.read_new(after_id=0, limit=1) == commands[:1]
 
 
+def test_queued_commands_are_claimed_per_model_whatever_is_known_already(store: Store) -> None:
+    store.append([create_command("s:train:1"), step(3), step(1), NewCommand("s:train:1", 1, "optim_step", b"other")])
+    store.record([done(0)])
+    assert sorted(store.queued_models()) == [MODEL, "s:train:1"]
+    assert [(c.model_id, c.seq_id) for c in store.queued(MODEL)] == [(MODEL, 1), (MODEL, 3)]
+    assert [(c.seq_id, store.payload(c)) for c in store.queued("s:train:1")] == [(0, b"create"), (1, b"other")]
+    store.append([step(2)])
+    assert [c.seq_id for c in store.queued(MODEL, known=[3, 1])] == [2]
+    assert [c.seq_id for c in store.queued(MODEL, known={2})] == [1, 3]
+    assert [c.seq_id for c in store.queued(MODEL, limit=2)] == [1, 2]
+    store.record([done(seq_id) for seq_id in (1, 2, 3)])
+    assert (store.queued(MODEL), store.queued("unknown"), store.queued_models()) == ([], [], ["s:train:1"])
+
+
+def test_a_command_with_a_lower_id_that_is_committed_later_is_found(store: Store, tmp_path: Path) -> None:
+    """As a database may do that several writers share."""
+    store.append([step(1), step(2)])
+    assert [c.seq_id for c in store.queued(MODEL, known=[])] == [0, 1, 2]
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
+        other.execute(
+            "INSERT INTO commands (id, model_id, seq_id, kind, payload, status, created_at) "
+            "VALUES (-7, ?, 3, 'optim_step', 'x', 'queued', 1)",
+            [MODEL],
+        )
+        other.commit()
+    assert [c.seq_id for c in store.queued(MODEL, known=[0, 1, 2])] == [3]
+
+
+def test_claiming_reads_the_queued_commands_only(store: Store) -> None:
+    """Not all that a model ever did: the queries use the index of what is queued."""
+    with store.reading() as connection:
+        for statement in (commands._QUEUED, commands._QUEUED_MODELS):
+            text = str(statement.compile(connection))
+            found = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {text}", (None,) * text.count("?"))
+            plan = [str(row.detail) for row in found if "commands" in row.detail]
+            assert all("INDEX ix_commands_queued" in line for line in plan), plan
+            assert len(plan) == 1
+
+
 def test_a_repeat_changes_nothing(store: Store) -> None:
     assert store.append([step(1, b"first"), step(1, b"second")]) == [True, False]
     assert store.append([step(1, b"third")]) == [False]
@@ -73,6 +117,44 @@ def test_an_outcome_is_recorded_once(store: Store) -> None:
     assert store.outcome(f"{MODEL}/2") == failed
     assert [store.status(f"{MODEL}/{n}") for n in (1, 2, 3)] == ["done", "failed", None]
     assert [c.seq_id for c in store.read_new(after_id=0)] == [0]
+
+
+def applied(store: Store) -> int | None:
+    model = store.model(MODEL)
+    assert model is not None
+    return model.applied_seq
+
+
+def test_a_model_knows_the_last_operation_that_had_its_effect(store: Store) -> None:
+    store.append([step(1), step(2), step(3), step(4)])
+    assert applied(store) is None
+    store.record([done(0)])
+    assert applied(store) == 0
+    store.record([done(1), done(2), Outcome(f"{MODEL}/3", None, None, "datum 0: bad", "user")])
+    assert applied(store) == 2
+    store.record([done(4)])
+    assert applied(store) == 4
+    store.record([done(4), done(2), done(7)])  # a second outcome, an older one, and one of an operation that is not in the log
+    assert applied(store) == 4
+    store.append([step(5)])
+    store.fail_unfinished("the engine died")
+    assert applied(store) == 4
+
+
+def test_effect_and_outcome_are_recorded_together_or_not_at_all(store: Store) -> None:
+    store.append([step(1)])
+    with pytest.raises(NotFoundError, match="'nonsense' is not a request id"):
+        store.record([done(0), done(1), Outcome("nonsense", None, None, None, None)])
+    assert (applied(store), store.status(f"{MODEL}/1")) == (None, "queued")
+
+
+def test_what_an_operation_took_from_outside_is_kept_with_its_outcome(store: Store) -> None:
+    store.append([step(1)])
+    resolved = {"seed": 7, "base_fingerprint": "ab", "directory": "s3://bucket/x"}
+    store.record([replace(done(0), resolved=resolved), done(1)])
+    kept, nothing = store.outcome(f"{MODEL}/0"), store.outcome(f"{MODEL}/1")
+    assert kept == replace(done(0), resolved=resolved)
+    assert nothing == done(1)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The command log in SQL: training operations, their results, and the images they wait for. Each function is part of a transaction."""
 
+import json
+from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func, select, update
+from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError
@@ -21,6 +23,14 @@ _READ_NEW = (
     .order_by(commands.c.id)
     .limit(bindparam("limit"))
 )
+_IS_QUEUED = commands.c.status == literal_column("'queued'")  # as a literal, because SQLite takes a partial index only for what it can read
+_known = func.json_each(bindparam("known")).table_valued("value")
+_QUEUED = (
+    select(commands.c.id, commands.c.model_id, commands.c.seq_id, commands.c.kind, func.length(commands.c.payload), commands.c.created_at)
+    .where(_IS_QUEUED, commands.c.model_id == bindparam("model"), commands.c.seq_id.not_in(select(_known.c.value)))
+    .order_by(commands.c.seq_id)
+    .limit(bindparam("limit"))
+)
 _PAYLOAD = select(commands.c.payload).where(commands.c.id == bindparam("command_id"))
 _FINISH = (
     update(commands)
@@ -33,7 +43,7 @@ _DROP_BLOB = delete(blobs).where(
     blobs.c.sha256 == bindparam("digest"), ~exists().where(command_images.c.sha256 == blobs.c.sha256).correlate(blobs)
 )
 _BY_KEY = (commands.c.model_id == bindparam("model_id")) & (commands.c.seq_id == bindparam("seq_id"))
-_OUTCOME = select(commands.c.result, commands.c.result_type, commands.c.error, commands.c.category).where(
+_OUTCOME = select(commands.c.result, commands.c.result_type, commands.c.error, commands.c.category, commands.c.resolved).where(
     _BY_KEY, commands.c.status.in_(("done", "failed"))
 )
 _ENDED_MODELS = (
@@ -44,7 +54,12 @@ _ENDED_MODELS = (
 _DROPPED = {"status": "dropped", "result": None}
 _DROP_OLD = update(commands).where(commands.c.status == "done", commands.c.finished_at < bindparam("before")).values(_DROPPED)
 _DROP_ENDED = update(commands).where(commands.c.status == "done", commands.c.model_id.in_(_ENDED_MODELS)).values(_DROPPED)
-_WAITING_MODELS = select(commands.c.model_id).where(commands.c.status == "queued").distinct()
+_QUEUED_MODELS = select(commands.c.model_id).where(_IS_QUEUED).distinct()
+_APPLY = (
+    update(models)
+    .where(models.c.model_id == bindparam("model"), func.coalesce(models.c.applied_seq, -1) < bindparam("seq"))
+    .values(applied_seq=bindparam("seq"))
+)
 _FAIL_QUEUED = (
     update(commands)
     .where(commands.c.status == "queued", commands.c.model_id == bindparam("model"))
@@ -87,6 +102,17 @@ def read_new(connection: Connection, after_id: int, limit: int) -> list[Command]
     return [Command(*row) for row in rows]
 
 
+def queued_models(connection: Connection) -> list[str]:
+    """The ids of the models that have queued commands."""
+    return list(connection.execute(_QUEUED_MODELS).scalars())
+
+
+def queued(connection: Connection, model_id: str, known: Collection[int], limit: int) -> list[Command]:
+    """Queued commands of one model, but for those whose seq_id is known, by seq_id."""
+    rows = connection.execute(_QUEUED, {"model": model_id, "known": json.dumps([*known]), "limit": limit})
+    return [Command(*row) for row in rows]
+
+
 def payload(connection: Connection, command_id: int) -> bytes | None:
     """What a queued command was sent with; None if it has ended, or never was."""
     found: bytes | None = connection.execute(_PAYLOAD, {"command_id": command_id}).scalar()
@@ -107,10 +133,13 @@ def record(connection: Connection, outcome: Outcome, now: float) -> None:
         "result_type": outcome.result_type,
         "error": outcome.error,
         "category": outcome.category,
+        "resolved": outcome.resolved,
     }
     finished = connection.execute(_FINISH, values).first()
     if finished is None:
         return
+    if outcome.error is None:
+        connection.execute(_APPLY, {"model": key[0], "seq": key[1]})
     if key[1] == 0:  # create_model, or load_weights into a new model
         endings.end_creation(connection, key[0], outcome.error is None)
     digests = connection.execute(_DROP_REFERENCES, {"command_id": finished.id}).scalars().all()
@@ -149,7 +178,7 @@ def fail_unfinished(connection: Connection, reason: str, now: float) -> list[str
     The error of an operation names the newest checkpoint of its model.
     """
     failed: list[str] = []
-    for model_id in connection.execute(_WAITING_MODELS).scalars().all():
+    for model_id in queued_models(connection):
         error = f"{reason}; {endings.how_to_go_on(connection, model_id, now)}"
         found = connection.execute(_FAIL_QUEUED, {"model": model_id, "now": now, "message": error})
         failed += [ids.request_id(model_id, seq_id) for seq_id in found.scalars()]

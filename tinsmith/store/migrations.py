@@ -48,5 +48,12 @@ def _add_catalog(op: Operations) -> None:
     op.create_index("ix_sessions_created_at", "sessions", ["created_at"])
 
 
-_STEPS: tuple[Callable[[Operations], None], ...] = (_add_checkpoints, _add_catalog)
+def _add_claims(op: Operations) -> None:
+    op.add_column("models", Column("applied_seq", Integer))
+    op.add_column("commands", Column("resolved", JSON))
+    op.drop_index("ix_commands_queued", "commands")
+    op.create_index("ix_commands_queued", "commands", ["model_id", "seq_id"], sqlite_where=text("status = 'queued'"))
+
+
+_STEPS: tuple[Callable[[Operations], None], ...] = (_add_checkpoints, _add_catalog, _add_claims)
 """The step at index n - 1 leads from version n to n + 1."""

@@ -45,6 +45,12 @@ class Model:
     optimizer_config: dict[str, Any]
     user_metadata: dict[str, Any] | None
     status: ModelStatus = "creating"
+    applied_seq: int | None = None
+    """The highest seq_id of its operations that succeeded: the effect of each of them is in the model. None before it is created.
+
+    It is written in the same transaction as the operation's outcome. A failed operation never counts: nothing of it is in the weights, the
+    optimizer's state or the gradients. What a failure does to the step that is open follows from the log: a forward_backward that fails
+    spoils its step, so that the next optim_step fails too, and an optim_step that fails drops the gradients before it."""
 
 
 @dataclass(frozen=True)
@@ -149,3 +155,8 @@ class Outcome:
     result_type: Literal["protobuf", "json"] | None
     error: str | None
     category: Category | None
+    resolved: dict[str, Any] | None = None
+    """What the operation read or wrote outside of its payload, as JSON, so that a later replay need not look it up again.
+
+    load_weights and create_from_checkpoint: the directory of the checkpoint that the path meant. create_model: the seed, and the
+    fingerprint of the base model. Saves: the directory that was written. None if the payload says everything."""

@@ -20,7 +20,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 metadata = MetaData()
 
@@ -53,6 +53,7 @@ models = Table(
     Column("user_metadata", JSON(none_as_null=True)),
     Column("status", Text, nullable=False),
     Column("created_at", Float, nullable=False),
+    Column("applied_seq", Integer),
 )
 
 sampling_sessions = Table(
@@ -85,9 +86,10 @@ commands = Table(
     Column("result_type", Text),
     Column("error", Text),
     Column("category", Text),
+    Column("resolved", JSON(none_as_null=True)),
     UniqueConstraint("model_id", "seq_id"),
     Index("ix_commands_done", "finished_at", sqlite_where=text("status = 'done'")),
-    Index("ix_commands_queued", "status", sqlite_where=text("status = 'queued'")),
+    Index("ix_commands_queued", "model_id", "seq_id", sqlite_where=text("status = 'queued'")),
     sqlite_autoincrement=True,
 )
 

@@ -37,6 +37,7 @@ _MODEL = select(
     models.c.optimizer_config,
     models.c.user_metadata,
     models.c.status,
+    models.c.applied_seq,
 ).where(models.c.model_id == bindparam("key"))
 _INSERT_SAMPLING = insert(sampling_sessions).on_conflict_do_nothing()
 _SAMPLING = select(

@@ -5,7 +5,7 @@ of any process (`database.py`).
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -82,6 +82,19 @@ class Store:
         """Queued commands with `id` > `after_id`, oldest first."""
         with self._read.begin() as connection:
             return commands.read_new(connection, after_id, limit)
+
+    def queued_models(self) -> list[str]:
+        """The ids of the models that have queued commands."""
+        with self._read.begin() as connection:
+            return commands.queued_models(connection)
+
+    def queued(self, model_id: str, known: Collection[int] = (), limit: int = 1000) -> list[Command]:
+        """The queued commands of one model, in the order of their seq_ids, at most `limit`; those whose seq_id is in `known` are left out.
+
+        Commands may become visible in another order than their ids: ask for all that is new of a model, never for what is behind an id.
+        """
+        with self._read.begin() as connection:
+            return commands.queued(connection, model_id, known, limit)
 
     def payload(self, command: Command) -> bytes:
         """What a queued command was sent with. Raises NotFoundError if it has ended."""
