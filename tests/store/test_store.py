@@ -1,17 +1,22 @@
 """Opening a store, and what two processes see of each other."""
 
 import sqlite3
+import subprocess
+import sys
 import time
 from contextlib import closing
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, select
+from alembic.script import ScriptDirectory
+from sqlalchemy import create_engine, inspect, select
 
 from tinsmith.errors import ConfigError, NotFoundError, UserError
 from tinsmith.store import ids, schema
+from tinsmith.store.database import FILE_NAME
 from tinsmith.store.records import Checkpoint, SamplingSession
 from tinsmith.store.store import Store
 from tinsmith.wire.paths import parse_path
@@ -48,21 +53,76 @@ def test_the_file_is_in_wal_mode(tmp_path: Path) -> None:
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
-@pytest.mark.parametrize("version", range(1, schema.SCHEMA_VERSION))
-def test_a_database_of_yesterday_is_migrated(version: int, tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / "tinsmith.db")) as connection:
+def older(data_dir: Path, version: int) -> None:
+    """A database as that schema version made it, with a session in it."""
+    with closing(sqlite3.connect(data_dir / FILE_NAME)) as connection:
         connection.executescript((Path(__file__).parent / f"schema_{version}.sql").read_text())
         connection.execute("INSERT INTO sessions (session_id, tags, sdk_version, created_at, last_seen_at) VALUES ('s', '[]', '0', 1, 1)")
         connection.commit()
-    store = Store.open(tmp_path)
-    session = store.session("s")
-    assert session is not None
-    assert session.created_at == 1
-    store.close()
-    with create_engine(f"sqlite:///{tmp_path / 'tinsmith.db'}").connect() as connection:
+
+
+def check_schema(data_dir: Path) -> None:
+    """The database is exactly what `schema.py` and the newest revision say."""
+    with create_engine(f"sqlite:///{data_dir / FILE_NAME}").connect() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, schema.metadata) == []
-        assert connection.execute(select(schema.schema_version.c.version)).scalars().all() == [schema.SCHEMA_VERSION]
+        assert context.get_current_revision() == schema.REVISION
+        assert connection.execute(select(schema.schema_version.c.version)).scalars().all() == [int(schema.REVISION)]
+        indexes = {
+            (index["name"], tuple(index["column_names"]))
+            for name in schema.metadata.tables
+            for index in inspect(connection).get_indexes(name)
+        }
+        assert indexes == {
+            (index.name, tuple(index.columns.keys())) for table in schema.metadata.tables.values() for index in table.indexes
+        }
+
+
+def test_a_new_database_has_todays_schema(tmp_path: Path) -> None:
+    Store.open(tmp_path).close()
+    check_schema(tmp_path)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_database_of_yesterday_is_migrated(version: int, tmp_path: Path) -> None:
+    older(tmp_path, version)
+    for _ in range(2):
+        store = Store.open(tmp_path)
+        session = store.session("s")
+        assert session is not None
+        assert session.created_at == 1
+        store.close()
+        check_schema(tmp_path)
+
+
+def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) -> None:
+    older(tmp_path, 2)
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        connection.execute("CREATE INDEX ix_sessions_created_at ON sessions (session_id)")  # the last thing that revision 3 wants to make
+        connection.commit()
+        before = list(connection.iterdump())
+        with pytest.raises(ConfigError, match="index ix_sessions_created_at already exists"):
+            Store.open(tmp_path)
+        assert list(connection.iterdump()) == before
+
+
+def test_every_revision_leads_to_the_next_and_is_installed() -> None:
+    directory = files("tinsmith.store") / "revisions"
+    revisions = ScriptDirectory(str(directory))
+    assert [revision.revision for revision in revisions.walk_revisions()] == [str(n) for n in range(int(schema.REVISION), 1, -1)]
+    # What is no package is not in the wheel.
+    assert all((place / "__init__.py").is_file() for place in (directory, directory / "versions"))
+
+
+def test_a_database_that_is_up_to_date_is_opened_without_alembic(tmp_path: Path) -> None:
+    """Importing it would make every start slower."""
+    code = (
+        "import sys; from pathlib import Path; from tinsmith.store.store import Store; "
+        "Store.open(Path(sys.argv[1])); print('alembic' in sys.modules)"
+    )
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+        assert done.stdout == "False\n"
 
 
 def test_checkpoints_of_yesterday_are_found(tmp_path: Path) -> None:
@@ -79,9 +139,25 @@ def test_checkpoints_of_yesterday_are_found(tmp_path: Path) -> None:
 
 def test_a_database_of_tomorrow_is_refused(tmp_path: Path) -> None:
     Store.open(tmp_path).close()
-    with sqlite3.connect(tmp_path / "tinsmith.db") as connection:
-        connection.execute("UPDATE schema_version SET version = 99")
-    with pytest.raises(ConfigError, match="schema version 99, made by a newer Tinsmith"):
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '99'")
+    with pytest.raises(
+        ConfigError, match="schema version 99, made by a newer Tinsmith; this one knows up to 4: use the newer one, or another data_dir"
+    ):
+        Store.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage", ["DELETE FROM alembic_version", "DROP TABLE alembic_version", "UPDATE alembic_version SET version_num = 'x'"]
+)
+def test_a_database_that_does_not_say_its_version_is_refused(tmp_path: Path, damage: str) -> None:
+    Store.open(tmp_path).close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute(damage)
+        connection.execute("DELETE FROM schema_version")
+    with pytest.raises(
+        ConfigError, match=r"tinsmith\.db is damaged: it has tables, and its schema version is (None|'x')\. Put back a copy"
+    ):
         Store.open(tmp_path)
 
 

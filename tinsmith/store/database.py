@@ -144,22 +144,49 @@ def _begin(connection: Connection) -> None:
 
 
 def _bring_to_our_version(connection: Connection, path: Path) -> None:
-    schema.schema_version.create(connection, checkfirst=True)
-    version = connection.execute(select(schema.schema_version.c.version)).scalar()
-    if version is None:
+    tables = set(inspect(connection).get_table_names())
+    if not tables:
         schema.metadata.create_all(connection)
-        connection.execute(schema.schema_version.insert().values(version=schema.SCHEMA_VERSION))
-    elif version == schema.SCHEMA_VERSION:
-        missing = schema.metadata.tables.keys() - set(inspect(connection).get_table_names())
+        schema.alembic_version.create(connection)
+        connection.execute(schema.schema_version.insert().values(version=int(schema.REVISION)))
+        connection.execute(schema.alembic_version.insert().values(version_num=schema.REVISION))
+        return
+    revision = _revision(connection, tables)
+    if revision == schema.REVISION:
+        missing = schema.metadata.tables.keys() - tables
         if missing:
             raise damaged(path, f"there is no table {', '.join(sorted(missing))}")
-    elif version > schema.SCHEMA_VERSION:
+    elif revision is None or not revision.isdecimal():
+        raise damaged(path, f"it has tables, and its schema version is {revision!r}")
+    elif int(revision) > int(schema.REVISION):
         raise ConfigError(
-            f"{path} has schema version {version}, made by a newer Tinsmith; this one knows up to {schema.SCHEMA_VERSION}: "
+            f"{path} has schema version {revision}, made by a newer Tinsmith; this one knows up to {schema.REVISION}: "
             "use the newer one, or another data_dir"
         )
     else:
-        from tinsmith.store.migrations import migrate  # Alembic is only loaded when it is needed
+        _upgrade(connection, int(revision), is_stamped=schema.alembic_version.name in tables)
 
-        migrate(connection, version)
-        connection.execute(schema.schema_version.update().values(version=schema.SCHEMA_VERSION))
+
+def _revision(connection: Connection, tables: set[str]) -> str | None:
+    """The schema version of a database that has tables; None if it does not say one."""
+    if schema.alembic_version.name in tables:
+        return connection.execute(select(schema.alembic_version.c.version_num)).scalar()
+    if schema.schema_version.name in tables:
+        version = connection.execute(select(schema.schema_version.c.version)).scalar()
+        return None if version is None else str(version)
+    return None
+
+
+def _upgrade(connection: Connection, version: int, is_stamped: bool) -> None:
+    """Run the revisions above `version`, all in the transaction of `connection`: the database is migrated whole or stays as it was."""
+    from alembic import command  # only here: it takes a tenth of a second, and most databases need no migration
+    from alembic.config import Config
+
+    if not is_stamped:  # versions 1 to 3 were noted in `schema_version` only; version 1 is the base, which Alembic notes as no row
+        schema.alembic_version.create(connection)
+        if version > 1:
+            connection.execute(schema.alembic_version.insert().values(version_num=str(version)))
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", "tinsmith.store:revisions")
+    config.set_main_option("path_separator", "os")
+    command.upgrade(config, "head")

@@ -1,6 +1,6 @@
 """The tables. Times are Unix seconds.
 
-A change of any table needs a new SCHEMA_VERSION and a step in `migrations.py` that brings a database of the version before to it.
+A change of any table needs a new REVISION, and a module in `revisions/versions` that brings a database of the revision before to it.
 """
 
 from sqlalchemy import (
@@ -13,6 +13,7 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    String,
     Table,
     Text,
     UniqueConstraint,
@@ -20,10 +21,15 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_VERSION = 4
+REVISION = "4"
+"""The newest Alembic revision. Revisions are numbers, so that one which is not known here can be told to be newer."""
 
 metadata = MetaData()
 
+# Alembic's own table. It is not part of `metadata`, which Alembic compares with what is there.
+alembic_version = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
+
+# Read by nobody but Tinsmiths of schema versions 1 to 3: that it holds a higher number than theirs makes them refuse the database.
 schema_version = Table("schema_version", metadata, Column("version", Integer, primary_key=True))
 
 sessions = Table(
