@@ -18,7 +18,7 @@ from tinsmith.models.full import FullWeights
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
-from tinsmith.training.checkpoint import About, read_about, stored_weights, write_checkpoint
+from tinsmith.training.checkpoint import About, SavedState, read_about, stored_weights, write_state
 from tinsmith.training.peft_format import outline, read_peft, write_merged, write_peft
 from tinsmith.wire.paths import CheckpointKind, CheckpointPath, check_name, parse_path
 
@@ -76,7 +76,7 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
     paths = [CheckpointPath(IMPORTED, kind, name) for kind in kinds]
 
     def write(directory: Path) -> About:
-        write_checkpoint(directory, about, adapter)
+        write_state(SavedState(about, adapter.named_tensors()), directory)
         return about
 
     with _opened(data_dir) as checkpoints:

@@ -24,7 +24,7 @@ from tinsmith.store.catalog import delete_checkpoint, list_run_checkpoints
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
-from tinsmith.training.checkpoint import About, read_about
+from tinsmith.training.checkpoint import About, read_about, read_state
 from tinsmith.wire.paths import CheckpointPath
 
 TRAINING = CheckpointPath("m", "training", "a")
@@ -165,7 +165,7 @@ def test_a_flipped_bit_is_refused_by_file_and_remedy(backend: LocalBackend, chec
 def load(backend: LocalBackend, checkpoints: Checkpoints, path: str) -> None:
     """Train on from a checkpoint, as the model "n"."""
     with checkpoints.opened(path, "training", optimizer=True) as (_, directory):
-        backend.restore("n", directory, optimizer=True)
+        backend.restore("n", read_state(directory, backend.base, optimizer=True))
 
 
 def test_a_damaged_optimizer_does_not_keep_its_weights_from_being_loaded(backend: LocalBackend, checkpoints: Checkpoints) -> None:
@@ -173,7 +173,7 @@ def test_a_damaged_optimizer_does_not_keep_its_weights_from_being_loaded(backend
     path = checkpoints.save(TRAINING, backend)
     flip(place(checkpoints, path) / "optimizer.safetensors", -1)
     with checkpoints.opened(path, "training") as (_, directory):
-        backend.restore("n", directory, optimizer=False)
+        backend.restore("n", read_state(directory, backend.base, optimizer=False))
 
 
 @pytest.mark.parametrize("left", [0, 100])

@@ -35,9 +35,10 @@ def names(directory: Path) -> list[str]:
 def test_an_ssh_key_decrypts_what_was_encrypted_for_it(backend: LocalBackend, tmp_path: Path) -> None:
     private = Ed25519PrivateKey.generate()
     public = private.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-    about = write_external(backend, "m", tmp_path / "plain", [])
-    assert (about.base_model, about.shape.rank) == ("tiny", 4)
-    write_external(backend, "m", tmp_path / "secret", parse_recipients([public]))
+    state = backend.copy_state("m", optimizer=False)
+    assert (state.about.base_model, state.about.shape.rank) == ("tiny", 4)
+    write_external(state, tmp_path / "plain", [])
+    write_external(state, tmp_path / "secret", parse_recipients([public]))
     assert (names(tmp_path / "plain"), names(tmp_path / "secret")) == (FILES, [f"{name}.age" for name in FILES])
     identity = pyrage.ssh.Identity.from_buffer(private.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     for name in FILES:

@@ -16,6 +16,7 @@ from tinsmith.store.catalog import delete_checkpoint, set_checkpoint_ttl
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
+from tinsmith.training.checkpoint import read_state
 from tinsmith.wire.paths import CheckpointPath
 
 TRAINING = CheckpointPath("m", "training", "a")
@@ -58,7 +59,7 @@ def test_a_checkpoint_that_was_acknowledged_survives(disk: Disk, backend: LocalB
     (tmp_path / "left").rename(tmp_path / "disk")  # so that places outside of the data directory are found
     again = checkpoints_in(tmp_path / "disk" / "deep" / "data", root)
     with again.opened(path, "training", optimizer=True) as (_, directory):
-        backend.restore("n", directory, optimizer=True)
+        backend.restore("n", read_state(directory, backend.base, optimizer=True))
     one, other = (backend.optimizers[name].weights.tensors() for name in "mn")
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 

@@ -1,11 +1,14 @@
 """Files of checkpoints: exact, complete or absent, refused where they do not fit."""
 
 import json
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.bases import datum, load, random_tokens, renderer
 from tinsmith.config import TrainingConfig
@@ -13,7 +16,7 @@ from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import LocalBackend
-from tinsmith.training.checkpoint import About, read_about, read_weights, write_checkpoint
+from tinsmith.training.checkpoint import About, SavedState, read_about, read_state, weights_from, write_state
 
 SETTINGS = AdamSettings(0.01, (0.9, 0.95), 1e-8, 0.1, 0.5)
 
@@ -36,8 +39,8 @@ def advance(backend: LocalBackend, model_id: str, seed: int) -> dict[str, float]
 @pytest.mark.parametrize("rank", [4, 0])
 def test_training_goes_on_exactly(text_base: BaseModel, tmp_path: Path, rank: int) -> None:
     backend = trained(text_base, rank)
-    backend.save("a", tmp_path / "c", optimizer=True)
-    backend.restore("b", tmp_path / "c", optimizer=True)
+    write_state(backend.copy_state("a", optimizer=True), tmp_path / "c")
+    backend.restore("b", read_state(tmp_path / "c", text_base, optimizer=True))
     assert list(backend.optimizers["b"].weights.masters) == list(backend.optimizers["a"].weights.masters)
     for step in range(2, 5):
         assert advance(backend, "a", step) == advance(backend, "b", step)
@@ -51,51 +54,81 @@ def test_training_goes_on_exactly(text_base: BaseModel, tmp_path: Path, rank: in
 @pytest.mark.parametrize("rank", [4, 0])
 def test_what_was_saved_does_not_change_with_its_model(text_base: BaseModel, tmp_path: Path, rank: int) -> None:
     backend = trained(text_base, rank)
-    backend.save("a", tmp_path / "c", optimizer=True)
+    write_state(backend.copy_state("a", optimizer=True), tmp_path / "c")
     before = backend.snapshot("a")
-    backend.restore("b", tmp_path / "c", optimizer=False)
+    backend.restore("b", read_state(tmp_path / "c", text_base, optimizer=False))
     advance(backend, "a", 2)
     advance(backend, "b", 3)
-    again = read_weights(tmp_path / "c", text_base)
+    again = weights_from(read_state(tmp_path / "c", text_base), text_base)
     assert all(torch.equal(a, b) for a, b in zip(before.tensors(), again.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+def test_a_copy_is_written_as_it_was_taken_while_training_goes_on(text_base: BaseModel, tmp_path: Path, rank: int) -> None:
+    backend = trained(text_base, rank)
+    optimizer = backend.optimizers["a"]
+    before = [tensor.detach().clone() for tensor in (*optimizer.weights.tensors(), *optimizer.moments().values())]
+    state = backend.copy_state("a", optimizer=True)
+    advance(backend, "a", 2)
+    with ThreadPoolExecutor(1) as thread:
+        writing = thread.submit(write_state, state, tmp_path / "c")
+        advance(backend, "a", 3)
+        writing.result()
+        read = thread.submit(read_state, tmp_path / "c", text_base, optimizer=True).result()
+    assert read.moments is not None
+    moments = [read.moments[name] for name in optimizer.moments()]
+    assert all(torch.equal(a, b) for a, b in zip(before, (*read.tensors.values(), *moments), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(before, optimizer.weights.tensors(), strict=False))
 
 
 def test_weights_alone_hold_no_optimizer(text_base: BaseModel, tmp_path: Path) -> None:
     backend = trained(text_base)
-    backend.save("a", tmp_path / "c", optimizer=False)
+    write_state(backend.copy_state("a", optimizer=False), tmp_path / "c")
     with pytest.raises(UserError, match="holds no optimizer state"):
-        backend.restore("b", tmp_path / "c", optimizer=True)
+        backend.restore("b", read_state(tmp_path / "c", text_base, optimizer=True))
     assert "b" not in backend.optimizers
+
+
+def test_a_damaged_optimizer_is_refused(text_base: BaseModel, tmp_path: Path) -> None:
+    write_state(trained(text_base).copy_state("a", optimizer=True), tmp_path / "c")
+    damaged = tmp_path / "c" / "optimizer.safetensors"
+    os.truncate(damaged, 1000)
+    with pytest.raises(TinsmithError, match=r"optimizer\.safetensors is damaged"):
+        read_state(tmp_path / "c", text_base, optimizer=True)
+    save_file({"nothing.exp_avg": torch.zeros(1)}, damaged)
+    with pytest.raises(TinsmithError, match=r"optimizer\.safetensors is damaged .*nothing\.exp_avg belongs to no tensor"):
+        read_state(tmp_path / "c", text_base, optimizer=True)
+    read_state(tmp_path / "c", text_base)
 
 
 def test_a_checkpoint_that_cannot_be_written_says_where(text_base: BaseModel, tmp_path: Path) -> None:
     adapter = trained(text_base).snapshot("a")
     (tmp_path / "c").touch()
     with pytest.raises(TinsmithError, match="could not be written to"):
-        write_checkpoint(tmp_path / "c", About.of(text_base, adapter.shape), adapter)
+        write_state(SavedState(About.of(text_base, adapter.shape), adapter.named_tensors()), tmp_path / "c")
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_full_weights_to_sample_come_in_the_precision_of_the_base(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     base = load(family_dir("llama"), dtype="bfloat16")
     backend = trained(base, rank=0)
-    backend.save("a", tmp_path / "c", optimizer=False)
-    frozen = read_weights(tmp_path / "c", base, frozen=True)
+    write_state(backend.copy_state("a", optimizer=False), tmp_path / "c")
+    frozen = weights_from(read_state(tmp_path / "c", base), base, frozen=True)
     assert frozen.nbytes == 2 * frozen.parameter_count
     assert all(torch.equal(a, b) for a, b in zip(frozen.leaves(), backend.snapshot("a").leaves(), strict=True))
-    exact = read_weights(tmp_path / "c", base)
+    exact = weights_from(read_state(tmp_path / "c", base), base)
     assert all(torch.equal(a, b) for a, b in zip(exact.tensors(), backend.optimizers["a"].weights.tensors(), strict=True))
 
 
 @pytest.mark.parametrize("rank", [4, 0])
 def test_another_base_model_is_refused(family_base: Callable[[str], BaseModel], tmp_path: Path, rank: int) -> None:
-    trained(family_base("qwen3"), rank).save("a", tmp_path / "c", optimizer=True)
+    write_state(trained(family_base("qwen3"), rank).copy_state("a", optimizer=True), tmp_path / "c")
     with pytest.raises(UserError, match=r"was made for tiny \(qwen3\) and does not fit base model tiny \(llama\)"):
-        read_weights(tmp_path / "c", family_base("llama"))
+        read_state(tmp_path / "c", family_base("llama"))
 
 
 def test_a_format_of_tomorrow_is_refused(text_base: BaseModel, tmp_path: Path) -> None:
-    trained(text_base).save("a", tmp_path / "c", optimizer=False)
+    write_state(trained(text_base).copy_state("a", optimizer=False), tmp_path / "c")
     about = tmp_path / "c" / "checkpoint.json"
     about.write_text(json.dumps(json.loads(about.read_text()) | {"format_version": 3}))
     with pytest.raises(UserError, match="format version 3; this Tinsmith reads up to 2"):

@@ -20,7 +20,7 @@ from tinsmith.store.manifest import REMEDY, read_manifest, verify_files, write_m
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
 from tinsmith.training.backend import Backend
-from tinsmith.training.checkpoint import OPTIMIZER_FILE, About, has_moments, read_about
+from tinsmith.training.checkpoint import OPTIMIZER_FILE, About, has_moments, read_about, write_state
 from tinsmith.wire.paths import CheckpointKind, CheckpointPath
 
 log = logging.getLogger(__name__)
@@ -46,8 +46,9 @@ class Checkpoints:
             self.check_free(path)
 
         def write(directory: Path) -> About:
-            backend.save(path.model_id, directory, optimizer=path.kind == "training")
-            return read_about(directory)
+            state = backend.copy_state(path.model_id, optimizer=path.kind == "training")
+            write_state(state, directory)
+            return state.about
 
         return self.add(path, write, ttl_seconds, user_metadata).tinker_path
 

@@ -14,8 +14,7 @@ import pyrage
 from tinsmith.errors import UserError
 from tinsmith.models.full import FullWeights
 from tinsmith.store.files import WRITING_PREFIX
-from tinsmith.training.backend import Backend
-from tinsmith.training.checkpoint import About, read_about, stored_weights
+from tinsmith.training.checkpoint import SavedState, weights_on_host
 from tinsmith.training.download_format import write_download
 from tinsmith.training.peft_format import outline, write_merged
 
@@ -36,18 +35,15 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
     return recipients
 
 
-def write_external(backend: Backend, model_id: str, directory: Path, recipients: Sequence[Any]) -> About:
-    """Write the files of a model as it is now to `directory`, made if it is not there; returns what they are made of."""
+def write_external(state: SavedState, directory: Path, recipients: Sequence[Any]) -> None:
+    """Write the files of a model's copied state to `directory`, which is made if it is not there. Any thread may do this."""
     directory.mkdir(exist_ok=True)
-    with _scratch(directory) as saved, _scratch(directory) as plain:
-        backend.save(model_id, saved / "state", optimizer=False)
-        about = read_about(saved / "state")
-        _write_plain(saved / "state", about, plain if recipients else directory)
+    with _scratch(directory) as plain:
+        _write_plain(state, plain if recipients else directory)
         for file in [file for file in plain.rglob("*") if file.is_file()]:
             encrypted = directory / f"{file.relative_to(plain)}.age"
             encrypted.parent.mkdir(parents=True, exist_ok=True)
             encrypt(file, encrypted, recipients)
-    return about
 
 
 def encrypt(plain: Path, encrypted: Path, recipients: Sequence[Any]) -> None:
@@ -60,8 +56,9 @@ def encrypt(plain: Path, encrypted: Path, recipients: Sequence[Any]) -> None:
         pyrage.encrypt_io(source, target, recipients)
 
 
-def _write_plain(state: Path, about: About, directory: Path) -> None:
-    weights, base = stored_weights(state, about), outline(about.base_source)
+def _write_plain(state: SavedState, directory: Path) -> None:
+    about = state.about
+    weights, base = weights_on_host(state), outline(about.base_source)
     if isinstance(weights, FullWeights):
         write_merged(weights, base, about.base_source, directory)
     else:

@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tinsmith.engine.checkpoints import Checkpoints
@@ -16,6 +17,7 @@ from tinsmith.rendering.renderer import Renderer
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, SESSION_END, Command
 from tinsmith.training.backend import Backend
+from tinsmith.training.checkpoint import About, read_state
 from tinsmith.wire.checkpoint_requests import (
     CreateFromCheckpointRequest,
     LoadWeightsRequest,
@@ -190,9 +192,13 @@ class Operations:
         path = CheckpointPath(request.model_id, "external", request.path)
         self.checkpoints.check_free(path)
         recipients = parse_recipients(request.age_encryption_recipients or [])
-        saved = self.checkpoints.add(
-            path, lambda directory: write_external(backend, request.model_id, directory, recipients), request.ttl_seconds
-        )
+        state = backend.copy_state(request.model_id, optimizer=False)
+
+        def write(directory: Path) -> About:
+            write_external(state, directory, recipients)
+            return state.about
+
+        saved = self.checkpoints.add(path, write, request.ttl_seconds)
         return {"path": saved.tinker_path, "size_bytes": saved.size_bytes, "type": "save_weights_external"}
 
     def _create_from_checkpoint(self, model_id: str, request: CreateFromCheckpointRequest) -> dict[str, Any]:
@@ -200,7 +206,7 @@ class Operations:
             served = self.bases[find_base(request.base_model or checkpoint.base_model, self.bases)]
             shape = LoraShape(**checkpoint.lora_config)
             self._check_rank(shape.rank)
-            served.backend.restore(model_id, directory, request.optimizer)
+            served.backend.restore(model_id, read_state(directory, served.renderer.base, request.optimizer))
         self.models[model_id] = LoadedModel(model_id, served, shape)
         return {"path": request.path, "model_id": model_id, "type": "load_weights"}
 
@@ -216,7 +222,8 @@ class Operations:
             saved = LoraShape(**checkpoint.lora_config)
             if replace(saved, seed=model.shape.seed) != model.shape:
                 raise UserError(f"{request.path} was saved with {saved}, the model was created with {model.shape}; their sizes must agree")
-            model.served.backend.restore(request.model_id, directory, request.optimizer)
+            state = read_state(directory, model.served.renderer.base, request.optimizer)
+            model.served.backend.restore(request.model_id, state)
         return {"path": request.path, "model_id": request.model_id, "type": "load_weights"}
 
 

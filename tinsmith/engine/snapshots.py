@@ -22,7 +22,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights, snapshot_bytes
 from tinsmith.models.machine import require_memory
 from tinsmith.store import ids
-from tinsmith.training.checkpoint import About, read_about, read_weights
+from tinsmith.training.checkpoint import About, read_about, read_state, weights_from
 from tinsmith.wire.paths import is_path
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Snapshots:
         if shape.rank == 0:
             size = snapshot_bytes(sum(parameter.numel() for parameter in base.full_targets(shape).values()), base.dtype)
             require_memory(f"sampling from {weights_id}", size, base.device)
-        weights = read_weights(directory, base, frozen=True)
+        weights = weights_from(read_state(directory, base), base, frozen=True)
         weights.version = version
         return weights
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tinsmith.errors import TinsmithError
 from tinsmith.models.full import Weights
-from tinsmith.training.checkpoint import About, write_checkpoint
+from tinsmith.training.checkpoint import About, SavedState, write_state
 
 Key = tuple[str, str]
 """Name of the base model, and the id of a snapshot or the path of a checkpoint."""
@@ -107,7 +107,7 @@ class Spill:
     def _write(self, leaving: _Leaving) -> None:
         directory = self.directory / uuid.uuid4().hex
         try:
-            write_checkpoint(directory, leaving.about, leaving.weights)
+            write_state(SavedState(leaving.about, leaving.weights.named_tensors()), directory)
         except TinsmithError:
             shutil.rmtree(directory, ignore_errors=True)  # it may not even have been made
             raise

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -28,7 +27,7 @@ from tinsmith.models.threads import threads_for, threads_for_step
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.training.checkpoint import About, check_fits, read_moments, read_weights, write_checkpoint
+from tinsmith.training.checkpoint import About, SavedState, copy_to_host, weights_from
 from tinsmith.training.logprobs import target_logprobs
 from tinsmith.training.losses import Loss
 from tinsmith.training.optimizer import ModelOptimizer
@@ -80,7 +79,7 @@ class PassError:
 class Backend(Protocol):
     """What the engine needs of a trainer. Weights given out by `snapshot` stay as they are whatever happens later.
 
-    What makes a copy of full weights raises UserError, with both numbers, if they do not fit into the memory.
+    What copies weights raises UserError, with both numbers, if the copy does not fit into the memory.
     """
 
     tokens_per_pass: int
@@ -110,15 +109,18 @@ class Backend(Protocol):
         """A frozen copy of the model's weights."""
         ...
 
-    def save(self, model_id: str, directory: Path, optimizer: bool) -> LoraShape:
-        """Write the weights, and with `optimizer` all that training goes on from, to a new `directory`; returns their shape."""
+    def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
+        """A copy in host memory of the weights, and with `optimizer` of what AdamW remembers, for `checkpoint.write_state`.
+
+        Accumulated gradients are not part of it. Training may go on at once, while another thread writes the copy.
+        """
         ...
 
-    def restore(self, model_id: str, directory: Path, optimizer: bool) -> None:
-        """Create or replace the model from what `save` wrote; without `optimizer` with a fresh one.
+    def restore(self, model_id: str, state: SavedState) -> None:
+        """Create the model from what `checkpoint.read_state` read, or replace it. Without moments the optimizer starts fresh.
 
-        Raises UserError if it does not fit, TinsmithError if a file is damaged. A model of rank 0 that is replaced is freed before its
-        memory is taken again: if the load fails after that, it starts anew from the base, or is gone if there is no memory for that either.
+        A model of rank 0 that is replaced is freed before its memory is taken again: if the load fails after that, the model starts anew
+        from the base, or is gone if there is no memory for that either.
         """
         ...
 
@@ -170,34 +172,36 @@ class LocalBackend:
         """See `Backend`."""
         weights = self._optimizer(model_id).weights
         if isinstance(weights, FullWeights):
-            self._require_memory("a snapshot of full weights", snapshot_bytes(weights.parameter_count, weights.dtype))
+            size = snapshot_bytes(weights.parameter_count, weights.dtype)
+            self._require_memory("a snapshot of full weights", size, self.base.device)
         return weights.snapshot()
 
-    def save(self, model_id: str, directory: Path, optimizer: bool) -> LoraShape:
+    def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
         """See `Backend`."""
         model = self._optimizer(model_id)
-        shape = model.weights.shape
-        write_checkpoint(directory, About.of(self.base, shape), model.weights, model.moments() if optimizer else None)
-        return shape
+        moments = model.moments() if optimizer else None
+        size = sum(tensor.nbytes for tensor in (*model.weights.tensors(), *(moments or {}).values()))
+        self._require_memory("the copy that is saved", size, torch.device("cpu"))
+        return copy_to_host(About.of(self.base, model.weights.shape), model.weights, moments)
 
-    def restore(self, model_id: str, directory: Path, optimizer: bool) -> None:
+    def restore(self, model_id: str, state: SavedState) -> None:
         """See `Backend`."""
-        shape = check_fits(directory, self.base).shape
-        if shape.rank > 0 or model_id not in self.optimizers:
-            self._load(model_id, directory, shape, optimizer)
+        if state.about.shape.rank > 0 or model_id not in self.optimizers:
+            self._load(model_id, state)
             return
         replaced = self.optimizers.pop(model_id).weights.shape
         try:
-            self._load(model_id, directory, shape, optimizer)
+            self._load(model_id, state)
         except Exception:
             self.create_model(model_id, replaced)
             raise
 
-    def _load(self, model_id: str, directory: Path, shape: LoraShape, optimizer: bool) -> None:
-        if shape.rank == 0:
-            self._require_memory_to_train(shape)
-        moments = read_moments(directory, self.base.device) if optimizer else None
-        self.optimizers[model_id] = ModelOptimizer(read_weights(directory, self.base), moments)
+    def _load(self, model_id: str, state: SavedState) -> None:
+        if state.about.shape.rank == 0:
+            self._require_memory_to_train(state.about.shape)
+        device = self.base.device
+        moments = None if state.moments is None else {name: tensor.to(device) for name, tensor in state.moments.items()}
+        self.optimizers[model_id] = ModelOptimizer(weights_from(state, self.base), moments)
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
         """See `Backend`.
@@ -257,12 +261,13 @@ class LocalBackend:
 
     def _require_memory_to_train(self, shape: LoraShape) -> None:
         parameters = sum(parameter.numel() for parameter in self.base.full_targets(shape).values())
-        self._require_memory(f"full-parameter training of {self.base.name}", training_bytes(parameters, self.base.dtype))
+        needed = training_bytes(parameters, self.base.dtype)
+        self._require_memory(f"full-parameter training of {self.base.name}", needed, self.base.device)
 
-    def _require_memory(self, purpose: str, needed: int) -> None:
-        """Raise UserError if the device has not so many bytes free, beside what the models here will still take."""
-        promised = sum(model.unclaimed for model in self.optimizers.values())
-        require_memory(purpose, needed, self.base.device, promised)
+    def _require_memory(self, purpose: str, needed: int, device: torch.device) -> None:
+        """Raise UserError if `device` has not so many bytes free, beside what the models on it will still take when they train."""
+        promised = sum(model.unclaimed for model in self.optimizers.values()) if device == self.base.device else 0
+        require_memory(purpose, needed, device, promised)
 
     def _run(self, work: Sequence[DatumWork], backward: bool) -> list[DatumResult]:
         optimizers = [self._optimizer(datum.model_id) for datum in work]

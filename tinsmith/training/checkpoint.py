@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tinsmith.errors import TinsmithError, UserError
@@ -57,17 +57,37 @@ class About:
         return self.base_model if Path(self.base_source).is_absolute() else self.base_source
 
 
-def write_checkpoint(directory: Path, about: About, weights: Weights, moments: dict[str, Tensor] | None = None) -> None:
-    """Write weights, and what their optimizer remembers, to `directory`, made if it is not there.
+@dataclass(frozen=True, eq=False)
+class SavedState:
+    """What a checkpoint holds: copied from a model (`copy_to_host`), or read from files (`read_state`)."""
 
-    Raises TinsmithError if the disk does not take it; what there is then must be deleted.
+    about: About
+    tensors: dict[str, Tensor]
+    """Masters by name, in the order of fresh weights of that shape: float32, or the base's precision for a frozen copy of full weights."""
+    moments: dict[str, Tensor] | None = None
+    """What AdamW remembers (`ModelOptimizer.moments`); None if only the weights were wanted."""
+
+
+def copy_to_host(about: About, weights: Weights, moments: Mapping[str, Tensor] | None) -> SavedState:
+    """A copy that later steps do not change. For the thread that trains: afterwards any thread may write the copy.
+
+    `moments` are what AdamW remembers, None to save the weights alone.
+    """
+    copied = None if moments is None else {name: tensor.to("cpu", copy=True) for name, tensor in moments.items()}
+    return SavedState(about, {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights.named_tensors().items()}, copied)
+
+
+def write_state(state: SavedState, directory: Path) -> None:
+    """Write the files of a checkpoint to `directory`, which is made if it is not there. Any thread may do this while training goes on.
+
+    Raises TinsmithError if the disk does not take it; delete then what is in the directory.
     """
     try:
         directory.mkdir(exist_ok=True)
-        save_file(weights.named_tensors(), directory / _WEIGHTS)
-        if moments is not None:
-            save_file(moments, directory / OPTIMIZER_FILE)
-        (directory / _ABOUT).write_text(json.dumps(asdict(about), indent=1))
+        save_file(state.tensors, directory / _WEIGHTS)
+        if state.moments is not None:
+            save_file(state.moments, directory / OPTIMIZER_FILE)
+        (directory / _ABOUT).write_text(json.dumps(asdict(state.about), indent=1))
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a disk that is full
         raise TinsmithError(
             f"the checkpoint could not be written to {directory.parent}: {error}; make room there and save again"
@@ -97,20 +117,47 @@ def _damaged(path: Path, error: Exception) -> TinsmithError:
     return TinsmithError(f"{path} is damaged ({error}); put back a copy of its directory {path.parent.name}, or use another checkpoint")
 
 
-def read_weights(directory: Path, base: BaseModel, frozen: bool = False) -> Weights:
-    """The weights of a checkpoint, on the device of `base`; full ones that are `frozen` only in its precision.
+def read_state(directory: Path, base: BaseModel, optimizer: bool = False) -> SavedState:
+    """The checkpoint in `directory`, checked to fit `base`. Any thread may do this: it touches neither the device nor a model.
 
-    Raises UserError if they do not fit that model or were trained on other weights of it, TinsmithError if a file is damaged.
+    With `optimizer` what AdamW remembers is read too. Adapters are read into memory. Full weights are mapped, so that they take no memory
+    before a model of rank 0 that they replace has given up its own.
+
+    Raises UserError if the checkpoint does not fit, was trained on other weights of the base, or holds no optimizer state and `optimizer`
+    is set; TinsmithError naming a file that is damaged.
     """
-    about = check_fits(directory, base)
-    dtype = base.dtype if frozen and about.shape.rank == 0 else torch.float32
-    tensors = _tensors(directory, str(base.device), dtype)
+    about = _check_fits(directory, base)
+    mapped = about.shape.rank == 0
+    tensors = _tensors(directory / _WEIGHTS, mapped)
     # In the order of fresh weights, so that sums over all tensors, such as the gradient norm, round as they did.
-    return _weights(about.shape, {name: tensors[name] for name in _expected(base, about.shape)}, base.dtype)
+    ordered = {name: tensors[name] for name in _expected(base, about.shape)}
+    return SavedState(about, ordered, _moments(directory, ordered, mapped) if optimizer else None)
 
 
-def check_fits(directory: Path, base: BaseModel) -> About:
-    """What the checkpoint in `directory` is, after a look at the names and sizes of its weights. Raises as `read_weights`."""
+def weights_from(state: SavedState, base: BaseModel, frozen: bool = False) -> Weights:
+    """Weights on the device of `base`. `frozen` ones are only sampled: full weights then come in the precision of the base alone.
+
+    The tensors of `state` may become those of the weights, so a state is used once.
+    """
+    shape = state.about.shape
+    dtype = base.dtype if frozen and shape.rank == 0 else torch.float32
+    return _weights(shape, {name: tensor.to(base.device, dtype) for name, tensor in state.tensors.items()}, base.dtype)
+
+
+def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> dict[str, Tensor]:
+    """What the optimizer of these weights remembers. Raises UserError if the checkpoint holds weights only."""
+    path = directory / OPTIMIZER_FILE
+    if not has_moments(directory):
+        raise UserError("the checkpoint holds no optimizer state; load it without (create_training_client_from_state)")
+    moments = _tensors(path, mapped)
+    strange = [name for name in moments if name.rpartition(".")[0] not in weights]
+    if strange:
+        raise _damaged(path, ValueError(f"{strange[0]} belongs to no tensor of {_WEIGHTS}"))
+    return moments
+
+
+def _check_fits(directory: Path, base: BaseModel) -> About:
+    """What the checkpoint in `directory` is, after a look at the names and sizes of its weights. Raises as `read_state`."""
     about = read_about(directory)
     path = directory / _WEIGHTS
     try:
@@ -129,7 +176,12 @@ def check_fits(directory: Path, base: BaseModel) -> About:
 
 def stored_weights(directory: Path, about: About) -> Weights:
     """The weights as they lie in `directory`, whatever their base, on the CPU."""
-    return _weights(about.shape, _tensors(directory, "cpu", torch.float32), torch.float32)
+    return weights_on_host(SavedState(about, _tensors(directory / _WEIGHTS, mapped=True)))
+
+
+def weights_on_host(state: SavedState) -> Weights:
+    """Weights on the CPU in float32, made of the tensors of `state` without a copy."""
+    return _weights(state.about.shape, state.tensors, torch.float32)
 
 
 def _expected(base: BaseModel, shape: LoraShape) -> dict[str, tuple[int, ...]]:
@@ -142,14 +194,14 @@ def _expected(base: BaseModel, shape: LoraShape) -> dict[str, tuple[int, ...]]:
     return expected
 
 
-def _tensors(directory: Path, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What was saved, one tensor after the other: never all of it in two precisions."""
-    path = directory / _WEIGHTS
+def _tensors(path: Path, mapped: bool) -> dict[str, Tensor]:
+    """The tensors of a file, on the CPU: `mapped` so that their pages come and go with the file's, or copied into memory."""
     try:
-        with safe_open(path, "pt", device=device) as file:
-            return {name: file.get_tensor(name).to(dtype) for name in file.offset_keys()}
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
     except SafetensorError as error:
         raise _damaged(path, error) from error
+    return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _weights(shape: LoraShape, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weights:
@@ -157,16 +209,6 @@ def _weights(shape: LoraShape, tensors: Mapping[str, Tensor], dtype: torch.dtype
         return FullWeights(shape, dict(tensors), dtype)
     names = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
     return Adapter(shape, {name: LoraPair(tensors[f"{name}.a"], tensors[f"{name}.b"]) for name in names}, dtype)
-
-
-def read_moments(directory: Path, device: torch.device) -> dict[str, Tensor]:
-    """What the optimizer remembers. Raises UserError if the checkpoint holds weights only."""
-    if not has_moments(directory):
-        raise UserError("the checkpoint holds no optimizer state; load it without (create_training_client_from_state)")
-    try:
-        return load_file(directory / OPTIMIZER_FILE, device=str(device))
-    except SafetensorError as error:
-        raise _damaged(directory / OPTIMIZER_FILE, error) from error
 
 
 def has_moments(directory: Path) -> bool:
