@@ -75,7 +75,7 @@ $(VLLM_STAMP): constraints-vllm.txt
 	@touch $@
 
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)
-	TINSMITH_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PYTHON) -m pytest tests/with_vllm --timeout 1200 --durations 0 --durations-min 1
+	TINSMITH_TEST_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PYTHON) -m pytest tests/with_vllm --timeout 1200 --durations 0 --durations-min 1
 
 # The adapters for the cookbook are tested with the one that test-recipes installs.
 test-rl: $(DEV_STAMP) $(RECIPES_STAMP)

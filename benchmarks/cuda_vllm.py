@@ -5,7 +5,7 @@
   with one GPU as a file too.
 - 64 requests of 64 tokens at once, 64 or 256 sampled each: tokens per second through SDK, server and vLLM over those of this vLLM alone.
 
-Run it with: TINSMITH_TEST_DEVICE=cuda TINSMITH_VLLM_PYTHON=.../bin/python python -m benchmarks.cuda_vllm
+Run it with: TINSMITH_TEST_DEVICE=cuda TINSMITH_TEST_VLLM_PYTHON=.../bin/python python -m benchmarks.cuda_vllm
 """
 
 import tempfile

@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from tests.running import tinsmith, tinsmith_here
 from tinsmith import __version__
-from tinsmith.cli import app, option_name
-from tinsmith.config import knobs
+from tinsmith.cli import app
+from tinsmith.config import settings
 
 
 def test_version() -> None:
@@ -19,14 +20,16 @@ def test_version() -> None:
     assert (ran.returncode, ran.stdout) == (0, f"tinsmith {__version__}\n")
 
 
-def test_serve_offers_every_knob_with_help_unit_and_default() -> None:
+def test_serve_offers_every_setting_with_help_unit_and_default() -> None:
     page = re.sub(r"\s+", " ", CliRunner().invoke(app, ["serve", "--help"]).output)
-    for knob in knobs():
-        default = "" if knob.default in ("", []) else f"default: {knob.default}"
-        notes = ", ".join(note for note in (knob.unit, default) if note)
-        value = "" if knob.type is bool else "<[^>]+> "
-        assert re.search(rf"{option_name(knob)} {value}{re.escape(f'{knob.help} [{notes}]' if notes else knob.help)}", page), knob.name
-    assert "--base-model <" in page
+    for setting in settings():
+        default = "" if setting.default in ("", []) else f"default: {setting.default}"
+        notes = ", ".join(note for note in (setting.unit, default) if note)
+        value = "" if setting.type is bool else "(NUMBER|TEXT) "
+        assert re.search(rf"{setting.option} {value}{re.escape(f'{setting.help} [{notes}]' if notes else setting.help)}", page), (
+            setting.name
+        )
+    assert "--base-model TEXT" in page
     assert "--config FILE.yaml" in page
 
 
@@ -35,12 +38,12 @@ def test_serve_offers_every_knob_with_help_unit_and_default() -> None:
     [
         ([], "tinsmith: no base model to serve; give at least one --base-model [NAME=]PATH_OR_HUB_ID\n"),
         (["--base-model", "a=/no/such/place"], "tinsmith: base_models: 'a=/no/such/place': there is no directory"),
-        (["--base-model", "a=org/x", "--base-model", "a=org/y"], "tinsmith: base_models: two are named 'a'"),
-        (["--port", "70000"], "tinsmith: command line: port=70000 must lie between 0 and 65535\n"),
-        (["--device", "gpu"], "tinsmith: command line: device='gpu' must be one of auto, cpu, cuda, cuda:N with a number N\n"),
+        (["--base-model", "a=org/x", "--base-model", "a=org/y"], "tinsmith: base_models: two have the name 'a'"),
+        (["--port", "70000"], "tinsmith: command line: --port='70000' must be a whole number from 0 to 65535\n"),
+        (["--device", "gpu"], "tinsmith: command line: --device='gpu' must be one of auto, cpu, cuda, cuda:N with a number N\n"),
         (
             ["--kv-cache-gib", "2GB"],
-            "tinsmith: command line: kv_cache_gib must be a number of GiB, such as 2, 2GiB or 500MiB, got '2GB'\n",
+            "tinsmith: command line: --kv-cache-gib='2GB' must be a number of GiB of at least 0.001, such as 2, 2GiB or 500MiB\n",
         ),
         (
             ["--base-model", "org/x", "--sampler", "vllm", "--vllm-python", "/no/python"],
@@ -71,10 +74,39 @@ def test_a_value_of_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     assert overridden.startswith("tinsmith: base_models: 'b=/no/second'")
 
 
+def test_environment_variables_are_read_and_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "tinsmith.yaml"
+    file.write_text("base_models: [a=/no/first]\n")
+    monkeypatch.setenv("TINSMITH_CONFIG", str(file))
+    assert "'a=/no/first'" in tinsmith("serve").stderr
+    monkeypatch.setenv("TINSMITH_BASE_MODELS", "b=/no/second")
+    assert "'b=/no/second'" in tinsmith("serve").stderr
+    assert "'c=/no/third'" in tinsmith("serve", "--base-model", "c=/no/third").stderr
+    monkeypatch.setenv("TINSMITH_PROT", "1")
+    mistyped = tinsmith("serve")
+    assert mistyped.returncode == 2
+    assert mistyped.stderr == "tinsmith: environment: unknown variable TINSMITH_PROT; did you mean TINSMITH_PORT?\n"
+
+
+def test_every_option_and_argument_of_every_command_has_help() -> None:
+    group = typer.main.get_group(app)
+    without = [
+        f"{name} {parameter.name}"
+        for name, command in group.commands.items()
+        for parameter in command.params
+        if not getattr(parameter, "help", None)
+    ]
+    assert len(group.commands) > 10
+    assert without == []
+
+
 def test_an_unknown_option_and_a_value_of_the_wrong_type_are_refused() -> None:
-    assert "--prot" in tinsmith("serve", "--prot", "1").stderr
+    assert "No such option: --prot (Possible options: --host, --port)" in tinsmith("serve", "--prot", "1").stderr
     wrong_type = tinsmith("serve", "--port", "eight")
-    assert (wrong_type.returncode, wrong_type.stderr) == (2, "tinsmith: command line: port must be a whole number, got 'eight'\n")
+    assert (wrong_type.returncode, wrong_type.stderr) == (
+        2,
+        "tinsmith: command line: --port='eight' must be a whole number from 0 to 65535\n",
+    )
 
 
 def test_tiny_model_writes_a_model_and_says_how_to_serve_it(tmp_path: Path) -> None:

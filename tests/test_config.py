@@ -1,4 +1,4 @@
-"""The configuration tree: every knob once, defaults then file then command line, and each wrong value refused with what is wrong."""
+"""The configuration tree: every setting once, the order in which sources override each other, and wrong values refused with a reason."""
 
 from collections import Counter
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tinsmith.config import Config, base_model_sources, from_tree, knobs, load, to_tree
+from tinsmith.config import Config, base_model_sources, from_tree, load, settings, to_tree
 from tinsmith.errors import ConfigError
 
 
@@ -16,21 +16,21 @@ def yaml_file(directory: Path, text: str) -> Path:
     return file
 
 
-def test_every_knob_has_help_and_a_name_of_its_own() -> None:
-    leaves = list(knobs())
-    assert [leaf.path for leaf in leaves if not leaf.help] == []
-    assert [name for name, count in Counter(leaf.name for leaf in leaves).items() if count > 1] == []
-    assert len(leaves) > 20
+def test_every_setting_has_help_and_a_name_of_its_own() -> None:
+    found = list(settings())
+    assert [each.path for each in found if not each.help] == []
+    assert [name for name, count in Counter(each.name for each in found).items() if count > 1] == []
+    assert len(found) > 20
 
 
 @pytest.mark.parametrize("suffix", ["_s", "_mib", "_gib"])
-def test_a_unit_in_a_name_is_the_unit_of_the_knob(suffix: str) -> None:
+def test_a_unit_in_a_name_is_the_unit_of_the_setting(suffix: str) -> None:
     unit = {"_s": "seconds", "_mib": "MiB", "_gib": "GiB"}[suffix]
-    assert {leaf.unit for leaf in knobs() if leaf.name.endswith(suffix)} == {unit}
+    assert {each.unit for each in settings() if each.name.endswith(suffix)} == {unit}
 
 
 def test_defaults_pass_their_own_checks() -> None:
-    assert load(options={leaf.name: leaf.default for leaf in knobs()}) == Config()
+    assert load(options={each.name: each.default for each in settings()}) == Config()
 
 
 def test_options_override_the_file_which_overrides_the_defaults(tmp_path: Path) -> None:
@@ -39,6 +39,61 @@ def test_options_override_the_file_which_overrides_the_defaults(tmp_path: Path) 
     assert (config.data_dir, config.server.host, config.server.port) == ("here", "0.0.0.0", 9001)
     assert (config.sampling.kv_cache_gib, config.base_models) == (1.0, ["a=b/c"])
     assert config.training == Config().training
+
+
+def test_environment_overrides_the_file_and_the_command_line_overrides_both(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "data_dir: from-file\nserver: {port: 1, host: from-file, max_body_mib: 2}\n")
+    environment = {"TINSMITH_PORT": "2", "TINSMITH_MAX_BODY_MIB": "1.5GiB", "TINSMITH_KV_CACHE_GIB": "", "HOME": "/root"}
+    config = load(file, {"port": "3"}, environment)
+    assert (config.data_dir, config.server.host, config.server.max_body_mib, config.server.port) == ("from-file", "from-file", 1536, 3)
+    assert config.sampling == Config().sampling
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tiny=/models/tiny Qwen/Qwen3-4B", ["tiny=/models/tiny", "Qwen/Qwen3-4B"]),
+        ("'tiny=/my models/tiny'", ["tiny=/my models/tiny"]),
+    ],
+)
+def test_a_variable_of_a_list_holds_words_as_in_a_shell(text: str, words: list[str]) -> None:
+    assert load(environment={"TINSMITH_BASE_MODELS": text}).base_models == words
+
+
+def test_every_setting_has_a_variable() -> None:
+    """The defaults, given as variables, are the defaults."""
+    texts = {each.variable: " ".join(each.default) if isinstance(each.default, list) else str(each.default) for each in settings()}
+    assert load(environment=texts) == Config()
+    assert texts["TINSMITH_SNAPSHOT_DISK_GIB"] == "32.0"
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "complaint"),
+    [
+        ("TINSMITH_PORT", "70000", "environment: TINSMITH_PORT='70000' must be a whole number from 0 to 65535"),
+        ("TINSMITH_SAMPLER", "vlm", "environment: TINSMITH_SAMPLER='vlm' must be one of local, vllm, none"),
+        ("TINSMITH_PROT", "1", "environment: unknown variable TINSMITH_PROT; did you mean TINSMITH_PORT?"),
+        ("TINSMITH_BASE_MODEL", "a", "environment: unknown variable TINSMITH_BASE_MODEL; did you mean TINSMITH_BASE_MODELS?"),
+        (
+            "TINSMITH_SERVICE_HOST",
+            "a",
+            "environment: unknown variable TINSMITH_SERVICE_HOST; unset it, or name it after a setting, such as",
+        ),
+        (
+            "TINSMITH_VLLM_ARGS",
+            "--a='b",
+            'environment: TINSMITH_VLLM_ARGS="--a=\'b" must be texts separated by spaces and quoted as in a shell',
+        ),
+    ],
+)
+def test_a_wrong_variable_is_refused_by_name_and_value(variable: str, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(environment={variable: text})
+    assert str(raised.value).startswith(complaint)
+
+
+def test_variables_of_the_tests_and_the_file_are_no_settings() -> None:
+    assert load(environment={"TINSMITH_TEST_DEVICE": "cuda", "TINSMITH_CONFIG": "elsewhere.yaml"}) == Config()
 
 
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
@@ -53,29 +108,35 @@ def test_the_tree_survives_the_way_to_the_engine() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("prot: 1\n", "unknown key 'prot'; known here: base_models, data_dir, checkpoint_root, log_level, server"),
-        ("server: {prot: 1}\n", "server: unknown key 'prot'; known here: host, port"),
-        ("server: 8000\n", "server is a section and must hold keys, got 8000"),
+        ("prot: 1\n", "unknown key 'prot'; did you mean 'server.port'?"),
+        ("server: {prot: 1}\n", "unknown key 'server.prot'; did you mean 'server.port'?"),
+        ("port: 1\n", "unknown key 'port'; did you mean 'server.port'?"),
+        ("max_images: 1\n", "unknown key 'max_images'; did you mean 'requests.max_images'?"),
+        ("1: 1\n", "unknown key '1'; known here: base_models, data_dir, checkpoint_root, log_level, server"),
+        ("server: 8000\n", "server=8000 must be a section, with keys and values below it"),
         ("- 1\n", "must hold sections such as 'server:', not a list"),
-        ("server: {port: true}\n", "server: port must be a whole number, got True"),
-        ("server: {port: eight}\n", "server: port must be a whole number, got 'eight'"),
-        ("server: {port: 1.5}\n", "server: port must be a whole number, got 1.5"),
-        ("server: {port: 2KiB}\n", "server: port must be a whole number, got '2KiB'"),
-        ("server: {host: 3}\n", "server: host must be a text, got 3"),
-        ("server: {long_poll_s: 5m}\n", "server: long_poll_s must be a number of seconds, got '5m'"),
-        ("server: {long_poll_s: 1.2.3}\n", "server: long_poll_s must be a number of seconds, got '1.2.3'"),
-        ("sampling: {kv_cache_gib: 2GB}\n", "sampling: kv_cache_gib must be a number of GiB, such as 2, 2GiB or 500MiB, got '2GB'"),
+        ("server: {port: true}\n", "server.port=True must be a whole number from 0 to 65535"),
+        ("server: {port: eight}\n", "server.port='eight' must be a whole number from 0 to 65535"),
+        ("server: {port: 1.5}\n", "server.port=1.5 must be a whole number from 0 to 65535"),
+        ("server: {port: 2KiB}\n", "server.port='2KiB' must be a whole number from 0 to 65535"),
+        ("server: {host: 3}\n", "server.host=3 must be a text"),
+        ("server: {long_poll_s: 5m}\n", "server.long_poll_s='5m' must be a number of seconds from 0.1 to 40"),
+        ("server: {long_poll_s: 1.2.3}\n", "server.long_poll_s='1.2.3' must be a number of seconds from 0.1 to 40"),
+        (
+            "sampling: {kv_cache_gib: 2GB}\n",
+            "sampling.kv_cache_gib='2GB' must be a number of GiB of at least 0.001, such as 2, 2GiB or 500MiB",
+        ),
         (
             "server: {max_body_mib: 100KiB}\n",
-            "server: max_body_mib must be a whole number of MiB, such as 2, 2MiB or 500MiB, got '100KiB'",
+            "server.max_body_mib='100KiB' must be a whole number of MiB from 1 to 4096, such as 2, 2MiB or 500MiB",
         ),
-        ("models: {device: gpu}\n", "models: device='gpu' must be one of auto, cpu, cuda, cuda:N with a number N"),
-        ("models: {device: 'cuda:'}\n", "models: device='cuda:' must be one of auto, cpu, cuda, cuda:N with a number N"),
-        ("server: {port: 65536}\n", "port=65536 must lie between 0 and 65535"),
-        ("training: {tokens_per_pass: 0}\n", "tokens_per_pass=0 must lie between 1 and any number"),
-        ("sampling: {kv_cache_gib: .nan}\n", "kv_cache_gib=nan must lie between"),
-        ("models: {dtype: float16}\n", "dtype='float16' must be one of auto, float32, bfloat16"),
-        ("base_models: tiny\n", "base_models must be a list of texts, got 'tiny'"),
+        ("models: {device: gpu}\n", "models.device='gpu' must be one of auto, cpu, cuda, cuda:N with a number N"),
+        ("models: {device: 'cuda:'}\n", "models.device='cuda:' must be one of auto, cpu, cuda, cuda:N with a number N"),
+        ("server: {port: 65536}\n", "server.port=65536 must be a whole number from 0 to 65535"),
+        ("training: {tokens_per_pass: 0}\n", "training.tokens_per_pass=0 must be a whole number of tokens of at least 1"),
+        ("sampling: {kv_cache_gib: .nan}\n", "sampling.kv_cache_gib=nan must be a number of GiB of at least 0.001"),
+        ("models: {dtype: float16}\n", "models.dtype='float16' must be one of auto, float32, bfloat16"),
+        ("base_models: tiny\n", "base_models='tiny' must be a list of texts"),
         ("server: {port: 1\n", "cannot read the configuration file"),
     ],
 )
@@ -129,9 +190,9 @@ def test_a_directory_whose_name_has_an_equals_sign_is_a_directory(tmp_path: Path
     ("specs", "complaint"),
     [
         ([], "no base model to serve; give at least one --base-model"),
-        (["a=org/x", "a=org/y"], "two are named 'a'"),
-        (["a:b=org/x"], "name without blanks and colons"),
-        (["=org/x"], "name without blanks and colons"),
+        (["a=org/x", "a=org/y"], "two have the name 'a'"),
+        (["a:b=org/x"], "name without spaces and colons"),
+        (["=org/x"], "name without spaces and colons"),
         (["a=/no/such/place"], "there is no directory '/no/such/place'"),
         (["./models"], "there is no directory './models'"),
         (["a/b/c"], "a Hub id looks like ORGANISATION/MODEL"),
@@ -165,7 +226,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 )
 def test_a_text_is_read_as_a_number_and_a_size_may_name_its_unit(name: str, text: str, number: float) -> None:
     config = load(options={name: text})
-    section = next(leaf.path[0] for leaf in knobs() if leaf.name == name)
+    section = next(each.path[0] for each in settings() if each.name == name)
     read = getattr(getattr(config, section), name)
     assert (read, type(read)) == (number, type(number))
 

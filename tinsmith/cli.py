@@ -1,10 +1,11 @@
-"""The commands that a person types, such as `tinsmith serve`.
+"""The command line: `tinsmith serve` and the other commands.
 
-Every setting of `tinsmith/config.py` becomes one option of `serve` and `doctor`, with the help, unit and default that stand there.
-A command imports the rooms that it needs, and help is printed without Rich's markup: `tinsmith --help` answers at once.
+Every setting of `tinsmith/config.py` becomes an option of `serve` and `doctor`, with the help, unit and default that are declared there.
+Each command imports what it needs when it runs, and help is printed without Rich, so that `tinsmith --help` answers at once.
 """
 
 import inspect
+import os
 import sys
 import typing
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tinsmith import __version__
-from tinsmith.config import Config, Knob, base_model_sources, knobs, load
+from tinsmith.config import CONFIG_VARIABLE, Config, Setting, base_model_sources, load, settings
 from tinsmith.errors import ConfigError, TinsmithError
 
 app = typer.Typer(
@@ -27,9 +28,9 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line. What cannot work ends in one line on standard error and exit code 2.
+    """Run the command line. An error that a user can mend ends in one line on standard error and exit code 2.
 
-    So does an error of the operating system that names a file: one that cannot be read or written.
+    That includes an error of the operating system about a file, such as one that cannot be read.
     """
     try:
         app()
@@ -59,7 +60,9 @@ def root(
 def serve(config: Path | None, **options: Any) -> None:
     """Serve base models to Tinker clients until Ctrl-C.
 
-    An option given here overrides the same key of the --config file, which overrides the default.
+    Settings may also stand in the file given with --config, and in environment variables: TINSMITH_PORT for --port. For an option that may
+    be repeated, the variable has the plural name and holds several words: TINSMITH_BASE_MODELS="tiny=/models/tiny Qwen/Qwen3-4B". The
+    command line overrides the environment, and the environment overrides the file.
     """
     configuration = _configuration(config, options)
     base_model_sources(configuration)
@@ -72,9 +75,10 @@ def serve(config: Path | None, **options: Any) -> None:
 
 
 def doctor(config: Path | None, **options: Any) -> None:
-    """Say what this machine offers, what fits on it and what is missing; exit code 1 if something is.
+    """Check what this machine offers and what is missing.
 
-    Takes the options of `serve`: with --base-model it estimates the memory that the model would need.
+    It takes the settings of `serve`. With --base-model it also estimates the memory that the model needs. Exits with code 1 if something is
+    missing.
     """
     configuration = _configuration(config, options)
     from rich.console import Console
@@ -85,60 +89,63 @@ def doctor(config: Path | None, **options: Any) -> None:
 
 
 def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
-    """The configuration of `serve` and `doctor`. Raises ConfigError as `load`, and for an option that would have no effect."""
+    """The configuration of `serve` and `doctor`. Raises ConfigError as `load` does, and for an option that would have no effect."""
     given = {name: value for name, value in options.items() if value is not None}
-    config = load(file, given)
+    config = load(file, given, os.environ)
     sampler = config.sampling.sampler
-    unused = [option_name(knob) for knob in knobs() if knob.path[0] == "vllm" and knob.name in given]
+    unused = [each.option for each in settings() if each.path[0] == "vllm" and each.name in given]
     if sampler != "vllm" and unused:
         raise ConfigError(f"{', '.join(unused)} has no effect with sampler={sampler}; add --sampler vllm, or leave it out")
     return config
 
 
-def option_name(knob: Knob) -> str:
-    """`--kv-cache-gib` for the knob `kv_cache_gib`; an option that is repeated to fill a list is named in the singular."""
-    name = knob.name.removesuffix("s") if typing.get_origin(knob.type) is list else knob.name
-    return f"--{name.replace('_', '-')}"
-
-
-def _option(knob: Knob) -> inspect.Parameter:
-    default = "" if knob.default in ("", []) else f"default: {knob.default}"
-    notes = ", ".join(note for note in (knob.unit, default) if note)
-    is_number = knob.type in (int, float)
+def _option(setting: Setting) -> inspect.Parameter:
+    default = "" if setting.default in ("", []) else f"default: {setting.default}"
+    notes = ", ".join(note for note in (setting.unit, default) if note)
+    is_number = setting.type in (int, float)
+    is_list = typing.get_origin(setting.type) is list
     option = typer.Option(
-        option_name(knob),
-        help=f"{knob.help} [{notes}]" if notes else knob.help,
+        setting.option,
+        help=f"{setting.help} [{notes}]" if notes else setting.help,
         show_default=False,
-        metavar="<number>" if is_number else None,
+        metavar="NUMBER" if is_number else "TEXT" if is_list or setting.type is str else None,
     )
-    # Numbers come as texts, which config_values.py reads: 2GiB is one. None tells "not given" from "given the default": only what is given
-    # overrides the file.
-    kind = str if is_number else knob.type
-    return inspect.Parameter(knob.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+    # A number arrives as a text, because it may be a size such as 2GiB, which config_values.py reads. None means that the option was not
+    # given: then the environment, the file or the default decides.
+    kind = str if is_number else setting.type
+    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
 
 
-def _knob_signature() -> inspect.Signature:
-    file = typer.Option("--config", metavar="FILE.yaml", help="File with the same settings by section, such as 'server: {port: 9000}'")
+def _signature_of_settings() -> inspect.Signature:
+    file = typer.Option(
+        "--config",
+        metavar="FILE.yaml",
+        envvar=CONFIG_VARIABLE,
+        help="Read settings from this file, by section, such as server: {port: 9000}",
+    )
     config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, file])
-    return inspect.Signature([config, *map(_option, knobs())])
+    return inspect.Signature([config, *map(_option, settings())])
 
 
-# Typer reads a command's options from its signature, and these are generated from the configuration tree.
+# Typer reads a command's options from its signature. That of these two commands is made from the settings.
 for _command in (serve, doctor):
-    _command.__dict__["__signature__"] = _knob_signature()
+    _command.__dict__["__signature__"] = _signature_of_settings()
     app.command()(_command)
 
 
 @app.command("tiny-model")
 def tiny_model(
-    kind: Annotated[Literal["qwen3", "qwen3-vl"], typer.Argument(help="Text only, or text and images.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; created if it is not there.")],
-    hidden: Annotated[int, typer.Option(help="Width of the hidden states.")] = 64,
+    kind: Annotated[Literal["qwen3", "qwen3-vl"], typer.Argument(help="qwen3 takes text, qwen3-vl text and images.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to; created if it does not exist.")],
+    hidden: Annotated[int, typer.Option(help="Width of the hidden states (numbers per token).")] = 64,
     layers: Annotated[int, typer.Option(help="Number of decoder layers.")] = 2,
-    vocab: Annotated[int, typer.Option(help="Rows of the embedding; the tokenizer has at most as many tokens.")] = 2048,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same files.")] = 0,
+    vocab: Annotated[int, typer.Option(help="Rows of the embedding; the tokenizer has at most this many tokens.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights; the same seed gives the same files.")] = 0,
 ) -> None:
-    """Write a tiny random model with a real tokenizer, for tests and for trying things out."""
+    """Write a tiny random model to try things out.
+
+    It has the format of a real model and a real tokenizer, and needs no download.
+    """
     from tinsmith.models.tiny import write_tiny_model
 
     write_tiny_model(kind, directory, hidden=hidden, layers=layers, vocab=vocab, seed=seed)
@@ -147,9 +154,12 @@ def tiny_model(
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Option(help="URL of the server.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="URL of the server, without /api/v1.")] = "http://127.0.0.1:8000",
 ) -> None:
-    """Show a running server: its models, their queues, tokens per second and memory."""
+    """Show what a running server does.
+
+    Prints its models, their queues, tokens per second and memory.
+    """
     from rich.console import Console
 
     from tinsmith.status import fetch_status, print_status
@@ -157,12 +167,17 @@ def status(
     print_status(fetch_status(url), Console(highlight=False))
 
 
-_RlConfig = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="See docs/rl.md and examples/.")]
+_RlConfig = Annotated[
+    Path, typer.Argument(metavar="CONFIG.yaml", help="Configuration of the run; docs/rl.md describes it, examples/rl/ has some.")
+]
 
 
 @app.command()
 def rl(config: _RlConfig) -> None:
-    """Train a model on a Tinker server with reinforcement learning; started again, go on where it stopped."""
+    """Train a model with reinforcement learning on a Tinker server.
+
+    Started again with the same file, it resumes from its last checkpoint.
+    """
     from tinsmith.rl.config import load
     from tinsmith.rl.reach import require_server
 
@@ -175,7 +190,10 @@ def rl(config: _RlConfig) -> None:
 
 @app.command("eval")
 def evaluate(config: _RlConfig) -> None:
-    """Sample a model in an environment and report rewards and metrics; takes the file of `rl`."""
+    """Evaluate a model in an environment.
+
+    Samples episodes and prints rewards and metrics. Takes the same file as `rl`.
+    """
     from rich.console import Console
 
     from tinsmith.rl.config import load
@@ -188,18 +206,23 @@ def evaluate(config: _RlConfig) -> None:
     run_evaluation(configuration, Console(highlight=False))
 
 
-_DataDir = Annotated[Path, typer.Option("--data-dir", help="The server's data directory.")]
+_DataDir = Annotated[Path, typer.Option("--data-dir", envvar="TINSMITH_DATA_DIR", help="Data directory of the server.")]
 
 
 @app.command("export")
 def export_checkpoint(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: tinker://MODEL_ID/weights/NAME or .../sampler_weights/NAME.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; created if it is not there.")],
-    merge: Annotated[bool, typer.Option("--merge", help="Write a whole transformers model, not a PEFT adapter.")] = False,
-    base_model: Annotated[str | None, typer.Option(help="Where its base model is now, if it has moved: path or Hub id.")] = None,
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="The checkpoint: tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME."),
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to; created if it does not exist.")],
+    merge: Annotated[bool, typer.Option("--merge", help="Write a complete transformers model instead of a PEFT adapter.")] = False,
+    base_model: Annotated[
+        str | None, typer.Option(help="Directory or Hub id of the base model, if it is no longer where it was when the model was trained.")
+    ] = None,
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
-    """Write a checkpoint as a PEFT adapter, or merged into its base model."""
+    """Write a checkpoint as a PEFT adapter or a merged model."""
     from tinsmith.exchange import export_checkpoint
 
     export_checkpoint(data_dir, path, directory, merge, base_model)
@@ -208,12 +231,19 @@ def export_checkpoint(
 
 @app.command("import")
 def import_adapter(
-    adapter: Annotated[Path, typer.Argument(metavar="DIR", help="A PEFT adapter: adapter_config.json and adapter_model.safetensors.")],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the checkpoint that it becomes.")],
-    base_model: Annotated[str, typer.Option(help="Its base model as [NAME=]PATH_OR_HUB_ID, just as the server is given it.")],
+    adapter: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Directory of the PEFT adapter, with adapter_config.json and adapter_model.safetensors.")
+    ],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new checkpoint.")],
+    base_model: Annotated[
+        str, typer.Option(help="The adapter's base model as [NAME=]PATH_OR_HUB_ID, exactly as given to `tinsmith serve`.")
+    ],
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
-    """Make a PEFT adapter a checkpoint to start from, for training and for sampling."""
+    """Import a PEFT adapter as a checkpoint.
+
+    Prints two paths: one to train further from, one to sample.
+    """
     from tinsmith.exchange import import_adapter
 
     for path in import_adapter(data_dir, adapter, name, base_model):
@@ -222,13 +252,15 @@ def import_adapter(
 
 @app.command()
 def gc(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
-    unknown: Annotated[bool, typer.Option("--unknown", help="Delete complete checkpoints that the database does not know, too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted, and delete nothing.")] = False,
+    unknown: Annotated[bool, typer.Option("--unknown", help="Also delete complete checkpoints that are not in the database.")] = False,
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
-    """Delete what nobody can reach any more: expired checkpoints, files that no checkpoint has, what a crash left.
+    """Delete expired checkpoints and unused files.
 
-    It may run beside the server, which deletes the same by itself within a minute, but for the files of --unknown.
+    Unused are files that no checkpoint refers to, such as those that a crash left behind.
+
+    It may run while the server runs. The server itself deletes the same files within a minute, except those of --unknown.
     """
     from tinsmith.garbage import collect_garbage
 
@@ -238,10 +270,13 @@ def gc(
 
 @app.command()
 def backup(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the copy goes: a directory that is empty or not there yet.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to copy to; it must be empty or not exist yet.")],
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
-    """Copy a data directory with all checkpoints, also while its server runs; `tinsmith serve --data-dir DIR` goes on from the copy."""
+    """Copy a data directory, also while its server runs.
+
+    The copy has all checkpoints; `tinsmith serve --data-dir DIR` serves it.
+    """
     from tinsmith.backup import back_up
 
     for line in back_up(data_dir, directory):
@@ -250,10 +285,19 @@ def backup(
 
 @app.command()
 def recover(
-    checkpoint_root: Annotated[str, typer.Option(help="Look there too: a --checkpoint-root that no other server uses.")] = "",
+    checkpoint_root: Annotated[
+        str,
+        typer.Option(
+            envvar="TINSMITH_CHECKPOINT_ROOT",
+            help="Look for checkpoints here too: the --checkpoint-root of this server, used by no other server.",
+        ),
+    ] = "",
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
-    """Register complete checkpoints that the database does not know, such as after an older or a new database was put in its place."""
+    """Add checkpoints to the database that are missing in it.
+
+    They may be missing after the database was restored from an older copy. Only complete ones are added.
+    """
     from tinsmith.recovery import recover
 
     for line in recover(data_dir, checkpoint_root):

@@ -1,12 +1,14 @@
-"""Every setting of a server, once: its name, type, default, unit and limits.
+"""Every setting of a server, declared once: its name, type, default, unit and limits.
 
-`tinsmith serve` makes one command-line option of each setting (`kv_cache_gib` becomes `--kv-cache-gib`), and a YAML file given with
-`--config` holds the same tree by section. `load` merges the two (the command line wins) and refuses unknown keys and impossible values.
-A section is passed to the room that needs it; nothing reads configuration from a global.
+`tinsmith serve` and `tinsmith doctor` make one command-line option of each setting: `kv_cache_gib` becomes `--kv-cache-gib`. A YAML file
+given with `--config` holds the settings by section, and an environment variable is named after its setting: `TINSMITH_KV_CACHE_GIB`. The
+command line overrides the environment, the environment the file, and the file the default. Whatever names no setting is refused.
+Each part of the server is given the section that it needs; nothing reads the configuration from a global variable.
 """
 
 import dataclasses
 import re
+import shlex
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -14,172 +16,219 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinsmith.config_values import fill, knob, read_yaml
+from tinsmith.config_values import checked, closest, fill, read_yaml, setting
 from tinsmith.errors import ConfigError
 from tinsmith.logs import LEVELS
+
+CONFIG_VARIABLE = "TINSMITH_CONFIG"
+"""The environment variable that names the configuration file, as `--config` does."""
+_PREFIX = "TINSMITH_"
+_TESTS_PREFIX = "TINSMITH_TEST_"
+"""Variables of the tests, which are no settings."""
 
 
 @dataclass
 class ServerConfig:
     """The HTTP side."""
 
-    host: str = knob("127.0.0.1", "Address to listen on")
-    port: int = knob(8000, "TCP port to listen on; 0 takes a free one and prints it", low=0, high=65535)
-    long_poll_s: float = knob(30.0, "How long retrieve_future holds a request before it answers 408", "seconds", 0.1, 40)
-    max_header_kib: int = knob(64, "Largest request line and headers together", "KiB", 4, 1024)
-    max_body_mib: int = knob(256, "Largest request body, after decompression", "MiB", 1, 4096)
-    fwdbwd_max_chunk_len: int = knob(1024, "Largest number of datums the SDK puts into one forward_backward request", "datums", 1)
-    sample_result_ttl_s: float = knob(600.0, "How long a finished sample waits to be fetched", "seconds", 1)
-    max_pending_samples: int = knob(
-        65536, "Maximum number of unfinished sequences (num_samples of all requests); further requests get HTTP 429", "sequences", 1
+    host: str = setting("127.0.0.1", "Network address to listen on; 0.0.0.0 listens on all")
+    port: int = setting(8000, "TCP port to listen on; 0 chooses a free port, which is printed", low=0, high=65535)
+    long_poll_s: float = setting(
+        30.0,
+        "How long retrieve_future waits for a result before it answers HTTP 408, after which the client asks again",
+        "seconds",
+        0.1,
+        40,
     )
-    max_pending_samples_per_session: int = knob(16384, "Maximum number of unfinished sequences of one session", "sequences", 1)
-    max_pending_sample_mib: int = knob(
-        2048, "Maximum size of the bodies of all unfinished sample requests; further requests get HTTP 429", "MiB", 1
+    max_header_kib: int = setting(64, "Maximum size of a request's line and headers together", "KiB", 4, 1024)
+    max_body_mib: int = setting(256, "Maximum size of a request body after decompression", "MiB", 1, 4096)
+    fwdbwd_max_chunk_len: int = setting(1024, "Maximum number of datums that the SDK puts into one forward_backward request", "datums", 1)
+    sample_result_ttl_s: float = setting(600.0, "How long the result of a sample is kept for its client to fetch", "seconds", 1)
+    max_pending_samples: int = setting(
+        65536, "Maximum number of unfinished sequences, counting num_samples of each request; further requests get HTTP 429", "sequences", 1
     )
-    max_pending_sample_mib_per_session: int = knob(512, "Maximum size of the bodies of one session's unfinished sample requests", "MiB", 1)
-    max_queued_session_mib: int = knob(
-        2048, "Maximum size of one session's queued training operations, images included; further ones get HTTP 429", "MiB", 1
+    max_pending_samples_per_session: int = setting(16384, "Maximum number of unfinished sequences of one session", "sequences", 1)
+    max_pending_sample_mib: int = setting(
+        2048, "Maximum total size of the bodies of unfinished sample requests; further requests get HTTP 429", "MiB", 1
     )
-    max_queued_mib: int = knob(
-        16384, "Maximum size of all queued training operations, which are kept on disk; further ones get HTTP 429", "MiB", 1
+    max_pending_sample_mib_per_session: int = setting(
+        512, "Maximum total size of the bodies of one session's unfinished sample requests", "MiB", 1
     )
-    session_idle_s: float = knob(600.0, "A session without heartbeat and request for so long ends; its models are saved", "seconds", 0.1)
-    result_ttl_s: float = knob(
-        86400.0, "How long the result of a training operation waits to be fetched while its session lives", "seconds", 1
+    max_queued_session_mib: int = setting(
+        2048, "Maximum total size of one session's queued training operations, images included; further ones get HTTP 429", "MiB", 1
     )
-    ended_session_ttl_s: float = knob(
+    max_queued_mib: int = setting(
+        16384, "Maximum total size of all queued training operations, which are kept on disk; further ones get HTTP 429", "MiB", 1
+    )
+    session_idle_s: float = setting(
+        600.0, "A session that sends neither heartbeat nor request for this long ends, and its models are saved", "seconds", 0.1
+    )
+    result_ttl_s: float = setting(
+        86400.0, "How long the result of a training operation is kept for its client to fetch, while its session lives", "seconds", 1
+    )
+    ended_session_ttl_s: float = setting(
         2592000.0,
-        "How long an ended session, its operations and its models without checkpoints stay in the database",
+        "How long an ended session stays in the database, with its operations and those of its models that have no checkpoints",
         "seconds",
         60,
     )
-    download_ttl_s: int = knob(3600, "How long the URL of a file to download is valid", "seconds", 60, 604800)
-    engine_silent_s: float = knob(
-        10.0, "An engine process without a heartbeat for so long counts as not ready (it sends two a second)", "seconds", 2
+    download_ttl_s: int = setting(3600, "How long a download URL is valid", "seconds", 60, 604800)
+    engine_silent_s: float = setting(
+        10.0,
+        "After this long without a heartbeat of the engine process, which sends two a second, the server reports that it is not ready",
+        "seconds",
+        2,
     )
-    engine_hung_s: float = knob(120.0, "An engine process without a heartbeat for so long is killed and restarted", "seconds", 2)
-    shutdown_s: float = knob(
-        120.0, "How long Ctrl-C waits for the engine to finish its pass, and again for each model that it saves", "seconds", 0.1
+    engine_hung_s: float = setting(120.0, "After this long without a heartbeat, the engine process is killed and restarted", "seconds", 2)
+    shutdown_s: float = setting(
+        120.0, "After Ctrl-C, maximum time for the pass under way, and the same again for saving each model", "seconds", 0.1
     )
 
 
 @dataclass
 class RequestsConfig:
-    """How much one request may hold. It is counted before anything is built from it."""
+    """How much one request may hold. It is counted before anything is built from the request."""
 
-    max_json_kib: int = knob(128, "Largest JSON body of any request but a sample", "KiB", 64, 65536)
-    max_sample_mib: int = knob(64, "Largest JSON body of a sample, with its images in base64", "MiB", 1, 1024)
-    max_sample_values: int = knob(2**20, "Most numbers (token IDs, target IDs) and other values in the JSON of a sample", "values", 1024)
-    max_datums: int = knob(4096, "Most datums of one forward_backward request", "datums", 1)
-    max_chunks: int = knob(32768, "Most chunks (texts and images) of one forward_backward request", "chunks", 1)
-    max_prompt_chunks: int = knob(8192, "Most chunks of one sample's prompt", "chunks", 1)
-    max_images: int = knob(4096, "Most images of one request; the SDK puts up to 5 MB of datums into one", "images", 1)
+    max_json_kib: int = setting(128, "Maximum size of the JSON body of a request that is not a sample", "KiB", 64, 65536)
+    max_sample_mib: int = setting(64, "Maximum size of the JSON body of a sample request, with its images in base64", "MiB", 1, 1024)
+    max_sample_values: int = setting(2**20, "Maximum number of JSON values in a sample request; each token id is one", "values", 1024)
+    max_datums: int = setting(4096, "Maximum number of datums in one forward_backward request", "datums", 1)
+    max_chunks: int = setting(32768, "Maximum number of chunks (texts and images) in one forward_backward request", "chunks", 1)
+    max_prompt_chunks: int = setting(8192, "Maximum number of chunks (texts and images) in the prompt of a sample", "chunks", 1)
+    max_images: int = setting(4096, "Maximum number of images in one request; the SDK puts up to 5 MB of datums into one", "images", 1)
 
 
 @dataclass
 class ModelsConfig:
     """How base models are loaded."""
 
-    device: str = knob(
+    device: str = setting(
         "auto",
-        "Where the models run: auto, cpu, cuda or cuda:N (auto takes CUDA when there is one)",
+        "Device that the models run on: cpu, cuda, cuda:N, or auto, which is cuda if there is a GPU and cpu if there is none",
         choices=("auto", "cpu", "cuda", "cuda:N with a number N"),
-        pattern=r"auto|cpu|cuda(:\d+)?",
+        pattern=r"auto|cpu|cuda(:[0-9]+)?",
     )
-    dtype: str = knob(
-        "auto", "Precision of the frozen base (auto: bfloat16 on CUDA, float32 on a CPU)", choices=("auto", "float32", "bfloat16")
+    dtype: str = setting(
+        "auto",
+        "Precision of the base model's weights: float32, bfloat16, or auto, which is bfloat16 on a GPU and float32 on a CPU",
+        choices=("auto", "float32", "bfloat16"),
     )
-    max_context: int = knob(0, "Longest sequence, prompt and answer together; 0 takes the model's own limit", "tokens", 0)
-    max_lora_rank: int = knob(256, "Largest LoRA rank a client may ask for", "", 1)
+    max_context: int = setting(0, "Maximum length of a sequence, prompt and answer together; 0 is the model's own limit", "tokens", 0)
+    max_lora_rank: int = setting(256, "Maximum LoRA rank that a client may ask for", "", 1)
 
 
 @dataclass
 class ImagesConfig:
     """Limits and caches for images, which are untrusted input."""
 
-    max_image_mib: float = knob(20.0, "Largest encoded image", "MiB", 0.001)
-    max_image_pixels: int = knob(50_000_000, "Largest image, checked in its header before it is decoded", "pixels", 1)
-    max_request_pixels: int = knob(
-        200_000_000, "Most pixels of all images of one sample or datum together, read from their headers before any is decoded", "pixels", 1
+    max_image_mib: float = setting(20.0, "Maximum size of an encoded image", "MiB", 0.001)
+    max_image_pixels: int = setting(
+        50_000_000, "Maximum number of pixels of an image, read from its header before it is decoded", "pixels", 1
     )
-    max_aspect: float = knob(200.0, "Largest ratio of an image's longer side to its shorter", "", 1)
-    image_cache_mib: int = knob(512, "Memory for processed images (pixel values and vision features), by content hash", "MiB", 0)
+    max_request_pixels: int = setting(
+        200_000_000,
+        "Maximum number of pixels of all images in one sample or datum, read from their headers before any is decoded",
+        "pixels",
+        1,
+    )
+    max_aspect: float = setting(200.0, "Maximum ratio of the longer side of an image to the shorter one", "", 1)
+    image_cache_mib: int = setting(
+        512,
+        "Memory for processed images, that is pixel values and vision features, so that a repeated image is not processed again",
+        "MiB",
+        0,
+    )
 
 
 @dataclass
 class TrainingConfig:
     """The training side of the engine."""
 
-    tokens_per_pass: int = knob(8192, "Most tokens packed into one forward or backward pass", "tokens", 1)
-    logits_chunk: int = knob(1024, "Rows of logits that exist at one time while log-probabilities are computed", "tokens", 1)
-    ended_model_ttl_s: float = knob(
-        604800.0, "How long the checkpoint of a model is kept whose session was idle or whose server was stopped", "seconds", 0.1
+    tokens_per_pass: int = setting(8192, "Maximum number of tokens packed into one forward or backward pass", "tokens", 1)
+    logits_chunk: int = setting(
+        1024, "Number of positions whose logits are in memory at the same time; fewer need less memory and take longer", "tokens", 1
     )
-    max_unrecorded_mib: float = knob(
-        256.0, "Results held in memory while the database takes none (locked, disk full); beyond it training waits", "MiB", 0
+    ended_model_ttl_s: float = setting(
+        604800.0,
+        "How long to keep the checkpoint of a model that was saved because its session was idle or the server stopped",
+        "seconds",
+        0.1,
     )
-    held_operation_s: float = knob(600.0, "How long an operation waits for the missing seq_id before it fails", "seconds", 0.1)
+    max_unrecorded_mib: float = setting(
+        256.0,
+        "Maximum size of results held in memory while the database cannot be written (locked, disk full); then training waits",
+        "MiB",
+        0,
+    )
+    held_operation_s: float = setting(
+        600.0, "How long an operation waits for one with a lower seq_id that has not arrived; then it fails", "seconds", 0.1
+    )
 
 
 @dataclass
 class SamplingConfig:
     """The sampling side of the engine."""
 
-    sampler: str = knob(
+    sampler: str = setting(
         "local",
-        "local: sample on the training weights in this engine; vllm: let vLLM servers sample; none: refuse sampling",
+        "What samples: local, the trainer's own weights; vllm, vLLM servers; none, nothing: sample requests are refused",
         choices=("local", "vllm", "none"),
     )
-    kv_cache_gib: float = knob(2.0, "Memory for the key/value cache of one base model", "GiB", 0.001)
-    snapshot_gib: float = knob(
-        4.0, "Memory for snapshots and checkpoints that are sampled; beyond it the least recently used go to disk", "GiB", 0
+    kv_cache_gib: float = setting(2.0, "Memory for the key/value cache of each base model", "GiB", 0.001)
+    snapshot_gib: float = setting(
+        4.0, "Memory for the weights that are sampled; when it is full, those not sampled for longest are moved to disk", "GiB", 0
     )
-    snapshot_disk_gib: float = knob(
+    snapshot_disk_gib: float = setting(
         32.0,
-        "Disk for snapshots; beyond it the least recently sampled are dropped, but for each model's newest and those being sampled",
+        "Disk space for snapshots; when it is full, those not sampled for longest are deleted, except each model's newest and those in use",
         "GiB",
         0,
     )
-    snapshot_idle_h: float = knob(
-        24.0, "A snapshot that nobody samples for so long is dropped, unless it is its model's newest", "hours", 0.0001
+    snapshot_idle_h: float = setting(
+        24.0, "A snapshot that is not sampled for this long is deleted, unless it is its model's newest", "hours", 0.0001
     )
-    max_running: int = knob(256, "Sequences decoded together", "sequences", 1)
-    prefill_tokens: int = knob(4096, "Most prompt tokens computed in one step", "tokens", 1)
+    max_running: int = setting(256, "Maximum number of sequences decoded together", "sequences", 1)
+    prefill_tokens: int = setting(4096, "Maximum number of prompt tokens computed in one step", "tokens", 1)
 
 
 @dataclass
 class VLLMConfig:
     """vLLM servers, with sampler=vllm."""
 
-    vllm_servers: int = knob(1, "vLLM servers to start for each base model, unless --vllm-url names others", "servers", 1, 64)
-    vllm_urls: list[str] = knob([], "Use the vLLM server at this URL, and start none; repeat for several")
-    vllm_python: str = knob("", "Python of the environment that vLLM is installed in, if it is not this one")
-    vllm_args: list[str] = knob([], "One more option for vLLM servers that are started, as --vllm-arg=--max-loras=8; repeat for several")
-    vllm_transfer: str = knob(
+    vllm_servers: int = setting(1, "Number of vLLM servers to start for each base model; not used with --vllm-url", "servers", 1, 64)
+    vllm_urls: list[str] = setting([], "URL of a running vLLM server to use; none is started then; repeat for several")
+    vllm_python: str = setting("", "Python of the environment that vLLM is installed in; empty is the one that runs Tinsmith")
+    vllm_args: list[str] = setting(
+        [], "Argument for the vLLM servers that are started, such as --vllm-arg=--max-loras=8; repeat for several"
+    )
+    vllm_transfer: str = setting(
         "auto",
-        "How full weights get into vLLM servers that are started: file, in memory; ipc, the memory of one GPU that both use; broadcast, "
-        "from GPU to GPU (auto: what fits)",
+        "How full weights get into the vLLM servers that are started: file, through a file in memory; ipc, through the memory of a GPU "
+        "that trainer and server share; broadcast, from GPU to GPU; auto chooses what works on this machine",
         choices=("auto", "file", "ipc", "broadcast"),
     )
-    vllm_hung_s: float = knob(
+    vllm_hung_s: float = setting(
         120.0,
-        "Restart a vLLM server that has samples to do after so much silence; must exceed the time of a transfer",
+        "Restart a vLLM server that has samples to compute but sends nothing for this long; must be longer than a transfer of weights",
         "seconds",
         1,
     )
-    vllm_dir: str = knob("", "Directory for the weights that vLLM servers use, readable for all of them; empty keeps them in memory")
+    vllm_dir: str = setting(
+        "", "Directory for the weights that vLLM servers load; all of them must be able to read it; empty keeps them in memory"
+    )
 
 
 @dataclass
 class Config:
     """A whole server."""
 
-    base_models: list[str] = knob([], "Base model to serve, as [NAME=]PATH_OR_HUB_ID; repeat for several")
-    data_dir: str = knob("tinsmith-data", "Directory of the command log and everything else that outlives the process")
-    checkpoint_root: str = knob("", "Where new checkpoints go, if not into data_dir: a directory, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
-    log_level: str = knob(
-        "info", "Which lines are logged: debug adds one for each sample; warning and error leave out what works", choices=LEVELS
+    base_models: list[str] = setting([], "Base model to serve, as [NAME=]PATH_OR_HUB_ID; repeat for several")
+    data_dir: str = setting("tinsmith-data", "Directory of the database, the checkpoints and everything else that must survive a restart")
+    checkpoint_root: str = setting(
+        "", "Where to write new checkpoints: a directory, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX; empty is inside the data directory"
+    )
+    log_level: str = setting(
+        "info", "Least important lines to log: debug (adds a line for each sample), info, warning or error", choices=LEVELS
     )
     server: ServerConfig = field(default_factory=ServerConfig)
     requests: RequestsConfig = field(default_factory=RequestsConfig)
@@ -191,8 +240,8 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Knob:
-    """One leaf of the tree. `path` is ("sampling", "kv_cache_gib"); a leaf name occurs once in the whole tree."""
+class Setting:
+    """One setting. `path` is ("sampling", "kv_cache_gib"); no two settings have the same last part."""
 
     path: tuple[str, ...]
     type: Any
@@ -202,45 +251,95 @@ class Knob:
 
     @property
     def name(self) -> str:
-        """The name of the option without dashes, e.g. "kv_cache_gib"."""
+        """The last part of the path, such as "kv_cache_gib"."""
         return self.path[-1]
 
+    @property
+    def option(self) -> str:
+        """The command-line option, such as "--kv-cache-gib". One that is repeated to fill a list has its name in the singular."""
+        name = self.name.removesuffix("s") if typing.get_origin(self.type) is list else self.name
+        return f"--{name.replace('_', '-')}"
 
-def knobs(section: Any = None, path: tuple[str, ...] = ()) -> Iterator[Knob]:
-    """All leaves of the configuration tree with their defaults, in declaration order."""
+    @property
+    def variable(self) -> str:
+        """The environment variable, such as "TINSMITH_KV_CACHE_GIB"."""
+        return f"{_PREFIX}{self.name.upper()}"
+
+
+def settings(section: Any = None, path: tuple[str, ...] = ()) -> Iterator[Setting]:
+    """All settings with their defaults, in the order of their declaration."""
     section = Config() if section is None else section
     hints = typing.get_type_hints(type(section))
     for spec in dataclasses.fields(section):
         value = getattr(section, spec.name)
         if dataclasses.is_dataclass(value):
-            yield from knobs(value, (*path, spec.name))
+            yield from settings(value, (*path, spec.name))
         else:
-            yield Knob((*path, spec.name), hints[spec.name], value, spec.metadata["help"], spec.metadata["unit"])
+            about = spec.metadata["about"]
+            yield Setting((*path, spec.name), hints[spec.name], value, about.help, about.unit)
 
 
-def load(file: Path | None = None, options: Mapping[str, Any] = types.MappingProxyType({})) -> Config:
-    """Defaults, then the YAML file, then command-line options by leaf name; checked.
+def load(
+    file: Path | None = None,
+    options: Mapping[str, Any] = types.MappingProxyType({}),
+    environment: Mapping[str, str] = types.MappingProxyType({}),
+) -> Config:
+    """The configuration: the defaults, overridden by the YAML file, by environment variables, and by `options`, values by setting name.
 
-    Raises ConfigError: unreadable file, unknown key, wrong type or value out of its limits.
+    An environment variable that is empty counts as not set. One for a list is split as a shell does. Raises ConfigError for a file that
+    cannot be read, a key, variable or option that is unknown, and a value of the wrong type or outside its limits.
     """
     config = Config()
     if file is not None:
         fill(config, read_yaml(file), str(file))
-    places = {leaf.name: leaf.path for leaf in knobs()}
+    variables = {each.variable: each for each in settings()}
+    for variable, text in environment.items():
+        if text and variable.startswith(_PREFIX) and not variable.startswith(_TESTS_PREFIX) and variable != CONFIG_VARIABLE:
+            if variable not in variables:
+                raise ConfigError(f"environment: unknown variable {variable}; {_variable_remedy(variable, set(variables))}")
+            _put(
+                config,
+                variables[variable],
+                _words(text, variable) if variables[variable].default == [] else text,
+                f"environment: {variable}",
+            )
+    names = {each.name: each for each in settings()}
     for name, value in options.items():
-        if name not in places:
-            raise ConfigError(f"unknown option {name!r}; the options are {', '.join(places)}")
-        section: Any = config
-        for part in places[name][:-1]:
-            section = getattr(section, part)
-        fill(section, {name: value}, "command line")
+        if name not in names:
+            raise ConfigError(f"unknown option {name!r}; the options are {', '.join(names)}")
+        _put(config, names[name], value, f"command line: {names[name].option}")
     return config
 
 
-def base_model_sources(config: Config) -> dict[str, str]:
-    """Name and source of every base model: the absolute path of a local directory, or a Hub id. Without a NAME= the source is the name.
+def _variable_remedy(variable: str, known: set[str]) -> str:
+    names = {name.removeprefix(_PREFIX) for name in known}
+    similar = closest(variable.removeprefix(_PREFIX), names)
+    if similar:
+        return f"did you mean {_PREFIX}{similar}?"
+    return f"unset it, or name it after a setting, such as {_PREFIX}PORT; `tinsmith serve --help` lists them"
 
-    Raises ConfigError: no base model at all, two of one name, a name that requests could not carry, a directory that is not there.
+
+def _words(text: str, variable: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"environment: {variable}={text!r} must be texts separated by spaces and quoted as in a shell: {error}"
+        ) from error
+
+
+def _put(config: Config, where: Setting, value: Any, place: str) -> None:
+    section: Any = config
+    for part in where.path[:-1]:
+        section = getattr(section, part)
+    setattr(section, where.name, checked(section, where.name, value, place))
+
+
+def base_model_sources(config: Config) -> dict[str, str]:
+    """The source of every base model by its name: an absolute path of a directory, or a Hub id. Without NAME= the source is the name.
+
+    Raises ConfigError if there is no base model, if two have the same name, and for a name that a request could not contain and a directory
+    that does not exist.
     """
     if not config.base_models:
         raise ConfigError("no base model to serve; give at least one --base-model [NAME=]PATH_OR_HUB_ID")
@@ -248,7 +347,7 @@ def base_model_sources(config: Config) -> dict[str, str]:
     for spec in config.base_models:
         name, source = _base_model(spec)
         if name in sources:
-            raise ConfigError(f"base_models: two are named {name!r}; tell them apart with NAME=PATH_OR_HUB_ID")
+            raise ConfigError(f"base_models: two have the name {name!r}; tell them apart with NAME=PATH_OR_HUB_ID")
         sources[name] = source
     return sources
 
@@ -256,7 +355,7 @@ def base_model_sources(config: Config) -> dict[str, str]:
 def _base_model(spec: str) -> tuple[str, str]:
     name, separator, source = ("", "", spec) if Path(spec).is_dir() else spec.rpartition("=")
     if separator and not re.fullmatch(r"[^\s:]+", name):
-        raise ConfigError(f"base_models: {spec!r} must have a name without blanks and colons before its '='")
+        raise ConfigError(f"base_models: {spec!r} must have a name without spaces and colons before its '='")
     directory = Path(source).expanduser()
     if directory.is_dir():
         source = str(directory.resolve())
@@ -268,7 +367,7 @@ def _base_model(spec: str) -> tuple[str, str]:
 
 
 def to_tree(config: Config) -> dict[str, Any]:
-    """The configuration as plain dictionaries, which `from_tree` reads back in the engine process."""
+    """The configuration as plain dictionaries, which travel to the engine process and become a `Config` there with `from_tree`."""
     return dataclasses.asdict(config)
 
 

@@ -1,23 +1,46 @@
-"""Settings as fields of dataclasses: declared with `knob`, read from a YAML file or the command line, and checked or refused.
+"""How settings are declared, and how their values are read and checked.
 
-A text is taken for a number where a number is wanted, and for sizes it may carry its unit: `2`, `2.5`, `2GiB`, `500MiB`.
+A setting is a field of a dataclass, made with `setting`. A section is such a dataclass, and may hold other sections. `fill` puts the values
+of a YAML file, of environment variables or of the command line into a section. Pydantic checks types and limits; it is imported when the
+first value is checked, because `tinsmith --help` imports this module.
 """
 
 import dataclasses
+import difflib
 import re
 import typing
-from collections.abc import Mapping
-from dataclasses import field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tinsmith.errors import ConfigError
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
 _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-"""Bytes of the units that a size may carry."""
+"""Bytes of each unit in which a size may be written."""
 
 
-def knob(
+@dataclass(frozen=True)
+class About:
+    """What is known of a setting beside its name, type and default.
+
+    `low` and `high` are the limits of a number, both included. `choices` are the values that a text may take. Where there are too many to
+    list, `pattern` is a regular expression for all of them, and `choices` only describes them in messages.
+    """
+
+    help: str
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+    pattern: str = ""
+
+
+def setting(
     default: Any,
     help: str,
     unit: str = "",
@@ -26,19 +49,20 @@ def knob(
     choices: tuple[str, ...] = (),
     pattern: str = "",
 ) -> Any:
-    """One documented configuration field. `low` and `high` are inclusive limits of a number; `choices` those of a text.
-
-    Where the choices are too many to list, `pattern` is a regular expression of all, and `choices` what a message says of them.
-    """
-    metadata = {"help": help, "unit": unit, "low": low, "high": high, "choices": choices, "pattern": pattern}
+    """Declare a field of a section as a setting. The arguments are those of `About`."""
+    metadata = {"about": About(help, unit, low, high, choices, pattern)}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+knob = setting
+"""The former name, which `tinsmith/rl/config.py` still uses."""
+
+
 def read_yaml(file: Path) -> Mapping[str, Any]:
-    """The tree in a YAML file. Raises ConfigError: unreadable, or no tree."""
-    import yaml  # here, because `tinsmith --help` imports this module
+    """The tree in a YAML file. Raises ConfigError if the file cannot be read, is not YAML, or holds something else than keys."""
+    import yaml  # here for the same reason as pydantic
 
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -52,84 +76,100 @@ def read_yaml(file: Path) -> Mapping[str, Any]:
     return tree
 
 
-def fill(section: Any, values: Mapping[str, Any], source: str) -> None:
-    """Set the fields of a section, and of the sections in it, from `values`; `source` names in messages where they come from.
+def fill(root: Any, values: Mapping[str, Any], source: str) -> None:
+    """Set the fields of the section `root` and of the sections in it from a tree of values. `source` names in messages where it comes from.
 
-    Raises ConfigError: unknown key, wrong type or value out of its limits.
+    Raises ConfigError for an unknown key, a value of the wrong type, and a value outside its limits.
     """
-    specs = {spec.name: spec for spec in dataclasses.fields(section)}
-    hints = typing.get_type_hints(type(section))
+    _fill(root, root, (), values, source)
+
+
+def _fill(root: Any, section: Any, path: tuple[str, ...], values: Mapping[str, Any], source: str) -> None:
+    names = {spec.name for spec in dataclasses.fields(section)}
     for name, value in values.items():
-        if name not in specs:
-            raise ConfigError(f"{source}: unknown key {name!r}; known here: {', '.join(specs)}")
+        dotted = ".".join((*path, str(name)))
+        if name not in names:
+            raise ConfigError(f"{source}: unknown key {dotted!r}; {_remedy(str(name), root, path)}")
         current = getattr(section, name)
-        if dataclasses.is_dataclass(current):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{source}: {name} is a section and must hold keys, got {value!r}")
-            fill(current, value, f"{source}: {name}")
+        if not dataclasses.is_dataclass(current):
+            setattr(section, name, checked(section, name, value, f"{source}: {dotted}"))
+        elif isinstance(value, Mapping):
+            _fill(root, current, (*path, name), value, source)
         else:
-            setattr(section, name, checked(name, value, hints[name], specs[name].metadata, source))
+            raise ConfigError(f"{source}: {dotted}={value!r} must be a section, with keys and values below it")
 
 
-def checked(name: str, value: Any, kind: Any, limits: Mapping[str, Any], source: str) -> Any:
-    """The value of setting `name`, of the type `kind`. `limits` are the metadata of its field; `source` says where the value comes from.
+def _remedy(name: str, root: Any, path: tuple[str, ...]) -> str:
+    """Advice on an unknown key in the section at `path`: the most similar key of any section, or else all keys of this section."""
+    paths = list(_paths(root))
+    similar = closest(name, {path[-1] for path in paths})
+    found = [found for found in paths if found[-1] == similar]
+    here = [found for found in found if found[:-1] == path] or found
+    if here:
+        return f"did you mean {' or '.join(repr('.'.join(path)) for path in here)}?"
+    return f"known here: {', '.join(found[-1] for found in paths if found[:-1] == path)}"
 
-    Raises ConfigError naming source, setting, value and what would be accepted.
+
+def _paths(section: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every key in a section and in the sections in it: ("server",), ("server", "port")."""
+    for spec in dataclasses.fields(section):
+        yield (*path, spec.name)
+        value = getattr(section, spec.name)
+        if dataclasses.is_dataclass(value):
+            yield from _paths(value, (*path, spec.name))
+
+
+def closest(name: str, known: set[str]) -> str | None:
+    """The name among those known that a mistyped one probably stands for, if there is one."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), 1, cutoff=0.7)), None)
+
+
+def checked(section: Any, name: str, value: Any, place: str) -> Any:
+    """`value` as the type of field `name` of a section. `place` says in messages which setting it is and where its value stands.
+
+    A text is read as a number where a number is wanted, and a size may carry its unit: `2`, `2.5`, `2GiB`, `500MiB`.
+    Raises ConfigError that names the place, the value and what would be accepted.
     """
-    if typing.get_origin(kind) is list:
-        (item_kind,) = typing.get_args(kind)
-        if not isinstance(value, list) or not all(isinstance(item, item_kind) for item in value):
-            raise ConfigError(f"{source}: {name} must be a list of {'texts' if item_kind is str else 'numbers'}, got {value!r}")
-        return value
-    if typing.get_origin(kind) is typing.Literal:
-        if value not in typing.get_args(kind):
-            raise ConfigError(f"{source}: {name}={value!r} must be one of {', '.join(typing.get_args(kind))}")
-        return value
-    if typing.get_origin(kind) is dict:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{source}: {name} must hold keys, got {value!r}")
-        return value
-    return _checked_scalar(name, value, kind, limits, source)
+    from pydantic import ValidationError
 
-
-def _checked_scalar(name: str, value: Any, kind: Any, limits: Mapping[str, Any], source: str) -> Any:
-    if kind in (int, float):
-        value = _number(name, value, kind, limits["unit"], source)
-    elif not isinstance(value, kind):
-        raise ConfigError(f"{source}: {name} must be {'true or false' if kind is bool else 'a text'}, got {value!r}")
-    low, high, choices = limits["low"], limits["high"], limits["choices"]
-    if (low is not None and not value >= low) or (high is not None and not value <= high):
-        raise ConfigError(f"{source}: {name}={value!r} must lie between {low} and {'any number' if high is None else high}")
-    if choices and not re.fullmatch(limits["pattern"] or "|".join(map(re.escape, choices)), value):
-        raise ConfigError(f"{source}: {name}={value!r} must be one of {', '.join(choices)}")
-    return value
-
-
-def _number(name: str, value: Any, kind: type[int] | type[float], unit: str, source: str) -> float:
-    """The value as a number in the unit of its setting."""
-    number = _read(value, unit) if isinstance(value, str) else value
-    if isinstance(value, str) and kind is int and isinstance(number, float) and number.is_integer():
-        number = int(number)  # 1.5GiB, where MiB are counted
-    if isinstance(number, bool) or not isinstance(number, int if kind is int else int | float):
-        what = f"a {'whole ' if kind is int else ''}number{f' of {unit}' if unit else ''}"
-        example = f", such as 2, 2{unit} or 500{'KiB' if unit == 'KiB' else 'MiB'}" if unit in _SIZES else ""
-        raise ConfigError(f"{source}: {name} must be {what}{example}, got {value!r}")
-    return kind(number)
-
-
-def _read(text: str, unit: str) -> float | None:
-    """The number in a text; None if there is none, or one of another unit."""
-    match = re.fullmatch(r"([+-]?[\d.]+(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None:
-        return None
-    digits, suffix = match.groups()
+    kind = typing.get_type_hints(type(section))[name]
+    about: About = next(spec.metadata["about"] for spec in dataclasses.fields(section) if spec.name == name)
+    given = _in_unit(value, about.unit, kind) if isinstance(value, str) and kind in (int, float) else value
     try:
-        number = int(digits) if re.fullmatch(r"[+-]?\d+", digits) else float(digits)
-    except ValueError:  # two points
-        return None
-    if not suffix:
-        return number
-    named = {size.lower(): count for size, count in _SIZES.items()}
-    if unit not in _SIZES or suffix.lower() not in named:
-        return None
-    return number * named[suffix.lower()] / _SIZES[unit]
+        # Strict, so that true is no 1; but texts, such as those of environment variables, are converted.
+        return _adapter(kind, about).validate_python(given, strict=not isinstance(given, str))
+    except ValidationError:
+        raise ConfigError(f"{place}={value!r} must be {_accepted(kind, about)}") from None
+
+
+@cache
+def _adapter(kind: Any, about: About) -> "TypeAdapter[Any]":
+    from pydantic import AllowInfNan, Field, TypeAdapter
+
+    pattern = about.pattern or "|".join(map(re.escape, about.choices))
+    limits = [Field(ge=about.low, le=about.high, pattern=f"^({pattern})$" if pattern else None)]
+    return TypeAdapter(Annotated[kind, *limits, *([AllowInfNan(False)] if kind is float else [])])
+
+
+def _in_unit(text: str, unit: str, kind: type[int] | type[float]) -> str | float:
+    """A size that carries its unit, such as 1.5GiB, as a number of `unit`. Any other text is returned as it is."""
+    units = {size.lower(): count for size, count in _SIZES.items()}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
+    if match is None or unit not in _SIZES or match[2] not in units:
+        return text
+    number = float(match[1]) * units[match[2]] / _SIZES[unit]
+    return int(number) if kind is int and number.is_integer() else number
+
+
+def _accepted(kind: Any, about: About) -> str:
+    """What a setting accepts, in words, such as "a whole number of MiB from 1 to 4096, such as 2, 2MiB or 500MiB"."""
+    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else about.choices
+    if choices:
+        return f"one of {', '.join(choices)}"
+    if kind not in (int, float):
+        words = {bool: "true or false", str: "a text", list[str]: "a list of texts", list[int]: "a list of whole numbers"}
+        return words.get(kind, "keys with values")
+    number = f"{'a whole number' if kind is int else 'a number'}{f' of {about.unit}' if about.unit else ''}"
+    if about.low is not None:
+        number += f" from {about.low} to {about.high}" if about.high is not None else f" of at least {about.low}"
+    return f"{number}, such as 2, 2{about.unit} or {'1MiB' if about.unit == 'KiB' else '500MiB'}" if about.unit in _SIZES else number

@@ -2,7 +2,7 @@
 
 None is answered 5xx, none fails by an internal error, and a model that was trained before computes the same to the bit.
 
-`TINSMITH_FUZZ_REQUESTS=200000 pytest tests/acceptance/test_fuzz.py` runs longer, with other requests each time.
+`TINSMITH_TEST_FUZZ_REQUESTS=200000 pytest tests/acceptance/test_fuzz.py` runs longer, with other requests each time.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tests.running import START_S, Server, serving
 from tinsmith.server import routes as server_routes
 from tinsmith.wire import tinker_pb2 as pb
 
-REQUESTS = int(os.environ.get("TINSMITH_FUZZ_REQUESTS", "10000"))
+REQUESTS = int(os.environ.get("TINSMITH_TEST_FUZZ_REQUESTS", "10000"))
 AT_ONCE = 50
 OPTIONS = ["--max-context", "64", "--long-poll-s", "0.5", "--held-operation-s", "0.5"]
 NO_BODY = {"{path}", "training_runs/{run_id}/checkpoints/{segment}/{name}/publish", "forward_backward"}
@@ -143,7 +143,7 @@ def test_nothing_that_is_sent_harms_the_server(under_fire: Range) -> None:
     @settings(
         max_examples=-(-REQUESTS // AT_ONCE),
         deadline=None,
-        derandomize="TINSMITH_FUZZ_REQUESTS" not in os.environ,
+        derandomize="TINSMITH_TEST_FUZZ_REQUESTS" not in os.environ,
         database=None,
         suppress_health_check=list(HealthCheck),
     )

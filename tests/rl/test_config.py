@@ -28,10 +28,13 @@ def test_a_file_fills_the_tree_and_the_rest_is_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"trainign": {}}, "unknown key 'trainign'; known here: server, model"),
-        ({"training": {"lerning_rate": 1}}, "training: unknown key 'lerning_rate'"),
-        ({"training": {"loss": "cross_entropy"}}, "loss='cross_entropy' must be one of importance_sampling, ppo, cispo, dro, gspo"),
-        ({"training": {"steps": 0}}, "steps=0 must lie between 1 and any number"),
+        ({"trainign": {}}, "unknown key 'trainign'; did you mean 'training'?"),
+        ({"training": {"lerning_rate": 1}}, "unknown key 'training.lerning_rate'; did you mean 'training.learning_rate'?"),
+        (
+            {"training": {"loss": "cross_entropy"}},
+            "training.loss='cross_entropy' must be one of importance_sampling, ppo, cispo, dro, gspo",
+        ),
+        ({"training": {"steps": 0}}, "training.steps=0 must be a whole number of steps of at least 1"),
         ({"training": {"group_size": 1}}, "group_size=1 leaves grpo nothing to compare with"),
         ({"training": {"group_size": 1, "advantages": "reinforce_pp"}}, "group_size=1 leaves reinforce_pp nothing to compare with"),
         ({"training": {"groups": 2, "substeps": 3}}, "substeps=3 exceeds groups=2"),
@@ -39,8 +42,8 @@ def test_a_file_fills_the_tree_and_the_rest_is_default(tmp_path: Path) -> None:
         ({"training": {"kl_coefficient": 0.1}, "generation": {"temperature": 0.7}}, "temperature=0.7: the KL penalty compares"),
         ({"training": {"loss": "ppo"}, "generation": {"temperature": 0.7}}, "temperature=0.7: ppo would clip ratios"),
         ({"evaluation": {"samples": 2, "pass_at": [1, 4]}}, r"pass_at=\[4\] must lie between 1 and samples=2"),
-        ({"evaluation": {"pass_at": "1"}}, "pass_at must be a list of numbers"),
-        ({"env": {"name": "maze2d", "options": 3}}, "options must hold keys, got 3"),
+        ({"evaluation": {"pass_at": "1"}}, "evaluation.pass_at='1' must be a list of whole numbers"),
+        ({"env": {"name": "maze2d", "options": 3}}, "env.options=3 must be keys with values"),
         ({"env": {}}, "env: name is missing"),
         ({"model": {}}, "model: base_model is missing"),
     ],

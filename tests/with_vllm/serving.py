@@ -10,7 +10,7 @@ import httpx
 
 from tests.running import Server, serving
 
-PYTHON = Path(os.environ.get("TINSMITH_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
+PYTHON = Path(os.environ.get("TINSMITH_TEST_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
 """Of the environment that vLLM is installed in."""
 
 ON_GPU = os.environ.get("TINSMITH_TEST_DEVICE") == "cuda"
