@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tinsmith.models.base import BaseModel, load_base_model
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.protocol.shapes import LoraShape
+from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.training.backend import DatumWork
@@ -176,7 +178,18 @@ def datum(model_id: str, rendered: RenderedInput, seed: int = 0, targets: NDArra
     return DatumWork(model_id, rendered, targets, LOSSES["cross_entropy"], {"weights": weights.astype(np.float32)})
 
 
-def random_adapter(base: BaseModel, rank: int = 4, seed: int = 0, b_scale: float = 0.05, **shape: bool) -> Adapter:
+_numbers = itertools.count()
+
+
+def new_ref(label: str = "", inflight_of: str | None = None) -> WeightsRef:
+    """An identity that no other weights have."""
+    key = f"test/{next(_numbers)}"
+    return WeightsRef("tiny", key, label or key, inflight_of)
+
+
+def random_adapter(
+    base: BaseModel, rank: int = 4, seed: int = 0, b_scale: float = 0.05, ref: WeightsRef | None = None, **shape: bool
+) -> Adapter:
     """An adapter whose B is far from zero."""
     lora = LoraShape(rank, seed, **shape)
     adapter = new_adapter(lora, base.lora_targets(lora), base.device, base.dtype)
@@ -184,4 +197,5 @@ def random_adapter(base: BaseModel, rank: int = 4, seed: int = 0, b_scale: float
     for pair in adapter.masters.values():
         pair.b.copy_(torch.randn(pair.b.shape, generator=generator) * b_scale)
     adapter.refresh()
+    adapter.ref = ref or new_ref()
     return adapter

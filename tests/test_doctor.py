@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.bases import load, write_decoder
+from tests.bases import load, new_ref, write_decoder
 from tests.running import START_S
 from tinsmith.cli import app
 from tinsmith.config import ModelsConfig, TrainingConfig
@@ -84,7 +84,7 @@ def test_the_estimate_of_a_trained_model_is_what_it_takes(family_dir: Callable[[
     backend = LocalBackend(base, TrainingConfig())
     backend.create_model("a", LoraShape(32, 0))
     sizes = size_of(str(family_dir("qwen3_vl")), ModelsConfig(device="cpu", dtype="float32"))
-    held = 4 * backend.snapshot("a").parameter_count
+    held = 4 * backend.snapshot("a", new_ref()).parameter_count
     assert sizes.adapter_bytes(32) == held
     assert sizes.training_bytes(32) == 4 * held  # gradients and two moments
 
@@ -96,4 +96,4 @@ def test_the_estimate_of_full_training_is_what_it_takes(family_dir: Callable[[st
     sizes = size_of(str(family_dir(family)), ModelsConfig(device="cpu", dtype="float32"))
     model = backend.optimizers["a"]
     assert sizes.full_bytes == model.weights.nbytes + model.unclaimed
-    assert sizes.full_snapshot_bytes == backend.snapshot("a").nbytes
+    assert sizes.full_snapshot_bytes == backend.snapshot("a", new_ref()).nbytes

@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
-from tests.bases import random_adapter, renderer
+from tests.bases import new_ref, random_adapter, renderer
 from tinsmith.config import SamplingConfig
 from tinsmith.engine import samples
 from tinsmith.engine.checkpoints import Checkpoints
@@ -75,10 +75,10 @@ def bench_of(base: BaseModel, directory: Path, **settings: Any) -> Bench:
 def test_samples_go_on_with_newer_inflight_weights_and_say_so(text_base: BaseModel, tmp_path: Path) -> None:
     bench = bench_of(text_base, tmp_path)
     snapshots = bench.samples.snapshots
-    first, second = (random_adapter(text_base, seed=seed).snapshot() for seed in (1, 2))
-    first.version, second.version = "s:train:0/1", "s:train:0/3"
-    for weights_id in ("s:train:0/inflight", "s:train:0/1"):
-        snapshots.publish("tiny", weights_id, first)
+    first = random_adapter(text_base, seed=1, ref=new_ref("s:train:0/1", "s:train:0"))
+    second = random_adapter(text_base, seed=2, ref=new_ref("s:train:0/3", "s:train:0"))
+    snapshots.publish("tiny", "s:train:0/inflight", first)
+    snapshots.publish("tiny", "s:train:0/1", first.snapshot(new_ref("s:train:0/1")))
     for asked in ("s:train:0/inflight", "s:train:0/1", None):
         bench.samples.add(sample(str(asked), asked))
     bench.samples.step()

@@ -30,7 +30,7 @@ def test_a_snapshot_is_in_memory_until_it_is_on_the_disk(text_base: BaseModel, t
     spill.settle()
     found = spill.find(ONE)
     assert isinstance(found, Written)
-    assert found.version == adapter.version
+    assert found.ref == adapter.ref
     assert [found.directory] == list((tmp_path / "spill").iterdir())
     put(spill, TWO, text_base)
     assert sorted(spill.keys()) == [ONE, TWO]

@@ -17,7 +17,8 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraPair
 from tinsmith.sampling.local import LocalSampler
 from tinsmith.sampling.prompt_scores import PromptScores
-from tinsmith.sampling.sequence import SampleFailure, SampleResult, Sequence
+from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult
+from tinsmith.sampling.sequence import Sequence
 from tinsmith.wire.sample import SampleRequest, StopRule
 
 
@@ -27,7 +28,11 @@ def outcomes(sampler: LocalSampler) -> dict[str, Any]:
     while sampler.has_work:
         for outcome in sampler.step():
             assert outcome.request_id not in ended
-            ended[outcome.request_id] = outcome.error if isinstance(outcome, SampleFailure) else [s.tokens for s in outcome.sequences]
+            if isinstance(outcome, SampleFailure):
+                ended[outcome.request_id] = outcome.error
+            else:
+                assert isinstance(outcome, SampleResult)
+                ended[outcome.request_id] = [s.tokens for s in outcome.sequences]
     assert not any(sampler.cache.users)
     return ended
 
@@ -165,7 +170,7 @@ def test_memory_that_never_suffices_fails_one_request_after_the_other(text_base:
 
     with monkeypatch.context() as patch:
         patch.setattr(text_base, "hidden_states", full)
-        ended: list[SampleResult | SampleFailure] = []
+        ended: list[SampleEvent] = []
         while not ended:
             ended += sampler.step()
     (failure,) = ended

@@ -1,5 +1,6 @@
 """The local sampler against the trainer's forward, alone and in company."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bases import datum, picture_chunks, random_adapter, random_tokens, renderer, text
+from tests.bases import datum, new_ref, picture_chunks, random_adapter, random_tokens, renderer, text
 from tinsmith.config import SamplingConfig, TrainingConfig
 from tinsmith.errors import UserError
 from tinsmith.models.attention import AttentionPlan
@@ -18,7 +19,7 @@ from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.kv_cache import CacheShape
 from tinsmith.sampling.local import LocalSampler
 from tinsmith.sampling.prefix import BLOCK
-from tinsmith.sampling.sequence import SampleResult
+from tinsmith.sampling.sampler import SampleResult, TokensSampled
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.wire.chunks import Chunk
@@ -339,7 +340,7 @@ def test_nothing_is_shared_between_weights(text_base: BaseModel) -> None:
     """Not even between a snapshot and the next of the same model, nor with one that takes the place of a freed one in memory."""
     sampler, rendered = sampler_of(text_base), renderer(text_base).render([random_tokens(0, 70)])
     for seed in range(4):
-        adapter = random_adapter(text_base, 4, seed).snapshot()
+        adapter = random_adapter(text_base, 4, seed)
         sampler.add("x", ask(), rendered, adapter)
         result = run(sampler)["x"]
         assert result.cached_tokens == 0
@@ -372,21 +373,19 @@ def test_samples_go_on_with_the_weights_that_replace_theirs(family_base: Callabl
     base = family_base(family)
     sampler, render = sampler_of(base, blocks), renderer(base)
     rendered = render.render(prompts(base)[-1])
-    versions = [random_adapter(base, 4, seed).snapshot() for seed in range(3)]
-    for number, weights in enumerate(versions):
-        weights.version = f"v{number}"
-    sampler.add("line", ask(num_samples=2), rendered, versions[0], "m/inflight")
-    sampler.add("fixed", ask(), rendered, versions[0])
-    sampler.add("other", ask(), rendered, versions[0], "n/inflight")
+    versions = [random_adapter(base, 4, seed, ref=new_ref(f"v{seed}", "m")) for seed in range(3)]
+    sampler.add("follows", ask(num_samples=2), rendered, versions[0])
+    sampler.add("fixed", ask(), rendered, versions[0].snapshot(new_ref("v0")))
+    sampler.add("other", ask(), rendered, versions[0].snapshot(new_ref("v0", "n")))
     for number in (1, 2):
         for _ in range(3):
             assert sampler.step() == []
-        sampler.publish(versions[number], "m/inflight")
-        sampler.publish(versions[number], None)
+        sampler.publish(versions[number])
+        sampler.publish(versions[number].snapshot(new_ref()))
     done = run(sampler)
     for name, result in done.items():
         for sequence in result.sequences:
-            assert [span.version for span in sequence.versions] == (["v0", "v1", "v2"] if name == "line" else ["v0"])
+            assert [span.version for span in sequence.versions] == (["v0", "v1", "v2"] if name == "follows" else ["v0"])
             assert [0, *(span.end for span in sequence.versions)] == [*(span.start for span in sequence.versions), 12]
             for span in sequence.versions:
                 _, expected = forward_logprobs(base, versions[int(span.version[1])], rendered, sequence.tokens)
@@ -396,13 +395,52 @@ def test_samples_go_on_with_the_weights_that_replace_theirs(family_base: Callabl
 def test_a_prompt_is_answered_about_by_one_version(text_base: BaseModel) -> None:
     """Weights that are replaced while the prompt is being computed: its scores are all of the new ones."""
     sampler, rendered = sampler_of(text_base, prefill_tokens=7), renderer(text_base).render([random_tokens(0, 40)])
-    old, new = (random_adapter(text_base, 4, seed).snapshot() for seed in range(2))
-    sampler.add("x", ask(prompt_logprobs=True), rendered, old, "m/inflight")
+    old, new = (random_adapter(text_base, 4, seed, ref=new_ref(inflight_of="m")) for seed in range(2))
+    sampler.add("x", ask(prompt_logprobs=True), rendered, old)
     for _ in range(3):
         sampler.step()
-    sampler.publish(new, "m/inflight")
+    sampler.publish(new)
     result = run(sampler)["x"]
     prompt, answer = forward_logprobs(text_base, new, rendered, result.sequences[0].tokens)
     assert result.answers.logprobs is not None
     np.testing.assert_allclose(result.answers.logprobs[1:], prompt, atol=1e-4)
     np.testing.assert_allclose(result.sequences[0].logprobs, answer, atol=1e-4)
+
+
+@pytest.mark.parametrize("blocks", [400, 12])
+def test_tokens_of_a_streamed_sample_come_step_by_step(text_base: BaseModel, blocks: int) -> None:
+    """Each once, also when the cache is so small that sequences are computed again, and when new weights take over."""
+    sampler, rendered = sampler_of(text_base, blocks), renderer(text_base).render([random_tokens(0, 40)])
+    old, new = (random_adapter(text_base, 4, seed, ref=new_ref(f"v{seed}", "m")) for seed in range(2))
+    sampler.add("read", ask(num_samples=3), rendered, old, stream=True)
+    sampler.add("silent", ask(num_samples=3), rendered, old)
+    read: dict[int, list[TokensSampled]] = {index: [] for index in range(3)}
+    results: dict[str, SampleResult] = {}
+    for step in itertools.count():
+        if not sampler.has_work:
+            break
+        if step == 6:
+            sampler.publish(new)
+        for event in sampler.step():
+            assert event.request_id not in results, "nothing follows the result"
+            if isinstance(event, TokensSampled):
+                assert event.request_id == "read"
+                assert len(event.tokens) == len(event.logprobs) == 1
+                read[event.index].append(event)
+            else:
+                assert isinstance(event, SampleResult)
+                results[event.request_id] = event
+    for index, sequence in enumerate(results["read"].sequences):
+        events = read[index]
+        assert [event.tokens[0] for event in events] == sequence.tokens
+        assert [event.logprobs[0] for event in events] == sequence.logprobs
+        assert [event.version for event in events] == [span.version for span in sequence.versions for _ in range(span.start, span.end)]
+    assert {event.version for events in read.values() for event in events} == {"v0", "v1"}
+
+
+def test_weights_that_train_are_not_sampled(text_base: BaseModel) -> None:
+    """They have no identity, because they change, and what the prefix cache keeps of them would be wrong."""
+    sampler, adapter = sampler_of(text_base), random_adapter(text_base)
+    adapter.ref = None
+    with pytest.raises(ValueError, match="take a snapshot"):
+        sampler.add("x", ask(), renderer(text_base).render([random_tokens(0, 4)]), adapter)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.bases import datum, load, random_tokens, renderer
+from tests.bases import datum, load, new_ref, random_tokens, renderer
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
@@ -55,7 +55,7 @@ def test_training_goes_on_exactly(text_base: BaseModel, tmp_path: Path, rank: in
 def test_what_was_saved_does_not_change_with_its_model(text_base: BaseModel, tmp_path: Path, rank: int) -> None:
     backend = trained(text_base, rank)
     write_state(backend.copy_state("a", optimizer=True), tmp_path / "c")
-    before = backend.snapshot("a")
+    before = backend.snapshot("a", new_ref())
     backend.restore("b", read_state(tmp_path / "c", text_base, optimizer=False))
     advance(backend, "a", 2)
     advance(backend, "b", 3)
@@ -102,7 +102,7 @@ def test_a_damaged_optimizer_is_refused(text_base: BaseModel, tmp_path: Path) ->
 
 
 def test_a_checkpoint_that_cannot_be_written_says_where(text_base: BaseModel, tmp_path: Path) -> None:
-    adapter = trained(text_base).snapshot("a")
+    adapter = trained(text_base).snapshot("a", new_ref())
     (tmp_path / "c").touch()
     with pytest.raises(TinsmithError, match="could not be written to"):
         write_state(SavedState(About.of(text_base, adapter.shape), adapter.named_tensors()), tmp_path / "c")
@@ -113,9 +113,9 @@ def test_full_weights_to_sample_come_in_the_precision_of_the_base(family_dir: Ca
     base = load(family_dir("llama"), dtype="bfloat16")
     backend = trained(base, rank=0)
     write_state(backend.copy_state("a", optimizer=False), tmp_path / "c")
-    frozen = weights_from(read_state(tmp_path / "c", base), base, frozen=True)
+    frozen = weights_from(read_state(tmp_path / "c", base), base, new_ref())
     assert frozen.nbytes == 2 * frozen.parameter_count
-    assert all(torch.equal(a, b) for a, b in zip(frozen.leaves(), backend.snapshot("a").leaves(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(frozen.leaves(), backend.snapshot("a", new_ref()).leaves(), strict=True))
     exact = weights_from(read_state(tmp_path / "c", base), base)
     assert all(torch.equal(a, b) for a, b in zip(exact.tensors(), backend.optimizers["a"].weights.tensors(), strict=True))
 

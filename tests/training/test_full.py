@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.bases import datum, load, picture_chunks, random_adapter, random_tokens, renderer, shifted
+from tests.bases import datum, load, new_ref, picture_chunks, random_adapter, random_tokens, renderer, shifted
 from tests.training.test_against_peft import twin_logprobs
 from tests.training.test_backend import assert_same, gradients, run_alone
 from tinsmith.config import TrainingConfig
@@ -170,7 +170,7 @@ def test_steps_change_nothing_of_base_and_neighbours(family_base: Callable[[str]
     idle = [datum("idle", item.rendered) for item in neighbours]
     scored = [backend.run_pass(work, backward=False).results for work in (neighbours, idle)]
     kept = {name: [tensor.clone() for tensor in backend.optimizers[name].weights.tensors()] for name in ("lora", "idle")}
-    snapshot = backend.snapshot("full")
+    snapshot = backend.snapshot("full", new_ref())
     frozen = [tensor.clone() for tensor in snapshot.tensors()]
     for _ in range(2):
         step_all(backend, [datum("full", item.rendered) for item in neighbours])
@@ -241,7 +241,7 @@ def test_in_half_precision_masters_stay_exact_and_passes_read_copies(family_dir:
         assert (master.dtype, working.dtype) == (torch.float32, torch.bfloat16)
         assert torch.equal(master.bfloat16(), working)
         torch.testing.assert_close(master, single, atol=2e-2, rtol=2e-2)
-    snapshot = backend.snapshot("a")
+    snapshot = backend.snapshot("a", new_ref())
     assert snapshot.nbytes == snapshot_bytes(snapshot.parameter_count, torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(snapshot.leaves(), full(backend, "a").leaves(), strict=True))
 

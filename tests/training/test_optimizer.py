@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from tests.bases import new_ref
 from tinsmith.errors import UserError
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter, LoraPair
@@ -83,7 +84,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(bad: float
 
 def test_a_snapshot_does_not_follow() -> None:
     optimizer = ModelOptimizer(small_adapter())
-    snapshot = optimizer.weights.snapshot()
+    snapshot = optimizer.weights.snapshot(new_ref())
     before = [tensor.clone() for tensor in snapshot.leaves()]
     optimizer.contribution(list(gradients(optimizer.weights, 0)))()
     optimizer.step(SETTINGS[0])

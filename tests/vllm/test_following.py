@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.bases import random_tokens, renderer
+from tests.bases import new_ref, random_tokens, renderer
 from tinsmith.models.base import BaseModel
 from tinsmith.vllm.following import joined
 from tinsmith.vllm.job import Draft, Job
@@ -20,8 +20,7 @@ def job_of(base: BaseModel, *stop: str) -> Job:
         request_id="x",
         request=request,
         rendered=renderer(base).render([random_tokens(1, 4)]),
-        version=Version(None, np.zeros(1, dtype=np.float32), "m/1"),
-        line="m/inflight",
+        version=Version(None, np.zeros(1, dtype=np.float32), new_ref("m/1", "m")),
         max_tokens=50,
         eos=base.eos_token_ids(),
         vocab_size=base.vocab_size,

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from tests.bases import random_adapter, renderer
+from tests.bases import new_ref, random_adapter, renderer
 from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import new_full_weights
 from tinsmith.protocol.shapes import LoraShape
+from tinsmith.protocol.weights import WeightsRef
+from tinsmith.sampling.sampler import ref_of
 from tinsmith.vllm.canary import Canary
 from tinsmith.vllm.connection import Connection
-from tinsmith.vllm.gate import UNKNOWN
+from tinsmith.vllm.gate import BASE, UNKNOWN
 from tinsmith.vllm.generate import generate
 from tinsmith.vllm.parameters import scoring_params
 from tinsmith.vllm.publisher import Publisher
@@ -66,7 +68,7 @@ def with_publisher(base: BaseModel, directory: Path, story: Callable[[Publisher,
 
     async def tell() -> None:
         canary = Canary(base, renderer(base))
-        version = Version(None, canary.expected(None), "base")
+        version = Version(None, canary.expected(None), WeightsRef.of_base("tiny"))
         stub = Stub(canary, version)
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", stub.answer)
@@ -103,10 +105,10 @@ def test_after_a_transfer_everything_is_compared_anew(text_base: BaseModel, tmp_
     async def story(publisher: Publisher, life: Life, version: Version, stub: Stub) -> None:
         async with publisher.serving(life, version):
             pass
-        life.checks[7] = life.checks[0]
+        life.checks["m/1"] = life.checks[BASE]
         life.gate.weights = UNKNOWN
         async with publisher.serving(life, version):
-            assert 7 not in life.checks
+            assert "m/1" not in life.checks
         assert stub.asked.count("/update_weights") == 1
         assert stub.asked.count("/inference/v1/generate") == 2
 
@@ -128,7 +130,7 @@ def test_a_comparison_that_nobody_waits_for_any_more_keeps_its_weights(text_base
         given_up.cancel()
         await asyncio.wait([given_up])
         weights = new_full_weights(LoraShape(rank=0, seed=0), text_base.full_targets(LoraShape(rank=0, seed=0)), text_base.dtype)
-        next_one = asyncio.create_task(sample(Version(weights, version.canary, "next")))
+        next_one = asyncio.create_task(sample(Version(weights, version.canary, new_ref())))
         await life.connection.get("/health")  # what would have come before has come
         assert stub.asked == ["/weight_info", "/inference/v1/generate", "/health"]
         assert len(life.gate.line) == 1
@@ -144,8 +146,8 @@ def test_a_reply_with_another_adapter_is_an_error(text_base: BaseModel, tmp_path
     """Its name says which weights it was computed with: the identity of these stands at its end."""
 
     async def story(publisher: Publisher, life: Life, version: Version, stub: Stub) -> None:
-        adapter = random_adapter(text_base, seed=1).snapshot()
-        mine = Version(adapter, version.canary, "m/1")
+        adapter = random_adapter(text_base, seed=1)
+        mine = Version(adapter, version.canary, ref_of(adapter, "tiny"))
         async with publisher.serving(life, mine) as name:
             assert name is not None
             assert name.endswith(f"-{publisher.files.identity(adapter)}")
@@ -162,9 +164,9 @@ def test_a_reply_with_another_adapter_is_an_error(text_base: BaseModel, tmp_path
 def test_a_server_that_does_not_compare_adapters_is_not_sampled(text_base: BaseModel, tmp_path: Path) -> None:
     async def story(publisher: Publisher, life: Life, version: Version, stub: Stub) -> None:
         stub.compares = False
-        adapter = random_adapter(text_base, seed=1).snapshot()
+        adapter = random_adapter(text_base, seed=1)
         with pytest.raises(TinsmithError, match="does not compare adapters with the trainer's; start it with --worker-extension-cls"):
-            async with publisher.serving(life, Version(adapter, version.canary, "m/1")):
+            async with publisher.serving(life, Version(adapter, version.canary, ref_of(adapter, "tiny"))):
                 raise AssertionError
         assert stub.asked == ["/weight_info", "/v1/load_lora_adapter", "/collective_rpc", "/v1/unload_lora_adapter"]
 

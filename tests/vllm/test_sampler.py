@@ -11,7 +11,7 @@ from tests.bases import renderer
 from tinsmith.config import load
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.base import BaseModel
-from tinsmith.sampling.sequence import SampleFailure
+from tinsmith.sampling.sampler import SampleFailure
 from tinsmith.vllm import servers
 from tinsmith.vllm.sampler import VLLMSampler
 from tinsmith.vllm.start import start_vllm_sampler

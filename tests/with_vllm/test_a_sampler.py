@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 from PIL.Image import Image
 
-from tests.bases import image, load, random_adapter, random_tokens, renderer
+from tests.bases import image, load, new_ref, random_adapter, random_tokens, renderer
 from tests.running import Server
 from tests.sampling.test_local import forward_logprobs
 from tests.with_vllm.proxy import Proxy, in_front_of
@@ -29,7 +29,7 @@ from tinsmith.models.base import LM_HEAD, BaseModel, PictureInput
 from tinsmith.models.lora import LoraPair
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Processor, Renderer
-from tinsmith.sampling.sequence import SampleFailure, SampleResult
+from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, ref_of
 from tinsmith.vllm.sampler import VLLMSampler
 from tinsmith.vllm.start import start_vllm_sampler
 from tinsmith.wire.chunks import Chunk
@@ -62,14 +62,14 @@ class Bench:
         (proxy,) = self.proxies
         return proxy
 
-    def add(self, name: str, rendered: RenderedInput, n: int = 1, weights: Any = None, line: str | None = None, **params: Any) -> None:
+    def add(self, name: str, rendered: RenderedInput, n: int = 1, weights: Any = None, stream: bool = False, **params: Any) -> None:
         """One request."""
         asked = SampleRequest("s:sample:0", 0, n, [], replace(PARAMS, **params), PromptQuestions())
-        self.sampler.add(name, asked, rendered, weights, line)
+        self.sampler.add(name, asked, rendered, weights, stream)
 
-    def results(self, count: int) -> dict[str, SampleResult | SampleFailure]:
+    def results(self, count: int) -> dict[str, SampleEvent]:
         """The next requests that end."""
-        ended: dict[str, SampleResult | SampleFailure] = {}
+        ended: dict[str, SampleEvent] = {}
         deadline = time.monotonic() + WAIT_S
         while len(ended) < count and time.monotonic() < deadline:
             self.awake.wait(0.05)
@@ -153,20 +153,21 @@ def test_sequences_under_way_are_bounded(bench: Bench) -> None:
     """However many samples come at once, of whatever kind. One more sequence compares weights."""
     for i in range(40):
         chunks: list[Chunk] = [random_tokens(i, 9), *([image(i)] if i % 2 else [])]
-        adapter = random_adapter(bench.base, seed=1) if i % 4 == 0 else None
+        follows = f"m{i}" if i % 8 == 0 else None
+        adapter = random_adapter(bench.base, seed=1, ref=new_ref(inflight_of=follows)) if i % 4 == 0 else None
         top_k = 20 if i % 5 == 0 else -1
-        bench.add(str(i), bench.renderer.render(chunks), n=3, weights=adapter, line=f"m{i}/inflight" if i % 8 == 0 else None, top_k=top_k)
+        bench.add(str(i), bench.renderer.render(chunks), n=3, weights=adapter, top_k=top_k)
     assert all(isinstance(result, SampleResult) for result in bench.results(40).values())
     assert SLOTS <= bench.proxy.most_at_once <= SLOTS + 1
 
 
 def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version that vLLM computes differently fails what follows it: no token of it leaves, and others go on."""
-    first, second = (random_adapter(bench.base, seed=seed).snapshot() for seed in (1, 2))
+    first, second = (random_adapter(bench.base, seed=seed, ref=new_ref(inflight_of="m")) for seed in (1, 2))
     rendered = bench.renderer.render([random_tokens(1, 12)])
-    bench.add("follows", rendered, weights=first, line="m/inflight", max_tokens=LONG)
-    bench.add("stays", rendered, weights=first, max_tokens=LONG)
-    bench.add("other", rendered, weights=first, line="n/inflight", max_tokens=LONG)
+    bench.add("follows", rendered, weights=first, max_tokens=LONG)
+    bench.add("stays", rendered, weights=first.snapshot(new_ref()), max_tokens=LONG)
+    bench.add("other", rendered, weights=first.snapshot(new_ref(inflight_of="n")), max_tokens=LONG)
     time.sleep(0.5)
     expected = bench.sampler.canary.expected
 
@@ -174,30 +175,30 @@ def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench
         return expected(weights) - (0.01 if weights is second else 0.0)
 
     monkeypatch.setattr(bench.sampler.canary, "expected", wrong)
-    bench.sampler.publish(second, "m/inflight")
+    bench.sampler.publish(second)
     ended = bench.results(3)
     failure = ended["follows"]
     assert isinstance(failure, SampleFailure)
-    assert f"other log-probabilities than the trainer with adapter {second.uid}" in str(failure.error)
+    assert f"other log-probabilities than the trainer with adapter {ref_of(second, '').label}" in str(failure.error)
     assert all(isinstance(ended[name], SampleResult) for name in ("stays", "other"))
 
 
 @pytest.mark.parametrize("what", ["one value", "one module"])
 def test_an_adapter_of_other_weights_is_never_sampled(bench: Bench, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """The canary could not tell: the log-probabilities are the same to 1e-4."""
-    right = random_adapter(bench.base, seed=1).snapshot()
+    right = random_adapter(bench.base, seed=1)
     right.masters = {name: LoraPair(pair.a, 1e-6 * pair.b) for name, pair in right.masters.items()}
-    right = right.snapshot()
-    wrong = right.snapshot()
+    right = right.snapshot(new_ref())
+    wrong = right.snapshot(new_ref())
     if what == "one value":
         next(iter(wrong.masters.values())).b[3, 2] += 1e-6
     else:
         del wrong.masters[LM_HEAD]
-        wrong = wrong.snapshot()
+        wrong = wrong.snapshot(new_ref())
     rendered, files = bench.renderer.render([random_tokens(1, 12)]), bench.sampler.client.publisher.files
     np.testing.assert_allclose(bench.sampler.canary.expected(wrong), bench.sampler.canary.expected(right), atol=1e-4)
-    written = files.adapter
-    monkeypatch.setattr(files, "adapter", lambda adapter: written(wrong if adapter is right else adapter))
+    write = files.write
+    monkeypatch.setattr(files, "write", lambda adapter: write(wrong if adapter is right else adapter))
     bench.add("other", rendered, weights=right)
     failure = bench.results(1)["other"]
     assert isinstance(failure, SampleFailure)
@@ -212,12 +213,11 @@ def test_samples_of_a_lost_server_go_on_at_another(socket: str, vision_dir: Path
     One that follows its model's weights was given a new version before, and keeps the tokens that the former version gave.
     """
     with bench_of(2, socket, vision_dir, tmp_path) as bench:
-        first, second = (random_adapter(bench.base, seed=seed).snapshot() for seed in (1, 2))
-        first.version, second.version = "m/1", "m/2"
+        first, second = (random_adapter(bench.base, seed=seed, ref=new_ref(f"m/{seed}", "m")) for seed in (1, 2))
         conversation = [random_tokens(7, 40)]
         rendered = bench.renderer.render([random_tokens(1, 12)])
         before = generated(socket)
-        bench.add("follows", rendered, weights=first, line="m/inflight", max_tokens=LONG)
+        bench.add("follows", rendered, weights=first, max_tokens=LONG)
         wait_until(lambda: generated(socket) > before + 5)
         for turn in range(4):
             bench.add(f"turn{turn}", bench.renderer.render([*conversation]))
@@ -225,7 +225,7 @@ def test_samples_of_a_lost_server_go_on_at_another(socket: str, vision_dir: Path
             conversation.append(random_tokens(20 + turn, 20))
         begins = conversation[0].tokens.tolist()
         assert sorted(sum(asked["token_ids"][:40] == begins for asked in proxy.generates) for proxy in bench.proxies) == [0, 4]
-        bench.sampler.publish(second, "m/inflight")
+        bench.sampler.publish(second)
         bench.sampler.step()
         (lost,) = [proxy for proxy in bench.proxies if any(asked["max_tokens"] == LONG for asked in params_of(proxy))]
         wait_until(lambda: any(0 < LONG - asked["max_tokens"] < LONG for asked in params_of(lost)))

@@ -13,6 +13,7 @@ from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.protocol.facts import find_base
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
+from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, SESSION_END, Command
@@ -167,9 +168,10 @@ class Operations:
 
     def _snapshot(self, command: Command, request: SaveWeightsForSamplerRequest) -> dict[str, Any]:
         model = self.model(command.model_id)
-        snapshot_id = ids.inflight_id(command.model_id) if request.kind == "inflight" else command.request_id
-        weights = model.served.backend.snapshot(command.model_id)
-        weights.version = command.request_id
+        inflight = request.kind == "inflight"
+        snapshot_id = ids.inflight_id(command.model_id) if inflight else command.request_id
+        ref = WeightsRef(model.served.name, command.request_id, command.request_id, command.model_id if inflight else None)
+        weights = model.served.backend.snapshot(command.model_id, ref)
         self.snapshots.publish(model.served.name, snapshot_id, weights)
         session_id = command.model_id.partition(":train:")[0]
         return {"sampling_session_id": f"{session_id}:sample:{request.sampling_session_seq_id}"}

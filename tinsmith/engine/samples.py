@@ -14,8 +14,7 @@ from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Sample, SampleDone, SampleFailed
 from tinsmith.rendering.renderer import Renderer
-from tinsmith.sampling.local import Sampler
-from tinsmith.sampling.sequence import SampleFailure, SampleResult
+from tinsmith.sampling.sampler import SampleEvent, SampleFailure, Sampler, SampleResult
 from tinsmith.sampling.turns import Turns
 from tinsmith.store import ids
 from tinsmith.wire.sample import encode_sample_response, parse_sample_request
@@ -108,8 +107,8 @@ class Samples:
             self._start_some(name)
             if base.sampler.has_work:
                 with failing_into(partial(self._abandon, name)):
-                    for ended in base.sampler.step():
-                        self._end(ended)
+                    for event in base.sampler.step():
+                        self._end(event)
 
     def _start_some(self, base_model: str) -> None:
         """Start what is next, but no more than can be rendered between two steps without delaying those that run."""
@@ -134,7 +133,7 @@ class Samples:
         weights = None if message.weights_id is None else self.snapshots.find(message.base_model, message.weights_id)
         request = parse_sample_request(message.payload)
         rendered = base.renderer.render(request.prompt)
-        base.sampler.add(_name(message), request, rendered, weights, _line(message.weights_id))
+        base.sampler.add(_name(message), request, rendered, weights)
         self.started[_name(message)] = Started(replace(message, payload=b""), time.monotonic())
         self.sessions[message.base_model][_session(message)] += 1
 
@@ -154,7 +153,7 @@ class Samples:
 
     def _publish(self, base_model: str, weights_id: str, weights: Weights) -> None:
         if base_model in self.bases:
-            self.bases[base_model].sampler.publish(weights, _line(weights_id))
+            self.bases[base_model].sampler.publish(weights)
 
     def _abandon(self, base_model: str, error: TinsmithError) -> None:
         self.bases[base_model].sampler.abandon()
@@ -165,13 +164,15 @@ class Samples:
         self.send(SampleFailed(message.request_id, message.run, str(error), error.category, isinstance(error, NotFoundError)))
         log.warning("failed sample=%s: %s", message.request_id, error)
 
-    def _end(self, ended: SampleResult | SampleFailure) -> None:
-        started = self._ended(ended.request_id)
-        if isinstance(ended, SampleFailure):
-            self._fail(started.message, ended.error)
+    def _end(self, event: SampleEvent) -> None:
+        if not isinstance(event, SampleResult | SampleFailure):
+            return  # tokens that come before the end: nobody has asked for them
+        started = self._ended(event.request_id)
+        if isinstance(event, SampleFailure):
+            self._fail(started.message, event.error)
             return
         with failing_into(partial(self._fail, started.message)):
-            self._finish(ended, started)
+            self._finish(event, started)
 
     def _finish(self, result: SampleResult, started: Started) -> None:
         message = started.message
@@ -197,8 +198,3 @@ def _name(message: Sample) -> str:
 
 def _session(message: Sample) -> str:
     return ids.session_of(message.request_id)
-
-
-def _line(weights_id: str | None) -> str | None:
-    """What the versions of these weights share if they take each other's place: their id."""
-    return weights_id if weights_id is not None and ids.is_inflight(weights_id) else None

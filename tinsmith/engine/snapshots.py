@@ -21,6 +21,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights, snapshot_bytes
 from tinsmith.models.machine import require_memory
+from tinsmith.protocol.weights import WeightsRef
 from tinsmith.store import ids
 from tinsmith.training.checkpoint import About, read_about, read_state, weights_from
 from tinsmith.wire.paths import is_path
@@ -127,13 +128,14 @@ class Snapshots:
         weights_id = key[1]
         if is_path(weights_id):
             with self.checkpoints.opened(weights_id, "sampler") as (checkpoint, directory):
-                held = Held(self._read(key, directory, weights_id), checkpoint.expires_at)
+                ref = WeightsRef(key[0], checkpoint.directory, weights_id)
+                held = Held(self._read(key, directory, ref), checkpoint.expires_at)
         else:
             match self.spill.find(key):
                 case None:
                     raise NotFoundError(f"the weights of snapshot {weights_id} are gone{self._reason(key)}; save them again")
-                case Written(directory=directory, version=version):
-                    held = Held(self._read_spilled(key, directory, version))
+                case Written(directory=directory, ref=ref):
+                    held = Held(self._read_spilled(key, directory, ref))
                 case weights:
                     held = Held(weights)
         self._hold(key, held)
@@ -142,22 +144,20 @@ class Snapshots:
     def _reason(self, key: Key) -> str:
         return f": {self.dropped[key]}; weights that are saved under a name are kept" if key in self.dropped else ""
 
-    def _read_spilled(self, key: Key, directory: Path, version: str) -> Weights:
+    def _read_spilled(self, key: Key, directory: Path, ref: WeightsRef) -> Weights:
         try:
-            return self._read(key, directory, version)
+            return self._read(key, directory, ref)
         except FileNotFoundError as error:
             raise NotFoundError(f"the files of snapshot {key[1]} in {directory} were deleted; save the weights again") from error
 
-    def _read(self, key: Key, directory: Path, version: str) -> Weights:
+    def _read(self, key: Key, directory: Path, ref: WeightsRef) -> Weights:
         base_model, weights_id = key
         base = self.bases[base_model]
         shape = read_about(directory).shape
         if shape.rank == 0:
             size = snapshot_bytes(sum(parameter.numel() for parameter in base.full_targets(shape).values()), base.dtype)
             require_memory(f"sampling from {weights_id}", size, base.device)
-        weights = weights_from(read_state(directory, base), base, frozen=True)
-        weights.version = version
-        return weights
+        return weights_from(read_state(directory, base), base, ref)
 
     def _hold(self, key: Key, held: Held) -> None:
         self.held[key] = held

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from tinsmith.errors import TinsmithError
 from tinsmith.models.full import Weights
+from tinsmith.protocol.weights import WeightsRef
+from tinsmith.sampling.sampler import ref_of
 from tinsmith.training.checkpoint import About, SavedState, write_state
 
 Key = tuple[str, str]
@@ -23,7 +25,7 @@ class Written:
     """Weights on disk."""
 
     directory: Path
-    version: str
+    ref: WeightsRef
     """Of the weights."""
     size: int
     """Bytes on the disk."""
@@ -113,7 +115,7 @@ class Spill:
             raise
         size = sum(file.stat().st_size for file in directory.iterdir())
         with self._lock:
-            self._written[leaving.key] = Written(directory, leaving.weights.version, size)
+            self._written[leaving.key] = Written(directory, ref_of(leaving.weights, leaving.key[0]), size)
             self._leaving = None
 
     def _forget_leaving(self) -> None:

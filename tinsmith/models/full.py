@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tinsmith.models.lora import Adapter, next_uid
+from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import LoraShape
+from tinsmith.protocol.weights import WeightsRef
 
 HEAD_WEIGHT = "lm_head.weight"
 """Name of the output projection, where it is not the embedding; it is the only parameter outside of the language model."""
@@ -33,9 +34,8 @@ class FullWeights:
     masters: dict[str, Tensor]
     dtype: torch.dtype
     working: dict[str, Tensor] = field(init=False)
-    uid: int = field(init=False, default_factory=next_uid)
-    version: str = field(init=False, default="")
-    """What clients are told that they sampled from. Empty for weights that train."""
+    ref: WeightsRef | None = None
+    """The identity of weights that are sampled from. None for weights that train, because training changes them."""
 
     def __post_init__(self) -> None:
         self.working = {name: master.detach().to(self.dtype).requires_grad_() for name, master in self.masters.items()}
@@ -51,9 +51,9 @@ class FullWeights:
             with torch.no_grad():
                 torch._foreach_copy_(self.leaves(), self.tensors())
 
-    def snapshot(self) -> "FullWeights":
-        """A frozen copy that later training does not change, in the precision that sampling reads."""
-        return FullWeights(self.shape, {name: tensor.detach().clone() for name, tensor in self.working.items()}, self.dtype)
+    def snapshot(self, ref: WeightsRef) -> "FullWeights":
+        """A frozen copy that later training does not change, in the precision that sampling reads. `ref` becomes its identity."""
+        return FullWeights(self.shape, {name: tensor.detach().clone() for name, tensor in self.working.items()}, self.dtype, ref)
 
     def tensors(self) -> list[Tensor]:
         """All masters in a fixed order."""

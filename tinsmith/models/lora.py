@@ -8,7 +8,6 @@ A packed row is sorted by adapter, so each adapter owns one slice of it (a `Segm
 masked by multiplication, so a NaN in one model cannot reach another.
 """
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,13 +17,10 @@ import torch
 from torch import Tensor
 
 from tinsmith.protocol.shapes import LoraShape
+from tinsmith.protocol.weights import WeightsRef
 
 LORA_ALPHA = 32.0
 """Fixed, independent of the rank: the scale of an adapter is 32 / rank."""
-
-
-next_uid = itertools.count(1).__next__
-"""Numbers sets of weights, of whatever kind, as long as the process lives: what was computed with one is never taken for another's."""
 
 
 class LoraPair(NamedTuple):
@@ -47,9 +43,8 @@ class Adapter:
     masters: dict[str, LoraPair]
     dtype: torch.dtype
     working: dict[str, LoraPair] = field(init=False)
-    uid: int = field(init=False, default_factory=next_uid)
-    version: str = field(init=False, default="")
-    """What clients are told that they sampled from. Empty for weights that train."""
+    ref: WeightsRef | None = None
+    """The identity of weights that are sampled from. None for weights that train, because training changes them."""
 
     def __post_init__(self) -> None:
         self.working = {name: LoraPair(*(t.detach().to(self.dtype).requires_grad_() for t in pair)) for name, pair in self.masters.items()}
@@ -65,9 +60,10 @@ class Adapter:
             with torch.no_grad():
                 torch._foreach_copy_(self.leaves(), self.tensors())
 
-    def snapshot(self) -> "Adapter":
-        """A frozen copy that later training does not change."""
-        return Adapter(self.shape, {name: LoraPair(pair.a.clone(), pair.b.clone()) for name, pair in self.masters.items()}, self.dtype)
+    def snapshot(self, ref: WeightsRef) -> "Adapter":
+        """A frozen copy that later training does not change. `ref` becomes its identity."""
+        copies = {name: LoraPair(pair.a.clone(), pair.b.clone()) for name, pair in self.masters.items()}
+        return Adapter(self.shape, copies, self.dtype, ref)
 
     def tensors(self) -> list[Tensor]:
         """All masters in a fixed order: a and b of each module."""

@@ -8,7 +8,6 @@ import logging
 import secrets
 from collections.abc import Sequence as Items
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,8 +25,9 @@ from tinsmith.sampling.choose import Chosen, choose
 from tinsmith.sampling.kv_cache import CacheShape, KVCache
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.prompt_scores import PromptScores
+from tinsmith.sampling.sampler import SampleEvent, SampleFailure, ref_of
 from tinsmith.sampling.schedule import Schedule
-from tinsmith.sampling.sequence import SampleFailure, SampleJob, SampleResult, Sequence, StopRuleState, choice_of
+from tinsmith.sampling.sequence import SampleJob, Sequence, StopRuleState, choice_of
 from tinsmith.sampling.stopping import StopIds, StopStrings
 from tinsmith.store import ids
 from tinsmith.training.backend import is_out_of_memory
@@ -35,50 +35,6 @@ from tinsmith.training.logprobs import head_logits, head_lora
 from tinsmith.wire.sample import SampleRequest
 
 log = logging.getLogger(__name__)
-
-
-class Sampler(Protocol):
-    """What the engine needs of a sampler that shares its loop."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a `step` would do something."""
-        ...
-
-    @property
-    def load(self) -> tuple[int, int]:
-        """How many sequences are being decoded, and how many wait."""
-        ...
-
-    @property
-    def room(self) -> int:
-        """How many more sequences it would like to have at hand. It takes more, but they would only wait in it."""
-        ...
-
-    def add(
-        self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, line: str | None = None
-    ) -> None:
-        """Accept a request. No other that it has may have this `request_id`.
-
-        `line` is what the versions of its weights share that are replaced while it runs (`publish`). Raises UserError if it can never run.
-        """
-        ...
-
-    def publish(self, weights: Weights, line: str | None) -> None:
-        """There are new weights to sample from. With a `line`, what is being sampled on it goes on with them from its next token."""
-        ...
-
-    def step(self) -> Items[SampleResult | SampleFailure]:
-        """Do a small piece of work; returns the requests that have ended. What goes wrong with one of them is its failure only."""
-        ...
-
-    def cancel(self, request_id: str) -> None:
-        """Forget a request that nobody waits for any more. One that has ended, or was never added, is no error."""
-        ...
-
-    def abandon(self) -> None:
-        """Forget every request, after a `step` that raised."""
-        ...
 
 
 class LocalSampler:
@@ -106,9 +62,7 @@ class LocalSampler:
         """See `Sampler`: as many may wait as can run."""
         return self.schedule.max_running - sum(1 + s.forks for s in self.schedule.waiting)
 
-    def add(
-        self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, line: str | None = None
-    ) -> None:
+    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, stream: bool = False) -> None:
         """See `Sampler`."""
         params = request.params
         request.questions.check(len(rendered), self.base.vocab_size)
@@ -118,8 +72,8 @@ class LocalSampler:
             session=ids.session_of(request.sampling_session_id),
             rendered=rendered,
             weights=weights,
-            line=line,
-            version=weights.version if weights else self.base.name,
+            ref=ref_of(weights, self.base.name),
+            stream=stream,
             params=params,
             num_samples=request.num_samples,
             scores=PromptScores(rendered, request.questions, params, seed) if request.questions else None,
@@ -131,16 +85,17 @@ class LocalSampler:
         job.sequences = [Sequence(job, index, self._stop_rule(job)) for index in range(job.num_samples)]
         self.schedule.waiting.add(job.session, job.sequences[0])
 
-    def publish(self, weights: Weights, line: str | None) -> None:
+    def publish(self, weights: Weights) -> None:
         """See `Sampler`. What the former weights have computed is computed again; answers about a prompt stay, if they are complete."""
-        if line is None:
+        ref = ref_of(weights, self.base.name)
+        if ref.inflight_of is None:
             return
-        for job in self.schedule.restart(lambda sequence: sequence.job.line == line):
-            job.weights, job.version = weights, weights.version
+        for job in self.schedule.restart(lambda sequence: sequence.job.ref.inflight_of == ref.inflight_of):
+            job.weights, job.ref = weights, ref
             if job.scores and not job.scores.complete:
                 job.scores = PromptScores(job.rendered, job.scores.asked, job.params, job.seed)
 
-    def step(self) -> list[SampleResult | SampleFailure]:
+    def step(self) -> list[SampleEvent]:
         """See `Sampler`. A pass that runs out of memory leaves no trace, and the next one is smaller.
 
         Raises what keeps it from composing a pass, for which no request is to blame.
@@ -160,12 +115,12 @@ class LocalSampler:
             torch.cuda.empty_cache()
         return [] if smaller else self._one_by_one(windows)
 
-    def _one_by_one(self, windows: list[tuple[Sequence, Window]]) -> list[SampleResult | SampleFailure]:
+    def _one_by_one(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
         """A pass of its own for each job, so that only those fail that cannot be computed."""
         jobs: dict[int, list[tuple[Sequence, Window]]] = {}
         for sequence, window in windows:
             jobs.setdefault(id(sequence.job), []).append((sequence, window))
-        ended: list[SampleResult | SampleFailure] = []
+        ended: list[SampleEvent] = []
         for own in jobs.values():
             try:
                 ended += self._pass(own)
@@ -175,7 +130,7 @@ class LocalSampler:
                 self._fail(own[0][0].job, error, ended)
         return ended
 
-    def _fail(self, job: SampleJob, error: Exception, ended: list[SampleResult | SampleFailure]) -> None:
+    def _fail(self, job: SampleJob, error: Exception, ended: list[SampleEvent]) -> None:
         """End a job with what it raised. What is not of our family is logged with its traceback."""
         if not isinstance(error, TinsmithError):
             log.error("unexpected error in sample=%s", job.request_id, exc_info=error)
@@ -211,7 +166,7 @@ class LocalSampler:
 
     # One pass
 
-    def _pass(self, windows: list[tuple[Sequence, Window]]) -> list[SampleResult | SampleFailure]:
+    def _pass(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
         """Compute the windows and choose the tokens that follow. No sequence is changed before all of that has succeeded."""
         with torch.no_grad(), threads_for(self.base, sum(len(window) for _, window in windows)):
             ready: list[Sequence] = []
@@ -227,26 +182,28 @@ class LocalSampler:
         self.schedule.computed(windows, forks)
         return self._append(growing, following)
 
-    def _append(self, growing: list[Sequence], following: list[Chosen]) -> list[SampleResult | SampleFailure]:
+    def _append(self, growing: list[Sequence], following: list[Chosen]) -> list[SampleEvent]:
         """Give each sequence its next token, and end those that are complete. What one of them raises fails its job alone."""
-        ended: list[SampleResult | SampleFailure] = []
+        events: list[SampleEvent] = []
         for sequence, token in zip(growing, following, strict=True):
             job = sequence.job
             if job.failed:
                 continue
             try:
                 sequence.append(token)
+                if job.stream:
+                    events.append(sequence.newest())
                 if sequence.reason is not None:
                     job.unfinished -= 1
                     if job.unfinished == 0:
-                        ended.append(job.result())
+                        events.append(job.result())
             except Exception as error:
                 if isinstance(error, DeviceLostError):
                     raise
-                self._fail(job, error, ended)
+                self._fail(job, error, events)
         if any(sequence.reason for sequence in growing):
             self.schedule.drop(lambda sequence: sequence.reason is not None)
-        return ended
+        return events
 
     def _compute(self, windows: list[tuple[Sequence, Window]]) -> tuple[list[Sequence], Tensor]:
         """One row of windows -> the sequences that have been computed to their end, and the logits [sequences, vocabulary] behind them."""

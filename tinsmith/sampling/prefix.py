@@ -11,15 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 
 BLOCK = 16
 """Tokens in a block."""
 
 
-def weights_key(uid: int) -> bytes:
-    """What the first block of a sequence follows; `uid` is the number of the weights, 0 for the bare base."""
-    return struct.pack("<Q", uid).rjust(32, b"\0")
+def weights_key(ref: WeightsRef) -> bytes:
+    """What the first block of a sequence follows: 32 bytes that stand for its weights."""
+    return hashlib.blake2b(ref.key.encode(), digest_size=32).digest()
 
 
 def block_key(previous: bytes, tokens: NDArray[np.int32], pictures: bytes) -> bytes:

@@ -29,12 +29,13 @@ from tinsmith.models.base import LM_HEAD, BaseModel, use_attention
 from tinsmith.models.families import positions
 from tinsmith.models.lora import Adapter, Segment, new_adapter
 from tinsmith.protocol.shapes import LoraShape
+from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import pack, packing_order
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.kv_cache import CacheShape, blocks_for
 from tinsmith.sampling.local import LocalSampler
-from tinsmith.sampling.sequence import SampleFailure, SampleResult
+from tinsmith.sampling.sampler import SampleFailure, SampleResult
 from tinsmith.training.logprobs import target_logprobs
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
@@ -142,6 +143,7 @@ def _random_adapter(base: BaseModel, seed: int, train_unembed: bool) -> Adapter:
     for pair in adapter.masters.values():  # large enough to show, small enough to leave a trained model one
         pair.b.copy_(torch.randn(pair.b.shape, generator=generator) * 0.02)
     adapter.refresh()
+    adapter.ref = WeightsRef(base.name, f"self-check/{seed}", f"self-check/{seed}")
     return adapter
 
 
@@ -262,10 +264,11 @@ def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], al
         sampler.add(str(index), _request(), probe.rendered, probe.adapter)
     finished: dict[int, SampleResult] = {}
     while sampler.has_work:
-        for ended in sampler.step():
-            if isinstance(ended, SampleFailure):
-                raise ended.error
-            finished[int(ended.request_id)] = ended
+        for event in sampler.step():
+            if isinstance(event, SampleFailure):
+                raise event.error
+            if isinstance(event, SampleResult):
+                finished[int(event.request_id)] = event
     prompts, answers, again = [], [], []
     for index, probe in enumerate(probes):
         result = finished[index]

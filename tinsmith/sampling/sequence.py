@@ -6,12 +6,13 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
-from tinsmith.errors import TinsmithError
 from tinsmith.models.full import Weights
+from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.choose import Choice, Chosen
 from tinsmith.sampling.prefix import prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
+from tinsmith.sampling.sampler import SampleResult, TokensSampled
 from tinsmith.wire.prompt_scores import PromptAnswers, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, SamplingParams, VersionSpan
 
@@ -34,10 +35,10 @@ class SampleJob:
     rendered: RenderedInput
     weights: Weights | None
     """The snapshot to sample from; None is the bare base."""
-    line: str | None
-    """What the versions of its weights share, if new ones take their place while it runs."""
-    version: str
-    """What its client is told that the weights are."""
+    ref: WeightsRef
+    """The identity of these weights."""
+    stream: bool
+    """Whether its tokens are wanted as they come."""
     params: SamplingParams
     num_samples: int
     seed: int
@@ -60,7 +61,7 @@ class SampleJob:
         """The time to compute a prompt token with what is asked about it, in that of a token of which nothing is asked."""
         return 1 if self.scores is None or self.scores.complete else self.scores.cost
 
-    def result(self) -> "SampleResult":
+    def result(self) -> SampleResult:
         """What the client gets, once every sequence has ended."""
         answers = self.scores.answers if self.scores else PromptAnswers()
         return SampleResult(self.request_id, [s.sampled() for s in self.sequences], answers, len(self.rendered), self.cached_tokens)
@@ -115,8 +116,7 @@ class Sequence:
     def keys_of(self, blocks: int) -> list[bytes]:
         """The keys of its first full blocks, that many."""
         if blocks > len(self.keys):
-            first = weights_key(self.job.weights.uid if self.job.weights else 0)
-            self.keys = prompt_keys(first, self.job.rendered, self.tokens, self.keys, blocks)
+            self.keys = prompt_keys(weights_key(self.job.ref), self.job.rendered, self.tokens, self.keys, blocks)
         return self.keys[:blocks]
 
     def part(self, start: int, end: int) -> RenderedInput:
@@ -132,8 +132,8 @@ class Sequence:
 
     def append(self, chosen: Chosen) -> None:
         """Take the next token; it may end the sequence."""
-        if not self.starts or self.starts[-1][0] != self.job.version:
-            self.starts.append((self.job.version, len(self.tokens)))
+        if not self.starts or self.starts[-1][0] != self.job.ref.label:
+            self.starts.append((self.job.ref.label, len(self.tokens)))
         self.tokens.append(chosen.token)
         self.logprobs.append(chosen.logprob)
         if self.job.topk:
@@ -142,6 +142,10 @@ class Sequence:
             self.reason = "stop"
         elif len(self.tokens) >= self.job.max_new:
             self.reason = "length"
+
+    def newest(self) -> TokensSampled:
+        """Its last token, for who reads along."""
+        return TokensSampled(self.job.request_id, self.index, self.tokens[-1:], self.logprobs[-1:], self.starts[-1][0])
 
     def sampled(self) -> SampledSequence:
         """What the client gets of it."""
@@ -152,27 +156,6 @@ class Sequence:
         ends = [start for _, start in self.starts[1:]] + [len(self.tokens)]
         versions = tuple(VersionSpan(version, start, end) for (version, start), end in zip(self.starts, ends, strict=True))
         return SampledSequence(self.tokens, self.logprobs, self.reason or "length", top, versions)
-
-
-@dataclass(frozen=True, eq=False)
-class SampleResult:
-    """A finished request."""
-
-    request_id: str
-    sequences: list[SampledSequence]
-    answers: PromptAnswers
-    """What was asked about the prompt."""
-    prompt_tokens: int
-    cached_tokens: int
-    """Prompt tokens that had not to be computed."""
-
-
-@dataclass(frozen=True, eq=False)
-class SampleFailure:
-    """A request that ended in an error, alone."""
-
-    request_id: str
-    error: TinsmithError
 
 
 def choice_of(sequences: list[Sequence]) -> Choice:

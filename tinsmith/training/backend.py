@@ -25,6 +25,7 @@ from tinsmith.models.lora import new_adapter
 from tinsmith.models.machine import require_memory
 from tinsmith.models.threads import threads_for, threads_for_step
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
+from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.checkpoint import About, SavedState, copy_to_host, weights_from
@@ -105,8 +106,8 @@ class Backend(Protocol):
         """Forget the accumulated gradients. A model that is not there has none."""
         ...
 
-    def snapshot(self, model_id: str) -> Weights:
-        """A frozen copy of the model's weights."""
+    def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
+        """A frozen copy of the model's weights, to sample from under the identity `ref`."""
         ...
 
     def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
@@ -168,13 +169,13 @@ class LocalBackend:
         if model_id in self.optimizers:
             self.optimizers[model_id].clear()
 
-    def snapshot(self, model_id: str) -> Weights:
+    def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
         """See `Backend`."""
         weights = self._optimizer(model_id).weights
         if isinstance(weights, FullWeights):
             size = snapshot_bytes(weights.parameter_count, weights.dtype)
             self._require_memory("a snapshot of full weights", size, self.base.device)
-        return weights.snapshot()
+        return weights.snapshot(ref)
 
     def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
         """See `Backend`."""

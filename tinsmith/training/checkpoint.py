@@ -24,6 +24,7 @@ from tinsmith.models.fingerprint import check_fingerprint
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter, LoraPair
 from tinsmith.protocol.shapes import LoraShape
+from tinsmith.protocol.weights import WeightsRef
 
 FORMAT_VERSION = 2
 _READABLE = (1, 2)
@@ -134,14 +135,15 @@ def read_state(directory: Path, base: BaseModel, optimizer: bool = False) -> Sav
     return SavedState(about, ordered, _moments(directory, ordered, mapped) if optimizer else None)
 
 
-def weights_from(state: SavedState, base: BaseModel, frozen: bool = False) -> Weights:
-    """Weights on the device of `base`. `frozen` ones are only sampled: full weights then come in the precision of the base alone.
+def weights_from(state: SavedState, base: BaseModel, ref: WeightsRef | None = None) -> Weights:
+    """Weights on the device of `base`, to train.
 
-    The tensors of `state` may become those of the weights, so a state is used once.
+    With a `ref` they are only sampled from, under that identity: full weights then come in the precision of the base alone. The
+    tensors of `state` may become those of the weights, so a state is used once.
     """
     shape = state.about.shape
-    dtype = base.dtype if frozen and shape.rank == 0 else torch.float32
-    return _weights(shape, {name: tensor.to(base.device, dtype) for name, tensor in state.tensors.items()}, base.dtype)
+    dtype = base.dtype if ref is not None and shape.rank == 0 else torch.float32
+    return _weights(shape, {name: tensor.to(base.device, dtype) for name, tensor in state.tensors.items()}, base.dtype, ref)
 
 
 def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> dict[str, Tensor]:
@@ -204,11 +206,11 @@ def _tensors(path: Path, mapped: bool) -> dict[str, Tensor]:
     return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def _weights(shape: LoraShape, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Weights:
+def _weights(shape: LoraShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, ref: WeightsRef | None = None) -> Weights:
     if shape.rank == 0:
-        return FullWeights(shape, dict(tensors), dtype)
+        return FullWeights(shape, dict(tensors), dtype, ref)
     names = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
-    return Adapter(shape, {name: LoraPair(tensors[f"{name}.a"], tensors[f"{name}.b"]) for name in names}, dtype)
+    return Adapter(shape, {name: LoraPair(tensors[f"{name}.a"], tensors[f"{name}.b"]) for name in names}, dtype, ref)
 
 
 def has_moments(directory: Path) -> bool:

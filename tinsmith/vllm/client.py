@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import uvloop
 
 from tinsmith.errors import TinsmithError
-from tinsmith.sampling.sequence import SampleResult
+from tinsmith.sampling.sampler import SampleResult
 from tinsmith.vllm.connection import ServerFailedError, ServerLostError
 from tinsmith.vllm.following import Line, follow
 from tinsmith.vllm.job import Job
@@ -61,13 +61,13 @@ class VLLMClient:
         future.add_done_callback(done)
         return future
 
-    def publish(self, version: Version, line: str | None) -> None:
-        """Let the samples of a line go on with this version, and make servers ready for it that can be."""
-        self.run(self._publish(version, line))
+    def publish(self, version: Version) -> None:
+        """Let the samples that follow the same model go on with this version, and make servers ready for it that can be."""
+        self.run(self._publish(version))
 
-    def forget(self, uid: int) -> None:
-        """Nothing refers to an adapter any more."""
-        self.run(self.publisher.forget(self.servers.all, uid))
+    def forget(self, key: str) -> None:
+        """Nothing refers to the weights of this key any more."""
+        self.run(self.publisher.forget(self.servers.all, key))
 
     async def _open(self, sources: list[Launch | str], slots: int, hung_s: float) -> Servers:
         changed = asyncio.Condition()
@@ -97,17 +97,19 @@ class VLLMClient:
 
     def _line(self, job: Job) -> Line | None:
         """The line that the job follows: others may be on it already."""
-        if job.line is None:
+        model_id = job.version.ref.inflight_of
+        if model_id is None:
             return None
-        line = self.lines.get(job.line)
+        line = self.lines.get(model_id)
         if line is None:
-            line = self.lines[job.line] = Line(job.version)
+            line = self.lines[model_id] = Line(job.version)
         return line
 
-    async def _publish(self, version: Version, line: str | None) -> None:
+    async def _publish(self, version: Version) -> None:
         lives = [server.life for server in self.servers.all if server.state == "ready" and server.life is not None]
-        if line is not None and line in self.lines:
-            self.lines[line].renew(version)
+        model_id = version.ref.inflight_of
+        if model_id is not None and model_id in self.lines:
+            self.lines[model_id].renew(version)
         for prepared in await asyncio.gather(*(self.publisher.prepare(life, version) for life in lives), return_exceptions=True):
             if prepared is not None:
                 log.info("%s is not ready yet on a vLLM server: %s", version, prepared)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tinsmith.errors import TinsmithError
-from tinsmith.sampling.sequence import SampleResult
+from tinsmith.sampling.sampler import SampleResult
 from tinsmith.sampling.stopping import StopStrings
 from tinsmith.vllm.answers import sequences_of
 from tinsmith.vllm.generate import REQUEST_PREFIX, generate
@@ -69,7 +69,7 @@ async def _finish(publisher: Publisher, life: Life, job: Job, line: Line, index:
                 prepare = partial(_prepare, publisher, life, line)
                 reply = await _until(life, renewed, prepare, partial(_generate, life, job, model, index))
             if reply is not None:
-                (piece,) = sequences_of(reply, 1, job.request.topk_sample_logprobs, life.label, version.name, may_be_cut=True)
+                (piece,) = sequences_of(reply, 1, job.request.topk_sample_logprobs, life.label, version.ref.label, may_be_cut=True)
                 if truncates(job.request) and piece.tokens:
                     piece = await score_again(life, job, model, draft.tokens, piece)
         if reply is not None:  # and the version was compared

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 from tinsmith.vllm.tasks import whole
 
-BASE = 0
-"""Stands for the base's own weights, where the number of weights is asked for."""
-UNKNOWN = -1
+BASE = ""
+"""The key of the base's own weights."""
+UNKNOWN = None
 """What a server computes with while it switches, and after a switch that failed."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
-    number: int
+    key: str
     turn: "asyncio.Future[bool]"
     """Done when it may run; whether it has to switch first."""
 
@@ -29,19 +29,19 @@ class Gate:
     """The gate of one server. Used in one event loop."""
 
     def __init__(self) -> None:
-        self.weights = BASE
-        """Number of the weights that are there."""
+        self.weights: str | None = BASE
+        """Key of the weights that are there."""
         self.running = 0
         self.line: deque[_Waiting] = deque()
 
     @asynccontextmanager
-    async def passing(self, number: int, switch: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
-        """Run the body while the server holds the weights of that number; `switch` is called if they have to be put there, alone."""
-        must_switch = await self._wait(number)
+    async def passing(self, key: str, switch: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+        """Run the body while the server holds the weights of that key; `switch` is called if they have to be put there, alone."""
+        must_switch = await self._wait(key)
         try:
             if must_switch:
-                await whole(self._switch(number, switch))
-                for other in [waiting for waiting in self.line if waiting.number == number]:
+                await whole(self._switch(key, switch))
+                for other in [waiting for waiting in self.line if waiting.key == key]:
                     self._let_in(other)
             yield
         finally:
@@ -53,12 +53,12 @@ class Gate:
         self.running += 1
         return self._leave
 
-    async def _switch(self, number: int, switch: Callable[[], Awaitable[None]]) -> None:
+    async def _switch(self, key: str, switch: Callable[[], Awaitable[None]]) -> None:
         await switch()
-        self.weights = number
+        self.weights = key
 
-    async def _wait(self, number: int) -> bool:
-        waiting = _Waiting(number, asyncio.get_running_loop().create_future())
+    async def _wait(self, key: str) -> bool:
+        waiting = _Waiting(key, asyncio.get_running_loop().create_future())
         self.line.append(waiting)
         self._move()
         try:
@@ -72,14 +72,14 @@ class Gate:
             raise
 
     def _move(self) -> None:
-        while self.line and (self.line[0].number == self.weights or not self.running):
+        while self.line and (self.line[0].key == self.weights or not self.running):
             self._let_in(self.line[0])
 
     def _let_in(self, waiting: _Waiting) -> None:
         self.line.remove(waiting)
         if waiting.turn.cancelled():
             return
-        must_switch = waiting.number != self.weights
+        must_switch = waiting.key != self.weights
         if must_switch:
             self.weights = UNKNOWN
         self.running += 1

@@ -33,8 +33,6 @@ class Job:
     request: SampleRequest
     rendered: RenderedInput
     version: Version
-    line: str | None
-    """What the versions of its weights share, if new ones take their place while it runs."""
     max_tokens: int
     eos: frozenset[int]
     vocab_size: int
@@ -44,4 +42,4 @@ class Job:
     answers: PromptAnswers
     """What the trainer's model has answered about the prompt already."""
     drafts: list[Draft]
-    """One for each sample; they stay empty without a `line`."""
+    """One for each sample; they stay empty unless new weights take the place of its own while it runs."""

@@ -5,10 +5,12 @@ need others wait until those that run have ended, in the order in which they cam
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 from tinsmith.errors import TinsmithError
 from tinsmith.models.full import FullWeights
@@ -38,6 +40,9 @@ class Publisher:
         self.files = files
         self.canary = canary
         self.device = canary.base.device
+        self._transfers = itertools.count(1)
+        self.folders: dict[str, asyncio.Task[Path]] = {}
+        """By the key of an adapter: writes its files, and gives their directory."""
 
     @asynccontextmanager
     async def serving(self, life: Life, version: Version) -> AsyncIterator[str | None]:
@@ -47,10 +52,10 @@ class Publisher:
         body has got may be used, if it computes something else with them than the trainer does.
         """
         await self._identify(life)
-        async with life.gate.passing(_number(version.full), partial(self._transfer, life, version.full)):
+        async with life.gate.passing(_full_key(version), partial(self._transfer, life, version.full)):
             name = None
             if version.adapter is not None:
-                name = await self._loaded(life, version.adapter)
+                name = await self._loaded(life, version.ref.key, version.adapter)
             checked = self._checked(life, version, name)
             try:
                 yield name
@@ -68,19 +73,24 @@ class Publisher:
             async with self.serving(life, version):
                 pass
         else:
-            await self._loaded(life, version.adapter)
+            await self._loaded(life, version.ref.key, version.adapter)
 
-    async def forget(self, servers: list[Server], uid: int) -> None:
-        """Take an adapter off all servers and delete its files: nothing samples from it any more."""
-        for life in [server.life for server in servers if server.life is not None]:
-            life.checks.pop(uid, None)
-            task = life.adapters.pop(uid, None)
+    async def forget(self, servers: list[Server], key: str) -> None:
+        """Take an adapter off all servers and delete its files: nothing samples from it any more.
+
+        If it is sampled from again later it gets other files, and so another name on the servers.
+        """
+        folder = self.folders.pop(key, None)
+        lives = [server.life for server in servers if server.life is not None]
+        for life in lives:
+            life.checks.pop(key, None)
+        for life, task in [(life, life.adapters.pop(key)) for life in lives if key in life.adapters]:
             try:
-                if task is not None:
-                    await self._unload(life, await task)
+                await self._unload(life, await task)
             except TinsmithError as error:
-                log.warning("adapter %d stays on a vLLM server: %s", uid, error)
-        await asyncio.to_thread(self.files.remove, uid)
+                log.warning("adapter %s stays on a vLLM server: %s", key, error)
+        if folder is not None:
+            await asyncio.to_thread(self.files.remove, await folder)
 
     async def _identify(self, life: Life) -> None:
         """Ask a server once what it calls its weights. vLLM 0.26 cannot say."""
@@ -96,11 +106,11 @@ class Publisher:
 
     def _checked(self, life: Life, version: Version, name: str | None) -> "asyncio.Future[None]":
         """The comparison of the canary, which all who sample from these weights share. The weights stay until it has ended."""
-        is_new = version.uid not in life.checks
-        checked = once(life.checks, version.uid, partial(self._check, life, version, name))
+        is_new = version.ref.key not in life.checks
+        checked = once(life.checks, version.ref.key, partial(self._check, life, version, name))
         if is_new:
             leave = life.gate.stay()
-            life.checks[version.uid].add_done_callback(lambda _: leave())
+            life.checks[version.ref.key].add_done_callback(lambda _: leave())
         return checked
 
     async def _check(self, life: Life, version: Version, name: str | None) -> None:
@@ -108,18 +118,18 @@ class Publisher:
         try:
             self.canary.compare(reply["prompt_logprobs"], version.canary, str(version))
         except TinsmithError:
-            if life.adapters.pop(version.uid, None) is not None and name is not None:
+            if life.adapters.pop(version.ref.key, None) is not None and name is not None:
                 await self._unload(life, name)
             raise
 
-    async def _loaded(self, life: Life, adapter: Adapter) -> str:
+    async def _loaded(self, life: Life, key: str, adapter: Adapter) -> str:
         """The name of an adapter that is on the server now."""
-        return await once(life.adapters, adapter.uid, partial(self._load, life, adapter))
+        return await once(life.adapters, key, partial(self._load, life, key, adapter))
 
-    async def _load(self, life: Life, adapter: Adapter) -> str:
-        path = await asyncio.to_thread(self.files.adapter, adapter)
+    async def _load(self, life: Life, key: str, adapter: Adapter) -> str:
+        path = await once(self.folders, key, partial(asyncio.to_thread, self.files.write, adapter))
         # A server that is not ours may know the adapter from another life. It compares what it has loaded with the identity at the end.
-        name = f"{self.files.root.name}-{life.number}-{adapter.uid}-{await asyncio.to_thread(self.files.identity, adapter)}"
+        name = f"{self.files.root.name}-{life.number}-{path.name}-{await asyncio.to_thread(self.files.identity, adapter)}"
         await life.connection.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
         if not await _has_compared(life, name):
             await self._unload(life, name)
@@ -141,7 +151,7 @@ class Publisher:
         life.transfer = None
         await life.connection.post("/pause", mode="wait", clear_cache="false")  # pictures stay; prefixes are reset below
         try:
-            await self._send(life, transfer, self.files.tensors(weights), f"{_LABEL}{self.files.root.name}-{_number(weights)}")
+            await self._send(life, transfer, self.files.tensors(weights), f"{_LABEL}{self.files.root.name}-{next(self._transfers)}")
             life.transfer = transfer
         finally:
             if life.transfer is None:
@@ -174,5 +184,6 @@ async def _has_compared(life: Life, name: str) -> bool:
     return all(result["checked"] for result in reply["results"])
 
 
-def _number(weights: FullWeights | None) -> int:
-    return weights.uid if weights is not None else BASE
+def _full_key(version: Version) -> str:
+    """The key of the full weights that a version takes, which for an adapter are the base's."""
+    return version.ref.key if version.full is not None else BASE

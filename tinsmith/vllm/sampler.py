@@ -8,9 +8,9 @@ import logging
 import secrets
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -22,10 +22,9 @@ from tinsmith.models.full import Weights
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.prefix import BLOCK, prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
-from tinsmith.sampling.sequence import SampleFailure, SampleResult
+from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled, ref_of
 from tinsmith.vllm.canary import Canary, score_prompt
 from tinsmith.vllm.client import VLLMClient
-from tinsmith.vllm.gate import BASE
 from tinsmith.vllm.job import Draft, Job
 from tinsmith.vllm.parameters import check_parameters, longest_answer
 from tinsmith.vllm.version import Version
@@ -48,33 +47,34 @@ class VLLMSampler:
         self.longest = longest
         self.logits_chunk = logits_chunk
         self.wake = wake
-        self.jobs: dict[str, tuple[int, Future[SampleResult]]] = {}
-        """Number of samples, and what becomes of them, by request id."""
+        self.pending: dict[str, _Pending] = {}
+        """By request id."""
         self.ended: deque[tuple[str, Future[SampleResult]]] = deque()
         """Filled by the client's thread."""
-        self.published: deque[tuple[Weights, str | None]] = deque()
-        """New weights, and the lines that go on with them."""
-        self.canaries: dict[int, NDArray[np.float32]] = {}
-        """The trainer's log-probabilities of the canary, by the number of the weights, as long as these live."""
+        self.published: deque[Weights] = deque()
+        self.canaries: dict[str, NDArray[np.float32]] = {}
+        """The trainer's log-probabilities of the canary, by the key of the weights, as long as these are in memory."""
+        self.copies: dict[str, set[int]] = {}
+        """The `id` of all objects in memory that hold the weights of a key."""
+        self.gone: deque[tuple[str, int]] = deque()
+        """Key and `id` of such objects that are no more. Filled by any thread."""
 
     @property
     def has_work(self) -> bool:
         """See `Sampler`: what vLLM computes is no work for this process."""
-        return bool(self.ended or self.published)
+        return bool(self.ended or self.published or self.gone)
 
     @property
     def load(self) -> tuple[int, int]:
         """See `Sampler`. Which of them wait only vLLM knows."""
-        return sum(samples for samples, _ in self.jobs.values()), 0
+        return sum(pending.num_samples for pending in self.pending.values()), 0
 
     @property
     def room(self) -> int:
         """See `Sampler`: as many may wait for a server as it computes at a time."""
         return 2 * sum(server.slots for server in self.client.servers.all) - self.load[0]
 
-    def add(
-        self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, line: str | None = None
-    ) -> None:
+    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, stream: bool = False) -> None:
         """See `Sampler`."""
         check_parameters(request)
         request.questions.check(len(rendered), self.base.vocab_size)
@@ -85,42 +85,45 @@ class VLLMSampler:
             request=request,
             rendered=rendered,
             version=version,
-            line=line,
             max_tokens=longest_answer(request, len(rendered), self.longest),
             eos=self.base.eos_token_ids(),
             vocab_size=self.base.vocab_size,
             tokenizer=self.base.tokenizer,
-            keys=prompt_keys(weights_key(version.uid), rendered, [], [], blocks),
+            keys=prompt_keys(weights_key(version.ref), rendered, [], [], blocks),
             answers=self._local_answers(request, rendered, weights),
             drafts=[Draft() for _ in range(request.num_samples)],
         )
-        self.jobs[request_id] = (request.num_samples, self.client.submit(job, partial(self._end, request_id)))
+        self.pending[request_id] = _Pending(request.num_samples, stream, self.client.submit(job, partial(self._end, request_id)))
 
-    def publish(self, weights: Weights, line: str | None) -> None:
+    def publish(self, weights: Weights) -> None:
         """See `Sampler`. The next `step` does it, so that who saves them need not wait."""
-        self.published.append((weights, line))
+        self.published.append(weights)
 
-    def step(self) -> list[SampleResult | SampleFailure]:
+    def step(self) -> list[SampleEvent]:
         """See `Sampler`."""
+        self._forget_unused()
         while self.published:
-            weights, line = self.published.popleft()
-            self.client.publish(self._version(weights), line)
-        results: list[SampleResult | SampleFailure] = []
+            self.client.publish(self._version(self.published.popleft()))
+        events: list[SampleEvent] = []
         while self.ended:
             request_id, future = self.ended.popleft()
-            if self.jobs.get(request_id, (0, None))[1] is future:  # or it was cancelled, and perhaps came again
-                del self.jobs[request_id]
-                results.append(_outcome(request_id, future))
-        return results
+            pending = self.pending.get(request_id)
+            if pending is not None and pending.future is future:  # or it was cancelled, and perhaps came again
+                del self.pending[request_id]
+                outcome = _outcome(request_id, future)
+                if pending.stream and isinstance(outcome, SampleResult):
+                    events += _tokens_of(outcome)
+                events.append(outcome)
+        return events
 
     def cancel(self, request_id: str) -> None:
         """See `Sampler`. vLLM gives up what nobody listens to."""
-        if request_id in self.jobs:
-            self.jobs.pop(request_id)[1].cancel()
+        if request_id in self.pending:
+            self.pending.pop(request_id).future.cancel()
 
     def abandon(self) -> None:
         """See `Sampler`."""
-        for request_id in list(self.jobs):
+        for request_id in list(self.pending):
             self.cancel(request_id)
 
     def _end(self, request_id: str, future: "Future[SampleResult]") -> None:
@@ -128,16 +131,24 @@ class VLLMSampler:
         self.wake()
 
     def _version(self, weights: Weights | None) -> Version:
-        uid = weights.uid if weights is not None else BASE
-        if uid not in self.canaries:
-            self.canaries[uid] = self.canary.expected(weights)
-            if weights is not None:
-                weakref.finalize(weights, self._forget, uid).atexit = False
-        return Version(weights, self.canaries[uid], self.base.name if weights is None else weights.version)
+        self._forget_unused()
+        ref = ref_of(weights, self.base.name)
+        if ref.key not in self.canaries:
+            self.canaries[ref.key] = self.canary.expected(weights)
+        copies = self.copies.setdefault(ref.key, set())
+        if weights is not None and id(weights) not in copies:
+            copies.add(id(weights))
+            weakref.finalize(weights, self.gone.append, (ref.key, id(weights))).atexit = False
+        return Version(weights, self.canaries[ref.key], ref)
 
-    def _forget(self, uid: int) -> None:
-        del self.canaries[uid]
-        self.client.forget(uid)
+    def _forget_unused(self) -> None:
+        """Take weights off the servers that no object in memory holds any more. Those that left it and came back have another object."""
+        while self.gone:
+            key, copy = self.gone.popleft()
+            self.copies[key].discard(copy)
+            if not self.copies[key]:
+                del self.copies[key], self.canaries[key]
+                self.client.forget(key)
 
     def _local_answers(self, request: SampleRequest, rendered: RenderedInput, weights: Weights | None) -> PromptAnswers:
         """Log-probabilities of ids of the client's choice, and alternative tokens: vLLM has neither."""
@@ -150,7 +161,24 @@ class VLLMSampler:
         return scores.answers
 
 
-def _outcome(request_id: str, future: "Future[SampleResult]") -> SampleResult | SampleFailure:
+@dataclass(frozen=True)
+class _Pending:
+    """A request that the client has."""
+
+    num_samples: int
+    stream: bool
+    future: Future[SampleResult]
+
+
+def _tokens_of(result: SampleResult) -> Iterator[TokensSampled]:
+    """All tokens of a result, as events."""
+    for index, sequence in enumerate(result.sequences):
+        for span in sequence.versions:
+            part = slice(span.start, span.end)
+            yield TokensSampled(result.request_id, index, sequence.tokens[part], sequence.logprobs[part], span.version)
+
+
+def _outcome(request_id: str, future: "Future[SampleResult]") -> SampleEvent:
     if future.cancelled():
         return SampleFailure(request_id, TinsmithError("the sample was given up, because the server stops"))
     error = future.exception()

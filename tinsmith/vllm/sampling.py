@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from tinsmith.sampling.sequence import SampleResult
+from tinsmith.sampling.sampler import SampleResult
 from tinsmith.vllm.answers import prompt_answers, rescored, sequences_of
 from tinsmith.vllm.generate import ask, generate, introduce
 from tinsmith.vllm.job import Job
@@ -43,7 +43,7 @@ async def _some(
             return []
         params = sampling_params(job.request, job.max_tokens, job.eos, job.vocab_size, taken[0], len(taken))
         reply = await ask(life, job.rendered, params, model)
-    sequences = sequences_of(reply, len(taken), job.request.topk_sample_logprobs, life.label, job.version.name)
+    sequences = sequences_of(reply, len(taken), job.request.topk_sample_logprobs, life.label, job.version.ref.label)
     return [(taken[0], (sequences, reply))]
 
 

@@ -76,10 +76,10 @@ class Life:
     transfer_kind: TransferKind
     transfer: Transfer | None = None
     """The way in for full weights, once some have been sent."""
-    adapters: dict[int, "asyncio.Task[str]"] = field(default_factory=dict)
-    """By the number of the weights: loads the adapter, and gives the name it has there."""
-    checks: dict[int, "asyncio.Task[None]"] = field(default_factory=dict)
-    """By the number of the weights, 0 for the base's: compares the canary."""
+    adapters: dict[str, "asyncio.Task[str]"] = field(default_factory=dict)
+    """By the key of the weights: loads the adapter, and gives the name it has there."""
+    checks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    """By the key of the weights: compares the canary."""
     gate: Gate = field(default_factory=Gate)
     """To the weights that it computes with."""
     label: str | None = None

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter
-from tinsmith.vllm.gate import BASE
+from tinsmith.protocol.weights import WeightsRef
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,13 +18,8 @@ class Version:
     """None are the base's."""
     canary: NDArray[np.float32]
     """What the trainer makes of the canary prompt with them."""
-    name: str
-    """What clients are told that they sampled from."""
-
-    @property
-    def uid(self) -> int:
-        """Their number."""
-        return self.weights.uid if self.weights is not None else BASE
+    ref: WeightsRef
+    """Their identity."""
 
     @property
     def full(self) -> FullWeights | None:
@@ -38,4 +33,4 @@ class Version:
 
     def __str__(self) -> str:
         kind = {Adapter: "adapter", FullWeights: "full weights"}.get(type(self.weights))
-        return f"{kind} {self.uid}" if kind else "the base weights"
+        return f"{kind} {self.ref.label}" if kind else "the base weights"

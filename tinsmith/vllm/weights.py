@@ -4,10 +4,10 @@ The files lie in memory where the system has a file system for that. Every versi
 under an adapter's name and path for good.
 """
 
+import itertools
 import os
 import shutil
 import tempfile
-import threading
 from pathlib import Path
 
 import psutil
@@ -37,16 +37,12 @@ class WeightFiles:
         parent = Path(directory or (_MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()))
         _delete_leftovers(parent)
         self.root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
-        self._lock = threading.Lock()
+        self._count = itertools.count(1)
 
-    def adapter(self, adapter: Adapter) -> Path:
-        """Directory of an adapter, written when it is first asked for."""
-        directory = self.root / str(adapter.uid)
-        with self._lock:
-            if not directory.exists():
-                partly = directory.with_suffix(".partly")
-                write_peft(adapter, self.outline, self.base.tokenizer_id, partly)
-                partly.rename(directory)
+    def write(self, adapter: Adapter) -> Path:
+        """The directory of an adapter that was just written. It is another one at each call."""
+        directory = self.root / str(next(self._count))
+        write_peft(adapter, self.outline, self.base.tokenizer_id, directory)
         return directory
 
     @torch.no_grad()
@@ -64,9 +60,9 @@ class WeightFiles:
         own = weights.working if weights is not None else {}
         return {self.outline.parameter_name(name): own.get(name, parameter) for name, parameter in self.parameters.items()}
 
-    def remove(self, uid: int) -> None:
-        """Delete the files of an adapter, if there are any."""
-        shutil.rmtree(self.root / str(uid), ignore_errors=True)
+    def remove(self, directory: Path) -> None:
+        """Delete the files of an adapter."""
+        shutil.rmtree(directory, ignore_errors=True)
 
     def close(self) -> None:
         """Delete everything."""

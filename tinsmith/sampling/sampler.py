@@ -1,0 +1,115 @@
+"""What a worker needs of a sampler: requests go in with `add`, and `step` yields events while the answers grow.
+
+There are two implementations: the local sampler, which computes with the training weights, and the client of vLLM servers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tinsmith.errors import TinsmithError
+from tinsmith.models.full import Weights
+from tinsmith.protocol.weights import WeightsRef
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.wire.prompt_scores import PromptAnswers
+from tinsmith.wire.sample import SampledSequence, SampleRequest
+
+
+@dataclass(frozen=True, eq=False)
+class TokensSampled:
+    """New tokens of one sample of a request that was added with `stream`.
+
+    The events of a sample, one after the other, hold exactly the tokens of its result, which comes after all of them. A request that
+    fails may have yielded tokens before.
+    """
+
+    request_id: str
+    index: int
+    """Which of the request's samples."""
+    tokens: list[int]
+    logprobs: list[float]
+    """Of each token, at the temperature of the request."""
+    version: str
+    """The label of the weights that gave these tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class SampleResult:
+    """A finished request: the last event of it."""
+
+    request_id: str
+    sequences: list[SampledSequence]
+    answers: PromptAnswers
+    """What was asked about the prompt."""
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that did not have to be computed."""
+
+
+@dataclass(frozen=True, eq=False)
+class SampleFailure:
+    """A request that ended in an error: the last event of it."""
+
+    request_id: str
+    error: TinsmithError
+
+
+SampleEvent = TokensSampled | SampleResult | SampleFailure
+
+
+class Sampler(Protocol):
+    """Samples from one base model, with whatever weights each request names. For one thread."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a `step` would do something."""
+        ...
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many sequences are being decoded, and how many wait."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """How many more sequences it would like to have. It accepts more, but they would only wait."""
+        ...
+
+    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, stream: bool = False) -> None:
+        """Accept a request. No other that is unfinished may have this `request_id`.
+
+        `weights` are the snapshot to sample from, None the base's own. With `stream`, tokens are yielded as they come. Raises UserError if
+        the request can never run.
+        """
+        ...
+
+    def publish(self, weights: Weights) -> None:
+        """There are new weights to sample from.
+
+        If their ref has an `inflight_of`, unfinished requests whose weights have the same go on with the new ones from their next token.
+        """
+        ...
+
+    def step(self) -> Sequence[SampleEvent]:
+        """Do one small piece of work; returns what came of it. What goes wrong with one request is the failure of that request only.
+
+        An error that is raised concerns all requests: call `abandon` then.
+        """
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request that nobody waits for any more. One that has ended, or was never added, is no error."""
+        ...
+
+    def abandon(self) -> None:
+        """Forget every request, after a `step` that raised."""
+        ...
+
+
+def ref_of(weights: Weights | None, base_model: str) -> WeightsRef:
+    """The identity of weights to sample from; None are those of the base. Raises ValueError for weights that train."""
+    if weights is None:
+        return WeightsRef.of_base(base_model)
+    if weights.ref is None:
+        raise ValueError("weights that train cannot be sampled from, because they change; take a snapshot")
+    return weights.ref
