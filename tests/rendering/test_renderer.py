@@ -2,7 +2,10 @@
 
 import io
 import itertools
+import threading
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +20,9 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from tests.bases import image, picture_chunks, png, random_tokens, renderer, text
 from tinsmith.config import ImagesConfig
 from tinsmith.errors import UserError
-from tinsmith.models.base import BaseModel
+from tinsmith.models.base import BaseModel, PictureInput
 from tinsmith.rendering import renderer as rendering
+from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 
@@ -69,10 +73,53 @@ def test_a_placeholder_that_arrives_as_text_stays_text(vision_base: BaseModel) -
 def test_an_image_is_processed_once(vision_base: BaseModel) -> None:
     render = renderer(vision_base)
     first = render.render(picture_chunks(vision_base, 1, 4)).pictures[0]
-    (key,) = render.cache
     again = render.render([image(2), image(1 + 1)])
-    assert first is render.cache[key]
+    assert len(render.cache) == 2
+    assert first is render.render(picture_chunks(vision_base, 1, 4)).pictures[0]
     assert again.pictures[0] is again.pictures[1]
+
+
+def test_threads_render_as_one_would_and_decode_each_picture_once(vision_base: BaseModel) -> None:
+    """Every thread wants the same pictures in the same order, from a cache that holds few of them, so that they meet at each."""
+    prompts: list[list[Chunk]] = [[text(number), image(number, 200 + number, 150), text(number)] for number in range(24)]
+    alone = [renderer(vision_base).render(prompt) for prompt in prompts]
+    shared = renderer(vision_base, image_cache_mib=2)
+    local, decoded = shared.processor, Counter[bytes]()
+    assert local is not None
+
+    def count(sha256: bytes, picture: Image.Image) -> PictureInput:
+        decoded[sha256] += 1
+        return local(sha256, picture)
+
+    shared.processor = count
+    together = threading.Barrier(4)
+
+    def render(prompt: list[Chunk]) -> RenderedInput:
+        together.wait()
+        return shared.render(prompt)
+
+    with ThreadPoolExecutor(4) as threads:
+        for prompt, expected in zip(prompts, alone, strict=True):
+            for rendered in threads.map(render, [prompt] * 4):
+                assert torch.equal(rendered.pictures[0].pixel_values, expected.pictures[0].pixel_values)
+                assert torch.equal(rendered.positions, expected.positions)
+                np.testing.assert_array_equal(rendered.token_ids, expected.token_ids)
+    assert set(decoded.values()) == {1}
+    assert len(decoded) == 24
+    assert len(shared.cache) < 24
+
+
+def test_a_picture_that_fails_in_one_thread_fails_in_each_by_itself(vision_base: BaseModel) -> None:
+    good = image(0)
+    assert good.data is not None
+    broken = ImageChunk(good.sha256, good.data[:-200], "png", None)
+    shared = renderer(vision_base)
+    with ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(shared.render, [*[text(1)] * place, broken]) for place in range(8)]
+        for place, rendering_ in enumerate(waiting):
+            with pytest.raises(UserError, match=f"^chunk {place}: "):
+                rendering_.result()
+    assert len(shared.render([good])) == 6
 
 
 def test_a_wrong_label_is_refused_also_for_an_image_that_is_known(vision_base: BaseModel) -> None:
