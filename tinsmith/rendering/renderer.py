@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from cachetools import LRUCache
 from PIL.Image import Image
 from transformers import AutoImageProcessor
 
@@ -18,6 +17,7 @@ from tinsmith.config import ImagesConfig
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel, PictureInput
 from tinsmith.models.families import ImageSpan, positions
+from tinsmith.rendering.pictures import PictureCache
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.forward_backward import IMAGE_FORMATS
@@ -75,12 +75,12 @@ class LocalProcessor:
 
 
 class Renderer:
-    """Renders for one base model. `read_blob` fetches image bytes that are in the store, by SHA-256."""
+    """Renders for one base model, for several threads at once. `read_blob` fetches image bytes that are in the store, by SHA-256."""
 
     def __init__(
         self, base: BaseModel, limits: ImagesConfig, read_blob: Callable[[bytes], bytes], processor: Processor | None = None
     ) -> None:
-        """Without a `processor` the model's own is loaded, if it takes pictures."""
+        """Without a `processor` the model's own is loaded, if it takes pictures. `read_blob` and `processor` are called by any thread."""
         self.base = base
         self.limits = limits
         self.read_blob = read_blob
@@ -88,9 +88,7 @@ class Renderer:
         """Counts the tokens of every picture, whoever processes it."""
         self.processor: Processor | None = processor or self.local
         self.placeholder = int(base.config.image_token_id) if base.family.takes_images else -1
-        self.cache: LRUCache[tuple[bytes, str], PictureInput] = LRUCache(
-            maxsize=limits.image_cache_mib * 2**19, getsizeof=lambda picture: picture.pixel_values.nbytes
-        )
+        self.cache = PictureCache(limits.image_cache_mib * 2**19)
 
     def render(self, chunks: Sequence[Chunk]) -> RenderedInput:
         """The sequence that `chunks` describe. Raises UserError as `measure` and `render_measured` do."""
@@ -117,7 +115,7 @@ class Renderer:
 
     def undecoded(self, measured: Measured) -> dict[bytes, int]:
         """Pixels of each of its pictures that was not decoded meanwhile, by the SHA-256 of its bytes."""
-        return {sha256: size for sha256, size in measured.pixels.items() if not any((sha256, f) in self.cache for f in IMAGE_FORMATS)}
+        return {sha256: size for sha256, size in measured.pixels.items() if not any(self.cache.get((sha256, f)) for f in IMAGE_FORMATS)}
 
     def render_measured(self, measured: Measured) -> RenderedInput:
         """The sequence, with its pictures decoded and processed. Raises UserError for one that is broken."""
@@ -153,8 +151,9 @@ class Renderer:
     def _measure_picture(self, index: int, chunk: ImageChunk, new: dict[tuple[bytes, str], _NewPicture]) -> tuple[ImageChunk, int]:
         """The picture and its tokens. One that is still to be decoded comes with its bytes, and is noted in `new`."""
         key = chunk.sha256, chunk.format  # the same bytes under a wrong label are refused, whether they are known or not
-        if key in self.cache:
-            count: int = self.cache[key].rows.stop
+        known = self.cache.get(key)
+        if known is not None:
+            count: int = known.rows.stop
         else:
             if key not in new:
                 new[key] = self._read_new(index, chunk)
@@ -177,23 +176,18 @@ class Renderer:
             raise UserError(f"chunk {index}: {error}") from error
 
     def _picture(self, index: int, chunk: ImageChunk, count: int) -> PictureInput:
-        key = chunk.sha256, chunk.format
-        picture = self.cache.get(key)
-        if picture is None:
-            assert self.processor is not None, "measure takes no images without it"
-            picture = self._process(index, chunk, self.processor)
-            if picture.pixel_values.nbytes <= self.cache.maxsize:
-                self.cache[key] = picture
+        picture = self.cache.get_or_make((chunk.sha256, chunk.format), lambda: self._process(index, chunk))
         if picture.rows.stop != count:
             raise TinsmithError(f"chunk {index}: the image was processed to {picture.rows.stop} tokens and its header promised {count}")
         return picture
 
-    def _process(self, index: int, chunk: ImageChunk, processor: Processor) -> PictureInput:
+    def _process(self, index: int, chunk: ImageChunk) -> PictureInput:
+        assert self.processor is not None, "measure takes no images without it"
         try:
             image = decode(self._bytes_of(chunk), chunk.format, self.limits)
         except UserError as error:
             raise UserError(f"chunk {index}: {error}") from error
-        return processor(chunk.sha256, image)
+        return self.processor(chunk.sha256, image)
 
     def _bytes_of(self, chunk: ImageChunk) -> bytes:
         return chunk.data if chunk.data is not None else self.read_blob(chunk.sha256)
