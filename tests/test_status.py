@@ -32,7 +32,7 @@ def test_names_are_no_markup_and_no_emoji() -> None:
     }
     print_status(status, console)
     assert [line.rstrip() for line in console.export_text().splitlines()] == [
-        "Tinsmith 0.1, engine starting: loading org/[bold]x:car:, busy for 72 s with what it does now",
+        "Tinsmith 0.1, engine starting: loading org/[bold]x:car:, busy with one task for 72 s",
         "base models",
         "name              architecture  context  images",
         "org/[bold]x:car:  qwen3         4,096    no",

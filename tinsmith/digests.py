@@ -1,7 +1,7 @@
-"""SHA-256 of large files, in blocks that threads compute side by side.
+"""SHA-256 of large files, block by block, computed by several threads.
 
-One SHA-256 over a file keeps one core busy, at 1 to 2 GB/s. Digests of blocks use all cores, and say which part of a file is damaged. A
-file of at most one block has one digest, which is what `sha256sum` prints.
+A single SHA-256 over a file uses one core, at 1 to 2 GB/s. Digests of blocks use all cores, and tell which part of a file is damaged. The
+digest of a file of at most one block is what `sha256sum` prints.
 """
 
 import hashlib
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BLOCK_BYTES = 16 * 2**20
-"""Bytes of a block; the last one of a file may be shorter. Manifests and fingerprints depend on it: another value is another format."""
+"""Size of a block in bytes; the last block of a file may be shorter. Changing it changes the format of manifests and fingerprints."""
 _READ_BYTES = 2**20
 _MAX_THREADS = 16
 
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes of a file: `size` of them from `start`."""
+    """`size` bytes of a file from position `start`."""
 
     path: Path
     start: int
@@ -27,12 +27,12 @@ class Block:
 
 
 def blocks_of(path: Path, start: int, size: int) -> list[Block]:
-    """`size` bytes of a file from `start`, in blocks. No bytes at all are one empty block."""
+    """The blocks of `size` bytes of a file from position `start`; one empty block if `size` is 0."""
     return [Block(path, start + done, min(BLOCK_BYTES, size - done)) for done in range(0, max(size, 1), BLOCK_BYTES)]
 
 
 def digests_of(blocks: Sequence[Block]) -> list[str]:
-    """SHA-256 of each block in hexadecimal, in order. A file that ends early gives the digest of what there is. Raises OSError."""
+    """SHA-256 of each block in hexadecimal, in order. If the file ends inside a block, the digest is of what it has. Raises OSError."""
     if len(blocks) < 2:
         return [_digest_of(block) for block in blocks]
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(blocks))) as threads:

@@ -1,13 +1,13 @@
-"""The log: one format for the lines of the server, of the engine and of the libraries that they use."""
+"""The log: one format for all lines, of our processes and of the libraries that they use."""
 
 import logging
 from typing import Literal
 
 LEVELS = ("debug", "info", "warning", "error")
-"""What `--log-level` takes, from most lines to fewest."""
+"""The values of `--log-level`, from most lines to fewest."""
 
 
 def start_logging(process: Literal["server", "engine"], level: str = "info") -> None:
-    """Write our lines from `level` on, and warnings and errors of libraries, to standard error. Called again, change the level only."""
+    """Log to standard error: our own lines from `level` on, and warnings and errors of libraries. A second call only changes the level."""
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s %(levelname)s {process}: %(message)s")
     logging.getLogger("tinsmith").setLevel(level.upper())

@@ -1,4 +1,4 @@
-"""`tinsmith status`: what a running server serves and does, from its status route."""
+"""`tinsmith status`: asks the status route of a running server what it does, and prints the answer."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ TIMEOUT_S = 10.0
 
 
 def fetch_status(url: str) -> dict[str, Any]:
-    """The answer of the status route. Raises ConfigError if no Tinsmith server answers at `url`."""
+    """The answer of the status route, as JSON. Raises ConfigError if no Tinsmith server answers at `url`."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url={url!r} must begin with http:// or https://")
     try:
@@ -30,15 +30,15 @@ def fetch_status(url: str) -> dict[str, Any]:
         reason = error.reason if isinstance(error, URLError) else str(error).strip()
         raise ConfigError(f"no Tinsmith server answers at {url}: {reason}") from error
     if not isinstance(content, dict) or "engine" not in content:
-        raise ConfigError(f"no Tinsmith server answers at {url}: what answers there reports no engine")
+        raise ConfigError(f"no Tinsmith server answers at {url}: the answer has no key 'engine'")
     return content
 
 
 def print_status(status: dict[str, Any], console: Console) -> None:
-    """Print what `fetch_status` returned, as plain text: Rich would take parts of names for markup or emoji codes, such as `:train:`."""
+    """Print what `fetch_status` returned. Names become `Text`, because Rich would read parts such as `:train:` as markup or emoji."""
     engine, samples, rates = status["engine"], status["samples"], status["tokens_per_second"]
     reason = f": {engine['reason']}" if engine["reason"] else ""
-    busy = f", busy for {engine['busy_s']:,.0f} s with what it does now" if engine["busy_s"] >= 1 else ""
+    busy = f", busy with one task for {engine['busy_s']:,.0f} s" if engine["busy_s"] >= 1 else ""
     console.print(Text(f"Tinsmith {status['version']}, engine {engine['state']}{reason}{busy}"))
     console.print(_table("base models", ("name", "architecture", "context", "images"), [_base(base) for base in status["base_models"]]))
     rows = [(m["model_id"], m["base_model"], f"{m['queued']:,}", f"{m['trained_tokens']:,}") for m in status["models"]]
