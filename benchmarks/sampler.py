@@ -18,7 +18,7 @@ from tinsmith.config import ModelsConfig, SamplingConfig
 from tinsmith.models.base import load_base_model
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.local import LocalSampler
+from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.wire.chunks import TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule

@@ -26,7 +26,6 @@ RANKS = {
     "rendering": 7,
     "training": 8,
     "sampling": 9,
-    "vllm": 10,
     "worker": 11,
     "engine": 11,
     "server": 12,
@@ -41,7 +40,7 @@ RANKS = {
 }
 """A room imports rooms of a lower rank only, or itself."""
 
-MAY_IMPORT_TORCH = {"models", "rendering", "training", "sampling", "vllm", "worker"}
+MAY_IMPORT_TORCH = {"models", "rendering", "training", "sampling", "worker"}
 
 RL_MAY_IMPORT = {"rl", "errors", "config_values", "wire"}
 """The client side speaks to any Tinker server through the SDK: of the rest of the house it needs nothing."""
@@ -114,6 +113,16 @@ def test_rooms_import_one_way(path: Path) -> None:
             # rl reads chat templates and image sizes with transformers; it computes nothing.
             assert room in MAY_IMPORT_TORCH or (room == "rl" and package == "transformers"), f"{path.name} of {room} imports {module}"
         assert package != "tinker" or room == "rl", f"{path.name} imports the client's SDK"
+
+
+def test_what_runs_inside_vllm_needs_nothing_else_of_the_package() -> None:
+    """vLLM's environment has none of our dependencies but those that vLLM has too."""
+    allowed = {*sys.stdlib_module_names, "numpy", "safetensors", "torch", "vllm"}
+    for path in (PACKAGE / "sampling" / "inside_vllm").glob("*.py"):
+        for module, _ in imports(path):
+            assert module.startswith("tinsmith.sampling.inside_vllm") or module.split(".")[0] in allowed, f"{path.name} imports {module}"
+    for package in (PACKAGE, PACKAGE / "sampling"):
+        assert not imports(package / "__init__.py")
 
 
 def test_what_we_touch_of_transformers_is_listed_and_there(vision_base: BaseModel) -> None:

@@ -92,7 +92,7 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     """Sizes of each base model, and whether all of them fit together where they would run."""
     from tinsmith.models.sizing import size_of  # here, because they import transformers
-    from tinsmith.sampling.kv_cache import CacheShape
+    from tinsmith.sampling.local.kv_cache import CacheShape
     from tinsmith.sampling.prefix import BLOCK
 
     needed = 0

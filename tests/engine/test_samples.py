@@ -22,7 +22,7 @@ from tinsmith.engine.trainer import Trainer
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraPair
 from tinsmith.protocol.serving import Sample, SampleDone, SampleFailed
-from tinsmith.sampling.local import LocalSampler
+from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 from tinsmith.wire import tinker_pb2

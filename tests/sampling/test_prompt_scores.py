@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.bases import picture_chunks, random_adapter, random_tokens, renderer
-from tests.sampling.test_local import PARAMS, ask, run, sampler_of
+from tests.sampling.local.test_sampler import PARAMS, ask, run, sampler_of
 from tinsmith.errors import UserError
 from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel

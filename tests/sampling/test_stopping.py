@@ -3,7 +3,7 @@
 import pytest
 from tokenizers.decoders import DecodeStream
 
-from tests.sampling.byte_fallback import WORDS, byte_fallback_tokenizer, byte_tokens
+from tests.sampling.local.byte_fallback import WORDS, byte_fallback_tokenizer, byte_tokens
 from tinsmith.models.base import BaseModel
 from tinsmith.sampling.stopping import StopIds, StopStrings, TextStream
 

@@ -21,7 +21,7 @@ from PIL.Image import Image
 
 from tests.bases import image, load, new_ref, random_adapter, random_tokens, renderer
 from tests.running import Server
-from tests.sampling.test_local import forward_logprobs
+from tests.sampling.local.test_sampler import forward_logprobs
 from tests.with_vllm.proxy import Proxy, in_front_of
 from tests.with_vllm.serving import generated, processes_of, vllm_pids
 from tinsmith.config import load as load_config
@@ -30,8 +30,8 @@ from tinsmith.models.lora import LoraPair
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Processor, Renderer
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, ref_of
-from tinsmith.vllm.sampler import VLLMSampler
-from tinsmith.vllm.start import start_vllm_sampler
+from tinsmith.sampling.vllm.sampler import VLLMSampler
+from tinsmith.sampling.vllm.start import start_vllm_sampler
 from tinsmith.wire.chunks import Chunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule

@@ -14,7 +14,7 @@ from tests.acceptance.talking import image_input, text_input, train
 from tests.running import Server
 from tests.with_vllm.serving import client_of, wait_for_vllm
 from tests.with_vllm.talking import learn, sample, snapshot, worst_difference
-from tinsmith.vllm.identity import identity
+from tinsmith.sampling.inside_vllm.identity import identity
 
 TOO_SMALL = 400_000
 """Bytes of a file, where the tiny model needs more than a million."""

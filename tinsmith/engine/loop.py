@@ -31,7 +31,7 @@ from tinsmith.protocol.link import EngineLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Bye, CancelSample, EndSession, ForgetCheckpoint, Ready, Sample, SampleFailed, Saving, Shutdown, Wake
 from tinsmith.rendering.renderer import Renderer
-from tinsmith.sampling.local import LocalSampler
+from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.self_check import check_base_model
 from tinsmith.store.database import BUSY_S
 from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
@@ -270,7 +270,7 @@ class Engine:
         if self.config.sampling.sampler == "none":
             return {}
         if self.config.sampling.sampler == "vllm":
-            from tinsmith.vllm.start import start_vllm_sampler  # needs packages that are not there without vLLM
+            from tinsmith.sampling.vllm.start import start_vllm_sampler  # needs packages that are not there without vLLM
 
             return {
                 name: Sampled(start_vllm_sampler(base, renderers[name], self.config, self.link.wake), renderers[name])

@@ -33,8 +33,8 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import pack, packing_order
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
-from tinsmith.sampling.kv_cache import CacheShape, blocks_for
-from tinsmith.sampling.local import LocalSampler
+from tinsmith.sampling.local.kv_cache import CacheShape, blocks_for
+from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleFailure, SampleResult
 from tinsmith.training.logprobs import target_logprobs
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk

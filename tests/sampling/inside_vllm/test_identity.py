@@ -1,0 +1,53 @@
+"""The number that names weights: what changes it, and what does not."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tinsmith.sampling.inside_vllm import identity as room
+
+
+def identity(tensors: dict[str, Tensor]) -> str:
+    return room.identity(tensors.items())
+
+
+def tensors(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(size, generator=generator).to(dtype) for name, size in (("a", (8, 64)), ("b", (96, 8)), ("norm", (64,)))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_bit_of_one_value_changes_it(dtype: torch.dtype) -> None:
+    known = {identity(tensors(dtype))}
+    for name, tensor in tensors(dtype).items():
+        for index in (0, tensor.numel() // 2, tensor.numel() - 1):
+            changed = tensors(dtype)
+            bits = changed[name].view(torch.int16 if dtype == torch.bfloat16 else torch.int32).view(-1)
+            bits[index] ^= 1
+            known.add(identity(changed))
+    assert len(known) == 10
+
+
+def test_names_and_places_count() -> None:
+    first = tensors()
+    renamed = {"other": first["a"], "b": first["b"], "norm": first["norm"]}
+    exchanged = first | {"a": first["a"].flip(0)}
+    turned = first | {"a": first["a"].flip(1)}
+    fewer = {"a": first["a"], "b": first["b"]}
+    assert len({identity(one) for one in (first, renamed, exchanged, turned, fewer)}) == 5
+
+
+def test_order_padding_and_layout_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = tensors()
+    expected = identity(first)
+    assert identity(dict(reversed(first.items()))) == expected
+    assert identity(first | {"a": pad(first["a"], (0, 5, 0, 7))}) == expected
+    assert identity(first | {"b": first["b"].T.contiguous().T}) == expected
+    monkeypatch.setitem(room._AT_ONCE, "cpu", 100)
+    assert identity(first) == expected
+
+
+def test_it_is_the_same_tomorrow() -> None:
+    """Both sides may run different versions of PyTorch."""
+    assert identity({"a": torch.arange(6, dtype=torch.float32).reshape(2, 3)}) == "512a918ac0200000"

@@ -1,0 +1,60 @@
+"""The cache's blocks: who uses them, and what is found again."""
+
+import torch
+
+from tinsmith.sampling.local.kv_cache import CacheShape, KVCache
+
+SHAPE = CacheShape(layers=1, kv_heads=1, head_dim=2, dtype=torch.float32, device=torch.device("cpu"))
+A, B, C = b"a", b"b", b"c"
+
+
+def test_what_nobody_uses_is_found_until_its_room_is_needed() -> None:
+    cache = KVCache(SHAPE, 4)
+    blocks = cache.take(3)
+    cache.remember([A, B, C], blocks)
+    cache.give_back(blocks)
+    assert (len(cache.free), cache.available) == (1, 4)
+    assert cache.find([A, B, C]) == blocks
+    cache.take(2)  # the free one, and the end of what is known
+    assert cache.find([A, B, C]) == blocks[:2]
+    assert cache.find([B]) == [blocks[1]]
+    assert cache.find([C, A]) == []
+
+
+def test_a_shared_block_stays_while_one_sequence_needs_it() -> None:
+    cache = KVCache(SHAPE, 2)
+    blocks = cache.take(1)
+    cache.remember([A], blocks)
+    cache.give_back(blocks)
+    assert cache.share(cache.find([A])[0]) == blocks[0]
+    assert cache.available == 1
+    cache.take(1)
+    assert cache.find([A]) == blocks
+    cache.give_back(blocks)
+    assert cache.available == 1
+
+
+def test_a_key_stays_with_its_block_and_a_taken_block_is_clear() -> None:
+    cache = KVCache(SHAPE, 2)
+    first, second = cache.take(1), cache.take(1)
+    cache.remember([A], first)
+    cache.remember([A], second)
+    assert cache.find([A]) == first
+    cache.keys[:, first] = float("nan")
+    cache.give_back(first)
+    cache.give_back(second)
+    cache.take(2)
+    assert cache.find([A]) == []
+    assert cache.keys.isfinite().all()
+
+
+def test_blocks_used_least_recently_go_first() -> None:
+    cache = KVCache(SHAPE, 2)
+    first, second = cache.take(1), cache.take(1)
+    cache.remember([A], first)
+    cache.remember([B], second)
+    cache.give_back(first)
+    cache.give_back(second)
+    cache.give_back([cache.share(cache.find([A])[0])])
+    cache.take(1)
+    assert (cache.find([A]), cache.find([B])) == (first, [])

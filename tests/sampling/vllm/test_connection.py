@@ -1,0 +1,81 @@
+"""What a vLLM server refuses, what it fails at, and what is lost, on a real socket."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from tinsmith.sampling.vllm.connection import Connection, RefusedError, ServerFailedError, ServerLostError
+
+
+async def refuse(request: web.Request) -> web.Response:
+    return web.json_response({"error": {"message": f"no such model: {await request.text()}", "code": 404}}, status=404)
+
+
+async def fail(_: web.Request) -> web.Response:
+    return web.Response(text="Internal Server Error", status=500)
+
+
+async def vanish(request: web.Request) -> web.Response:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def answer(request: web.Request) -> web.Response:
+    return web.json_response({"mode": request.query["mode"], "body": await request.json()})
+
+
+async def say_ok(_: web.Request) -> web.Response:
+    return web.Response(text="Success: LoRA adapter loaded.")
+
+
+def with_server(directory: Path, story: Callable[[Connection], Awaitable[None]]) -> None:
+    """Tell the story to a connection with a server whose socket lies in `directory`."""
+
+    async def tell() -> None:
+        app = web.Application()
+        for path, handler in (("/refuse", refuse), ("/fail", fail), ("/vanish", vanish), ("/answer", answer), ("/ok", say_ok)):
+            app.router.add_post(path, handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.UnixSite(runner, str(directory / "vllm")).start()
+        connection = Connection(f"unix:{directory / 'vllm'}")
+        try:
+            await story(connection)
+        finally:
+            await connection.close()
+            await runner.cleanup()
+
+    asyncio.run(tell())
+
+
+def test_answers_are_json_or_nothing(tmp_path: Path) -> None:
+    async def story(connection: Connection) -> None:
+        assert await connection.post("/answer", {"a": 1}, mode="wait") == {"mode": "wait", "body": {"a": 1}}
+        assert await connection.post("/ok") is None
+
+    with_server(tmp_path, story)
+
+
+def test_errors_keep_the_servers_text(tmp_path: Path) -> None:
+    async def story(connection: Connection) -> None:
+        with pytest.raises(RefusedError, match=r'vLLM answered 404 to /refuse: no such model: \{"a":1\}'):
+            await connection.post("/refuse", {"a": 1})
+        with pytest.raises(ServerFailedError, match="vLLM answered 500 to /fail: Internal Server Error"):
+            await connection.post("/fail")
+
+    with_server(tmp_path, story)
+
+
+def test_a_server_that_goes_away_is_lost_and_so_is_what_comes_after(tmp_path: Path) -> None:
+    async def story(connection: Connection) -> None:
+        with pytest.raises(ServerLostError, match="went away"):
+            await connection.post("/vanish")
+        await connection.close()
+        with pytest.raises(ServerLostError, match="before it was asked"):
+            await connection.post("/ok")
+
+    with_server(tmp_path, story)

@@ -1,0 +1,56 @@
+"""What may be passed on to vLLM, and what we read of it."""
+
+import sys
+
+import pytest
+
+from tinsmith.config import load
+from tinsmith.errors import ConfigError
+from tinsmith.sampling.vllm.installed import require_vllm
+from tinsmith.sampling.vllm.options import check_options, share_of, value_of
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--tensor-parallel-size=2"], r"--vllm-arg=--tensor-parallel-size=2 .* cannot work: a server sees one GPU: start more servers"),
+        (["--tensor_parallel_size", "2"], "a server sees one GPU"),
+        (["--tensor-par=2"], r"--vllm-arg=--tensor-par=2 \(--tensor-parallel-size\)"),
+        (["-tp", "2"], "a server sees one GPU"),
+        (["--max-loras=8", "-pp=2"], "a server sees one GPU"),
+        (["--data-parallel-size-local", "4"], "a server sees one GPU"),
+        (["--data-parallel-hybrid-lb"], "a server sees one GPU"),
+        (["-dcp=2"], "a server sees one GPU"),
+        (["--nnodes=2"], "a server sees one GPU"),
+        (["--device-ids=0,1"], "a server sees one GPU"),
+        (["--enable-expert-parallel"], "a server sees one GPU"),
+        (["--api-server-count=2"], "adapters are given to one process"),
+        (["--config=vllm.yaml"], "pass its options one by one"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(options: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_options(options)
+
+
+def test_it_is_refused_before_models_are_loaded() -> None:
+    config = load(options={"sampler": "vllm", "vllm_python": sys.executable, "vllm_args": ["--tensor-parallel-size=2"]})
+    with pytest.raises(ConfigError, match="a server sees one GPU"):
+        require_vllm(config)
+
+
+@pytest.mark.parametrize(
+    "options", [["--tensor-parallel-size=1"], ["-tp", "1"], ["--max-loras=8", "--config-format=auto"], ["--gpu-memory-utilization=0.4"]]
+)
+def test_the_rest_is_passed_on(options: list[str]) -> None:
+    check_options(options)
+
+
+def test_the_last_value_counts_however_it_is_written() -> None:
+    assert value_of(["--max_model_len", "9", "--seed=1", "--max-model-len=8K"], "--max-model-len") == "8K"
+    assert value_of(["--enforce-eager", "--seed=1"], "--enforce-eager") is None
+    assert share_of([]) == 0.92
+    assert share_of(["--gpu-memory-utilization", "0.4"]) == 0.4
+    for wrong in ("2", "half", "0"):
+        with pytest.raises(ConfigError, match=f"utilization={wrong}: give the part"):
+            share_of([f"--gpu-memory-utilization={wrong}"])

@@ -1,0 +1,90 @@
+"""The vLLM sampler where no vLLM server is: what it refuses, and that it does not wait for ever."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from tests.bases import renderer
+from tinsmith.config import load
+from tinsmith.errors import ConfigError, UserError
+from tinsmith.models.base import BaseModel
+from tinsmith.sampling.sampler import SampleFailure
+from tinsmith.sampling.vllm import servers
+from tinsmith.sampling.vllm.sampler import VLLMSampler
+from tinsmith.sampling.vllm.start import start_vllm_sampler
+from tinsmith.wire.sample import SampleRequest, parse_sample_request
+
+NOBODY = "http://127.0.0.1:9"
+
+
+def request(**params: Any) -> SampleRequest:
+    body = {
+        "sampling_session_id": "s:sample:0",
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 4} | params,
+    }
+    return parse_sample_request(orjson.dumps(body))
+
+
+@pytest.fixture
+def awake() -> threading.Event:
+    """Set when the sampler has something to return."""
+    return threading.Event()
+
+
+@pytest.fixture
+def sampler(text_base: BaseModel, tmp_path: Path, awake: threading.Event, monkeypatch: pytest.MonkeyPatch) -> VLLMSampler:
+    monkeypatch.setattr(servers, "_ANSWERS_WITHIN_S", 0.3)
+    config = load(options={"base_models": ["tiny"], "vllm_urls": [NOBODY], "vllm_dir": str(tmp_path)})
+    return start_vllm_sampler(text_base, renderer(text_base), config, awake.set)
+
+
+def test_without_a_server_each_sample_fails_and_says_why(sampler: VLLMSampler, text_base: BaseModel, awake: threading.Event) -> None:
+    rendered = renderer(text_base).render(request().prompt)
+    for name in ("a", "b"):
+        sampler.add(name, request(), rendered, None)
+    assert sampler.load == (2, 0)
+    assert not sampler.has_work
+    failures: list[Any] = []
+    while len(failures) < 2:
+        assert awake.wait(600)
+        awake.clear()
+        failures += sampler.step()
+    assert all(isinstance(failure, SampleFailure) for failure in failures)
+    assert {str(failure.error) for failure in failures} == {f"there is no vLLM server to sample with: no vLLM server answers at {NOBODY}"}
+    assert sampler.load == (0, 0)
+
+
+def test_a_cancelled_sample_is_forgotten(sampler: VLLMSampler, text_base: BaseModel, awake: threading.Event) -> None:
+    sampler.add("a", request(), renderer(text_base).render(request().prompt), None)
+    sampler.cancel("a")
+    sampler.cancel("a")
+    assert awake.wait(600)
+    assert sampler.step() == []
+    assert not sampler.has_work
+
+
+def test_what_can_never_run_is_refused_at_once(sampler: VLLMSampler, text_base: BaseModel) -> None:
+    rendered = renderer(text_base).render(request().prompt)
+    with pytest.raises(UserError, match=r"temperature is 0\.001"):
+        sampler.add("a", request(temperature=0.001), rendered, None)
+    with pytest.raises(UserError, match=f"3 \\+ 99999 > {text_base.max_context}"):
+        sampler.add("a", request(max_tokens=99999), rendered, None)
+    assert sampler.load == (0, 0)
+
+
+def test_addresses_belong_to_one_base_model(text_base: BaseModel) -> None:
+    config = load(options={"base_models": ["a", "b"], "vllm_urls": [NOBODY]})
+    with pytest.raises(ConfigError, match="serve one"):
+        start_vllm_sampler(text_base, renderer(text_base), config, lambda: None)
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:8000/v1", "http:///"])
+def test_an_address_that_is_none_is_refused(text_base: BaseModel, url: str) -> None:
+    config = load(options={"base_models": ["a"], "vllm_urls": [url]})
+    with pytest.raises(ConfigError, match=f"--vllm-url {url}: give scheme, host and port"):
+        start_vllm_sampler(text_base, renderer(text_base), config, lambda: None)

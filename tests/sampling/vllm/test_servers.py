@@ -1,0 +1,202 @@
+"""Servers that are started, die and hang, and where a prompt goes: real processes on real sockets, which only say that they live."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.sampling.vllm import stub_server
+from tinsmith.errors import TinsmithError
+from tinsmith.sampling.vllm import servers as room
+from tinsmith.sampling.vllm.connection import ServerLostError
+from tinsmith.sampling.vllm.last_words import last_words
+from tinsmith.sampling.vllm.servers import Launch, Life, Server, Servers
+
+AWAY = 16
+HUNG_S = 0.5
+
+
+def with_servers(directory: Path, count: int, story: Callable[[Servers], Awaitable[None]]) -> None:
+    """Tell the story to that many servers that are ready."""
+
+    async def tell() -> None:
+        changed = asyncio.Condition()
+        command = [sys.executable, str(stub_server.__file__)]
+        names = [f"stub-{index}" for index in range(count)]
+        sources = [Launch(command, dict(os.environ), directory, name, directory / f"{name}.log", "file") for name in names]
+        all_servers = Servers([Server(source, 8, HUNG_S, changed) for source in sources], changed)
+        try:
+            for server in all_servers.all:
+                await ready(server)
+            await story(all_servers)
+        finally:
+            for task in all_servers.tasks:
+                task.cancel()
+            await asyncio.gather(*all_servers.tasks, return_exceptions=True)
+
+    asyncio.run(tell())
+
+
+async def ready(server: Server, after: Life | None = None) -> Life:
+    """The server's life, as soon as it is ready and has begun another than `after`."""
+    async with asyncio.timeout(600), server.changed:
+        await server.changed.wait_for(lambda: server.state == "ready" and server.life is not after)
+    assert server.life is not None
+    return server.life
+
+
+def pid_of(server: Server) -> int:
+    assert server.process is not None
+    return server.process.pid
+
+
+def test_prompts_go_where_they_began_unless_much_less_is_done_elsewhere(tmp_path: Path) -> None:
+    async def story(servers: Servers) -> None:
+        first, second = servers.all
+
+        async def chosen(*keys: bytes) -> Server:
+            return (await servers.pick([*keys], AWAY))[0]
+
+        assert await chosen(b"a") is first
+        first.load = 1
+        assert await chosen(b"b") is second
+        first.load, second.load = AWAY, 0
+        assert await chosen(b"a", b"a2", b"a3") is first  # a conversation goes on
+        assert await chosen(b"a", b"a2", b"a3", b"a4") is first
+        assert await chosen() is second
+        first.load = AWAY + 1
+        assert await chosen(b"a", b"a2") is second
+        first.load = 0
+        assert await chosen(b"a", b"a2") is second  # where its newest turn was computed
+
+    with_servers(tmp_path, 2, story)
+
+
+def test_one_of_two_dies_and_comes_back(tmp_path: Path) -> None:
+    async def story(servers: Servers) -> None:
+        first, second = servers.all
+        life = await ready(first)
+        assert (await servers.pick([b"a"], AWAY))[0] is first
+        answer = asyncio.create_task(life.connection.get("/long"))
+        await asyncio.sleep(0.2)
+        os.kill(pid_of(first), signal.SIGKILL)
+        with pytest.raises(ServerLostError):
+            await answer
+        first.doubt(life, "it went away")
+        assert (await servers.pick([b"a"], AWAY))[0] is second
+        assert await (await ready(first, after=life)).answers()
+
+    with_servers(tmp_path, 2, story)
+
+
+def test_every_start_draws_other_samples(tmp_path: Path) -> None:
+    """VLLM's own seed is always the same."""
+
+    def seed(server: Server) -> int:
+        command = Path(f"/proc/{pid_of(server)}/cmdline").read_text().split("\0")
+        return int(command[command.index("--seed") + 1])
+
+    async def story(servers: Servers) -> None:
+        first, second = servers.all
+        seeds = {seed(first), seed(second)}
+        life = await ready(first)
+        os.kill(pid_of(first), signal.SIGKILL)
+        await ready(first, after=life)
+        assert len({*seeds, seed(first)}) == 3
+
+    with_servers(tmp_path, 2, story)
+
+
+def test_a_given_server_that_goes_while_idle_and_comes_back_begins_a_new_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has lost what it was given."""
+    monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
+    socket = tmp_path / "given"
+    command = [sys.executable, str(stub_server.__file__), "--uds", str(socket)]
+
+    async def tell() -> None:
+        changed = asyncio.Condition()
+        process = await asyncio.create_subprocess_exec(*command)
+        given = Server(f"unix:{socket}", 8, HUNG_S, changed)
+        servers = Servers([given], changed)
+        try:
+            life = await ready(given)
+            process.kill()
+            await process.wait()
+            async with asyncio.timeout(600), changed:
+                await changed.wait_for(lambda: given.state != "ready")
+            process = await asyncio.create_subprocess_exec(*command)
+            assert (await ready(given, after=life)).number != life.number
+        finally:
+            process.kill()
+            for task in servers.tasks:
+                task.cancel()
+            await asyncio.gather(*servers.tasks, return_exceptions=True)
+
+    asyncio.run(tell())
+
+
+def test_a_server_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes requests for ever and answers none. One with nothing to do is left alone."""
+    monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
+
+    async def story(servers: Servers) -> None:
+        idle, busy = servers.all
+        lives = [await ready(server) for server in servers.all]
+        busy.load = 1
+        for server in servers.all:
+            os.kill(pid_of(server), signal.SIGSTOP)
+        asked = asyncio.create_task(lives[1].connection.get("/health"))
+        stopped = pid_of(busy)
+        await ready(busy, after=lives[1])
+        with pytest.raises(ServerLostError):
+            await asked
+        with pytest.raises(ProcessLookupError):
+            os.kill(stopped, 0)
+        assert idle.life is lives[0]
+
+    with_servers(tmp_path, 2, story)
+
+
+def test_a_long_answer_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
+
+    async def story(servers: Servers) -> None:
+        (server,) = servers.all
+        life = await ready(server)
+        server.load = 1
+        assert await life.connection.get("/long") == {"took": "long"}  # four times as long as a hung one may be silent
+        assert server.life is life
+
+    with_servers(tmp_path, 1, story)
+
+
+def test_the_reason_is_shown_of_a_server_that_ends(tmp_path: Path) -> None:
+    """It stands in vLLM's log before much else: more than the end of the log must be shown."""
+    log = b"""(APIServer pid=7) ERROR 11-22 08:20:58 [registry.py:1122]     raise RuntimeError("nothing here")
+(APIServer pid=7) ERROR 11-22 08:20:58 [registry.py:1122] RuntimeError: operator torchvision::nms does not exist
+"""
+    rest = b"and so on\n" * 1000
+    words = last_words(log + rest)
+    assert words.startswith("RuntimeError: operator torchvision::nms does not exist\n...\nand so on\n")
+    assert words.endswith("and so on")
+    assert last_words(log) == log.decode().strip()
+
+
+def test_a_server_that_ends_while_it_starts_says_why(tmp_path: Path) -> None:
+    """Nobody waits for its whole time: the reason is there as soon as it has ended."""
+
+    async def tell() -> None:
+        changed = asyncio.Condition()
+        command = [sys.executable, "-c", "raise RuntimeError('no such model')"]
+        server = Server(Launch(command, dict(os.environ), tmp_path, "ends", tmp_path / "log", "file"), 8, HUNG_S, changed)
+        servers = Servers([server], changed)
+        with pytest.raises(TinsmithError, match=r"a vLLM server ended \(exit code 1\); .*/log says: (?s:.*)RuntimeError: no such model"):
+            await servers.pick([], AWAY)
+        servers.tasks[0].cancel()
+        await asyncio.gather(*servers.tasks, return_exceptions=True)
+
+    asyncio.run(tell())

@@ -1,0 +1,81 @@
+"""Whether vLLM holds the adapter that it is asked for. Runs inside of vLLM's worker processes.
+
+The name of an adapter ends with the identity of its weights, as the trainer computes it (`identity.py`). Whenever a worker has loaded an
+adapter from its files, what now lies in its slot of each layer must have that identity; otherwise the adapter is given up, with an error.
+Replies name the adapter, and so the weights, that they were computed with.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from vllm.lora.utils import parse_fine_tuned_lora_name
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+from tinsmith.sampling.inside_vllm.identity import identity
+
+_IDENTITY = re.compile(r"-([0-9a-f]{16})$")
+_CHECKED: set[str] = set()
+"""Names of the adapters that this process has compared."""
+
+
+def check_adapters_that_are_loaded() -> None:
+    """Let vLLM compare each adapter whose name has an identity after loading it, also when it comes back after others took its room."""
+    original = LRUCacheWorkerLoRAManager.add_adapter
+
+    def add_adapter(self: Any, request: Any) -> bool:
+        is_there = request.lora_int_id in self.list_adapters() and not getattr(request, "load_inplace", False)
+        loaded: bool = original(self, request)
+        if not is_there and (expected := _IDENTITY.search(request.lora_name)):
+            _compare(self._adapter_manager, request, expected[1])
+        return loaded
+
+    LRUCacheWorkerLoRAManager.add_adapter = add_adapter
+
+
+def was_checked(name: str) -> bool:
+    """Whether an adapter of this name was compared here."""
+    return name in _CHECKED
+
+
+def _compare(manager: Any, request: Any, expected: str) -> None:
+    """Raise ValueError, and forget the adapter, if its slot holds other weights than its name says."""
+    found = identity(_in_slot(manager, request).items())
+    if found != expected:
+        manager.remove_adapter(request.lora_int_id)
+        raise ValueError(f"vLLM holds other weights than the trainer's under {request.lora_name}: their identity is {found}")
+    _CHECKED.add(request.lora_name)
+
+
+def _in_slot(manager: Any, request: Any) -> dict[str, Tensor]:
+    """The matrices in the adapter's slot, zeros around them, by the names that `WeightFiles` gives them."""
+    slot = manager.lora_index_to_id.index(request.lora_int_id)
+    names = _names_in_file(manager.model, Path(request.lora_path))
+    tensors: dict[str, Tensor] = {}
+    for layer, module in manager.modules.items():
+        a, b = _slices(module.lora_a_stacked, slot), _slices(module.lora_b_stacked, slot)
+        parts = manager.packed_modules.get(layer, [layer])
+        if len(parts) != len(b):  # a fused layer that the adapter knows as one
+            parts, a, b = [layer], a[:1], [torch.cat(b)]
+        for part, *pair in zip(parts, a, b, strict=True):
+            if part in names:
+                tensors |= {f"{names[part]}.{side}": matrix for side, matrix in zip("ab", pair, strict=True)}
+    return tensors
+
+
+def _slices(stacked: Tensor | tuple[Tensor, ...], slot: int) -> list[Tensor]:
+    """[rows, columns] of each part of a layer."""
+    return [part[slot, 0] for part in ((stacked,) if isinstance(stacked, Tensor) else stacked)]
+
+
+def _names_in_file(model: Any, directory: Path) -> dict[str, str]:
+    """What the adapter's file calls each module, by vLLM's name. Parts of a fused layer keep their names, as in vLLM's own loading."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is not None:
+        # vLLM 0.26 calls it get_unstacked_mapper.
+        mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
+    with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
+        return {parse_fine_tuned_lora_name(key, mapper)[0]: parse_fine_tuned_lora_name(key)[0] for key in file.offset_keys()}

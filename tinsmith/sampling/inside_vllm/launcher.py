@@ -1,0 +1,57 @@
+"""`python -m tinsmith.sampling.inside_vllm.launcher OPTIONS`: vLLM's API server, ended together with the process that started it.
+
+`tinsmith/sampling/vllm/servers.py` starts it with a pipe as standard input. When the other end is closed, for whatever reason, the
+whole process group ends: vLLM's own worker processes too, which would outlive a killed parent.
+
+vLLM starts its worker processes with this file as their main module, so nothing but definitions stands at its top level; what has to happen
+in each process is in `every_process.py`.
+"""
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+
+_GRACE_S = 5.0
+"""How long vLLM may take to end by itself."""
+
+_ALWAYS_SO_BEFORE = ("--enable-scale-out", "--no-mm-device-do-normalize")
+"""Options that vLLM 0.26 does not know, because it does what they say without being asked."""
+
+
+def end_with_parent() -> None:
+    """End this process group as soon as standard input is closed: first politely, so that vLLM gives its shared memory back."""
+
+    def watch() -> None:
+        os.read(sys.stdin.fileno(), 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_GRACE_S)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def serve() -> None:
+    """VLLM's API server, with the options of this process."""
+    if _vllm_version() >= (0, 32):
+        from vllm.entrypoints.launchers.api_server.entry import main
+
+        main()
+    else:
+        sys.argv[1:] = [option for option in sys.argv[1:] if option not in _ALWAYS_SO_BEFORE]
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+def _vllm_version() -> tuple[int, ...]:
+    import vllm
+
+    return tuple(int(part) for part in vllm.__version__.split(".")[:2])
+
+
+if __name__ == "__main__":
+    # A group, to end all that vLLM starts. Not a session: where the scheduler groups processes by session, vLLM's starved ours for seconds.
+    os.setpgrp()
+    end_with_parent()
+    serve()

@@ -1,0 +1,202 @@
+"""The server's side of getting full weights into vLLM (`transfers.py` has the trainer's): its weight transfer engines, in our ways.
+
+Runs inside of vLLM's worker processes. All of them take tensors under the names of the model's checkpoint and load them layer by layer.
+"""
+
+import base64
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from tinsmith.sampling.inside_vllm import TransferKind, backend_of
+from tinsmith.sampling.inside_vllm.identity import Identity
+from tinsmith.sampling.inside_vllm.process_pair import WORKER, ProcessPair
+
+_OLDER = not hasattr(BaseLayerWithLoRA, "load_weights")
+"""Whether this is vLLM 0.26, whose wrappers of layers for adapters do not hand weights on to what is inside."""
+_DEVICE_ARGUMENT = 6
+"""Where `rebuild_cuda_tensor` takes the number of the GPU, which may be another in this process."""
+
+
+@dataclass
+class NoPreparation(WeightTransferInitInfo):
+    """Nothing has to be said before the first update."""
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    """What is said of each update."""
+
+    identity: str
+    """Of all its tensors, by their names in the checkpoint (`identity.py`)."""
+
+
+@dataclass
+class FileUpdate(Update):
+    """A safetensors file."""
+
+    path: str
+
+
+@dataclass
+class IpcUpdate(Update):
+    """Memory of the trainer on this GPU."""
+
+    handles: str
+    """Name -> arguments of `rebuild_cuda_tensor`, pickled, in base64. They come through a socket that only the user can reach."""
+
+
+@dataclass
+class MeetingPoint(WeightTransferInitInfo):
+    """Where the trainer waits."""
+
+    meeting_point: str
+
+
+@dataclass
+class BroadcastUpdate(Update):
+    """What the trainer is about to send."""
+
+    outline: list[tuple[str, list[int], str]]
+    """(name, shape, dtype) of each tensor, in order."""
+
+
+class _LayerByLayer(WeightTransferEngine[Any, Any]):
+    """What all receivers share. `receive_weights` is what differs."""
+
+    init_info_cls = NoPreparation
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Nothing to do."""
+
+    def start_weight_update(self) -> None:
+        """Make ready to load layer by layer."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load one update. vLLM's own version synchronizes an accelerator, which a CPU has none of.
+
+        Raises ValueError if other weights have come than were sent.
+        """
+        try:
+            self._receive(self.parse_update_info(update_info))
+        except BaseException:
+            self.finish_weight_update()  # else the next update would take what was loaded of this one for its own
+            raise
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def _receive(self, update: Any) -> None:
+        self.received = Identity()
+        self.receive_weights(update)
+        if str(self.received) != update.identity:
+            raise ValueError(f"other weights have come than the trainer's: their identity is {self.received}, not {update.identity}")
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load tensors under their names in the checkpoint."""
+        wrapped = _wrapped(self.model) if _OLDER else frozenset()
+        self.model.load_weights((_inside(name, wrapped), tensor) for name, tensor in self._counted(tensors))
+
+    def _counted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            self.received.add(name, tensor)
+            yield name, tensor
+
+    def finish_weight_update(self) -> None:
+        """Put the layers into the form in which they compute."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            _repack_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing to do."""
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterable[Any], trainer_args: Any) -> None:
+        """Wanted by vLLM 0.26; our trainer does not send through vLLM."""
+        raise NotImplementedError("tinsmith/sampling/vllm/transfers.py sends")
+
+
+class FileReceiver(_LayerByLayer):
+    """From a file in memory."""
+
+    update_info_cls = FileUpdate
+
+    def receive_weights(self, update_info: FileUpdate) -> None:
+        """Load one file, tensor by tensor."""
+        with safe_open(update_info.path, framework="pt", device=str(self.device)) as file:
+            self.load((name, file.get_tensor(name)) for name in file.offset_keys())
+
+
+class IpcReceiver(_LayerByLayer):
+    """From the trainer's memory on this GPU."""
+
+    update_info_cls = IpcUpdate
+
+    def receive_weights(self, update_info: IpcUpdate) -> None:
+        """Load what the trainer has lent."""
+        handles = pickle.loads(base64.b64decode(update_info.handles))
+        self.load((name, self._tensor(arguments)) for name, arguments in handles.items())
+
+    def _tensor(self, arguments: tuple[Any, ...]) -> Tensor:
+        here = list(arguments)
+        here[_DEVICE_ARGUMENT] = self.device.index
+        tensor: Tensor = rebuild_cuda_tensor(*here)
+        return tensor
+
+
+class BroadcastReceiver(_LayerByLayer):
+    """From the trainer's GPU to this one."""
+
+    init_info_cls = MeetingPoint
+    update_info_cls = BroadcastUpdate
+
+    def init_transfer_engine(self, init_info: MeetingPoint) -> None:
+        """Join the trainer."""
+        self.pair = ProcessPair(init_info.meeting_point, WORKER, self.device)
+
+    def receive_weights(self, update_info: BroadcastUpdate) -> None:
+        """Load what the trainer sends."""
+        names = [name for name, _, _ in update_info.outline]
+        shapes = ((torch.Size(shape), getattr(torch, dtype)) for _, shape, dtype in update_info.outline)
+        self.load(zip(names, self.pair.receive(shapes), strict=True))
+
+
+def _wrapped(model: torch.nn.Module) -> frozenset[str]:
+    """What the checkpoint calls the layers that vLLM has put a wrapper for adapters around: the last part of their names."""
+    packed = getattr(model, "packed_modules_mapping", {})
+    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, BaseLayerWithLoRA)}
+    return frozenset(part for leaf in leaves for part in packed.get(leaf, [leaf]))
+
+
+def _inside(name: str, wrapped: frozenset[str]) -> str:
+    """The name of a parameter, which may be inside of a wrapper."""
+    layer, _, parameter = name.rpartition(".")
+    return f"{layer}.base_layer.{parameter}" if layer.rpartition(".")[2] in wrapped else name
+
+
+def _repack_heads(model: torch.nn.Module) -> None:
+    """Pack the output projection again: on a CPU vLLM computes with a packed copy, which it forgets to renew where embeddings are tied."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
+
+
+RECEIVERS: dict[TransferKind, type[_LayerByLayer]] = {"file": FileReceiver, "ipc": IpcReceiver, "broadcast": BroadcastReceiver}
+
+
+def register() -> None:
+    """Let vLLM's --weight-transfer-config know them."""
+    for kind, receiver in RECEIVERS.items():
+        WeightTransferEngineFactory.register_engine(backend_of(kind), receiver)

@@ -1,0 +1,128 @@
+"""Attention of a packed row whose sequences continue what is cached: the sampler's `AttentionPlan`.
+
+Each sequence brings a window of new tokens: a whole prompt, a piece of one, or the one token sampled last. Their keys and values are stored
+first. Windows that begin their sequence then attend among themselves, as in training; the others attend to their cached tokens.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tinsmith.models.attention import PackedPlan
+from tinsmith.sampling.local.kv_cache import KVCache
+from tinsmith.sampling.prefix import BLOCK
+
+NARROW = 16
+"""Blocks that a window's past, and tokens that a window of several, may be filled up to in any case: few large calls beat no padding."""
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Tokens [start, end) of a sequence, which a pass computes. `blocks` have room for all of them and hold those before."""
+
+    blocks: list[int]
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def slots(self) -> list[int]:
+        """Where keys and values of its tokens go: block · BLOCK + offset."""
+        return [self.blocks[place // BLOCK] * BLOCK + place % BLOCK for place in range(self.start, self.end)]
+
+
+class CachedPlan:
+    """Attention over a row of windows, each window's tokens next to each other, in row order."""
+
+    def __init__(self, cache: KVCache, windows: Sequence[Window]) -> None:
+        device, dtype = cache.keys.device, cache.keys.dtype
+        starts, total = [], 0
+        for window in windows:
+            starts.append(total)
+            total += len(window)
+        fresh = [i for i, window in enumerate(windows) if window.start == 0]
+        rows = [row for i in fresh for row in range(starts[i], starts[i] + len(windows[i]))]
+        self.cache = cache
+        self.slots = torch.tensor([slot for window in windows for slot in window.slots()], device=device)
+        self.fresh = torch.tensor(rows, device=device)
+        self.packed = PackedPlan([len(windows[i]) for i in fresh], device, dtype) if fresh else None
+        groups = group_similar([(i, window) for i, window in enumerate(windows) if window.start > 0])
+        self.groups = [CachedGroup([starts[i] for i, _ in group], [window for _, window in group], device) for group in groups]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """See `AttentionPlan.attend`."""
+        self.cache.store(layer, self.slots, key, value)
+        if self.packed and not self.groups:
+            return self.packed.attend(layer, query, key, value, scale, window)
+        by_token = query.transpose(0, 1)
+        out = torch.empty_like(by_token)
+        if self.packed:
+            q, k, v = (x[:, self.fresh] for x in (query, key, value))
+            out[self.fresh] = self.packed.attend(layer, q, k, v, scale, window)
+        for group in self.groups:
+            out[group.rows] = group.attend(by_token[group.rows], self.cache.keys[layer], self.cache.values[layer], scale, window)
+        return out
+
+
+class CachedGroup:
+    """Windows that continue their sequences, filled up to one width and to one number of blocks.
+
+    A window that is narrower than the widest repeats its last token, whose result is then written several times.
+    """
+
+    def __init__(self, starts: list[int], windows: list[Window], device: torch.device) -> None:
+        """`starts` are the rows where the windows begin."""
+        self.count = len(windows)
+        self.width = max(len(window) for window in windows)
+        blocks = max(len(window.blocks) for window in windows)
+        table = [window.blocks + [0] * (blocks - len(window.blocks)) for window in windows]
+        steps = [[min(step, len(window) - 1) for step in range(self.width)] for window in windows]
+        self.rows = torch.tensor([start + step for start, own in zip(starts, steps, strict=True) for step in own], device=device)
+        self.table = torch.tensor(table, device=device).flatten()
+        self.places = torch.tensor([[w.start + step for step in own] for w, own in zip(windows, steps, strict=True)], device=device)
+        """[windows, width]: where each token lies in its sequence."""
+        self.columns = torch.arange(blocks * BLOCK, device=device)
+        self.masks: dict[int | None, Tensor] = {}
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attention of query [windows · width, heads, head_dim] to keys and values [blocks, BLOCK, kv_heads, head_dim] of one layer."""
+        heads, head_dim = query.shape[1:]
+        kv_heads = keys.shape[2]
+
+        def cached(memory: Tensor) -> Tensor:  # [windows, kv_heads, cached tokens, head_dim]
+            return memory.index_select(0, self.table).view(self.count, -1, kv_heads, head_dim).transpose(1, 2)
+
+        k, v, mask = cached(keys), cached(values), self._mask(window)
+        if self.width == 1:  # heads that share a key/value head become the query rows of one call
+            folded = query.view(self.count, kv_heads, -1, head_dim)
+            return scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=scale).flatten(1, 2)
+        q = query.view(self.count, self.width, heads, head_dim).transpose(1, 2)
+        k, v = (memory.repeat_interleave(heads // kv_heads, 1) for memory in (k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2).flatten(0, 1)
+
+    def _mask(self, window: int | None) -> Tensor:
+        """[windows, 1, width, cached tokens] True where a token may look; the same for every layer of one window."""
+        if window not in self.masks:
+            places = self.places.unsqueeze(-1)
+            seen = self.columns <= places
+            if window is not None:
+                seen &= self.columns > places - window
+            self.masks[window] = seen.unsqueeze(1)
+        return self.masks[window]
+
+
+def group_similar(windows: Sequence[tuple[int, Window]]) -> list[list[tuple[int, Window]]]:
+    """Windows whose number of blocks, and of tokens, differ by a factor of two at most; windows of one token are among themselves."""
+    groups: dict[Hashable, list[tuple[int, Window]]] = {}
+    for index, window in windows:
+        width = len(window) if len(window) == 1 else _size_class(len(window))
+        groups.setdefault((width, _size_class(len(window.blocks))), []).append((index, window))
+    return list(groups.values())
+
+
+def _size_class(size: int) -> int:
+    return (max(size, NARROW) - 1).bit_length()

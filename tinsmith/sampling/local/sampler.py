@@ -1,0 +1,262 @@
+"""The local sampler: continuous batching over the training weights, with a paged cache.
+
+`add` takes requests; each `step` is one pass, which computes the next token of every running sequence and a piece of the prompts that wait,
+whatever models and snapshots they belong to. `sampling/schedule.py` decides what goes into a pass.
+"""
+
+import logging
+import secrets
+from collections.abc import Sequence as Items
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tinsmith.config import SamplingConfig
+from tinsmith.errors import DeviceLostError, TinsmithError, UserError
+from tinsmith.models.base import BaseModel, PackedRow
+from tinsmith.models.full import FullWeights, Weights
+from tinsmith.models.lora import Adapter
+from tinsmith.models.threads import threads_for
+from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.sampling.choose import Chosen, choose
+from tinsmith.sampling.local.cached_attention import CachedPlan, Window
+from tinsmith.sampling.local.kv_cache import CacheShape, KVCache
+from tinsmith.sampling.local.schedule import Schedule
+from tinsmith.sampling.local.sequence import SampleJob, Sequence, StopRuleState, choice_of
+from tinsmith.sampling.prefix import BLOCK
+from tinsmith.sampling.prompt_scores import PromptScores
+from tinsmith.sampling.sampler import SampleEvent, SampleFailure, ref_of
+from tinsmith.sampling.stopping import StopIds, StopStrings
+from tinsmith.store import ids
+from tinsmith.training.backend import is_out_of_memory
+from tinsmith.training.logprobs import head_logits, head_lora
+from tinsmith.wire.sample import SampleRequest
+
+log = logging.getLogger(__name__)
+
+
+class LocalSampler:
+    """The `Sampler` of one base model in this process."""
+
+    def __init__(self, base: BaseModel, config: SamplingConfig, logits_chunk: int) -> None:
+        self.base = base
+        self.logits_chunk = logits_chunk
+        shape = CacheShape.of(base.text_config, base.dtype, base.device)
+        self.cache = KVCache(shape, max(1, int(config.kv_cache_gib * 2**30) // shape.block_bytes))
+        self.schedule = Schedule(self.cache, config.max_running, config.prefill_tokens)
+
+    @property
+    def has_work(self) -> bool:
+        """See `Sampler`."""
+        return bool(self.schedule.waiting or self.schedule.filling or self.schedule.running)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """See `Sampler`."""
+        return len(self.schedule.running), sum(1 + s.forks for s in (*self.schedule.filling, *self.schedule.waiting))
+
+    @property
+    def room(self) -> int:
+        """See `Sampler`: as many may wait as can run."""
+        return self.schedule.max_running - sum(1 + s.forks for s in self.schedule.waiting)
+
+    def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, stream: bool = False) -> None:
+        """See `Sampler`."""
+        params = request.params
+        request.questions.check(len(rendered), self.base.vocab_size)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        job = SampleJob(
+            request_id=request_id,
+            session=ids.session_of(request.sampling_session_id),
+            rendered=rendered,
+            weights=weights,
+            ref=ref_of(weights, self.base.name),
+            stream=stream,
+            params=params,
+            num_samples=request.num_samples,
+            scores=PromptScores(rendered, request.questions, params, seed) if request.questions else None,
+            topk=request.topk_sample_logprobs,
+            seed=seed,
+            max_new=self._max_new(len(rendered), params.max_tokens),
+            unfinished=request.num_samples,
+        )
+        job.sequences = [Sequence(job, index, self._stop_rule(job)) for index in range(job.num_samples)]
+        self.schedule.waiting.add(job.session, job.sequences[0])
+
+    def publish(self, weights: Weights) -> None:
+        """See `Sampler`. What the former weights have computed is computed again; answers about a prompt stay, if they are complete."""
+        ref = ref_of(weights, self.base.name)
+        if ref.inflight_of is None:
+            return
+        for job in self.schedule.restart(lambda sequence: sequence.job.ref.inflight_of == ref.inflight_of):
+            job.weights, job.ref = weights, ref
+            if job.scores and not job.scores.complete:
+                job.scores = PromptScores(job.rendered, job.scores.asked, job.params, job.seed)
+
+    def step(self) -> list[SampleEvent]:
+        """See `Sampler`. A pass that runs out of memory leaves no trace, and the next one is smaller.
+
+        Raises what keeps it from composing a pass, for which no request is to blame.
+        """
+        windows: list[tuple[Sequence, Window]] = []
+        try:
+            windows = self.schedule.next_pass()
+            return self._pass(windows)
+        except Exception as error:
+            smaller = is_out_of_memory(error) and self.schedule.retreat(windows)
+            if not smaller and not windows:
+                raise
+            if not smaller:
+                log.warning("a pass failed; each sample of it is tried alone: %s", error)
+        # Outside of the handler, where the failed pass holds no tensors any more.
+        if self.base.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [] if smaller else self._one_by_one(windows)
+
+    def _one_by_one(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
+        """A pass of its own for each job, so that only those fail that cannot be computed."""
+        jobs: dict[int, list[tuple[Sequence, Window]]] = {}
+        for sequence, window in windows:
+            jobs.setdefault(id(sequence.job), []).append((sequence, window))
+        ended: list[SampleEvent] = []
+        for own in jobs.values():
+            try:
+                ended += self._pass(own)
+            except Exception as error:
+                if isinstance(error, DeviceLostError):
+                    raise
+                self._fail(own[0][0].job, error, ended)
+        return ended
+
+    def _fail(self, job: SampleJob, error: Exception, ended: list[SampleEvent]) -> None:
+        """End a job with what it raised. What is not of our family is logged with its traceback."""
+        if not isinstance(error, TinsmithError):
+            log.error("unexpected error in sample=%s", job.request_id, exc_info=error)
+            error = TinsmithError(f"internal error: {error!r}")
+        job.failed = True
+        self.schedule.drop(lambda sequence: sequence.job is job)
+        ended.append(SampleFailure(job.request_id, error))
+
+    def cancel(self, request_id: str) -> None:
+        """See `Sampler`."""
+        self.schedule.drop(lambda sequence: sequence.job.request_id == request_id)
+
+    def abandon(self) -> None:
+        """See `Sampler`."""
+        self.schedule.clear()
+
+    def _max_new(self, prompt: int, wanted: int | None) -> int:
+        room = min(self.base.max_context, self.cache.total * BLOCK) - prompt
+        longest = max(1, room) if wanted is None else wanted
+        if prompt + longest > self.base.max_context:
+            raise UserError(f"prompt length plus max_tokens exceeds the context window: {prompt} + {longest} > {self.base.max_context}")
+        if longest > room:
+            raise UserError(
+                f"prompt length plus max_tokens is {prompt + longest} tokens, but the key/value cache holds {self.cache.total * BLOCK}; "
+                "ask for fewer tokens or start the server with a larger --kv-cache-gib"
+            )
+        return longest
+
+    def _stop_rule(self, job: SampleJob) -> StopRuleState:
+        rule = job.params.stop
+        ids = (*rule.token_ids, *(self.base.eos_token_ids() if rule.eos else ()))
+        return StopStrings(ids, rule.strings, self.base.tokenizer) if rule.strings else StopIds(ids)
+
+    # One pass
+
+    def _pass(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
+        """Compute the windows and choose the tokens that follow. No sequence is changed before all of that has succeeded."""
+        with torch.no_grad(), threads_for(self.base, sum(len(window) for _, window in windows)):
+            ready: list[Sequence] = []
+            logits: list[Tensor] = []
+            for group in shared_rows([sequence.job.weights for sequence, _ in windows]):
+                complete, behind = self._compute([windows[i] for i in group])
+                ready += complete
+                logits.append(behind)
+            samples = [s.job.sequences if s.starts_job else [s] for s in ready]
+            growing = [s for group in samples for s in group]
+            following = choose(_for_each(_joined(logits), [len(group) for group in samples]), choice_of(growing)) if ready else []
+            forks = self.schedule.forks(windows)
+        self.schedule.computed(windows, forks)
+        return self._append(growing, following)
+
+    def _append(self, growing: list[Sequence], following: list[Chosen]) -> list[SampleEvent]:
+        """Give each sequence its next token, and end those that are complete. What one of them raises fails its job alone."""
+        events: list[SampleEvent] = []
+        for sequence, token in zip(growing, following, strict=True):
+            job = sequence.job
+            if job.failed:
+                continue
+            try:
+                sequence.append(token)
+                if job.stream:
+                    events.append(sequence.newest())
+                if sequence.reason is not None:
+                    job.unfinished -= 1
+                    if job.unfinished == 0:
+                        events.append(job.result())
+            except Exception as error:
+                if isinstance(error, DeviceLostError):
+                    raise
+                self._fail(job, error, events)
+        if any(sequence.reason for sequence in growing):
+            self.schedule.drop(lambda sequence: sequence.reason is not None)
+        return events
+
+    def _compute(self, windows: list[tuple[Sequence, Window]]) -> tuple[list[Sequence], Tensor]:
+        """One row of windows -> the sequences that have been computed to their end, and the logits [sequences, vocabulary] behind them."""
+        order = packing_order([len(window) for _, window in windows], [s.job.weights for s, _ in windows])
+        windows = [windows[i] for i in order]
+        row = self._row(windows)
+        hidden = self.base.hidden_states(row, CachedPlan(self.cache, [window for _, window in windows]))
+        ready, last, start = [], [], 0
+        for sequence, window in windows:
+            if sequence.job.scores:
+                head = partial(self._head_logits, sequence.job.weights)
+                sequence.job.scores.add(window.start, hidden[start : start + len(window)], head, self.logits_chunk)
+            start += len(window)
+            if window.end == sequence.length:
+                ready.append(sequence)
+                last.append(start - 1)
+        rows = torch.tensor(last, dtype=torch.int64, device=hidden.device)
+        return ready, self._logits(hidden[rows], [s.job.weights for s in ready])
+
+    def _row(self, windows: list[tuple[Sequence, Window]]) -> PackedRow:
+        owners = [sequence.job.weights for sequence, _ in windows]
+        if all(sequence.tokens and len(window) == 1 for sequence, window in windows):
+            return self._answers_row([sequence for sequence, _ in windows], owners)
+        return pack([sequence.part(window.start, window.end) for sequence, window in windows], owners, self.base.device)
+
+    def _answers_row(self, sequences: list[Sequence], owners: list[Weights | None]) -> PackedRow:
+        """The last token of each sequence: what `pack` would make of most passes, in a fraction of its time."""
+        where = torch.tensor([s.job.rendered.next_position + len(s.tokens) - 1 for s in sequences])
+        lengths = [1] * len(sequences)
+        return PackedRow(
+            token_ids=torch.tensor([s.tokens[-1] for s in sequences]).to(self.base.device),
+            positions=where.expand(3 if self.base.family.mrope else 1, -1).to(self.base.device),
+            lengths=lengths,
+            segments=segments_of(lengths, owners),
+            picture_index=torch.empty(0, dtype=torch.int64),
+            pictures=[],
+            full=owners[0] if isinstance(owners[0], FullWeights) else None,
+        )
+
+    def _logits(self, hidden: Tensor, owners: Items[Weights | None]) -> Tensor:
+        """[sequences, vocabulary] float32, each sequence with its own LM head; their owners share a row."""
+        parts = [self._head_logits(owners[s.start], hidden[s.start : s.end]) for s in segments_of([1] * len(owners), owners)]
+        return _joined(parts) if parts else torch.empty(0, self.base.vocab_size, device=hidden.device)
+
+    def _head_logits(self, weights: Weights | None, hidden: Tensor) -> Tensor:
+        return head_logits(hidden, self.base.head(weights), *head_lora(weights if isinstance(weights, Adapter) else None))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _for_each(rows: Tensor, counts: list[int]) -> Tensor:
+    """Row i as often as counts[i] says; where each is there once nothing is copied."""
+    return rows if len(rows) == sum(counts) else rows.repeat_interleave(torch.tensor(counts, device=rows.device), dim=0)

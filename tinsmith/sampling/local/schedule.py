@@ -1,0 +1,324 @@
+"""Which sequences wait, which prompts are being computed, which sequences run, and what the next pass computes of each.
+
+    waiting -> filling (has its blocks; the prompt is computed, perhaps in several passes) -> running (one token a pass) -> ended
+
+A pass takes one token of every running sequence and as many prompt tokens as its budget allows. When blocks run out, a sequence gives its
+own back and waits to be computed again, of which little is left to do if nobody needed its blocks meanwhile.
+
+Sessions take turns. One of which nothing is computed gets in at once: the session that holds most gives up its youngest sequence for it.
+Otherwise a client with a short sample would wait until a long one of another client has ended. A session for which there is no room,
+because its prompt takes most of the cache, is overtaken by some sequences of others and no more: then what runs ends, and it is its turn.
+"""
+
+import logging
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from operator import attrgetter
+
+from tinsmith.sampling.local.cached_attention import Window
+from tinsmith.sampling.local.kv_cache import KVCache, blocks_for
+from tinsmith.sampling.local.sequence import SampleJob, Sequence
+from tinsmith.sampling.prefix import BLOCK
+from tinsmith.sampling.turns import Turns
+
+log = logging.getLogger(__name__)
+
+
+_AGE = attrgetter("admitted")
+_OVERTAKES = 32
+"""How many sequences of other sessions get in before a session that comes before them and finds no room."""
+
+
+@dataclass(frozen=True, eq=False)
+class Fork:
+    """A sequence that is about to run beside the first one of its job, and its blocks: those of the prompt, the last one copied."""
+
+    first: Sequence
+    sequence: Sequence
+    blocks: list[int]
+
+
+class Schedule:
+    """The sequences of one sampler and their cache blocks."""
+
+    def __init__(self, cache: KVCache, max_running: int, prefill_tokens: int) -> None:
+        self.cache = cache
+        self.max_running = max_running
+        self.prefill_tokens = prefill_tokens
+        """Most prompt tokens in one pass. It falls when memory runs out, and so does `max_running`."""
+        self.waiting: Turns[Sequence] = Turns()
+        """The first sequence of each job that has not started, and sequences that gave their blocks back."""
+        self.filling: list[Sequence] = []
+        self.running: list[Sequence] = []
+        """Oldest first, as `filling`."""
+        self.admissions = 0
+        self.blocked: Sequence | None = None
+        """What is next of the first session that has nothing here and found no room."""
+        self.overtaken = 0
+        """How many sequences have got in before it."""
+
+    def next_pass(self) -> list[tuple[Sequence, Window]]:
+        """What to compute now. A sequence whose window ends with it gets its next token."""
+        self._grow()
+        if self.waiting:
+            self._admit()
+            self._admit_absent_sessions()
+        return [(s, _window(s, s.length)) for s in self.running] + self._prompt_windows()
+
+    def forks(self, windows: Items[tuple[Sequence, Window]]) -> list[Fork]:
+        """What the pass needs to start the other samples of jobs whose prompt it completed, as many as find room: the rest will wait.
+
+        All that can fail after a pass happens here, and leaves no trace if it does.
+        """
+        for sequence, window in windows:
+            if sequence in self.filling:
+                sequence.keys_of(window.end // BLOCK)
+        starting = [s for s, window in windows if s.starts_job and window.end == s.length]
+        places = self.max_running - len(self.running) - len(starting)
+        forks: list[Fork] = []
+        try:
+            for first in starting:
+                full, rest = divmod(first.length, BLOCK)
+                for other in first.job.sequences[1:]:
+                    if places <= 0 or (rest and not self.cache.available):
+                        break
+                    copied = [self.cache.copy(first.blocks[full])] if rest else []
+                    forks.append(Fork(first, other, [self.cache.share(block) for block in first.blocks[:full]] + copied))
+                    places -= 1
+        except Exception:
+            for fork in forks:
+                self.cache.give_back(fork.blocks)
+            raise
+        return forks
+
+    def computed(self, windows: Items[tuple[Sequence, Window]], forks: Items[Fork]) -> None:
+        """A pass has computed the windows. From now on what begins like a prompt finds it; a complete one runs, with its forks."""
+        forked = {id(fork.sequence) for fork in forks}
+        for sequence, window in windows:
+            sequence.stored = window.end
+            if sequence in self.filling:
+                self._remember(sequence)
+                if window.end == sequence.length:
+                    self.filling.remove(sequence)
+                    insort(self.running, sequence, key=_AGE)
+                    if sequence.starts_job:
+                        for other in reversed(sequence.job.sequences[1:]):
+                            if id(other) not in forked:
+                                self.waiting.put_back(other.job.session, other)
+        for fork in forks:
+            fork.sequence.blocks, fork.sequence.stored = fork.blocks, fork.first.stored
+            fork.sequence.admitted = fork.first.admitted
+            insort(self.running, fork.sequence, key=_AGE)
+
+    def drop(self, gone: Callable[[Sequence], bool]) -> None:
+        """Forget sequences, wherever they are, and free their blocks: what they computed stays in the cache for who begins alike."""
+        for sequence in (*self.running, *self.filling):
+            if gone(sequence):
+                self._release(sequence)
+        self.running = [s for s in self.running if not gone(s)]
+        self.filling = [s for s in self.filling if not gone(s)]
+        self.waiting.drop(gone)
+
+    def restart(self, chosen: Callable[[Sequence], bool]) -> list[SampleJob]:
+        """Let sequences wait whose weights are about to be replaced, to be computed from their first token on; returns their jobs."""
+        for group in (self.filling, self.running):
+            for sequence in [s for s in reversed(group) if chosen(s)]:
+                self._preempt(sequence)
+        restarted = [sequence for sequence in self.waiting if chosen(sequence)]
+        for sequence in restarted:
+            sequence.keys = []
+        return list({id(sequence.job): sequence.job for sequence in restarted}.values())
+
+    def retreat(self, windows: list[tuple[Sequence, Window]]) -> bool:
+        """The pass ran out of memory: take half as much from now on. False if it was as small as can be."""
+        prompts = [(sequence, window) for sequence, window in windows if sequence in self.filling]
+        tokens = sum(len(window) for _, window in prompts)
+        if tokens + len(self.running) < 2:
+            return False
+        if tokens >= len(self.running):
+            self.prefill_tokens = max(1, sum(_cost(sequence, window.end) for sequence, window in prompts) // 2)
+        else:
+            self.max_running = len(self.running) // 2
+            while len(self.running) > self.max_running:
+                self._preempt(self.running[-1])
+        log.warning("out of memory: passes take %d prompt tokens and %d sequences now", self.prefill_tokens, self.max_running)
+        return True
+
+    def clear(self) -> None:
+        """Forget every sequence, and what the cache holds."""
+        self.waiting.clear()
+        self.filling.clear()
+        self.running.clear()
+        self.cache.clear()
+
+    def _grow(self) -> None:
+        """Give every running sequence a block for its newest token; when there is none, preempt."""
+        for sequence in list(self.running):
+            while sequence.blocks and len(sequence.blocks) < blocks_for(sequence.length):
+                if self.cache.available:
+                    sequence.blocks += self.cache.take(1)
+                else:
+                    self._preempt(self._youngest_of_largest())
+
+    def _youngest_of_largest(self) -> Sequence:
+        """The youngest sequence of the session that holds most; of several such sessions, the youngest of all."""
+        held = self._held()
+        most = max(held.values())
+        return next(s for s in (*reversed(self.filling), *reversed(self.running)) if held[s.job.session] == most)
+
+    def _held(self) -> Counter[str]:
+        """How many sequences of each session have blocks."""
+        return Counter(s.job.session for s in (*self.running, *self.filling))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        (self.filling if sequence in self.filling else self.running).remove(sequence)
+        self._release(sequence)
+        self.waiting.put_back(sequence.job.session, sequence)
+
+    def _remember(self, sequence: Sequence) -> None:
+        full = sequence.stored // BLOCK
+        self.cache.remember(sequence.keys_of(full), sequence.blocks[:full])
+
+    def _release(self, sequence: Sequence) -> None:
+        self._remember(sequence)
+        self.cache.give_back(sequence.blocks)
+        sequence.blocks, sequence.stored = [], 0
+
+    def _admit(self) -> None:
+        """Let waiting sequences in, in turn, as long as the next pass has prompt tokens, the running set places and the cache blocks left.
+
+        A job that is larger than the running set or the cache waits until it is alone, and starts what fits. One that begins like a prompt
+        which is being computed waits for its blocks.
+        """
+        tokens = sum(s.length - s.stored for s in self.filling)
+        places = len(self.running) + sum(1 + s.forks for s in self.filling)
+        promised = sum(_later_blocks(s) for s in self.filling)
+        coming = self._coming()
+        for sequence in self.waiting:
+            if tokens >= self.prefill_tokens:
+                return
+            found = self._found(sequence, coming)
+            if found is None:
+                continue
+            places += 1 + sequence.forks
+            promised += _later_blocks(sequence)
+            if (places > self.max_running or self._taken(sequence, found) + promised > self.cache.available) and (
+                self.running or self.filling
+            ):
+                return
+            self._fill(sequence, found)
+            tokens += sequence.length - sequence.stored
+            coming |= set(sequence.keys_of(sequence.length // BLOCK))
+
+    def _admit_absent_sessions(self) -> None:
+        """Let in one sequence of each session that waits and of which nothing is computed, in the place of others if need be."""
+        held = self._held()
+        absent = [session for session in self.waiting.sessions if not held[session]]
+        coming = self._coming() if absent else set()
+        blocked: Sequence | None = None
+        for session in absent:
+            sequence = self.waiting.first(session)
+            found = self._found(sequence, coming)
+            if found is None:
+                continue
+            if self._make_room(sequence, found, held):
+                self._fill(sequence, self.cache.find(sequence.keys_of(sequence.needed_from // BLOCK)))
+                held[session] = 1
+                self.overtaken += blocked is not None
+            elif blocked is None:
+                blocked = sequence
+                self.overtaken = self.overtaken if blocked is self.blocked else 0
+            if blocked is not None and self.overtaken >= _OVERTAKES:
+                break
+        self.blocked = blocked
+
+    def _make_room(self, sequence: Sequence, found: list[int], held: Counter[str]) -> bool:
+        """Whether there is room for the sequence, after others have been preempted whose sessions keep at least one each."""
+        spare = sum(len(s.blocks) for s in (*self.running, *self.filling) if held[s.job.session] > 1)
+        if self._needed(sequence, found) > self.cache.available + spare:
+            return False
+        while len(self.running) + len(self.filling) >= self.max_running or self._needed(sequence, found) > self.cache.available:
+            if held.total() == 0 or max(held.values()) < 2:
+                return False
+            youngest = self._youngest_of_largest()
+            held[youngest.job.session] -= 1
+            self._preempt(youngest)
+            found = self.cache.find(sequence.keys_of(sequence.needed_from // BLOCK))
+        return True
+
+    def _coming(self) -> set[bytes]:
+        """The keys of the blocks that prompts which are being computed will fill."""
+        return {key for s in self.filling for key in s.keys_of(s.length // BLOCK)}
+
+    def _found(self, sequence: Sequence, coming: set[bytes]) -> list[int] | None:
+        """The blocks of its beginning that are known; None if a prompt is being computed that makes more of them known."""
+        keys = sequence.keys_of(sequence.needed_from // BLOCK)
+        found = self.cache.find(keys)
+        return None if len(found) < len(keys) and keys[len(found)] in coming else found
+
+    def _taken(self, sequence: Sequence, found: list[int]) -> int:
+        """How many of the available blocks its tokens so far take."""
+        return blocks_for(sequence.length) - sum(1 for block in found if self.cache.users[block])
+
+    def _needed(self, sequence: Sequence, found: list[int]) -> int:
+        """How many of the available blocks it takes to compute it, and the next tokens of it and of what is being computed."""
+        return self._taken(sequence, found) + sum(_next_block(s) for s in (sequence, *self.filling))
+
+    def _fill(self, sequence: Sequence, found: list[int]) -> None:
+        shared = [self.cache.share(block) for block in found]
+        try:
+            taken = self.cache.take(blocks_for(sequence.length) - len(shared))
+        except Exception:
+            self.cache.give_back(shared)
+            raise
+        self.waiting.take(sequence.job.session, sequence)
+        sequence.blocks = shared + taken
+        sequence.stored = len(shared) * BLOCK
+        self.admissions += 1
+        sequence.admitted = self.admissions
+        if sequence.starts_job:
+            sequence.job.cached_tokens = sequence.stored
+        self.filling.append(sequence)
+
+    def _prompt_windows(self) -> list[tuple[Sequence, Window]]:
+        """Pieces of the prompts that are being computed. Sessions share a pass equally, and what one does not need goes to the others."""
+        windows = []
+        sessions: dict[str, list[Sequence]] = {}
+        for sequence in self.filling:
+            sessions.setdefault(sequence.job.session, []).append(sequence)
+        budget = self.prefill_tokens
+        modest_first = sorted(sessions.values(), key=lambda group: sum(_cost(s, s.length) for s in group))
+        for behind, group in zip(range(len(modest_first), 0, -1), modest_first, strict=True):
+            share = -(-budget // behind)
+            for sequence in group:
+                if share > 0:
+                    end = min(sequence.length, sequence.stored + max(1, share // sequence.job.cost_of_prompt_token))
+                    share -= _cost(sequence, end)
+                    budget -= _cost(sequence, end)
+                    windows.append((sequence, _window(sequence, end)))
+        return windows
+
+
+def _cost(sequence: Sequence, end: int) -> int:
+    """Of computing the sequence up to `end`, in prompt tokens."""
+    return (end - sequence.stored) * sequence.job.cost_of_prompt_token
+
+
+def _window(sequence: Sequence, end: int) -> Window:
+    if sequence.stored >= end:
+        # Its last row would be the row before it, which is another sequence's.
+        raise AssertionError(f"sample={sequence.job.request_id}: all {end} tokens are computed already, nothing follows from them")
+    return Window(sequence.blocks[: blocks_for(end)], sequence.stored, end)
+
+
+def _later_blocks(sequence: Sequence) -> int:
+    """Blocks that the sequence and its forks take as soon as they start."""
+    return _next_block(sequence) + sequence.forks
+
+
+def _next_block(sequence: Sequence) -> int:
+    """1 if its next token takes a new block."""
+    return blocks_for(sequence.length + 1) - blocks_for(sequence.length)

@@ -1,0 +1,1 @@
+"""vLLM as the sampler: its servers, a client for them, the weights that they serve."""

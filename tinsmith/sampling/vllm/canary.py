@@ -1,0 +1,88 @@
+"""The canary: a prompt whose log-probabilities vLLM and the trainer must agree on before a sample leaves.
+
+vLLM leaves out what it does not know how to apply, pixel values may be normalized twice, a transfer may be half done: none of it is an
+error there, all of it shows here.
+"""
+
+import hashlib
+import io
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from tinsmith.errors import TinsmithError
+from tinsmith.models.attention import PackedPlan
+from tinsmith.models.base import BaseModel
+from tinsmith.models.full import Weights
+from tinsmith.models.lora import Adapter
+from tinsmith.models.threads import threads_for
+from tinsmith.rendering.packing import pack
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.rendering.renderer import Renderer
+from tinsmith.sampling.prompt_scores import PromptScores
+from tinsmith.sampling.vllm.answers import prompt_answers, text_positions
+from tinsmith.training.logprobs import head_logits, head_lora
+from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
+from tinsmith.wire.prompt_scores import PromptQuestions
+from tinsmith.wire.sample import SamplingParams, StopRule
+
+_TOKENS = 12
+"""Text tokens before the picture, and behind it."""
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Largest mean difference. Random tokens are unlikely ones, where bfloat16 rounds coarsely."""
+_QUESTIONS = PromptQuestions(logprobs=True)
+_PARAMS = SamplingParams(None, 1.0, 1.0, -1, 0, StopRule(eos=False, strings=(), token_ids=()))
+
+
+def score_prompt(base: BaseModel, rendered: RenderedInput, weights: Weights | None, scores: PromptScores, chunk: int) -> None:
+    """Let the trainer's own model answer what `scores` asks about a prompt. `chunk` positions at a time become logits."""
+    with torch.no_grad(), threads_for(base, len(rendered)):
+        row = pack([rendered], [weights], base.device)
+        hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
+        adapter = weights if isinstance(weights, Adapter) else None
+        scores.add(0, hidden, partial(_logits, base.head(weights), adapter), chunk)
+
+
+def _logits(head: torch.Tensor, adapter: Adapter | None, hidden: torch.Tensor) -> torch.Tensor:
+    return head_logits(hidden, head, *head_lora(adapter))
+
+
+class Canary:
+    """The canary prompt of one base model: random tokens, with a picture among them where the model takes pictures."""
+
+    def __init__(self, base: BaseModel, renderer: Renderer) -> None:
+        self.base = base
+        tokens = np.random.default_rng(0).integers(0, base.vocab_size, 2 * _TOKENS).astype(np.int32)
+        picture: list[Chunk] = [_picture()] if base.family.takes_images else []
+        self.rendered = renderer.render([TextChunk(tokens[:_TOKENS]), *picture, TextChunk(tokens[_TOKENS:])])
+        self.text = text_positions(self.rendered)
+        self.text[0] = False
+
+    def expected(self, weights: Weights | None) -> NDArray[np.float32]:
+        """The trainer's log-probabilities of the text tokens but the first. To be called where the trainer runs."""
+        scores = PromptScores(self.rendered, _QUESTIONS, _PARAMS, 0)
+        score_prompt(self.base, self.rendered, weights, scores, len(self.rendered))
+        assert scores.answers.logprobs is not None
+        return scores.answers.logprobs[self.text]
+
+    def compare(self, scores: Sequence[dict[str, Any] | None], expected: NDArray[np.float32], what: str) -> None:
+        """Raise TinsmithError if vLLM's prompt_logprobs of the canary are others than the trainer's for the weights `what`."""
+        got = prompt_answers(scores, self.rendered, _QUESTIONS).logprobs
+        assert got is not None
+        difference = float(np.abs(got[self.text] - expected).mean())
+        if not difference <= _TOLERANCE[self.base.dtype]:
+            raise TinsmithError(
+                f"vLLM computes other log-probabilities than the trainer with {what}: {difference:.4g} nats apart on average on "
+                f"{len(expected)} tokens, where {_TOLERANCE[self.base.dtype]:g} is the limit; nothing is sampled from these weights"
+            )
+
+
+def _picture() -> ImageChunk:
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)).save(file, "PNG")
+    return ImageChunk(hashlib.sha256(file.getvalue()).digest(), file.getvalue(), "png", None)
