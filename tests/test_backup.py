@@ -69,10 +69,10 @@ def test_damaged_and_missing_checkpoints_are_named_and_the_rest_is_copied(data: 
     shutil.rmtree(places[1])
     done = tinsmith_here("backup", str(tmp_path / "copy"), "--data-dir", str(data))
     assert done.returncode == 2
-    assert "2 checkpoints are damaged or without files" in done.stderr
+    assert "are damaged or have no files" in done.stderr
     assert "tinker://m/weights/0: " in done.stderr
     assert "adapter.safetensors is damaged: it has 5 bytes, and 10 were written" in done.stderr
-    assert f"tinker://m/weights/1: {places[1]} is not there" in done.stderr
+    assert f"tinker://m/weights/1: {places[1]} does not exist" in done.stderr
     kept = [row.tinker_path for row in every_checkpoint(Store.open(tmp_path / "copy"))]
     assert kept == ["tinker://m/weights/0", "tinker://m/weights/2"]
 
@@ -83,7 +83,7 @@ def test_what_is_in_the_way_is_refused(data: Path, tmp_path: Path) -> None:
     for source, target, message in (
         (data, tmp_path / "used", "is not an empty directory; name a new one"),
         (data, tmp_path / "used" / "file", "is not an empty directory; name a new one"),
-        (data, data / "copy", "lies in the data directory itself"),
+        (data, data / "copy", "is inside the data directory"),
         (tmp_path / "used", tmp_path / "copy", "holds no data of a server"),
     ):
         done = tinsmith_here("backup", str(target), "--data-dir", str(source))
@@ -124,13 +124,13 @@ def test_checkpoints_that_are_deleted_or_replaced_while_they_are_copied(
     with monkeypatch.context() as patch:
         disturbed(patch, "adapter.safetensors", replace)
         lines = list(back_up(data, tmp_path / "replaced"))
-    assert lines[:2] == ["tinker://m/weights/0: replaced meanwhile, the newer one is copied", "tinker://m/weights/0"]
+    assert lines[:2] == ["tinker://m/weights/0: replaced meanwhile; the new one is copied", "tinker://m/weights/0"]
     copied = every_checkpoint(Store.open(tmp_path / "replaced"))
     assert [(row.created_at, CheckpointFiles(tmp_path / "replaced").sizes(row.directory)) for row in copied] == [
         (9.0, {"adapter.safetensors": 10})
     ]
     disturbed(monkeypatch, "adapter.safetensors", delete)
-    assert next(iter(back_up(data, tmp_path / "deleted"))) == "tinker://m/weights/0: deleted meanwhile, not copied"
+    assert next(iter(back_up(data, tmp_path / "deleted"))) == "tinker://m/weights/0: deleted meanwhile; not copied"
 
 
 def test_a_part_of_an_old_checkpoint_is_not_taken_for_the_whole(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_files_that_are_gone_from_an_object_store_are_no_copy(tmp_path: Path) ->
     row = saved(files, "tinker://m/weights/a")
     store.put_checkpoint(row)
     files.remove(row.directory)
-    with pytest.raises(TinsmithError, match=rf"tinker://m/weights/a: {row.directory} is not there"):
+    with pytest.raises(TinsmithError, match=rf"tinker://m/weights/a: {row.directory} does not exist"):
         list(back_up(tmp_path / "data", tmp_path / "copy"))
     assert every_checkpoint(Store.open(tmp_path / "copy")) == []
 

@@ -23,8 +23,8 @@ def test_complete_files_that_the_database_does_not_know_are_kept_unless_asked_fo
     saved(store, files, "tinker://m/weights/old", time.time() - 1)
     orphan = write(files)
     kept = (
-        "             10  bytes are kept in 1 complete checkpoints that the database does not know: "
-        f"`tinsmith recover --data-dir {tmp_path}` registers them, `tinsmith gc --unknown` deletes them"
+        "             10  bytes are kept in 1 complete checkpoints that are not in the database: "
+        f"`tinsmith recover --data-dir {tmp_path}` adds them, `tinsmith gc --unknown` deletes them"
     )
     old = "             10  tinker://m/weights/old: has expired"
     assert gc(tmp_path, "--dry-run") == [old, "             10  bytes would be freed", kept]
@@ -42,7 +42,7 @@ def test_a_dry_run_says_what_then_goes(tmp_path: Path) -> None:
     things = [
         "             10  tinker://m/weights/old: has expired",
         f"             10  files of {orphan}: the database does not know them",
-        "          2,000  snapshots: the engine that had them is gone",
+        "          2,000  snapshots: the engine that wrote them has ended",
     ]
     assert gc(tmp_path, "--dry-run", "--unknown") == [*things, "          2,020  bytes would be freed"]
     assert files.sizes(orphan)

@@ -40,9 +40,9 @@ def test_what_the_database_does_not_know_is_registered_as_it_was(tmp_path: Path)
     store = Store.open(tmp_path)
     known = saved(files, "tinker://m/weights/known")
     store.put_checkpoint(known)
-    assert recover(tmp_path) == [*[f"registered {row.tinker_path}" for row in lost], "2 checkpoints registered"]
+    assert recover(tmp_path) == [*[f"added {row.tinker_path}" for row in lost], "2 checkpoints added"]
     assert {row.tinker_path: row for row in every_checkpoint(store)} == {row.tinker_path: row for row in (*lost, known)}
-    assert recover(tmp_path) == ["0 checkpoints registered"]
+    assert recover(tmp_path) == ["0 checkpoints added"]
 
 
 def test_a_database_that_was_moved_away_is_made_anew(tmp_path: Path) -> None:
@@ -55,18 +55,18 @@ def test_a_database_that_was_moved_away_is_made_anew(tmp_path: Path) -> None:
     assert f"run `tinsmith recover --data-dir {tmp_path}`, which registers the checkpoints again" in done.stderr
     for file in tmp_path.glob("tinsmith.db*"):
         file.unlink()
-    assert recover(tmp_path) == ["registered tinker://m/weights/a", "1 checkpoints registered"]
+    assert recover(tmp_path) == ["added tinker://m/weights/a", "1 checkpoints added"]
     assert Store.open(tmp_path).require_checkpoint("tinker://m/weights/a") == row
 
 
 def test_the_newest_of_one_path_is_registered(tmp_path: Path) -> None:
     files = CheckpointFiles(tmp_path)
     old, new = saved(files, "tinker://m/weights/a", 1.0), saved(files, "tinker://m/weights/a", 2.0)
-    already = "the database has a checkpoint of the path tinker://m/weights/a already"
+    already = "the database already has a checkpoint tinker://m/weights/a"
     assert recover(tmp_path) == [
-        "registered tinker://m/weights/a",
-        f"not registered: {files.shown(old.directory)}: {already}, with files in {files.shown(new.directory)}",
-        "1 checkpoints registered",
+        "added tinker://m/weights/a",
+        f"not added: {files.shown(old.directory)}: {already}, with files in {files.shown(new.directory)}",
+        "1 checkpoints added",
     ]
     assert Store.open(tmp_path).require_checkpoint("tinker://m/weights/a") == new
 
@@ -77,7 +77,7 @@ def test_what_replaced_a_checkpoint_after_the_database_was_copied_takes_its_plac
     store.put_checkpoint(old)
     files.remove(old.directory)
     new = saved(files, "tinker://m/weights/a", 2.0)
-    assert recover(tmp_path) == ["registered tinker://m/weights/a", "1 checkpoints registered"]
+    assert recover(tmp_path) == ["added tinker://m/weights/a", "1 checkpoints added"]
     assert every_checkpoint(store) == [new]
 
 
@@ -94,11 +94,11 @@ def test_what_is_damaged_nameless_expired_deleted_or_being_written_is_not_regist
     shown = files.shown(damaged.directory)
     no_manifest = "it has no manifest.json, which older versions did not write, so its path is unknown"
     lines = recover(tmp_path)
-    assert lines.pop() == "0 checkpoints registered"
+    assert lines.pop() == "0 checkpoints added"
     assert {line.partition("; ")[0] for line in lines} == {
-        f"not registered: {shown}: {shown}/adapter.safetensors is damaged: it has 5 bytes, and 10 were written",
-        f"not registered: {files.shown(nameless)}: {no_manifest}",
-        f"not registered: {files.shown(expired.directory)}: tinker://m/weights/b has expired",
+        f"not added: {shown}: {shown}/adapter.safetensors is damaged: it has 5 bytes, and 10 were written",
+        f"not added: {files.shown(nameless)}: {no_manifest}",
+        f"not added: {files.shown(expired.directory)}: tinker://m/weights/b has expired",
     }
     assert every_checkpoint(store) == []
 
@@ -108,8 +108,8 @@ def test_a_root_of_ones_own_is_looked_through_on_request(tmp_path: Path, kind: s
     root = str(tmp_path / "elsewhere") if kind == "directory" else f"memory://{tmp_path.name}/x"
     data = tmp_path / "data"
     row = saved(CheckpointFiles(data, root), "tinker://m/weights/a")
-    assert recover(data) == ["0 checkpoints registered"]
-    assert recover(data, "--checkpoint-root", root) == ["registered tinker://m/weights/a", "1 checkpoints registered"]
+    assert recover(data) == ["0 checkpoints added"]
+    assert recover(data, "--checkpoint-root", root) == ["added tinker://m/weights/a", "1 checkpoints added"]
     assert Store.open(data).require_checkpoint("tinker://m/weights/a") == row
 
 

@@ -1,8 +1,8 @@
-"""`tinsmith backup`: a copy of a data directory, taken while a server works on it. `tinsmith serve --data-dir COPY` goes on from it.
+"""`tinsmith backup`: copies a data directory, also while a server uses it. `tinsmith serve --data-dir COPY` serves the copy.
 
-The database is copied first, as it is at one moment. It names directories of checkpoints that are complete and never change, so they can
-be copied after it. If one is replaced meanwhile, the newer one is copied. Those in another directory or in an object store
-(`--checkpoint-root`) come into the copy too: it needs nothing else.
+The database is copied first, in the state of one moment. The checkpoints that it names are complete and never change, so their directories
+can be copied afterwards. If a client replaces a checkpoint in the meantime, the new one is copied. Checkpoints in another directory or in
+an object store (`--checkpoint-root`) are copied into the data directory of the copy, which therefore needs nothing else.
 """
 
 import contextlib
@@ -23,29 +23,29 @@ from tinsmith.store.store import Store
 from tinsmith.store.sync import make_directory
 
 _BEGUN = ".new"
-"""Ends the names of files that are being replaced."""
+"""The suffix of a file that is being written and will replace the file of the same name without it."""
 
 
 @dataclass(frozen=True)
 class _Side:
-    """A data directory opened: the original or the copy."""
+    """The opened database and checkpoint files of a data directory, which is the original or the copy."""
 
     store: Store
     files: CheckpointFiles
 
 
 def back_up(data_dir: Path, target: Path) -> Iterator[str]:
-    """Copy a data directory to `target`, which is empty or not there; one line for each checkpoint. The copy is complete or absent.
+    """Copy a data directory to `target`, which must be empty or not exist; yield one line for each checkpoint.
 
-    Raises ConfigError for directories that cannot be used. Raises TinsmithError if the copy cannot be written, which leaves nothing of it,
-    or, after all else was copied, if checkpoints are damaged or without files.
+    Raises ConfigError for directories that cannot be used. Raises TinsmithError if the copy cannot be written; then nothing of it is left.
+    Raises TinsmithError also if checkpoints are damaged or have no files, after everything else was copied.
     """
     if not (data_dir / FILE_NAME).is_file():
         raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it)")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} is not an empty directory; name a new one")
     if target.resolve().is_relative_to(data_dir.resolve()):
-        raise ConfigError(f"{target} lies in the data directory itself; name a directory outside of {data_dir}")
+        raise ConfigError(f"{target} is inside the data directory; name a directory outside of {data_dir}")
     problems: list[str] = []
     with _named(data_dir, target), _new_directory(target.absolute()) as copy:
         _copy_database(data_dir / FILE_NAME, copy / FILE_NAME)
@@ -54,16 +54,16 @@ def back_up(data_dir: Path, target: Path) -> Iterator[str]:
             yield from _copy_checkpoints(_Side(source, CheckpointFiles(data_dir)), _Side(store, CheckpointFiles(copy)), problems)
     yield f"{target} is a copy of {data_dir}: tinsmith serve --data-dir {target}"
     if problems:
-        raise TinsmithError(f"{len(problems)} checkpoints are damaged or without files in {data_dir}: {'; '.join(problems)}")
+        raise TinsmithError(f"{len(problems)} checkpoints in {data_dir} are damaged or have no files: {'; '.join(problems)}")
 
 
 @contextlib.contextmanager
 def _named(data_dir: Path, target: Path) -> Iterator[None]:
-    """An error of the disk, when it is full for example, becomes a TinsmithError."""
+    """Turn errors of the disk, such as one that is full, into a TinsmithError that names both directories."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:
-        raise TinsmithError(f"{data_dir} could not be copied to {target}: {error}; see to that and start again") from error
+        raise TinsmithError(f"{data_dir} could not be copied to {target}: {error}; correct that and start again") from error
 
 
 @contextlib.contextmanager
@@ -74,13 +74,13 @@ def _new_directory(target: Path) -> Iterator[Path]:
 
 
 def _copy_database(source: Path, target: Path) -> None:
-    """As it is at one moment, with what is not in the main file yet. Writers go on meanwhile."""
+    """Copy the state of one moment, including what is still in the write-ahead log. Other processes may write in the meantime."""
     with contextlib.closing(sqlite3.connect(source)) as reader, contextlib.closing(sqlite3.connect(target)) as writer:
         reader.backup(writer)
 
 
 def _copy_files(data_dir: Path, target: Path) -> None:
-    """The key that signs URLs, the journal of samples, and whatever else lies beside the database."""
+    """Copy the other files of the data directory, such as the key that signs URLs and the journal of samples."""
     for file in data_dir.iterdir():
         own = file.name.startswith(FILE_NAME) or file.name == lock.FILE_NAME or file.suffix == _BEGUN
         if file.is_file() and not own:
@@ -88,9 +88,10 @@ def _copy_files(data_dir: Path, target: Path) -> None:
 
 
 def _copy_checkpoints(original: _Side, copy: _Side, problems: list[str]) -> Iterator[str]:
-    """The files of every checkpoint that the copied database knows. `problems` takes what is wrong with any.
+    """Copy the files of every checkpoint in the copied database. Damaged or missing ones are appended to `problems`.
 
-    Clients delete and replace checkpoints meanwhile, and the server deletes their files. Of one that was replaced the newer one is copied.
+    In the meantime clients may delete and replace checkpoints, and then the server deletes their files. For a checkpoint that was replaced,
+    the new one is copied.
     """
     waiting = _by_directory(catalog.every_checkpoint(copy.store))
     while waiting:
@@ -99,7 +100,7 @@ def _copy_checkpoints(original: _Side, copy: _Side, problems: list[str]) -> Iter
         paths = ", ".join(row.tinker_path for row in rows)
         problem = _copy_directory(original, copy, directory)
         now = [row for row in (original.store.checkpoint(row.tinker_path) for row in rows) if row is not None]
-        is_sure = problem is None and (_copied(copy, directory) / MANIFEST).is_file()  # without checksums a part looks like the whole
+        is_sure = problem is None and (_copied(copy, directory) / MANIFEST).is_file()  # else a part may look complete
         if is_sure or [row.directory for row in now] == [directory] * len(rows):
             problems += [] if problem is None else [f"{paths}: {problem}"]
             yield from _keep_rows(copy, directory, paths)
@@ -109,12 +110,12 @@ def _copy_checkpoints(original: _Side, copy: _Side, problems: list[str]) -> Iter
             for row in now:
                 copy.store.put_checkpoint(row)
             waiting |= _by_directory(now)
-            yield f"{paths}: {'replaced meanwhile, the newer one is copied' if now else 'deleted meanwhile, not copied'}"
-    catalog.forget_discarded(copy.store)  # what is to be deleted lies in the original only
+            yield f"{paths}: {'replaced meanwhile; the new one is copied' if now else 'deleted meanwhile; not copied'}"
+    catalog.forget_discarded(copy.store)  # the files to be deleted exist only in the original
 
 
 def _keep_rows(copy: _Side, directory: str, paths: str) -> Iterator[str]:
-    """The rows of a directory that was copied, damaged or not, stay. They go if there was nothing to copy."""
+    """Keep the rows of a directory that was copied, even if it is damaged. Drop them if there was nothing to copy."""
     if _copied(copy, directory).is_dir():
         catalog.move_checkpoints_in(copy.store, directory, _name(directory))
         yield paths
@@ -130,17 +131,17 @@ def _by_directory(checkpoints: Iterable[Checkpoint]) -> dict[str, list[Checkpoin
 
 
 def _name(directory: str) -> str:
-    """What a directory of the original is called in the copy."""
+    """The name in the copy of a directory of the original."""
     return directory.rpartition("/")[2]
 
 
 def _copied(copy: _Side, directory: str) -> Path:
-    """Where a directory of the original lies in the copy."""
+    """The path in the copy of a directory of the original."""
     return Path(copy.files.shown(_name(directory)))
 
 
 def _copy_directory(original: _Side, copy: _Side, directory: str) -> str | None:
-    """Copy the files of a checkpoint; returns what is wrong with them. Checkpoints of older versions have no checksums to compare with."""
+    """Copy the files of a checkpoint; returns what is wrong with them, if anything. Older versions wrote no checksums to compare."""
     shown = original.files.shown(directory)
     try:
         with original.files.fetched(directory) as found, copy.files.written(_name(directory)) as files:
@@ -149,14 +150,14 @@ def _copy_directory(original: _Side, copy: _Side, directory: str) -> str | None:
         if manifest is not None:
             verify_files(manifest, _copied(copy, directory), shown)
     except NotFoundError:
-        return f"{shown} is not there"
+        return f"{shown} does not exist"
     except TinsmithError as error:
         return str(error)
     return None
 
 
 def _copy_tree(source: Path, target: Path) -> None:
-    """All files below a directory. Unlike `shutil.copytree` it raises FileNotFoundError if one is deleted meanwhile, or there are none."""
+    """Copy all files below a directory. Unlike `shutil.copytree`, raise FileNotFoundError if one is deleted or there are none."""
     files = [file for file in source.rglob("*") if file.is_file()]
     if not files:
         raise FileNotFoundError(source)

@@ -275,8 +275,8 @@ def settings(section: Any = None, path: tuple[str, ...] = ()) -> Iterator[Settin
         if dataclasses.is_dataclass(value):
             yield from settings(value, (*path, spec.name))
         else:
-            about = spec.metadata["about"]
-            yield Setting((*path, spec.name), hints[spec.name], value, about.help, about.unit)
+            info = spec.metadata["info"]
+            yield Setting((*path, spec.name), hints[spec.name], value, info.help, info.unit)
 
 
 def load(

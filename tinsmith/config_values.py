@@ -25,7 +25,7 @@ _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True)
-class About:
+class SettingInfo:
     """What is known of a setting beside its name, type and default.
 
     `low` and `high` are the limits of a number, both included. `choices` are the values that a text may take. Where there are too many to
@@ -49,8 +49,8 @@ def setting(
     choices: tuple[str, ...] = (),
     pattern: str = "",
 ) -> Any:
-    """Declare a field of a section as a setting. The arguments are those of `About`."""
-    metadata = {"about": About(help, unit, low, high, choices, pattern)}
+    """Declare a field of a section as a setting. The arguments are those of `SettingInfo`."""
+    metadata = {"info": SettingInfo(help, unit, low, high, choices, pattern)}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -133,21 +133,21 @@ def checked(section: Any, name: str, value: Any, place: str) -> Any:
     from pydantic import ValidationError
 
     kind = typing.get_type_hints(type(section))[name]
-    about: About = next(spec.metadata["about"] for spec in dataclasses.fields(section) if spec.name == name)
-    given = _in_unit(value, about.unit, kind) if isinstance(value, str) and kind in (int, float) else value
+    info: SettingInfo = next(spec.metadata["info"] for spec in dataclasses.fields(section) if spec.name == name)
+    given = _in_unit(value, info.unit, kind) if isinstance(value, str) and kind in (int, float) else value
     try:
         # Strict, so that true is no 1; but texts, such as those of environment variables, are converted.
-        return _adapter(kind, about).validate_python(given, strict=not isinstance(given, str))
+        return _adapter(kind, info).validate_python(given, strict=not isinstance(given, str))
     except ValidationError:
-        raise ConfigError(f"{place}={value!r} must be {_accepted(kind, about)}") from None
+        raise ConfigError(f"{place}={value!r} must be {_accepted(kind, info)}") from None
 
 
 @cache
-def _adapter(kind: Any, about: About) -> "TypeAdapter[Any]":
+def _adapter(kind: Any, info: SettingInfo) -> "TypeAdapter[Any]":
     from pydantic import AllowInfNan, Field, TypeAdapter
 
-    pattern = about.pattern or "|".join(map(re.escape, about.choices))
-    limits = [Field(ge=about.low, le=about.high, pattern=f"^({pattern})$" if pattern else None)]
+    pattern = info.pattern or "|".join(map(re.escape, info.choices))
+    limits = [Field(ge=info.low, le=info.high, pattern=f"^({pattern})$" if pattern else None)]
     return TypeAdapter(Annotated[kind, *limits, *([AllowInfNan(False)] if kind is float else [])])
 
 
@@ -161,15 +161,15 @@ def _in_unit(text: str, unit: str, kind: type[int] | type[float]) -> str | float
     return int(number) if kind is int and number.is_integer() else number
 
 
-def _accepted(kind: Any, about: About) -> str:
+def _accepted(kind: Any, info: SettingInfo) -> str:
     """What a setting accepts, in words, such as "a whole number of MiB from 1 to 4096, such as 2, 2MiB or 500MiB"."""
-    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else about.choices
+    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else info.choices
     if choices:
         return f"one of {', '.join(choices)}"
     if kind not in (int, float):
         words = {bool: "true or false", str: "a text", list[str]: "a list of texts", list[int]: "a list of whole numbers"}
         return words.get(kind, "keys with values")
-    number = f"{'a whole number' if kind is int else 'a number'}{f' of {about.unit}' if about.unit else ''}"
-    if about.low is not None:
-        number += f" from {about.low} to {about.high}" if about.high is not None else f" of at least {about.low}"
-    return f"{number}, such as 2, 2{about.unit} or {'1MiB' if about.unit == 'KiB' else '500MiB'}" if about.unit in _SIZES else number
+    number = f"{'a whole number' if kind is int else 'a number'}{f' of {info.unit}' if info.unit else ''}"
+    if info.low is not None:
+        number += f" from {info.low} to {info.high}" if info.high is not None else f" of at least {info.low}"
+    return f"{number}, such as 2, 2{info.unit} or {'1MiB' if info.unit == 'KiB' else '500MiB'}" if info.unit in _SIZES else number

@@ -1,8 +1,7 @@
-"""`tinsmith gc`: what a data directory holds that nobody can reach any more, printed and deleted.
+"""`tinsmith gc`: prints and deletes what is no longer used in a data directory: expired checkpoints and files that nothing refers to.
 
-It works beside a running server. What only an engine that has ended can have left, the snapshots that it put on the disk, goes if no
-server runs on the directory. Complete checkpoints that the database does not know are kept unless `unknown` asks for their end:
-`tinsmith recover` registers them.
+It may run while a server uses the directory. If no server does, it also deletes snapshots that an earlier engine wrote to the disk.
+Complete checkpoints that are not in the database are kept, because `tinsmith recover` can add them; `unknown` deletes them too.
 """
 
 import contextlib
@@ -19,9 +18,9 @@ from tinsmith.store.sweep import Garbage, find_garbage, find_unknown, sweep
 
 
 def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[str]:
-    """One line for each thing, then a total; deletes them unless `dry_run`. Raises TinsmithError.
+    """Delete unused files, unless `dry_run`; yield one line for each of them, then a total. Raises TinsmithError.
 
-    Without `unknown`, complete files that the database does not know are counted in the last line, and kept.
+    Without `unknown`, complete checkpoints that are not in the database are kept, and the last line says how many there are.
     """
     if not (data_dir / FILE_NAME).is_file():
         raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it)")
@@ -38,16 +37,16 @@ def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[st
         if strays and not unknown:
             total = sum(stray.size_bytes for stray in strays)
             yield (
-                f"{total:>15,}  bytes are kept in {len(strays)} complete checkpoints that the database does not know: "
-                f"`tinsmith recover --data-dir {data_dir}` registers them, `tinsmith gc --unknown` deletes them"
+                f"{total:>15,}  bytes are kept in {len(strays)} complete checkpoints that are not in the database: "
+                f"`tinsmith recover --data-dir {data_dir}` adds them, `tinsmith gc --unknown` deletes them"
             )
 
 
 def _snapshots(data_dir: Path) -> list[Garbage]:
-    """What an engine that is gone put on the disk."""
+    """The snapshots that an engine wrote to the disk. Call it only if no server uses the directory."""
     directory = data_dir / SNAPSHOTS_DIR
     size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-    return [Garbage("snapshots", "the engine that had them is gone", size)] if size else []
+    return [Garbage("snapshots", "the engine that wrote them has ended", size)] if size else []
 
 
 def _report(garbage: list[Garbage], dry_run: bool) -> Iterator[str]:
