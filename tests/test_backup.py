@@ -1,5 +1,6 @@
 """`tinsmith backup`: what is copied, and what is said of what cannot be."""
 
+import hashlib
 import os
 import resource
 import shutil
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.running import tinsmith_here
+from tests.store.test_blobs import DIGEST, IMAGE, blobs_in, with_model
+from tests.store.test_commands import MODEL, done, step
+from tests.store.test_kept import kept
 from tests.test_recovery import saved
 from tinsmith.backup import back_up
 from tinsmith.errors import TinsmithError
@@ -61,6 +65,30 @@ def test_the_copy_needs_nothing_else(data: Path, tmp_path: Path) -> None:
     assert store.discarded_directories() == []
     names = {path.name for path in target.iterdir()}
     assert names - {"tinsmith.db-wal", "tinsmith.db-shm"} == {"tinsmith.db", "checkpoints", "signing.key", "samples.journal"}
+
+
+def test_images_of_operations_are_copied_and_no_operation_is_kept_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = with_model(tmp_path / "data", keep_bytes=1000)
+    other = hashlib.sha256(b"other").digest()
+    store.append([step(1, b"one", IMAGE), step(2, b"two", IMAGE), step(3, b"three", IMAGE | {other: b"other"})])
+    store.write_blobs({hashlib.sha256(b"unused").digest(): b"unused"})
+    claimed = store.queued(MODEL)
+    store.record([done(seq_id) for seq_id in (0, 1, 3)])
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    list(back_up(tmp_path / "data", whole))
+    assert blobs_in(whole) == sorted([DIGEST.hex(), other.hex()])
+    assert kept(Store.open(whole), claimed) == [0, 1, 2, 3]
+    copy = shutil.copyfile
+
+    def deleted_meanwhile(source: Path, target: Path) -> object:
+        if Path(source).name == other.hex():
+            Path(source).unlink()
+        return copy(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", deleted_meanwhile)
+    list(back_up(tmp_path / "data", part))
+    assert blobs_in(part) == [DIGEST.hex()]
+    assert kept(Store.open(part), claimed) == [0, 1, 2]
 
 
 def test_damaged_and_missing_checkpoints_are_named_and_the_rest_is_copied(data: Path, tmp_path: Path) -> None:

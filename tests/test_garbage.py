@@ -1,9 +1,12 @@
 """`tinsmith gc`."""
 
+import hashlib
 import time
 from pathlib import Path
 
 from tests.running import tinsmith_here
+from tests.store.test_blobs import DIGEST, IMAGE, blobs_in, with_model
+from tests.store.test_commands import step
 from tests.store.test_files import write
 from tests.store.test_sweep import saved
 from tinsmith.store.files import CheckpointFiles
@@ -50,6 +53,18 @@ def test_a_dry_run_says_what_then_goes(tmp_path: Path) -> None:
     assert gc(tmp_path) == ["there is nothing to delete"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [kept]
     assert not (tmp_path / "snapshots").exists()
+
+
+def test_images_that_no_operation_needs_go(tmp_path: Path) -> None:
+    store = with_model(tmp_path)
+    store.append([step(1, images=IMAGE)])
+    assert gc(tmp_path) == ["there is nothing to delete"]
+    store.write_blobs({hashlib.sha256(bytes(1234)).digest(): bytes(1234)})
+    things = ["          1,234  1 images of operations: no operation needs them"]
+    assert gc(tmp_path, "--dry-run") == [*things, "          1,234  bytes would be freed"]
+    assert len(blobs_in(tmp_path)) == 2
+    assert gc(tmp_path) == [*things, "          1,234  bytes are freed"]
+    assert blobs_in(tmp_path) == [DIGEST.hex()]
 
 
 def test_the_snapshots_of_a_running_server_are_left_alone(tmp_path: Path) -> None:

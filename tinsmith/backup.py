@@ -1,8 +1,9 @@
 """`tinsmith backup`: copies a data directory, also while a server uses it. `tinsmith serve --data-dir COPY` serves the copy.
 
-The database is copied first, in the state of one moment. The checkpoints that it names are complete and never change, so their directories
-can be copied afterwards. If a client replaces a checkpoint in the meantime, the new one is copied. Checkpoints in another directory or in
-an object store (`--checkpoint-root`) are copied into the data directory of the copy, which therefore needs nothing else.
+The database is copied first, in the state of one moment. Images of operations are copied next, unless the operation has ended in the
+meantime. The checkpoints that the database names are complete and never change, so their directories can be copied afterwards. If a client
+replaces a checkpoint in the meantime, the new one is copied. Checkpoints in another directory or in an object store (`--checkpoint-root`)
+are copied into the data directory of the copy, which therefore needs nothing else.
 """
 
 import contextlib
@@ -51,6 +52,7 @@ def back_up(data_dir: Path, target: Path) -> Iterator[str]:
         _copy_database(data_dir / FILE_NAME, copy / FILE_NAME)
         _copy_files(data_dir, copy)
         with contextlib.closing(Store.open(data_dir)) as source, contextlib.closing(Store.open(copy)) as store:
+            store.copy_blobs_from(source)
             yield from _copy_checkpoints(_Side(source, CheckpointFiles(data_dir)), _Side(store, CheckpointFiles(copy)), problems)
     yield f"{target} is a copy of {data_dir}: tinsmith serve --data-dir {target}"
     if problems:

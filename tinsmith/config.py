@@ -72,6 +72,12 @@ class ServerConfig:
         "seconds",
         60,
     )
+    kept_operations_mib: int = setting(
+        0,
+        "Disk space for the payloads and images of finished training operations; the oldest are dropped first, and 0 keeps none",
+        "MiB",
+        0,
+    )
     download_ttl_s: int = setting(3600, "How long a download URL is valid", "seconds", 60, 604800)
     engine_silent_s: float = setting(
         10.0,

@@ -28,10 +28,11 @@ def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[st
         files = CheckpointFiles(data_dir)
         snapshots = _snapshots(data_dir) if alone else []
         strays = find_unknown(store, files)
-        garbage = [*find_garbage(store, files), *(strays if unknown else []), *snapshots]
+        garbage = [*find_garbage(store, files), *(strays if unknown else []), *_images(store), *snapshots]
         yield from _report(garbage, dry_run)
         if not dry_run:
             sweep(store, files, unknown)
+            store.sweep_blobs()
             if snapshots:
                 shutil.rmtree(data_dir / SNAPSHOTS_DIR)
         if strays and not unknown:
@@ -40,6 +41,13 @@ def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[st
                 f"{total:>15,}  bytes are kept in {len(strays)} complete checkpoints that are not in the database: "
                 f"`tinsmith recover --data-dir {data_dir}` adds them, `tinsmith gc --unknown` deletes them"
             )
+
+
+def _images(store: Store) -> list[Garbage]:
+    """What a process that died while it took an operation left of its images."""
+    unused = store.unused_blobs()
+    size = sum(file.size for file in unused)
+    return [Garbage(f"{len(unused)} images of operations", "no operation needs them", size)] if unused else []
 
 
 def _snapshots(data_dir: Path) -> list[Garbage]:

@@ -133,8 +133,8 @@ def forward_backward(seq_id: int, length: int = 4, image: bytes | None = None) -
     target = datum.loss_fn_inputs["target_tokens"]
     target.dense, target.dtype = b"\1\0\0\0\0\0\0\0" * length, tinker_pb2.DTYPE_INT64
     target.shape.append(length)
-    stored, images = move_images_out(message)
-    return NewCommand(MODEL, seq_id, "forward_backward", stored, images)
+    stored = move_images_out(message)
+    return NewCommand(MODEL, seq_id, "forward_backward", stored.payload, stored.image_digests, stored.images)
 
 
 def steps_taken(made: Engine) -> float:

@@ -17,7 +17,7 @@ from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.trainer import Trainer
 from tinsmith.models.base import BaseModel
 from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.records import REJECTED, Command, Outcome
+from tinsmith.store.records import REJECTED, Command, CommandKind, Outcome
 from tinsmith.store.store import Store
 from tinsmith.training.backend import DatumWork, LocalBackend, PassResult
 from tinsmith.wire import tinker_pb2
@@ -53,7 +53,7 @@ class Bench:
             assert outcome.request_id not in self.outcomes, "an operation ended twice"
             self.outcomes[outcome.request_id] = outcome
 
-    def add(self, model: str, seq: int, kind: str, payload: Any, created_at: float = 0.0) -> None:
+    def add(self, model: str, seq: int, kind: CommandKind, payload: Any, created_at: float = 0.0) -> None:
         body = payload if isinstance(payload, bytes) else orjson.dumps(payload)
         number = next(self.ids)
         self.payloads[number] = body

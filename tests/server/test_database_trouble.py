@@ -11,7 +11,7 @@ import pytest
 from tests.server.serving import served
 from tests.server.test_engine_process import LONG_S, Watched, until
 from tinsmith.errors import StoreUnavailableError
-from tinsmith.store.database import FILE_NAME, open_database
+from tinsmith.store.database import FILE_NAME
 from tinsmith.store.store import Store
 
 
@@ -27,7 +27,8 @@ def locked(data_dir: Path) -> Iterator[None]:
 
 
 def test_requests_that_the_database_does_not_take_are_to_be_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.server.serving.Store.open", lambda data_dir: Store(open_database(data_dir, 0.05)))
+    opened = Store.open(tmp_path, busy_s=0.05)
+    monkeypatch.setattr("tests.server.serving.Store.open", lambda data_dir: opened)
 
     async def run() -> None:
         async with served(tmp_path) as server:

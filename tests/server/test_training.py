@@ -55,7 +55,8 @@ def test_operations_are_logged_under_their_key_whatever_order_they_come_in(tmp_p
             assert reply.json()["request_id"] == f"{model_id}/1"
             kinds = [(c.seq_id, c.kind) for c in server.store.read_new(0)]
             assert kinds == [(0, "create_model"), (2, "optim_step"), (1, "forward_backward")]
-            chunk = decode_stored(server.store.payload(server.store.read_new(0)[2])).data[0].chunks[1]
+            command = server.store.read_new(0)[2]
+            chunk = decode_stored(server.store.payload(command), command.image_digests).data[0].chunks[1]
             assert isinstance(chunk, ImageChunk)
             assert server.store.read_blob(chunk.sha256) == b"not decoded here"
 

@@ -31,7 +31,7 @@ def create_command(model_id: str = MODEL) -> NewCommand:
 
 
 def step(seq_id: int, payload: bytes = b"step", images: dict[bytes, bytes] | None = None) -> NewCommand:
-    return NewCommand(MODEL, seq_id, "optim_step", payload, images or {})
+    return NewCommand(MODEL, seq_id, "optim_step", payload, [*images] if images else [], images or {})
 
 
 def done(seq_id: int, result: bytes = b"{}") -> Outcome:

@@ -15,7 +15,7 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest as SdkR
 from tinker.types.model_input_chunk import ModelInputChunk
 from tinker.types.provenance_spans import PromptProvenanceSpan
 
-from tinsmith.errors import NotBuiltError, UserError
+from tinsmith.errors import NotBuiltError, TinsmithError, UserError
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import ImageChunk, TextChunk
 from tinsmith.wire.forward_backward import ForwardBackwardRequest, decode_stored, encode_output, move_images_out, parse
@@ -52,14 +52,15 @@ def sdk_datum(chunks: list[ModelInputChunk], inputs: dict[str, NDArray[Any]] | N
 
 
 def decode(body: bytes) -> ForwardBackwardRequest:
-    return decode_stored(move_images_out(parse(body))[0])
+    stored = move_images_out(parse(body))
+    return decode_stored(stored.payload, stored.image_digests)
 
 
 @given(st.lists(datums, max_size=3), configs, st.booleans())
 def test_what_the_sdk_encodes_comes_back(data: list[Any], config: dict[str, float | str] | None, forward_only: bool) -> None:
     body = encode(sdk_request([sdk_datum(chunks, inputs) for chunks, inputs in data], config), forward_only)
-    stored, images = move_images_out(parse(body))
-    decoded = decode_stored(stored)
+    stored = move_images_out(parse(body))
+    decoded = decode_stored(stored.payload, stored.image_digests)
     assert (decoded.model_id, decoded.seq_id, decoded.loss_fn) == ("s:train:0", 7, "cross_entropy")
     assert (decoded.loss_fn_config, decoded.forward_only) == (config or {}, forward_only)
     assert len(decoded.data) == len(data)
@@ -72,15 +73,26 @@ def test_what_the_sdk_encodes_comes_back(data: list[Any], config: dict[str, floa
                 assert ours.tokens.tolist() == list(sent.tokens)
             else:
                 assert (ours.data, ours.format, ours.expected_tokens) == (None, sent.format, sent.expected_tokens)
-                assert images[ours.sha256] == sent.data
+                assert stored.images[ours.sha256] == sent.data
 
 
 def test_one_image_is_moved_out_once() -> None:
     image = types.ImageChunk(data=b"bytes", format="png", expected_tokens=3)
-    stored, images = move_images_out(parse(encode(sdk_request([sdk_datum([image, image]), sdk_datum([image])]))))
-    digest = hashlib.sha256(b"bytes").digest()
-    assert images == {digest: b"bytes"}
-    assert decode_stored(stored).data[1].chunks == [ImageChunk(digest, None, "png", 3)]
+    other = types.ImageChunk(data=b"other", format="jpeg", expected_tokens=3)
+    stored = move_images_out(parse(encode(sdk_request([sdk_datum([image, other, image]), sdk_datum([image])]))))
+    digests = [hashlib.sha256(data).digest() for data in (b"bytes", b"other")]
+    assert stored.images == dict(zip(digests, (b"bytes", b"other"), strict=True))
+    assert b"bytes" not in stored.payload
+    first, second = (datum.chunks for datum in decode_stored(stored.payload, stored.image_digests).data)
+    one, two = ImageChunk(digests[0], None, "png", 3), ImageChunk(digests[1], None, "jpeg", 3)
+    assert (first, second) == ([one, two, one], [one])
+
+
+def test_an_image_that_was_not_stored_is_named() -> None:
+    image = types.ImageChunk(data=b"bytes", format="png", expected_tokens=3)
+    stored = move_images_out(parse(encode(sdk_request([sdk_datum([image]), sdk_datum([image])]))))
+    with pytest.raises(TinsmithError, match=r"datum 1: chunk 0: the image is not stored"):
+        decode_stored(stored.payload, stored.image_digests[:1])
 
 
 def test_numbers_of_an_older_sdk_are_read_from_the_legacy_map() -> None:

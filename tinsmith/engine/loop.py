@@ -58,7 +58,7 @@ class Engine:
         self.config = config
         self.link = link
         self.heartbeat = heartbeat
-        self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S)
+        self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S, config.server.kept_operations_mib * 2**20)
         self.bases = load_bases(config)
         for base in self.bases.values():
             started = time.monotonic()

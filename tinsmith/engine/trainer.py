@@ -142,7 +142,7 @@ class Trainer:
     def _prepare(self, command: Command) -> None:
         """Make a forward command ready for passes. Raises StoreUnavailableError if its pictures cannot be read now."""
         with failing_into(lambda error: self._fail(command, error), StoreUnavailableError):
-            request = decode_stored(self.operations.read_payload(command))
+            request = decode_stored(self.operations.read_payload(command), command.image_digests)
             with failing_into(lambda error: self._fail(command, error, touches_step=not request.forward_only), StoreUnavailableError):
                 model = self.operations.model(command.model_id)
                 work = prepare(command.model_id, request, model.served.renderer)

@@ -35,7 +35,12 @@ class AsyncStore:
         return await asyncio.get_running_loop().run_in_executor(self._writer, lambda: method(self._store, *args, **kwargs))
 
     async def append(self, command: NewCommand) -> bool:
-        """Append one command; see Store.append. Its model must exist or come with it."""
+        """Append one command as `Store.append` does. Its model must exist or come with it.
+
+        Its images are written first, by a thread that nobody waits for but this command.
+        """
+        if command.images:
+            await self.read(Store.write_blobs, command.images)
         if self._open_group is None:
             group: list[NewCommand] = []
             self._open_group = group, asyncio.create_task(self._commit(group))

@@ -1,7 +1,12 @@
-"""The command log in SQL: training operations, their results, and the images they wait for. Each function is part of a transaction."""
+"""The command log in SQL: training operations, their results, and which images they need. Each function is part of a transaction.
+
+What an operation was sent with, its payload and its images, goes when its outcome is recorded, or stays as long as there is room for it:
+`kept_bytes` of a finished command is what it takes, and null if nothing of it is there any more.
+"""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func, literal_column, select, update
@@ -10,15 +15,24 @@ from sqlalchemy.dialects.sqlite import insert
 from tinsmith.errors import NotFoundError
 from tinsmith.store import endings, ids
 from tinsmith.store.records import REJECTED, Command, NewCommand, Outcome
-from tinsmith.store.schema import blobs, command_images, commands, models, sampling_sessions, sessions
+from tinsmith.store.retention import oldest_beyond
+from tinsmith.store.schema import command_images, commands, models, sampling_sessions, sessions
 from tinsmith.store.sessions import insert_model, insert_sampling_session
 
 _INSERT = insert(commands).on_conflict_do_nothing().returning(commands.c.id)
-_INSERT_BLOB = insert(blobs).on_conflict_do_nothing()
 _INSERT_REFERENCE = insert(command_images)
 _REJECT = update(commands).where(commands.c.id == bindparam("command_id")).values(kind=REJECTED, payload=bindparam("message"))
+_COMMAND = (
+    commands.c.id,
+    commands.c.model_id,
+    commands.c.seq_id,
+    commands.c.kind,
+    func.length(commands.c.payload),
+    commands.c.created_at,
+    commands.c.image_digests,
+)
 _READ_NEW = (
-    select(commands.c.id, commands.c.model_id, commands.c.seq_id, commands.c.kind, func.length(commands.c.payload), commands.c.created_at)
+    select(*_COMMAND)
     .where(commands.c.id > bindparam("after_id"), commands.c.status == "queued")
     .order_by(commands.c.id)
     .limit(bindparam("limit"))
@@ -26,21 +40,29 @@ _READ_NEW = (
 _IS_QUEUED = commands.c.status == literal_column("'queued'")  # as a literal, because SQLite takes a partial index only for what it can read
 _known = func.json_each(bindparam("known")).table_valued("value")
 _QUEUED = (
-    select(commands.c.id, commands.c.model_id, commands.c.seq_id, commands.c.kind, func.length(commands.c.payload), commands.c.created_at)
+    select(*_COMMAND)
     .where(_IS_QUEUED, commands.c.model_id == bindparam("model"), commands.c.seq_id.not_in(select(_known.c.value)))
     .order_by(commands.c.seq_id)
     .limit(bindparam("limit"))
 )
 _PAYLOAD = select(commands.c.payload).where(commands.c.id == bindparam("command_id"))
-_FINISH = (
-    update(commands)
-    .where(commands.c.model_id == bindparam("model"), commands.c.seq_id == bindparam("seq"), commands.c.status == "queued")
-    .values(payload=None)
-    .returning(commands.c.id, commands.c.kind)
+_FINISH = update(commands).where(
+    commands.c.model_id == bindparam("model"), commands.c.seq_id == bindparam("seq"), commands.c.status == "queued"
 )
+_DROPPED_INPUT = {"payload": None, "image_digests": None, "kept_bytes": None}
+_IMAGE_BYTES = select(func.sum(command_images.c.size)).where(command_images.c.command_id == commands.c.id).scalar_subquery()
+_KEPT_INPUT = {"kept_bytes": func.length(commands.c.payload) + func.coalesce(_IMAGE_BYTES, 0)}
+_FINISH_AND_DROP = _FINISH.values(_DROPPED_INPUT).returning(commands.c.id, commands.c.kept_bytes)
+_FINISH_AND_KEEP = _FINISH.values(_KEPT_INPUT).returning(commands.c.id, commands.c.kept_bytes)
 _DROP_REFERENCES = delete(command_images).where(command_images.c.command_id == bindparam("command_id")).returning(command_images.c.sha256)
-_DROP_BLOB = delete(blobs).where(
-    blobs.c.sha256 == bindparam("digest"), ~exists().where(command_images.c.sha256 == blobs.c.sha256).correlate(blobs)
+_IS_KEPT = commands.c.kept_bytes.is_not(None)
+_ALL_KEPT = select(func.coalesce(func.sum(commands.c.kept_bytes), 0)).where(_IS_KEPT)
+_OLDEST_KEPT = select(commands.c.id, commands.c.kept_bytes).where(_IS_KEPT).order_by(commands.c.id)
+_DROP_INPUT = update(commands).where(commands.c.id == bindparam("command_id")).values(_DROPPED_INPUT)
+_IS_USED = select(exists().where(command_images.c.sha256 == bindparam("digest")))
+_USED = select(command_images.c.sha256).distinct()
+_KEPT_WITH = (
+    select(commands.c.id).join_from(command_images, commands).where(command_images.c.sha256 == bindparam("digest"), _IS_KEPT).distinct()
 )
 _BY_KEY = (commands.c.model_id == bindparam("model_id")) & (commands.c.seq_id == bindparam("seq_id"))
 _OUTCOME = select(commands.c.result, commands.c.result_type, commands.c.error, commands.c.category, commands.c.resolved).where(
@@ -63,15 +85,20 @@ _APPLY = (
 _FAIL_QUEUED = (
     update(commands)
     .where(commands.c.status == "queued", commands.c.model_id == bindparam("model"))
-    .values(status="failed", payload=None, finished_at=bindparam("now"), error=bindparam("message"), category="server")
+    .values(status="failed", finished_at=bindparam("now"), error=bindparam("message"), category="server")
     .returning(commands.c.seq_id)
 )
+_FAIL_AND_DROP = _FAIL_QUEUED.values(_DROPPED_INPUT)
+_FAIL_AND_KEEP = _FAIL_QUEUED.values(_KEPT_INPUT)
+_DROP_ENDED_REFERENCES = delete(command_images).where(
+    command_images.c.command_id.in_(select(commands.c.id).where(commands.c.status != "queued", ~_IS_KEPT))
+)
 _STATUS = select(commands.c.status).where(_BY_KEY)
-_BLOB = select(blobs.c.data).where(blobs.c.sha256 == bindparam("digest"))
+_DIGEST_BYTES = 32
 
 
 def append(connection: Connection, new: NewCommand, now: float) -> bool:
-    """Append one command, with its images and the rows that come with it; whether it is queued. Nothing changes if its key is in the log.
+    """Append one command and the rows that come with it; whether it is queued. Nothing changes if its key is in the log.
 
     An operation on a model that no longer takes any is recorded as failed, not queued. Raises NotFoundError if there is no such model.
     """
@@ -84,12 +111,13 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
         row |= {"status": "failed", "finished_at": now, "error": error, "category": category}
         connection.execute(_INSERT, row)
         return False
-    inserted = connection.execute(_INSERT, row | {"status": "queued", "payload": new.payload}).first()
+    digests = b"".join(new.image_digests) or None
+    inserted = connection.execute(_INSERT, row | {"status": "queued", "payload": new.payload, "image_digests": digests}).first()
     if inserted is None:
         return False
     if new.images:
-        connection.execute(_INSERT_BLOB, [{"sha256": digest, "data": data} for digest, data in new.images.items()])
-        connection.execute(_INSERT_REFERENCE, [{"command_id": inserted.id, "sha256": digest} for digest in new.images])
+        references = [{"command_id": inserted.id, "sha256": digest, "size": len(data)} for digest, data in new.images.items()]
+        connection.execute(_INSERT_REFERENCE, references)
     if new.sampling_session is not None and not insert_sampling_session(connection, new.sampling_session, now):
         message = f"sampling session {new.sampling_session.sampling_session_id} exists already; use another sampling_session_seq_id"
         connection.execute(_REJECT, {"command_id": inserted.id, "message": message.encode()})
@@ -99,7 +127,7 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
 def read_new(connection: Connection, after_id: int, limit: int) -> list[Command]:
     """Queued commands behind `after_id` in the order they came in."""
     rows = connection.execute(_READ_NEW, {"after_id": after_id, "limit": limit})
-    return [Command(*row) for row in rows]
+    return [_command(row) for row in rows]
 
 
 def queued_models(connection: Connection) -> list[str]:
@@ -110,17 +138,35 @@ def queued_models(connection: Connection) -> list[str]:
 def queued(connection: Connection, model_id: str, known: Collection[int], limit: int) -> list[Command]:
     """Queued commands of one model, but for those whose seq_id is known, by seq_id."""
     rows = connection.execute(_QUEUED, {"model": model_id, "known": json.dumps([*known]), "limit": limit})
-    return [Command(*row) for row in rows]
+    return [_command(row) for row in rows]
+
+
+def _command(row: Row[*tuple[Any, ...]]) -> Command:
+    command_id, model_id, seq_id, kind, payload_bytes, created_at, digests = row
+    each = range(0, len(digests or b""), _DIGEST_BYTES)
+    return Command(
+        command_id, model_id, seq_id, kind, payload_bytes, created_at, tuple(digests[start : start + _DIGEST_BYTES] for start in each)
+    )
 
 
 def payload(connection: Connection, command_id: int) -> bytes | None:
-    """What a queued command was sent with; None if it has ended, or never was."""
+    """What a command was sent with; None if that was dropped, or there is no such command."""
     found: bytes | None = connection.execute(_PAYLOAD, {"command_id": command_id}).scalar()
     return found
 
 
-def record(connection: Connection, outcome: Outcome, now: float) -> None:
-    """Finish one queued command and release its images. A command that is finished already keeps its first outcome."""
+@dataclass(frozen=True)
+class Released:
+    """What finishing commands leaves of what they were sent with."""
+
+    kept_bytes: int = 0
+    """What stays."""
+    digests: Sequence[bytes] = ()
+    """Of images that these commands need no longer; others may."""
+
+
+def record(connection: Connection, outcome: Outcome, now: float, keep: bool) -> Released:
+    """Finish one queued command; with `keep` its payload and images stay. A command that is finished already keeps its first outcome."""
     key = ids.parse_request_id(outcome.request_id)
     if key is None:
         raise NotFoundError(f"{outcome.request_id!r} is not a request id")
@@ -135,16 +181,56 @@ def record(connection: Connection, outcome: Outcome, now: float) -> None:
         "category": outcome.category,
         "resolved": outcome.resolved,
     }
-    finished = connection.execute(_FINISH, values).first()
+    finished = connection.execute(_FINISH_AND_KEEP if keep else _FINISH_AND_DROP, values).first()
     if finished is None:
-        return
+        return Released()
     if outcome.error is None:
         connection.execute(_APPLY, {"model": key[0], "seq": key[1]})
     if key[1] == 0:  # create_model, or load_weights into a new model
         endings.end_creation(connection, key[0], outcome.error is None)
-    digests = connection.execute(_DROP_REFERENCES, {"command_id": finished.id}).scalars().all()
-    if digests:
-        connection.execute(_DROP_BLOB, [{"digest": digest} for digest in digests])
+    if keep:
+        return Released(kept_bytes=finished.kept_bytes)
+    return Released(digests=_drop_references(connection, finished.id))
+
+
+def _drop_references(connection: Connection, command_id: int) -> Sequence[bytes]:
+    return connection.execute(_DROP_REFERENCES, {"command_id": command_id}).scalars().all()
+
+
+def kept_bytes(connection: Connection) -> int:
+    """What the payloads and images of finished commands take. An image that several of them have counts for each."""
+    return int(connection.execute(_ALL_KEPT).scalar_one())
+
+
+def drop_kept(connection: Connection, most_bytes: int) -> Released:
+    """Drop payloads and images of the oldest finished commands until the others take at most `most_bytes`."""
+    digests: list[bytes] = []
+    with connection.execute(_OLDEST_KEPT) as oldest_first:
+        dropped = list(oldest_beyond(most_bytes, kept_bytes(connection), ((row.id, row.kept_bytes) for row in oldest_first)))
+    for command_id in dropped:
+        digests += _drop_input(connection, command_id)
+    return Released(kept_bytes(connection), digests)
+
+
+def _drop_input(connection: Connection, command_id: int) -> Sequence[bytes]:
+    connection.execute(_DROP_INPUT, {"command_id": command_id})
+    return _drop_references(connection, command_id)
+
+
+def drop_kept_with(connection: Connection, digest: bytes) -> None:
+    """Drop payloads and images of the finished commands that have this image, which is gone."""
+    for command_id in connection.execute(_KEPT_WITH, {"digest": digest}).scalars().all():
+        _drop_input(connection, command_id)
+
+
+def unused(connection: Connection, digests: Iterable[bytes]) -> list[bytes]:
+    """Those of the digests that no command refers to."""
+    return [digest for digest in digests if not connection.execute(_IS_USED, {"digest": digest}).scalar()]
+
+
+def used(connection: Connection) -> set[bytes]:
+    """The digests of all images that a command refers to."""
+    return set(connection.execute(_USED).scalars())
 
 
 def outcome(connection: Connection, request_id: str) -> Outcome | None:
@@ -172,19 +258,17 @@ def _by_request_id(connection: Connection, statement: Select[*tuple[Any, ...]], 
     return connection.execute(statement, {"model_id": key[0], "seq_id": key[1]}).first()
 
 
-def fail_unfinished(connection: Connection, reason: str, now: float) -> list[str]:
+def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool) -> list[str]:
     """Fail everything that is queued, give up all living models and snapshots, and return the request ids that failed.
 
-    The error of an operation names the newest checkpoint of its model.
+    The error of an operation names the newest checkpoint of its model. With `keep` payloads and images stay.
     """
     failed: list[str] = []
     for model_id in queued_models(connection):
         error = f"{reason}; {endings.how_to_go_on(connection, model_id, now)}"
-        found = connection.execute(_FAIL_QUEUED, {"model": model_id, "now": now, "message": error})
+        found = connection.execute(_FAIL_AND_KEEP if keep else _FAIL_AND_DROP, {"model": model_id, "now": now, "message": error})
         failed += [ids.request_id(model_id, seq_id) for seq_id in found.scalars()]
-    # Only queued commands refer to images, so nothing refers to any now.
-    connection.execute(delete(command_images))
-    connection.execute(delete(blobs))
+    connection.execute(_DROP_ENDED_REFERENCES)
     endings.lose(connection)
     connection.execute(
         update(sampling_sessions)
@@ -192,9 +276,3 @@ def fail_unfinished(connection: Connection, reason: str, now: float) -> list[str
         .values(gone=reason)
     )
     return failed
-
-
-def read_blob(connection: Connection, sha256: bytes) -> bytes | None:
-    """The image with this digest, or None."""
-    data: bytes | None = connection.execute(_BLOB, {"digest": sha256}).scalar()
-    return data

@@ -1,12 +1,25 @@
 """What goes into the store and comes out of it, as plain data."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tinsmith.store import ids
 from tinsmith.wire.paths import CheckpointKind
 
-REJECTED = "rejected"
+CommandKind = Literal[
+    "create_model",
+    "create_from_checkpoint",
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "save_weights_external",
+    "load_weights",
+    "rejected",
+]
+"""What a training operation does. Whoever appends it to the log says so; `tinsmith/wire` says how each kind's payload is read."""
+REJECTED: Literal["rejected"] = "rejected"
 """Kind of an operation that was refused when it came in. It only takes its place in the sequence: its payload is the message (UTF-8)
 of the UserError that its future ends with."""
 
@@ -118,10 +131,12 @@ class NewCommand:
 
     model_id: str
     seq_id: int
-    kind: str
+    kind: CommandKind
     payload: bytes
-    images: dict[bytes, bytes] = field(default_factory=dict)
-    """Encoded images by SHA-256 digest."""
+    image_digests: Sequence[bytes] = ()
+    """SHA-256 of the bytes of each image that the payload leaves out, in the order in which they stand there."""
+    images: Mapping[bytes, bytes] = field(default_factory=dict)
+    """The encoded images by digest."""
     model: Model | None = None
     """The model that comes into being with the command."""
     sampling_session: SamplingSession | None = None
@@ -136,9 +151,11 @@ class Command:
     """Position in the log, over all models."""
     model_id: str
     seq_id: int
-    kind: str
+    kind: CommandKind
     payload_bytes: int
     created_at: float
+    image_digests: tuple[bytes, ...] = ()
+    """SHA-256 of the bytes of each image that the payload leaves out, in the order in which they stand there (`Store.read_blob`)."""
 
     @property
     def request_id(self) -> str:

@@ -1,11 +1,17 @@
-"""Forgetting sessions that ended long ago: their operations, sampling sessions, and models without checkpoints.
+"""What is forgotten, and when: the oldest of what has a limit in bytes, and sessions that ended long ago.
 
-A model that has checkpoints stays, as the run that they belong to, with its last operation, which says when it was last used.
+Of a session its operations, sampling sessions, and models without checkpoints go. A model that has checkpoints stays, as the run that they
+belong to, with its last operation, which says when it was last used.
 """
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, select
 
-from tinsmith.store.schema import checkpoints, commands, models, sampling_sessions, sessions
+from tinsmith.store.schema import checkpoints, command_images, commands, models, sampling_sessions, sessions
+
+Key = TypeVar("Key")
 
 MOST_COMMANDS = 10_000
 """Operations deleted in one transaction: others wait for it."""
@@ -20,6 +26,7 @@ _OLD_COMMANDS = (
     .where(commands.c.model_id.in_(_MODELS_OVER), commands.c.status != "queued", or_(~_SAVED, commands.c.seq_id < _LAST))
     .limit(bindparam("most"))
 )
+_IMAGES_OVER = select(command_images.c.sha256).join_from(command_images, commands).where(commands.c.model_id.in_(_MODELS_OVER)).distinct()
 _FORGET_COMMANDS = delete(commands).where(commands.c.id.in_(_OLD_COMMANDS))
 _FORGET_SAMPLING = delete(sampling_sessions).where(sampling_sessions.c.session_id.in_(_OVER))
 _FORGET_MODELS = delete(models).where(
@@ -31,6 +38,23 @@ _FORGET_MODELS = delete(models).where(
 _FORGET_SESSIONS = delete(sessions).where(
     and_(sessions.c.finished_at < bindparam("before"), ~exists().where(models.c.session_id == sessions.c.session_id))
 )
+
+
+def oldest_beyond(most_bytes: int, all_bytes: int, oldest_first: Iterable[tuple[Key, int]]) -> Iterator[Key]:
+    """What has to go so that at most `most_bytes` are left: the keys of the oldest entries, given with their bytes.
+
+    `all_bytes` are those of all entries.
+    """
+    for key, size in oldest_first:
+        if all_bytes <= most_bytes:
+            return
+        all_bytes -= size
+        yield key
+
+
+def images_of_ended(connection: Connection, before: float) -> list[bytes]:
+    """Digests of the images that operations of sessions have which were finished before then (Unix time)."""
+    return list(connection.execute(_IMAGES_OVER, {"before": before}).scalars())
 
 
 def forget_ended(connection: Connection, before: float, most: int = MOST_COMMANDS) -> int:

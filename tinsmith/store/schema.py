@@ -85,6 +85,7 @@ commands = Table(
     Column("seq_id", Integer, nullable=False),
     Column("kind", Text, nullable=False),
     Column("payload", LargeBinary),
+    Column("image_digests", LargeBinary),
     Column("status", Text, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("finished_at", Float),
@@ -93,25 +94,21 @@ commands = Table(
     Column("error", Text),
     Column("category", Text),
     Column("resolved", JSON(none_as_null=True)),
+    Column("kept_bytes", Integer),
     UniqueConstraint("model_id", "seq_id"),
     Index("ix_commands_done", "finished_at", sqlite_where=text("status = 'done'")),
     Index("ix_commands_queued", "model_id", "seq_id", sqlite_where=text("status = 'queued'")),
+    Index("ix_commands_kept", "id", "kept_bytes", sqlite_where=text("kept_bytes IS NOT NULL")),
     sqlite_autoincrement=True,
 )
 
-# An image is kept as long as a queued command refers to it.
+# Which commands need which image. The images themselves are files (`blobs.py`); one goes when nothing refers to it any more.
 command_images = Table(
     "command_images",
     metadata,
-    Column("command_id", Integer, ForeignKey("commands.id"), primary_key=True),
-    Column("sha256", LargeBinary, ForeignKey("blobs.sha256"), primary_key=True, index=True),
-)
-
-blobs = Table(
-    "blobs",
-    metadata,
-    Column("sha256", LargeBinary, primary_key=True),
-    Column("data", LargeBinary, nullable=False),
+    Column("command_id", Integer, ForeignKey("commands.id", ondelete="CASCADE"), primary_key=True),
+    Column("sha256", LargeBinary, primary_key=True, index=True),
+    Column("size", Integer, nullable=False),
 )
 
 # The model may be one that was never here: `tinsmith import`.

@@ -1,23 +1,33 @@
-"""The store as both processes see it: every method is one transaction. It may be used from several threads.
+"""The store as every process sees it: each method is one transaction. It may be used from several threads.
 
 A method that returns has committed. What concerns checkpoints is on the disk then, also if the power fails; other commits survive the death
-of any process (`database.py`).
+of any process (`database.py`). Images are files (`blobs.py`): they are written before the transaction that needs them and deleted after the
+one that releases them.
 """
 
+import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
 from sqlalchemy import Connection
 
-from tinsmith.errors import NotFoundError, UserError
+from tinsmith.errors import NotFoundError, StoreUnavailableError, UserError
 from tinsmith.store import checkpoints, commands, endings, retention, sessions
+from tinsmith.store.blobs import BlobFile, BlobFiles
 from tinsmith.store.database import BUSY_S, Database, check, open_database
 from tinsmith.store.files import WRITING_S
 from tinsmith.store.records import Checkpoint, Command, Model, NewCommand, Outcome, SamplingSession, Session
 from tinsmith.wire.paths import CheckpointKind, parse_path
+
+log = logging.getLogger(__name__)
+
+_KEEP_AFTER_DROP = 0.95
+"""The part of its limit that is left of what is kept when it was more."""
+_DELETED_AT_ONCE = 64
+"""Images deleted in one transaction: others wait for it."""
 
 _SAVED_FOR: dict[CheckpointKind, str] = {"training": "for training", "sampler": "for sampling", "external": "to be downloaded"}
 _REMEDY: dict[CheckpointKind, str] = {
@@ -30,21 +40,27 @@ _REMEDY: dict[CheckpointKind, str] = {
 class Store:
     """What must survive the death of a process."""
 
-    def __init__(self, database: Database) -> None:
-        """`Store.open` is the way to get one."""
+    def __init__(self, database: Database, blobs: BlobFiles, keep_bytes: int) -> None:
+        """Use `Store.open`."""
         self._database = database
+        self._blobs = blobs
+        self._keep_bytes = keep_bytes
+        self._kept_bytes: int | None = None
+        """What is kept of finished operations, as far as this process knows; None before it has looked."""
+        self._unused: set[bytes] = set()
+        """Digests of blobs that may have become unused and are still to be deleted."""
         self._read = database.normal
         self._write = database.normal.execution_options(write=True)
         self._durable = database.durable.execution_options(write=True)
 
     @classmethod
-    def open(cls, data_dir: Path, busy_s: float = BUSY_S) -> Self:
+    def open(cls, data_dir: Path, busy_s: float = BUSY_S, keep_bytes: int = 0) -> Self:
         """The store in `data_dir`, made if there is none. Raises ConfigError: unusable directory, or a newer schema version.
 
-        Every method raises StoreUnavailableError, and changes nothing, if the database is locked for `busy_s` seconds, its disk is full or
-        fails.
+        Payloads and images of finished operations stay as long as they take at most `keep_bytes`; the oldest go first. Every method raises
+        StoreUnavailableError, and changes nothing, if the database is locked for `busy_s` seconds, its disk is full or fails.
         """
-        return cls(open_database(data_dir, busy_s))
+        return cls(open_database(data_dir, busy_s), BlobFiles(data_dir), keep_bytes)
 
     def close(self) -> None:
         """Close all connections."""
@@ -75,8 +91,20 @@ class Store:
         Raises NotFoundError, and appends none, if a model does not exist.
         """
         now = time.time()
+        with_images = [command for command in new if command.images]
+        for command in with_images:
+            self._blobs.write(command.images)  # before the database is locked: it may take a while
         with self._write.begin() as connection:
-            return [commands.append(connection, command, now) for command in new]
+            queued = [commands.append(connection, command, now) for command in new]
+            for command in with_images:
+                self._blobs.write(command.images)  # again: while there was no row, one may have been deleted with its last other row
+        if with_images and not all(queued):
+            self.delete_unused_blobs(digest for command in with_images for digest in command.images)
+        return queued
+
+    def write_blobs(self, images: Mapping[bytes, bytes]) -> None:
+        """Write images, given by digest, ahead of the `append` of their command, in another thread for example. It then finds them."""
+        self._blobs.write(images)
 
     def read_new(self, after_id: int, limit: int = 1000) -> list[Command]:
         """Queued commands with `id` > `after_id`, oldest first."""
@@ -97,7 +125,7 @@ class Store:
             return commands.queued(connection, model_id, known, limit)
 
     def payload(self, command: Command) -> bytes:
-        """What a queued command was sent with. Raises NotFoundError if it has ended."""
+        """What a command was sent with, without its images. Raises NotFoundError if it has ended and that is not kept."""
         with self._read.begin() as connection:
             found = commands.payload(connection, command.id)
         if found is None:
@@ -105,14 +133,77 @@ class Store:
         return found
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Finish commands in one transaction: keep results, drop payloads, release images. A second outcome of a command is ignored.
+        """Finish commands in one transaction. A second outcome of a command is ignored.
 
-        The outcome of seq_id 0 makes its model ready or failed. Raises NotFoundError for a malformed request id.
+        The results stay, and the model notes the highest seq_id that succeeded. Payloads and images are dropped, or kept up to the limit
+        given to `Store.open`. The outcome of seq_id 0 makes its model ready or failed. Raises NotFoundError for a malformed request id.
         """
-        now = time.time()
+        now, keep = time.time(), self._keep_bytes > 0
         with self._write.begin() as connection:
-            for outcome in outcomes:
-                commands.record(connection, outcome, now)
+            released = [commands.record(connection, outcome, now, keep) for outcome in outcomes]
+        if keep:
+            self._count_kept(sum(one.kept_bytes for one in released))
+        self.delete_unused_blobs(digest for one in released for digest in one.digests)
+
+    def _count_kept(self, more: int) -> None:
+        """Count what is kept now, and drop the oldest of it if it is too much."""
+        if self._kept_bytes is None:
+            with self._read.begin() as connection:
+                self._kept_bytes = commands.kept_bytes(connection)
+        else:
+            self._kept_bytes += more
+        if self._kept_bytes > self._keep_bytes:
+            self._drop_kept()
+
+    def _drop_kept(self) -> None:
+        """Drop the oldest of what is kept, a little more than has to go: each time all that is kept is added up."""
+        try:
+            with self._write.begin() as connection:
+                left = commands.drop_kept(connection, int(self._keep_bytes * _KEEP_AFTER_DROP))
+        except StoreUnavailableError as error:  # what is kept is no part of any outcome: the next one tries again
+            log.warning("what is kept of finished operations takes more than it may: %s", error)
+            return
+        self._kept_bytes = left.kept_bytes
+        self.delete_unused_blobs(left.digests)
+
+    def delete_unused_blobs(self, digests: Iterable[bytes]) -> None:
+        """Delete those of these blobs that no command refers to. Others that could not be deleted before are tried again.
+
+        It is done in transactions that write, one after the other with `append`, which looks for its images in its own.
+        """
+        self._unused.update(digests)
+        waiting = list(self._unused)
+        for first in range(0, len(waiting), _DELETED_AT_ONCE):
+            some = waiting[first : first + _DELETED_AT_ONCE]
+            try:
+                with self._write.begin() as connection:
+                    for digest in commands.unused(connection, some):
+                        self._blobs.remove(digest)
+            except StoreUnavailableError as error:
+                log.warning("images that no operation needs are deleted later: %s", error)
+                return
+            self._unused.difference_update(some)
+
+    def copy_blobs_from(self, original: "Store") -> None:
+        """Copy the images that commands here refer to, which the other store has: `tinsmith backup`. Raises OSError.
+
+        Operations go on there meanwhile. If one has released an image, what is kept here of finished operations that have it is dropped;
+        those that are queued here are never run, because no engine takes over the queue of another.
+        """
+        with self._read.begin() as connection:
+            needed = commands.used(connection)
+        gone = [digest for digest in needed if not original._blobs.copy(digest, self._blobs)]
+        with self._write.begin() as connection:
+            for digest in gone:
+                commands.drop_kept_with(connection, digest)
+        self.sweep_blobs()
+
+    def unused_blobs(self) -> list[BlobFile]:
+        """Files of images that no command refers to: what a process that died left. One that is just being appended may be among them."""
+        found = list(self._blobs.files())
+        with self._read.begin() as connection:
+            needed = commands.used(connection)
+        return [file for file in found if file.sha256 not in needed]
 
     def outcome(self, request_id: str) -> Outcome | None:
         """How an operation ended; None if it has not, or is not in the log."""
@@ -127,7 +218,10 @@ class Store:
     def forget_ended(self, before: float) -> int:
         """Delete rows of sessions that were finished before then (Unix time); returns how many. Checkpoints and their runs stay."""
         with self._write.begin() as connection:
-            return retention.forget_ended(connection, before)
+            digests = retention.images_of_ended(connection, before)
+            forgotten = retention.forget_ended(connection, before)
+        self.delete_unused_blobs(digests)
+        return forgotten
 
     def status(self, request_id: str) -> str | None:
         """queued, done, failed or dropped (its result is forgotten); None if the operation is not in the log."""
@@ -137,15 +231,29 @@ class Store:
     def fail_unfinished(self, reason: str) -> list[str]:
         """Give up what a dead engine left: queued commands fail (category server), models are lost, snapshots gone.
 
-        Returns the request ids that failed. Called while no engine runs.
+        Returns the request ids that failed. Called while no engine runs. What is kept of finished operations is brought under its limit,
+        which may be another since the last time, and images that nothing refers to are deleted.
         """
         with self._write.begin() as connection:
-            return commands.fail_unfinished(connection, reason, time.time())
+            failed = commands.fail_unfinished(connection, reason, time.time(), keep=self._keep_bytes > 0)
+        self._drop_kept()
+        self.sweep_blobs()
+        return failed
+
+    def sweep_blobs(self) -> None:
+        """Delete images that no command refers to, and files of images that were never finished."""
+        unused = self.unused_blobs()
+        self.delete_unused_blobs(file.sha256 for file in unused if file.sha256 is not None)
+        for file in unused:
+            if file.sha256 is None:
+                file.path.unlink(missing_ok=True)
 
     def read_blob(self, sha256: bytes) -> bytes | None:
-        """The encoded image with this digest; None if no queued command refers to it."""
-        with self._read.begin() as connection:
-            return commands.read_blob(connection, sha256)
+        """The encoded image with this digest; None if no command has it.
+
+        Raises TinsmithError if its file is damaged.
+        """
+        return self._blobs.read(sha256)
 
     # ---- Sessions and models
 

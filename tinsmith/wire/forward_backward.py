@@ -1,6 +1,7 @@
 """forward_backward on the wire: the request as it arrives, as it is stored, and as the engine reads it; and the reply.
 
-The stored form is the received protobuf with every image's bytes replaced by their SHA-256 digest, so that one image is stored once.
+The stored form is the received protobuf without the bytes of its images, which are stored once each, by their SHA-256 digest. The digests
+are kept beside it, in the order in which the images stand in it.
 """
 
 import hashlib
@@ -64,30 +65,45 @@ def parse(body: bytes) -> tinker_pb2.ForwardBackwardRequest:
     return message
 
 
-def move_images_out(message: tinker_pb2.ForwardBackwardRequest) -> tuple[bytes, dict[bytes, bytes]]:
-    """The request as it is stored, and its images by SHA-256 digest. Changes `message`: image data becomes the digest."""
+@dataclass(frozen=True)
+class StoredRequest:
+    """A request as it is stored."""
+
+    payload: bytes
+    """The protobuf, in which images have no bytes."""
+    image_digests: list[bytes]
+    """SHA-256 of the bytes of each image, in the order in which the images stand in the payload."""
+    images: dict[bytes, bytes]
+    """The encoded images by digest."""
+
+
+def move_images_out(message: tinker_pb2.ForwardBackwardRequest) -> StoredRequest:
+    """The request as it is stored. Changes `message`: its images lose their bytes."""
+    digests: list[bytes] = []
     images: dict[bytes, bytes] = {}
     for datum in message.data:
         for chunk in datum.model_input:
             if chunk.HasField("image"):
                 digest = hashlib.sha256(chunk.image.data).digest()
+                digests.append(digest)
                 images[digest] = chunk.image.data
-                chunk.image.data = digest
-    return message.SerializeToString(), images
+                chunk.image.data = b""
+    return StoredRequest(message.SerializeToString(), digests, images)
 
 
-def decode_stored(stored: bytes) -> ForwardBackwardRequest:
-    """The request whose bytes `move_images_out` made. Images come without data, to be read by their digest.
+def decode_stored(payload: bytes, image_digests: Sequence[bytes] = ()) -> ForwardBackwardRequest:
+    """The request that `move_images_out` made a payload and digests of. Images come without data, to be read by their digest.
 
-    Raises UserError and NotBuiltError that name the datum and the chunk or tensor.
+    Raises UserError and NotBuiltError that name the datum and the chunk or tensor, and TinsmithError if an image has no digest.
     """
-    message = parse(stored)
+    message = parse(payload)
     _refuse_unknown_fields(message)
     elements_left = MAX_TENSOR_ELEMENTS
+    digests = iter(image_digests)
     data = []
     for index, datum in enumerate(message.data):
         try:
-            decoded = Datum(list(_decode_chunks(datum.model_input)), _decode_tensors(datum.loss_fn_inputs, elements_left))
+            decoded = Datum(list(_decode_chunks(datum.model_input, digests)), _decode_tensors(datum.loss_fn_inputs, elements_left))
         except TinsmithError as error:
             raise type(error)(f"datum {index}: {error}") from error
         elements_left -= sum(array.size for array in decoded.loss_fn_inputs.values())
@@ -115,20 +131,20 @@ def _decode_config(message: tinker_pb2.ForwardBackwardRequest) -> dict[str, floa
     return config
 
 
-def _decode_chunks(chunks: Sequence[tinker_pb2.Chunk]) -> Iterator[Chunk]:
+def _decode_chunks(chunks: Sequence[tinker_pb2.Chunk], digests: Iterator[bytes]) -> Iterator[Chunk]:
     for index, chunk in enumerate(chunks):
         try:
-            yield _decode_chunk(chunk)
+            yield _decode_chunk(chunk, digests)
         except TinsmithError as error:
             raise type(error)(f"chunk {index}: {error}") from error
 
 
-def _decode_chunk(chunk: tinker_pb2.Chunk) -> Chunk:
+def _decode_chunk(chunk: tinker_pb2.Chunk, digests: Iterator[bytes]) -> Chunk:
     kind = chunk.WhichOneof("chunk")
     if kind == "encoded_text":
         return TextChunk(_decode_tokens(chunk.encoded_text.tokens))
     if kind == "image":
-        return _decode_image(chunk.image)
+        return _decode_image(chunk.image, next(digests, None))
     if kind == "dmel":
         raise NotBuiltError("audio (dmel) is not built yet; send text and images")
     raise UserError("the chunk is empty; send encoded_text or image")
@@ -140,7 +156,9 @@ def _decode_tokens(data: bytes) -> NDArray[np.int32]:
     return np.frombuffer(data, dtype="<i4")
 
 
-def _decode_image(image: tinker_pb2.ImageChunk) -> ImageChunk:
+def _decode_image(image: tinker_pb2.ImageChunk, sha256: bytes | None) -> ImageChunk:
+    if sha256 is None:
+        raise TinsmithError("the image is not stored: the operation came with fewer images than its payload names")
     if image.HasField("override_dimensions"):
         raise NotBuiltError("override_dimensions of an image is not built yet; send the image in the size that it should have")
     if image.format not in IMAGE_FORMATS:
@@ -148,7 +166,7 @@ def _decode_image(image: tinker_pb2.ImageChunk) -> ImageChunk:
     expected_tokens = image.expected_tokens if image.HasField("expected_tokens") else None
     if expected_tokens is not None and expected_tokens < 1:
         raise UserError(f"expected_tokens={expected_tokens} of an image must be at least 1")
-    return ImageChunk(sha256=image.data, data=None, format=image.format, expected_tokens=expected_tokens)
+    return ImageChunk(sha256=sha256, data=None, format=image.format, expected_tokens=expected_tokens)
 
 
 def _decode_tensors(tensors: Mapping[str, tinker_pb2.Tensor], max_elements: int) -> dict[str, Array]:

@@ -16,7 +16,7 @@ from tinsmith.server.body import read_body, read_parsed
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import PROTOBUF, future_reply, json_reply
 from tinsmith.store import ids
-from tinsmith.store.records import REJECTED, Model, NewCommand, SamplingSession
+from tinsmith.store.records import REJECTED, CommandKind, Model, NewCommand, SamplingSession
 from tinsmith.store.store import Store
 from tinsmith.wire.checkpoint_requests import CreateFromCheckpointRequest, LoadWeightsAddress, SaveWeightsForSamplerRequest
 from tinsmith.wire.forward_backward import move_images_out, parse
@@ -114,8 +114,10 @@ def _forward_backward_command(body: bytes, limits: RequestsConfig) -> NewCommand
         return NewCommand(error.key.model_id, error.key.seq_id, REJECTED, str(error).encode())
     key = inspection.key
     _check_key(key)
-    stored, images = move_images_out(parse(body)) if inspection.counts["images"] else (body, {})
-    return NewCommand(key.model_id, key.seq_id, "forward_backward", stored, images)
+    if not inspection.counts["images"]:
+        return NewCommand(key.model_id, key.seq_id, "forward_backward", body)
+    stored = move_images_out(parse(body))
+    return NewCommand(key.model_id, key.seq_id, "forward_backward", stored.payload, stored.image_digests, stored.images)
 
 
 def _check_key(key: RequestKey) -> None:
@@ -133,17 +135,27 @@ async def create_custom_loss() -> Response:
 
 
 @router.post("/optim_step")
-@router.post("/save_weights")
-@router.post("/save_weights_external")
-async def json_operation(request: Request) -> Response:
-    """An operation in JSON. Its kind is the last part of its path."""
+async def optim_step(request: Request) -> Response:
+    """A step of the optimizer."""
     hub = hub_of(request)
-    body = await _body(request, hub)
-    kind = request.url.path.rpartition("/")[2]
-    return await _submit_json(hub, kind, body)
+    return await _submit_json(hub, "optim_step", await _body(request, hub))
 
 
-async def _submit_json(hub: Hub, kind: str, body: bytes) -> Response:
+@router.post("/save_weights")
+async def save_weights(request: Request) -> Response:
+    """A checkpoint for training."""
+    hub = hub_of(request)
+    return await _submit_json(hub, "save_weights", await _body(request, hub))
+
+
+@router.post("/save_weights_external")
+async def save_weights_external(request: Request) -> Response:
+    """Weights in files that other tools load, to be downloaded."""
+    hub = hub_of(request)
+    return await _submit_json(hub, "save_weights_external", await _body(request, hub))
+
+
+async def _submit_json(hub: Hub, kind: CommandKind, body: bytes) -> Response:
     key = parse_json(OperationKey, body)
     return await _submit(hub, NewCommand(key.model_id, key.seq_id, kind, body))
 

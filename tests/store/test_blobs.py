@@ -1,0 +1,205 @@
+"""Images as files: there as long as a command needs them, whoever dies or deletes when."""
+
+import hashlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.store.test_commands import DESCRIPTION, MODEL, SESSION, create_command, done, step
+from tests.store.test_store import older
+from tinsmith.errors import StoreUnavailableError, TinsmithError
+from tinsmith.store.blobs import BlobFiles
+from tinsmith.store.database import FILE_NAME
+from tinsmith.store.records import NewCommand, Outcome
+from tinsmith.store.store import Store
+
+DATA = b"an encoded image"
+DIGEST = hashlib.sha256(DATA).digest()
+IMAGE = {DIGEST: DATA}
+
+CRASH = """
+import hashlib, os, signal, sys
+from pathlib import Path
+from tests.store.test_blobs import IMAGE
+from tests.store.test_commands import step
+from tinsmith.store import commands
+from tinsmith.store.store import Store
+commands.append = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+Store.open(Path(sys.argv[1])).append([step(1, images=IMAGE)])
+"""
+"""A process that dies between the file and the row."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return with_model(tmp_path)
+
+
+def with_model(data_dir: Path, keep_bytes: int = 0) -> Store:
+    store = Store.open(data_dir, keep_bytes=keep_bytes)
+    store.create_session(SESSION, DESCRIPTION)
+    store.append([create_command()])
+    return store
+
+
+def blobs_in(data_dir: Path) -> list[str]:
+    """The names of the files below the directory of blobs."""
+    return sorted(path.name for path in (data_dir / "blobs").rglob("*") if path.is_file())
+
+
+def test_an_image_is_a_file_named_by_its_digest_until_no_command_needs_it(store: Store, tmp_path: Path) -> None:
+    store.append([step(1, images=IMAGE), step(2, images=IMAGE)])
+    file = tmp_path / "blobs" / DIGEST.hex()[:2] / DIGEST.hex()
+    assert file.read_bytes() == DATA
+    assert blobs_in(tmp_path) == [file.name]
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        assert DATA not in "\n".join(connection.iterdump()).encode()
+    store.record([done(1)])
+    assert file.read_bytes() == DATA
+    store.record([done(2)])
+    assert blobs_in(tmp_path) == []
+
+
+def test_digests_come_with_their_command_in_the_order_of_the_payload(store: Store) -> None:
+    other = b"other"
+    digests = [DIGEST, hashlib.sha256(other).digest(), DIGEST]
+    store.append([NewCommand(MODEL, 1, "forward_backward", b"p", digests, IMAGE | {digests[1]: other}), step(2)])
+    assert [command.image_digests for command in store.queued(MODEL)] == [(), tuple(digests), ()]
+    assert [store.read_blob(digest) for digest in digests] == [DATA, other, DATA]
+
+
+def test_images_of_commands_that_are_not_queued_go(store: Store, tmp_path: Path) -> None:
+    store.append([step(1)])
+    assert store.append([step(1, images=IMAGE)]) == [False]
+    store.finish_session(SESSION, "success", None)
+    assert store.append([step(2, images=IMAGE)]) == [False]
+    assert blobs_in(tmp_path) == []
+
+
+def test_a_repeat_does_not_take_the_image_of_its_command(store: Store) -> None:
+    assert [store.append([step(1, images=IMAGE)]) for _ in range(2)] == [[True], [False]]
+    assert store.read_blob(DIGEST) == DATA
+
+
+def test_a_crash_between_file_and_row_leaves_a_file_that_the_next_start_deletes(store: Store, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert blobs_in(tmp_path) == [DIGEST.hex()]
+    assert store.status(f"{MODEL}/1") is None
+    assert [file.size for file in store.unused_blobs()] == [len(DATA)]
+    store.fail_unfinished("the server stopped")
+    assert blobs_in(tmp_path) == []
+
+
+def test_what_was_never_finished_goes_after_a_day(store: Store, tmp_path: Path) -> None:
+    store.append([step(1, images=IMAGE)])
+    new, old = (tmp_path / "blobs" / DIGEST.hex()[:2] / f".writing-{name}" for name in ("new", "old"))
+    for file in (new, old):
+        file.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    assert [file.path for file in store.unused_blobs()] == [old]
+    store.sweep_blobs()
+    assert blobs_in(tmp_path) == sorted([new.name, DIGEST.hex()])
+
+
+def test_an_image_that_is_deleted_while_another_command_is_appended_is_written_again(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is there when the command comes, so nothing is written; then the last command that had it ends; then the row is written."""
+    store.append([step(1, images=IMAGE)])
+    engine = Store.open(tmp_path)
+    write = BlobFiles.write
+
+    def interrupted(files: BlobFiles, blobs: Mapping[bytes, bytes]) -> None:
+        write(files, blobs)
+        monkeypatch.setattr(BlobFiles, "write", write)
+        engine.record([done(1)])
+        assert blobs_in(tmp_path) == []
+
+    monkeypatch.setattr(BlobFiles, "write", interrupted)
+    store.append([step(2, images=IMAGE)])
+    assert store.read_blob(DIGEST) == DATA
+
+
+@pytest.mark.parametrize("delete", [lambda engine, seq_id: engine.record([done(seq_id)]), lambda engine, _: engine.sweep_blobs()])
+def test_no_image_that_is_being_appended_is_ever_deleted(store: Store, tmp_path: Path, delete: Callable[[Store, int], None]) -> None:
+    engine = Store.open(tmp_path)
+    appended = list[int]()
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            while appended:
+                delete(engine, appended.pop())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for seq_id in range(1, 120):
+        store.append([step(seq_id, images=IMAGE)])
+        appended.append(seq_id - 1)
+        assert store.read_blob(DIGEST) == DATA
+        if seq_id % 3 == 0:
+            store.record([done(seq_id)])
+    ended.set()
+    thread.join()
+
+
+def test_a_disk_that_takes_no_image_takes_no_command(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "blobs").write_bytes(b"in the way")
+    with pytest.raises(StoreUnavailableError, match=r"images cannot be stored or read at the moment: .*Not a directory.*; see to .*blobs"):
+        store.append([step(1, images=IMAGE)])
+    assert store.status(f"{MODEL}/1") is None
+    (tmp_path / "blobs").unlink()
+    assert store.append([step(1, images=IMAGE)]) == [True]
+
+
+def test_an_image_that_cannot_be_deleted_now_is_deleted_later(store: Store, tmp_path: Path) -> None:
+    store.append([step(1, images=IMAGE), step(2, images={hashlib.sha256(b"2").digest(): b"2"})])
+    impatient = Store.open(tmp_path, busy_s=0.05)
+    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        impatient.delete_unused_blobs([DIGEST])
+    assert len(blobs_in(tmp_path)) == 2
+    store.record([done(1)])
+    impatient.record([done(2)])
+    assert blobs_in(tmp_path) == []
+
+
+def test_a_damaged_image_is_refused_and_can_be_sent_again(store: Store, tmp_path: Path) -> None:
+    store.append([step(1, images=IMAGE)])
+    BlobFiles(tmp_path).path(DIGEST).write_bytes(bytes(len(DATA)))
+    with pytest.raises(TinsmithError, match=f"{DIGEST.hex()} was damaged: its SHA-256 was another than its name"):
+        store.read_blob(DIGEST)
+    assert store.read_blob(DIGEST) is None
+    store.append([step(2, images=IMAGE)])
+    assert store.read_blob(DIGEST) == DATA
+
+
+def test_images_of_an_older_database_become_files(tmp_path: Path) -> None:
+    older(tmp_path, 3)
+    other = hashlib.sha256(b"other").digest()
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        connection.execute("INSERT INTO models VALUES ('m', 's', 'tiny', '{}', '{}', NULL, 'ready', 1)")
+        for seq_id in (1, 2):
+            row = (seq_id, "m", seq_id, "forward_backward", b"p", "queued", 1)
+            connection.execute(
+                "INSERT INTO commands (id, model_id, seq_id, kind, payload, status, created_at) VALUES (?, ?, ?, ?, ?, ?, ?)", row
+            )
+        connection.executemany("INSERT INTO blobs VALUES (?, ?)", [(DIGEST, DATA), (other, b"other")])
+        connection.executemany("INSERT INTO command_images VALUES (?, ?)", [(1, DIGEST), (2, DIGEST), (2, other)])
+        connection.commit()
+    store = Store.open(tmp_path)
+    assert (store.read_blob(DIGEST), store.read_blob(other)) == (DATA, b"other")
+    assert blobs_in(tmp_path) == sorted([DIGEST.hex(), other.hex()])
+    store.record([Outcome("m/2", b"{}", "json", None, None)])
+    assert blobs_in(tmp_path) == [DIGEST.hex()]
+    store.record([Outcome("m/1", b"{}", "json", None, None)])
+    assert blobs_in(tmp_path) == []

@@ -1,0 +1,161 @@
+"""What finished operations were sent with stays, up to a limit, if it is asked for."""
+
+import hashlib
+import logging
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.store.test_blobs import DATA, DIGEST, IMAGE, blobs_in, with_model
+from tests.store.test_commands import MODEL, SESSION, done, step
+from tinsmith.errors import NotFoundError
+from tinsmith.store.database import FILE_NAME
+from tinsmith.store.records import Command, Outcome
+from tinsmith.store.retention import oldest_beyond
+from tinsmith.store.store import Store
+
+KIB = 2**10
+
+
+def kept(store: Store, claimed: list[Command]) -> list[int]:
+    """The seq_ids of commands whose payload can still be read."""
+    return [command.seq_id for command in claimed if _is_kept(store, command)]
+
+
+def _is_kept(store: Store, command: Command) -> bool:
+    try:
+        store.payload(command)
+    except NotFoundError:
+        return False
+    return True
+
+
+def test_nothing_stays_unless_it_is_asked_for(tmp_path: Path) -> None:
+    store = with_model(tmp_path)
+    store.append([step(1, b"p", IMAGE)])
+    commands = store.queued(MODEL)
+    store.record([done(0), done(1)])
+    assert kept(store, commands) == []
+    assert blobs_in(tmp_path) == []
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        assert connection.execute("SELECT payload, image_digests, kept_bytes FROM commands").fetchall() == [(None, None, None)] * 2
+        assert connection.execute("SELECT * FROM command_images").fetchall() == []
+
+
+def test_what_is_kept_can_be_read_when_the_operation_has_ended(tmp_path: Path) -> None:
+    store = with_model(tmp_path, keep_bytes=KIB)
+    store.append([step(1, b"one", IMAGE), step(2, b"two")])
+    commands = store.queued(MODEL)
+    store.record([done(0), done(1), Outcome(f"{MODEL}/2", None, None, "bad", "user")])
+    assert [store.payload(command) for command in commands] == [b"create", b"one", b"two"]
+    assert [store.read_blob(digest) for digest in commands[1].image_digests] == [DATA]
+    store.close()
+    store = Store.open(tmp_path, keep_bytes=KIB)
+    store.fail_unfinished("the server stopped")
+    assert [store.payload(command) for command in commands] == [b"create", b"one", b"two"]
+    assert store.read_blob(DIGEST) == DATA
+
+
+def test_what_an_engine_left_stays_too(tmp_path: Path) -> None:
+    store = with_model(tmp_path, keep_bytes=KIB)
+    store.append([step(1, b"one", IMAGE)])
+    commands = store.queued(MODEL)
+    store.fail_unfinished("the engine died")
+    assert kept(store, commands) == [0, 1]
+    assert store.read_blob(DIGEST) == DATA
+
+
+def test_the_oldest_goes_when_there_is_too_much(tmp_path: Path) -> None:
+    store = with_model(tmp_path, keep_bytes=9 * KIB)
+    images = [bytes([number]) * KIB for number in range(1, 9)]
+    digests = [hashlib.sha256(image).digest() for image in images]
+    store.append([step(number, bytes(KIB), {digest: image}) for number, digest, image in zip(range(1, 9), digests, images, strict=True)])
+    commands = store.queued(MODEL)
+    store.record([done(seq_id) for seq_id in range(4)])
+    assert kept(store, commands)[:4] == [0, 1, 2, 3]
+    for seq_id in range(4, 9):
+        store.record([done(seq_id)])
+        # Four of 2 KiB have room, and the first one, which is small, with them.
+        assert kept(store, commands[: seq_id + 1]) == ([0] if seq_id == 4 else []) + list(range(seq_id - 3, seq_id + 1))
+        assert [store.read_blob(digest) is not None for digest in digests] == [False] * (seq_id - 4) + [True] * (12 - seq_id)
+
+
+def test_queued_operations_do_not_count_and_never_go(tmp_path: Path) -> None:
+    store = with_model(tmp_path, keep_bytes=2 * KIB)
+    store.append([step(1, bytes(KIB)), step(2, bytes(50 * KIB), IMAGE)])
+    commands = store.queued(MODEL)
+    store.record([done(0), done(1)])
+    assert kept(store, commands) == [0, 1, 2]
+    store.record([done(2)])
+    assert kept(store, commands) == []  # the last one alone is too large, and everything before it is older
+
+
+def test_an_image_stays_as_long_as_one_operation_has_it(tmp_path: Path) -> None:
+    store = with_model(tmp_path, keep_bytes=3 * KIB)
+    store.append([step(1, bytes(2 * KIB), IMAGE), step(2, b"", IMAGE), step(3, bytes(2 * KIB))])
+    commands = store.queued(MODEL)
+    store.record([done(seq_id) for seq_id in range(4)])
+    assert kept(store, commands) == [2, 3]
+    assert store.read_blob(DIGEST) == DATA
+
+
+def test_a_lower_limit_holds_from_the_next_start_on(tmp_path: Path) -> None:
+    store = with_model(tmp_path, keep_bytes=KIB)
+    store.append([step(1, b"one", IMAGE)])
+    commands = store.queued(MODEL)
+    store.record([done(0), done(1)])
+    store.close()
+    store = Store.open(tmp_path)
+    store.fail_unfinished("the server stopped")
+    assert kept(store, commands) == []
+    assert blobs_in(tmp_path) == []
+
+
+def test_another_process_that_keeps_counts_too(tmp_path: Path) -> None:
+    first, second = with_model(tmp_path, keep_bytes=3 * KIB), Store.open(tmp_path, keep_bytes=3 * KIB)
+    first.append([step(1, bytes(2 * KIB)), step(2, bytes(2 * KIB))])
+    commands = first.queued(MODEL)
+    first.record([done(0), done(1)])
+    second.record([done(2)])
+    assert kept(first, commands) == [2]
+
+
+def test_what_is_kept_goes_with_its_session(tmp_path: Path) -> None:
+    store = with_model(tmp_path, keep_bytes=KIB)
+    store.append([step(1, b"one", IMAGE)])
+    store.record([done(0), done(1)])
+    store.finish_session(SESSION, "success", None)
+    store.forget_ended(time.time() + 3600)
+    assert store.status(f"{MODEL}/1") is None
+    assert blobs_in(tmp_path) == []
+
+
+def test_a_database_that_is_locked_after_the_outcome_costs_no_outcome(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = with_model(tmp_path, keep_bytes=1)
+    store.append([step(1, b"one", IMAGE)])
+    store.close()
+    store = Store.open(tmp_path, busy_s=0.05, keep_bytes=1)
+    other = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)
+    count = store._count_kept
+
+    def locked(more: int) -> None:
+        other.execute("BEGIN IMMEDIATE")
+        count(more)
+
+    store._count_kept = locked  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        store.record([done(0), done(1)])
+    other.close()
+    assert "what is kept of finished operations takes more than it may" in caplog.text
+    assert store.status(f"{MODEL}/1") == "done"
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes", "expected"),
+    [(0, [], []), (0, [1, 2], [0, 1]), (3, [1, 2], []), (2, [1, 2], [0]), (1, [1, 2], [0, 1]), (5, [3, 3, 2], [0])],
+)
+def test_the_oldest_entries_go_until_the_others_fit(most: int, sizes: list[int], expected: list[int]) -> None:
+    assert list(oldest_beyond(most, sum(sizes), enumerate(sizes))) == expected

@@ -1,0 +1,121 @@
+"""Encoded images as files that are named by the SHA-256 of their bytes: `blobs/ab/abcd...` below the data directory.
+
+A file is written before the row that refers to it is committed, and outside of the database's lock, so a process that dies in between
+leaves a file that nothing refers to, never a row without its file. A file is deleted only inside of a transaction that writes, once no row
+refers to it; whoever adds a row looks in its own transaction that the file is still there. So no file goes that a command needs
+(`Store.append`, `Store.delete_unused_blobs`).
+
+Files are renamed into place and not synced: like the commands that they belong to, they survive the death of any process, and a power cut
+may damage them. What is read is compared with its digest.
+"""
+
+import hashlib
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinsmith.errors import StoreUnavailableError, TinsmithError
+
+BLOBS_DIR = "blobs"
+"""Where the files are, below a data directory."""
+_WRITING_PREFIX = ".writing-"
+_WRITING_S = 86400.0
+"""Nobody writes a file for so long: one that is not finished then was left by a process that died."""
+
+
+@dataclass(frozen=True)
+class BlobFile:
+    """A file below the directory of blobs."""
+
+    path: Path
+    sha256: bytes | None
+    """None for a file that was never finished."""
+    size: int
+    """Bytes."""
+
+
+class BlobFiles:
+    """The blobs of a data directory, in any number of processes and threads."""
+
+    def __init__(self, data_dir: Path) -> None:
+        """Nothing is made on the disk before the first blob is written."""
+        self._directory = data_dir / BLOBS_DIR
+
+    def path(self, sha256: bytes) -> Path:
+        """Where the blob with this digest is, if it is there."""
+        name = sha256.hex()
+        return self._directory / name[:2] / name
+
+    def write(self, blobs: Mapping[bytes, bytes]) -> None:
+        """Write the blobs, given by digest, that are not there yet. Raises StoreUnavailableError: the disk does not take them."""
+        with _available(self._directory):
+            for sha256, data in blobs.items():
+                path = self.path(sha256)
+                if not path.exists():
+                    _write(path, data)
+
+    def read(self, sha256: bytes) -> bytes | None:
+        """The blob with this digest; None if it is not there.
+
+        Raises StoreUnavailableError: it cannot be read now. Raises TinsmithError: its file is damaged, which is then deleted, so that the
+        blob is written when it is sent again.
+        """
+        path = self.path(sha256)
+        with _available(path):
+            try:
+                data = path.read_bytes()
+            except FileNotFoundError:
+                return None
+            if hashlib.sha256(data).digest() == sha256:
+                return data
+            path.unlink(missing_ok=True)
+        raise TinsmithError(f"{path} was damaged: its SHA-256 was another than its name; it is deleted, send the image again")
+
+    def copy(self, sha256: bytes, to: "BlobFiles") -> bool:
+        """Copy a blob to another data directory. False if it is not here. Raises OSError."""
+        target = to.path(sha256)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.copyfile(self.path(sha256), target)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def remove(self, sha256: bytes) -> None:
+        """Delete a blob, if it is there. Only for a transaction that writes and has seen that nothing refers to it."""
+        with _available(self._directory):
+            self.path(sha256).unlink(missing_ok=True)
+
+    def files(self) -> Iterator[BlobFile]:
+        """All blobs, and files of a day ago or older that were never finished."""
+        for path in sorted(self._directory.glob("*/*")):
+            with suppress(FileNotFoundError):  # it has just been deleted, or renamed into place
+                status = path.stat()
+                if not path.name.startswith(_WRITING_PREFIX):
+                    yield BlobFile(path, bytes.fromhex(path.name), status.st_size)
+                elif status.st_mtime < time.time() - _WRITING_S:
+                    yield BlobFile(path, None, status.st_size)
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{_WRITING_PREFIX}{uuid.uuid4().hex}")
+    try:
+        temporary.write_bytes(data)
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _available(path: Path) -> Iterator[None]:
+    """An error of the operating system becomes a StoreUnavailableError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailableError(f"images cannot be stored or read at the moment: {error}; see to {path} and its disk") from error
