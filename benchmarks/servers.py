@@ -17,18 +17,18 @@ from numpy.typing import NDArray
 from tinker import types
 
 from tests.running import serving
-from tinsmith.models.tiny import write_tiny_model
+from tinsmith.models.tiny import TinyKind, write_tiny_model
 
 API_KEY = "tml-benchmark"
 BASE_MODEL = "tiny"
 
 
 @contextmanager
-def tinsmith_server(*options: str, hidden: int = 64, layers: int = 2, vocab: int = 2048) -> Iterator[str]:
-    """The address of a server process that is ready, with a random Qwen3 of that shape as the base model `BASE_MODEL`."""
+def tinsmith_server(*options: str, kind: TinyKind = "qwen3", hidden: int = 64, layers: int = 2, vocab: int = 2048) -> Iterator[str]:
+    """The URL of a server process that is ready, with a random model of that kind and shape as the base model `BASE_MODEL`."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        write_tiny_model("qwen3", directory / "model", hidden=hidden, layers=layers, vocab=vocab)
+        write_tiny_model(kind, directory / "model", hidden=hidden, layers=layers, vocab=vocab)
         with serving(directory, "--base-model", f"{BASE_MODEL}={directory / 'model'}", "--kv-cache-gib", "0.25", *options) as server:
             server.wait_for_health()
             yield server.url

@@ -12,7 +12,7 @@ import orjson
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from tinsmith.server.body import read_parsed
+from tinsmith.server.body import LargeBodies
 from tinsmith.wire.forward_backward import decode_stored, encode_output
 
 _MAX_BODY_BYTES = 2**26
@@ -21,12 +21,14 @@ _MAX_BODY_BYTES = 2**26
 def create_stub() -> FastAPI:
     """The application."""
     app = FastAPI(openapi_url=None)
+    bodies = LargeBodies()
+    bodies.parser.start()
     results: dict[str, tuple[bytes, str]] = {}
     """Body and media type of each finished operation, by request id."""
 
     @app.post("/api/v1/forward_backward")
     async def forward_backward(request: Request) -> Response:
-        asked = await read_parsed(request, _MAX_BODY_BYTES, None, "application/x-protobuf", decode_stored)
+        asked = await bodies.read_parsed(request, _MAX_BODY_BYTES, None, "application/x-protobuf", decode_stored)
         outputs = [{"logprobs": np.zeros(datum.loss_fn_inputs["target_tokens"].shape, np.float32)} for datum in asked.data]
         return finished(asked.model_id, asked.seq_id, encode_output(outputs, {"loss:sum": 0.0}), "application/x-protobuf")
 

@@ -81,8 +81,8 @@ class Server:
             return self._wait_for(status)
 
     def engine_pid(self) -> int:
-        """The engine is the server's only child."""
-        (engine,) = psutil.Process(self.process.pid).children()
+        """The engine, which is a child of the server."""
+        (engine,) = (child for child in psutil.Process(self.process.pid).children() if "tinsmith.engine" in child.cmdline())
         return engine.pid
 
     def _wait_for(self, look: Callable[[], T | None]) -> T:

@@ -67,6 +67,7 @@ async def served(data_dir: Path, config: Config | None = None, facts: ModelFacts
     transport = httpx.ASGITransport(create_app(hub))
     async with httpx.AsyncClient(transport=transport, base_url="http://tinsmith") as client:
         yield Served(hub, store, client)
+    hub.bodies.parser.close()
     hub.store.close()
     store.close()
 

@@ -36,11 +36,12 @@ def test_requests_that_the_database_does_not_take_are_to_be_sent_again(tmp_path:
             model_id = await server.new_model(session_id)
             step = {"model_id": model_id, "seq_id": 1, "adam_params": {}}
             with locked(tmp_path):
-                for path, body in (("optim_step", step), ("session_heartbeat", {"session_id": session_id})):
+                for path, body in (("optim_step", step), ("create_session", {})):
                     reply = await server.post(path, body)
                     assert reply.status_code == 503
                     assert reply.headers["retry-after"] == "1"
                     assert "database is locked (SQLITE_BUSY); another program has locked it" in reply.json()["detail"]
+                assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 200
             assert (await server.post("optim_step", step)).json()["request_id"] == f"{model_id}/1"
             assert server.store.status(f"{model_id}/1") == "queued"
 

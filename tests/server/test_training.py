@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import zstandard
 from tinker import types
@@ -14,12 +14,10 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from tests.server.serving import Served, served
-from tinsmith.config import Config, RequestsConfig
+from tinsmith.config import Config
 from tinsmith.store.records import REJECTED, Outcome
 from tinsmith.wire.chunks import ImageChunk
-from tinsmith.wire.compression import decompress
 from tinsmith.wire.forward_backward import decode_stored
-from tinsmith.wire.inspection import Inspection
 
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 
@@ -256,34 +254,33 @@ def test_a_request_of_too_many_datums_keeps_its_place_in_the_sequence(tmp_path: 
     asyncio.run(run())
 
 
-def test_of_many_compressed_bodies_only_two_are_unpacked_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def peak_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def test_of_many_compressed_bodies_one_is_unpacked_at_a_time(tmp_path: Path) -> None:
     """A few kilobytes each, 64 MiB when unpacked: all at once they would take the memory of the machine."""
-    unpacked: set[int] = set()
-    most = 0
-
-    def counted_decompress(body: bytes, max_bytes: int) -> bytes:
-        nonlocal most
-        content = decompress(body, max_bytes)
-        unpacked.add(threading.get_ident())
-        most = max(most, len(unpacked))
-        return content
-
-    def counted_inspection(body: bytes, limits: RequestsConfig) -> Inspection:
-        unpacked.remove(threading.get_ident())  # fails if it is not the thread that has unpacked it
-        return Inspection(body, limits)
+    unpacked_mib, count = 64, 12
 
     async def run() -> None:
         async with served(tmp_path) as server:
             model_id = await server.new_model(await server.new_session())
             headers = PROTOBUF | {"Content-Encoding": "zstd"}
-            bodies = [zstandard.compress(forward_backward_body(model_id, seq_id)) for seq_id in range(1, 21)]
-            posts = [server.client.post("/api/v1/forward_backward", content=body, headers=headers) for body in bodies]
-            assert [reply.status_code for reply in await asyncio.gather(*posts)] == [200] * 20
 
-    monkeypatch.setattr("tinsmith.server.body.decompress", counted_decompress)
-    monkeypatch.setattr("tinsmith.server.routes.training.Inspection", counted_inspection)
+            async def post(seq_id: int, rest: bytes) -> int:
+                body = zstandard.compress(forward_backward_body(model_id, seq_id) + rest)
+                return (await server.client.post("/api/v1/forward_backward", content=body, headers=headers)).status_code
+
+            assert await post(1, b"") == 200
+            (parser,) = psutil.Process().children()
+            before = parser.memory_info().rss
+            too_many = b"\x1a\x00" * (unpacked_mib * 2**19)
+            assert await asyncio.gather(*(post(seq_id, too_many) for seq_id in range(2, 2 + count))) == [200] * count
+            assert psutil.Process().children() == [parser]
+            assert peak_bytes(parser.pid) - before < 3 * unpacked_mib * 2**20  # the pieces and the whole of one
+
     asyncio.run(run())
-    assert (most <= 2, unpacked) == (True, set())
 
 
 @pytest.mark.parametrize("path", ["create_session", "create_model", "optim_step", "save_weights", "get_info", "session_heartbeat"])

@@ -34,14 +34,11 @@ def test_a_second_connection_sees_what_the_first_wrote(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_a_session_is_touched_until_it_is_finished(tmp_path: Path) -> None:
+def test_a_session_is_finished_once(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     store.create_session("s", DESCRIPTION)
-    assert store.touch_session("s")
-    assert not store.touch_session("unknown")
     assert store.finish_session("s", "errored", "detail")
     assert not store.finish_session("s", "success", None)
-    assert not store.touch_session("s")
     session = store.session("s")
     assert session is not None
     assert session.finished_at is not None

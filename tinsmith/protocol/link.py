@@ -106,7 +106,7 @@ class ServerLink:
     async def send(self, message: Message) -> None:
         """Queue a message to the engine. Raises EngineUnavailableError if none is connected."""
         try:
-            await self._socket.send_multipart(message.to_frames(), flags=zmq.NOBLOCK)
+            await self._socket.send_multipart(message.to_frames(), flags=zmq.NOBLOCK, copy=False)
         except zmq.Again as error:
             raise EngineUnavailableError("the engine is not connected; send the request again") from error
 

@@ -21,6 +21,7 @@ class AsyncStore:
         """Use `store`, which the caller closes after `close`."""
         self._store = store
         self._writer = ThreadPoolExecutor(1, "store-writer")
+        self._image_writer = ThreadPoolExecutor(1, "image-writer")
         self._readers = ThreadPoolExecutor(_READ_THREADS, "store-reader")
         self._open_group: tuple[list[NewCommand], asyncio.Task[list[bool]]] | None = None
         """Commands for the next transaction, and the task that commits it."""
@@ -40,7 +41,7 @@ class AsyncStore:
         Its images are written first, by a thread that nobody waits for but this command.
         """
         if command.images:
-            await self.read(Store.write_blobs, command.images)
+            await asyncio.get_running_loop().run_in_executor(self._image_writer, self._store.write_blobs, command.images)
         if self._open_group is None:
             group: list[NewCommand] = []
             self._open_group = group, asyncio.create_task(self._commit(group))
@@ -57,5 +58,6 @@ class AsyncStore:
 
     def close(self) -> None:
         """Wait for what is being written and end the threads."""
+        self._image_writer.shutdown()
         self._writer.shutdown()
         self._readers.shutdown()

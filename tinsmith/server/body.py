@@ -1,63 +1,104 @@
-"""Request bodies: read up to a limit, decompressed, and kept from blocking the event loop while they are parsed."""
+"""Request bodies: read up to a limit, decompressed, and parsed where that keeps no other request waiting."""
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import io
+from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from fastapi import Request
 
 from tinsmith.errors import UserError
+from tinsmith.server.parser_process import ParserProcess
 from tinsmith.wire.compression import TooLargeError, decompress
 
-_INLINE_BYTES = 16 * 1024
-"""Bodies up to this size are decoded where they arrive, which takes milliseconds at worst; larger ones in a thread, so that other requests
-go on."""
+_SMALL_BYTES = 16 * 1024
+"""Bodies up to this size are parsed on the event loop: it takes milliseconds at worst."""
 
-_DECODERS = ThreadPoolExecutor(2, "decoder")
-"""Where large bodies are decoded. Few at a time: each takes memory, and all share the interpreter's lock with the event loop."""
+_PARTS_AT_A_TIME = 2
+"""How many large bodies are read from in one iteration of the event loop, some 256 KiB each, which takes a millisecond. If dozens that
+arrive at once were all read from, an iteration would take a tenth of a second, and a small request takes several."""
 
 Result = TypeVar("Result")
 
 
 async def read_body(request: Request, max_bytes: int, setting: str | None = None) -> bytes:
-    """The whole JSON body, decompressed.
+    """The whole JSON body, decompressed; for routes whose bodies are small.
 
     Raises TooLargeError beyond `max_bytes`, which `setting` allows if there is one for it; UserError for a body that says to be of another
     type, and for an unknown or broken Content-Encoding.
     """
-    return await read_parsed(request, max_bytes, setting, "application/json", bytes)
+    encoding = _encoding(request, "application/json")
+    body = await _received(request, max_bytes, setting)
+    return body if encoding == "identity" else await asyncio.to_thread(decompress, body, max_bytes)
 
 
-async def read_parsed(
-    request: Request, max_bytes: int, setting: str | None, media_type: str, parse: Callable[..., Result], *args: object
-) -> Result:
-    """`parse(body, *args)` of the whole body, decompressed; in a thread if there may be much to do.
+class LargeBodies:
+    """Reads bodies of megabytes, many at once, without keeping small requests waiting."""
 
-    Decompressing and parsing are one job: of many compressed bodies that come at once, only as many are unpacked as are being parsed.
-    Raises as `read_body` and `parse` do.
-    """
+    def __init__(self) -> None:
+        """Must be made in the event loop's thread. `parser` starts by itself with the first large body."""
+        self.parser = ParserProcess()
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        """Bodies of which more may be read, the longest waiting first."""
+
+    async def read_parsed(
+        self, request: Request, max_bytes: int, setting: str | None, media_type: str, parse: Callable[..., Result], *args: object
+    ) -> Result:
+        """`parse(body, *args)` of the whole body, decompressed. What is large or compressed is parsed by `ParserProcess.run`.
+
+        Raises as `read_body`, `parse` and `ParserProcess.run` do.
+        """
+        encoding = _encoding(request, media_type)
+        body = await _received(request, max_bytes, setting, self._turn)
+        if encoding == "identity" and len(body) <= _SMALL_BYTES:
+            return parse(body, *args)
+        return await self.parser.run(parse, body, encoding, max_bytes, *args)
+
+    async def _turn(self) -> None:
+        """Wait until it is this body's turn to read on."""
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        if not self._waiting:
+            loop.call_soon(self._give_turns)
+        self._waiting.append(turn)
+        await turn
+
+    def _give_turns(self) -> None:
+        """Called once in each iteration of the event loop while bodies wait."""
+        for _ in range(min(_PARTS_AT_A_TIME, len(self._waiting))):
+            turn = self._waiting.popleft()
+            if not turn.done():  # its client may have gone away
+                turn.set_result(None)
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._give_turns)
+
+
+def _encoding(request: Request, media_type: str) -> str:
+    """The Content-Encoding: identity or zstd. Raises UserError for another one, or another Content-Type than `media_type`."""
     given = request.headers.get("content-type", media_type)
     if given.partition(";")[0].strip().lower() != media_type:
         raise UserError(f"Content-Type {given!r} is not taken by {request.url.path}; send {media_type}")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding not in ("identity", "zstd"):
         raise UserError(f"Content-Encoding {encoding!r} is not supported; send zstd, or no encoding")
-    body = await _received(request, max_bytes, setting)
-    if encoding == "identity" and len(body) <= _INLINE_BYTES:
-        return parse(body, *args)
-
-    def decode() -> Result:
-        return parse(decompress(body, max_bytes) if encoding == "zstd" else body, *args)
-
-    return await asyncio.get_running_loop().run_in_executor(_DECODERS, decode)
+    return encoding
 
 
-async def _received(request: Request, max_bytes: int, setting: str | None) -> bytes:
-    parts, size = [], 0
+async def _no_turn() -> None:
+    pass
+
+
+async def _received(request: Request, max_bytes: int, setting: str | None, turn: Callable[[], Awaitable[None]] = _no_turn) -> bytes:
+    """The body as it was sent. What is beyond `_SMALL_BYTES` is read part by part, after `turn` each.
+
+    BytesIO grows in place and gives out its own buffer; to join a list of parts would stop the loop while megabytes are copied.
+    """
+    received = io.BytesIO()
     async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > max_bytes:
+        received.write(part)
+        if received.tell() > max_bytes:
             raise TooLargeError(f"the body is larger than {max_bytes} bytes{f' ({setting})' if setting else ''}; send smaller requests")
-    return b"".join(parts)
+        if received.tell() > _SMALL_BYTES:
+            await turn()  # until then the connection is not read from
+    return received.getvalue()

@@ -12,6 +12,7 @@ from tinsmith.protocol.serving import Done, EndSession, Ready, SampleDone, Sampl
 from tinsmith.server.activity import Activity
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.base_models import BaseModels
+from tinsmith.server.body import LargeBodies
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.lifetimes import Lifetimes
 from tinsmith.server.queued_operations import QueuedOperations
@@ -46,6 +47,7 @@ class Hub:
         self.base_models = BaseModels()
         self.engine = EngineProcess(config, self.take, self.engine_ready, self.engine_absent)
         self.activity = Activity()
+        self.bodies = LargeBodies()
         self.queued = QueuedOperations(config.server)
         self._known_models: LRUCache[str, bool] = LRUCache(_KNOWN_MODELS)
         self._ended: dict[str, bool] = {}

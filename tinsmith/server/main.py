@@ -120,6 +120,7 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     _announce(config, listener)
     engine_task = asyncio.create_task(hub.engine.run())
+    hub.bodies.parser.start()
     http_task = asyncio.create_task(http.serve([listener]))
     stop_task = asyncio.create_task(stop.wait())
     lifetimes_task = asyncio.create_task(keep_up(hub.lifetimes, partial(hub.end_session, save=True)))
@@ -134,6 +135,7 @@ async def _serve(config: Config, listener: socket.socket, store: Store, data_dir
     try:
         await engine_task
     finally:
+        hub.bodies.parser.close()
         hub.store.close()
     return signals
 

@@ -1,27 +1,61 @@
-"""What can be known to be wrong with a sample before the engine sees it, given the base model."""
+"""What can be known to be wrong with a sample before the engine sees it: from its body alone, then given the base model."""
 
-from tinsmith.config import ImagesConfig
+from dataclasses import dataclass, replace
+
+from tinsmith.config import ImagesConfig, RequestsConfig
 from tinsmith.errors import UserError
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.wire.chunks import ImageChunk, TextChunk
 from tinsmith.wire.images import ImageHeader, check_pixels, read_header
 from tinsmith.wire.prompt_scores import MAX_CELLS
-from tinsmith.wire.sample import SampleRequest
+from tinsmith.wire.sample import SampleRequest, check_size, parse_sample_request
 
 
-def check_sample(request: SampleRequest, facts: ModelFacts, limits: ImagesConfig) -> None:
-    """Raise UserError for what can be known to be wrong.
+@dataclass(frozen=True, eq=False)
+class ReceivedSample:
+    """An asample body as it came in."""
+
+    request: SampleRequest
+    """Its images come without their bytes, which nobody needs before the engine."""
+    headers: list[ImageHeader | UserError]
+    """The size of each image of the prompt in order, or what is wrong with it."""
+    body: bytes
+    """The JSON, as the engine gets it."""
+
+
+def receive_sample(body: bytes, limits: RequestsConfig, images: ImagesConfig) -> ReceivedSample:
+    """Parse a body and read the headers of its images. Raises UserError for what is wrong whatever the base model is, NotBuiltError."""
+    check_size(body, limits)
+    request = parse_sample_request(body)
+    headers = [_header(chunk, images) for chunk in request.prompt if isinstance(chunk, ImageChunk)]
+    if len(headers) > limits.max_images:
+        raise UserError(f"the prompt holds {len(headers)} images, max_images allows {limits.max_images}; send fewer")
+    prompt = [replace(chunk, data=None) if isinstance(chunk, ImageChunk) else chunk for chunk in request.prompt]
+    return ReceivedSample(replace(request, prompt=prompt), headers, body)
+
+
+def _header(chunk: ImageChunk, limits: ImagesConfig) -> ImageHeader | UserError:
+    assert chunk.data is not None, "images of a sample travel with it"
+    try:
+        return read_header(chunk.data, chunk.format, limits)
+    except UserError as error:
+        return error
+
+
+def check_sample(received: ReceivedSample, facts: ModelFacts, limits: ImagesConfig) -> None:
+    """Raise UserError for what can be known to be wrong with a sample of this base model.
 
     Token ids outside the vocabulary, unusable images, too many pixels, an empty prompt, more tokens than the model can take, questions that
     do not fit the prompt.
     """
+    request, headers = received.request, iter(received.headers)
     length, known, pixels = 0, True, dict[bytes, int]()
     for index, chunk in enumerate(request.prompt):
         if isinstance(chunk, TextChunk):
             _check_tokens(index, chunk, facts)
             length += len(chunk.tokens)
         else:
-            header = _check_image(index, chunk, facts, limits)
+            header = _checked(index, next(headers), facts)
             pixels[chunk.sha256] = header.width * header.height
             length += chunk.expected_tokens or 1
             known &= chunk.expected_tokens is not None
@@ -59,11 +93,9 @@ def _check_tokens(index: int, chunk: TextChunk, facts: ModelFacts) -> None:
         )
 
 
-def _check_image(index: int, chunk: ImageChunk, facts: ModelFacts, limits: ImagesConfig) -> ImageHeader:
+def _checked(index: int, header: ImageHeader | UserError, facts: ModelFacts) -> ImageHeader:
     if not facts.takes_images:
         raise UserError(f"prompt.chunks.{index} is an image, but {facts.name} takes text only")
-    assert chunk.data is not None, "images of a sample travel with it"
-    try:
-        return read_header(chunk.data, chunk.format, limits)
-    except UserError as error:
-        raise UserError(f"prompt.chunks.{index}: {error}") from error
+    if isinstance(header, UserError):
+        raise UserError(f"prompt.chunks.{index}: {header}")
+    return header

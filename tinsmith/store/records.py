@@ -41,7 +41,6 @@ class Session:
     session_id: str
     created_at: float
     """Unix time, as all times here."""
-    last_seen_at: float
     finished_at: float | None
     """None while the session is open."""
 

@@ -42,7 +42,7 @@ sessions = Table(
     Column("project_id", Text),
     Column("display_name", Text),
     Column("created_at", Float, nullable=False, index=True),
-    Column("last_seen_at", Float, nullable=False),
+    Column("last_seen_at", Float, nullable=False),  # as created_at: the server keeps in memory when it last heard of a session
     Column("finished_at", Float),
     Column("finish_reason", Text),
     Column("finish_detail", Text),

@@ -9,14 +9,7 @@ from tinsmith.store import endings
 from tinsmith.store.records import CLIENT_REASONS, Model, SamplingSession, Session
 from tinsmith.store.schema import models, sampling_sessions, sessions
 
-_SESSION = select(sessions.c.session_id, sessions.c.created_at, sessions.c.last_seen_at, sessions.c.finished_at).where(
-    sessions.c.session_id == bindparam("key")
-)
-_TOUCH = (
-    update(sessions)
-    .where(sessions.c.session_id == bindparam("key"), sessions.c.finished_at.is_(None))
-    .values(last_seen_at=bindparam("now"))
-)
+_SESSION = select(sessions.c.session_id, sessions.c.created_at, sessions.c.finished_at).where(sessions.c.session_id == bindparam("key"))
 _FINISH = (
     update(sessions)
     .where(sessions.c.session_id == bindparam("key"), sessions.c.finished_at.is_(None))
@@ -69,11 +62,6 @@ def session(connection: Connection, session_id: str) -> Session | None:
     """The session with this id."""
     row = connection.execute(_SESSION, {"key": session_id}).first()
     return None if row is None else Session(*row)
-
-
-def touch_session(connection: Connection, session_id: str, now: float) -> bool:
-    """Note a sign of life. False if the session is finished or unknown."""
-    return connection.execute(_TOUCH, {"key": session_id, "now": now}).rowcount == 1
 
 
 def finish_session(connection: Connection, session_id: str, reason: str, detail: str | None, now: float) -> bool:

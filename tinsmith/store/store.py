@@ -267,11 +267,6 @@ class Store:
         with self._read.begin() as connection:
             return sessions.session(connection, session_id)
 
-    def touch_session(self, session_id: str) -> bool:
-        """Note a sign of life. False if the session is finished or unknown."""
-        with self._write.begin() as connection:
-            return sessions.touch_session(connection, session_id, time.time())
-
     def finish_session(self, session_id: str, reason: str, detail: str | None) -> bool:
         """End a session and its sampling sessions. False if it was finished before or is unknown."""
         with self._write.begin() as connection:

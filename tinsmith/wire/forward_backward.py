@@ -14,9 +14,11 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from tinsmith.config import RequestsConfig
 from tinsmith.errors import NotBuiltError, TinsmithError, UserError
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
+from tinsmith.wire.inspection import Inspection, LimitError, RequestKey
 from tinsmith.wire.tensors import Array, to_dense
 
 MAX_TENSOR_ELEMENTS = 2**26
@@ -55,16 +57,6 @@ class ForwardBackwardRequest:
     data: list[Datum]
 
 
-def parse(body: bytes) -> tinker_pb2.ForwardBackwardRequest:
-    """The protobuf message of a request body. Raises UserError if it is none."""
-    message = tinker_pb2.ForwardBackwardRequest()
-    try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise UserError(f"the body is not a protobuf ForwardBackwardRequest: {error}") from error
-    return message
-
-
 @dataclass(frozen=True)
 class StoredRequest:
     """A request as it is stored."""
@@ -75,6 +67,40 @@ class StoredRequest:
     """SHA-256 of the bytes of each image, in the order in which the images stand in the payload."""
     images: dict[bytes, bytes]
     """The encoded images by digest."""
+
+
+@dataclass(frozen=True)
+class ReceivedRequest:
+    """A request body as it came in."""
+
+    key: RequestKey
+    stored: StoredRequest
+    refused: str | None = None
+    """Why the operation fails, if it holds more than a setting allows. Nothing is stored of it then."""
+
+
+def receive(body: bytes, limits: RequestsConfig) -> ReceivedRequest:
+    """Count what a body holds, and move its images out. Without images the payload is `body` itself.
+
+    Raises UserError if it is no protobuf ForwardBackwardRequest.
+    """
+    try:
+        inspection = Inspection(body, limits)
+    except LimitError as error:
+        return ReceivedRequest(error.key, StoredRequest(b"", [], {}), refused=str(error))
+    if not inspection.counts["images"]:
+        return ReceivedRequest(inspection.key, StoredRequest(body, [], {}))
+    return ReceivedRequest(inspection.key, move_images_out(parse(body)))
+
+
+def parse(body: bytes) -> tinker_pb2.ForwardBackwardRequest:
+    """The protobuf message of a request body. Raises UserError if it is none."""
+    message = tinker_pb2.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise UserError(f"the body is not a protobuf ForwardBackwardRequest: {error}") from error
+    return message
 
 
 def move_images_out(message: tinker_pb2.ForwardBackwardRequest) -> StoredRequest:

@@ -2,21 +2,18 @@
 
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.config import RequestsConfig
 from tinsmith.errors import EngineUnavailableError, UserError
 from tinsmith.protocol.serving import Sample
 from tinsmith.server.base_models import check_fits
-from tinsmith.server.body import read_body, read_parsed
+from tinsmith.server.body import read_body
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import future_reply, json_reply
-from tinsmith.server.sample_checks import check_sample
+from tinsmith.server.sample_checks import ReceivedSample, check_sample, receive_sample
 from tinsmith.server.samples import PendingSample
 from tinsmith.store import ids
 from tinsmith.store.records import SamplingSession
 from tinsmith.store.store import Store
-from tinsmith.wire.chunks import ImageChunk
 from tinsmith.wire.json_body import parse_json
-from tinsmith.wire.sample import SampleRequest, check_size, parse_sample_request
 from tinsmith.wire.service_requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest
 
 router = APIRouter()
@@ -90,30 +87,23 @@ async def asample(request: Request) -> Response:
     _require_sampler(hub)
     limits = hub.config.requests
     max_bytes = limits.max_sample_mib * 2**20
-    asked, body = await read_parsed(request, max_bytes, "max_sample_mib", "application/json", _parsed, limits)
+    received = await hub.bodies.read_parsed(
+        request, max_bytes, "max_sample_mib", "application/json", receive_sample, limits, hub.config.images
+    )
+    asked = received.request
     request_id = ids.request_id(asked.sampling_session_id, asked.seq_id)
     hub.lifetimes.saw(request_id)
     session = await hub.sampling_sessions.find(asked.sampling_session_id)
-    sample = hub.samples.find(request_id) or await _start(hub, request_id, session, asked, body)
+    sample = hub.samples.find(request_id) or await _start(hub, request_id, session, received)
     return future_reply(request_id, sample_sequence_ids=sample.sequence_ids)
 
 
-def _parsed(body: bytes, limits: RequestsConfig) -> tuple[SampleRequest, bytes]:
-    """A request, and the body that it was read from."""
-    check_size(body, limits)
-    asked = parse_sample_request(body)
-    images = sum(isinstance(chunk, ImageChunk) for chunk in asked.prompt)
-    if images > limits.max_images:
-        raise UserError(f"the prompt holds {images} images, max_images allows {limits.max_images}; send fewer")
-    return asked, body
-
-
-async def _start(hub: Hub, request_id: str, session: SamplingSession, asked: SampleRequest, body: bytes) -> PendingSample:
+async def _start(hub: Hub, request_id: str, session: SamplingSession, received: ReceivedSample) -> PendingSample:
     facts = hub.base_models.find(session.base_model)
-    check_sample(asked, facts, hub.config.images)
-    sample = hub.samples.add(request_id, asked.num_samples, len(body))
+    check_sample(received, facts, hub.config.images)
+    sample = hub.samples.add(request_id, received.request.num_samples, len(received.body))
     try:
-        await hub.engine.send(Sample(request_id, sample.run, facts.name, session.weights_id, sample.num_samples, body))
+        await hub.engine.send(Sample(request_id, sample.run, facts.name, session.weights_id, sample.num_samples, received.body))
     except EngineUnavailableError:
         hub.samples.remove(request_id)
         raise

@@ -8,19 +8,17 @@ import logging
 
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.config import RequestsConfig
 from tinsmith.errors import NotBuiltError, NotFoundError, UserError
 from tinsmith.protocol.serving import Wake
 from tinsmith.server.base_models import check_fits
-from tinsmith.server.body import read_body, read_parsed
+from tinsmith.server.body import read_body
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import PROTOBUF, future_reply, json_reply
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, CommandKind, Model, NewCommand, SamplingSession
 from tinsmith.store.store import Store
 from tinsmith.wire.checkpoint_requests import CreateFromCheckpointRequest, LoadWeightsAddress, SaveWeightsForSamplerRequest
-from tinsmith.wire.forward_backward import move_images_out, parse
-from tinsmith.wire.inspection import Inspection, LimitError, RequestKey
+from tinsmith.wire.forward_backward import receive
 from tinsmith.wire.json_body import MAX_SEQ_ID, parse_json
 from tinsmith.wire.training_requests import CreateModelRequest, GetInfoRequest, OperationKey, OptimizerConfig
 
@@ -101,28 +99,14 @@ async def forward_backward(request: Request) -> Response:
     """A forward or forward_backward pass, in protobuf."""
     hub = hub_of(request)
     max_bytes = hub.config.server.max_body_mib * 2**20
-    command = await read_parsed(request, max_bytes, "max_body_mib", PROTOBUF, _forward_backward_command, hub.config.requests)
-    return await _submit(hub, command)
-
-
-def _forward_backward_command(body: bytes, limits: RequestsConfig) -> NewCommand:
-    """The command to store; one that is rejected, if the request holds more than is allowed, but says which operation it is."""
-    try:
-        inspection = Inspection(body, limits)
-    except LimitError as error:
-        _check_key(error.key)
-        return NewCommand(error.key.model_id, error.key.seq_id, REJECTED, str(error).encode())
-    key = inspection.key
-    _check_key(key)
-    if not inspection.counts["images"]:
-        return NewCommand(key.model_id, key.seq_id, "forward_backward", body)
-    stored = move_images_out(parse(body))
-    return NewCommand(key.model_id, key.seq_id, "forward_backward", stored.payload, stored.image_digests, stored.images)
-
-
-def _check_key(key: RequestKey) -> None:
+    received = await hub.bodies.read_parsed(request, max_bytes, "max_body_mib", PROTOBUF, receive, hub.config.requests)
+    key = received.key
     if not key.model_id or not 1 <= key.seq_id <= MAX_SEQ_ID:
         raise UserError(f"model_id={key.model_id!r}, seq_id={key.seq_id}: both are needed, and seq_id counts from 1")
+    if received.refused is not None:
+        return await _submit(hub, NewCommand(key.model_id, key.seq_id, REJECTED, received.refused.encode()))
+    stored = received.stored
+    return await _submit(hub, NewCommand(key.model_id, key.seq_id, "forward_backward", stored.payload, stored.image_digests, stored.images))
 
 
 @router.post("/create_custom_loss")

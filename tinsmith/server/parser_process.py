@@ -1,0 +1,171 @@
+"""A process beside the server that decompresses and parses large request bodies.
+
+Protobuf, JSON and base64 hold the interpreter's lock while they work on megabytes. In a thread of the server they would keep every other
+request waiting, heartbeats included; in a process of their own they do not. The server starts this process early and sends it one body at
+a time over a socket. The process ends when the server closes the socket or dies, and is started again if it dies itself.
+"""
+
+import asyncio
+import importlib
+import io
+import logging
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from tinsmith.errors import EngineUnavailableError, TinsmithError
+from tinsmith.logs import start_logging
+from tinsmith.wire.compression import decompress
+
+log = logging.getLogger(__name__)
+
+_SIZES = struct.Struct("!QQ")
+"""Bytes of the pickled job and of the body that follows it."""
+_SIZE = struct.Struct("!Q")
+"""Bytes of the pickled answer."""
+
+_NEEDED = ("tinsmith.wire.forward_backward", "tinsmith.server.sample_checks")
+"""Imported before the first body comes."""
+
+Result = TypeVar("Result")
+
+
+class ParserProcess:
+    """The server's end. One thread talks to the process, so bodies are parsed one after the other."""
+
+    def __init__(self) -> None:
+        """Nothing runs yet: the process starts with `start`, or with the first body."""
+        self._thread = ThreadPoolExecutor(1, "parser")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+
+    def start(self) -> None:
+        """Start the process, without waiting for it."""
+        self._thread.submit(self._connected)
+
+    async def run(self, parse: Callable[..., Result], body: bytes, encoding: str, max_bytes: int, *args: object) -> Result:
+        """`parse(body, *args)`, computed in the process. `parse` is a function of a module; arguments and result can be pickled.
+
+        With `encoding` "zstd" the body is decompressed first, to at most `max_bytes`. A result may refer to the body that `parse` got: if
+        that is the body as it was sent, it is not copied back. Raises what `decompress` and `parse` raise, and EngineUnavailableError if
+        the process dies meanwhile.
+        """
+        job = pickle.dumps((parse, args, encoding, max_bytes))
+        answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, job, body)
+        if isinstance(answer, TinsmithError):
+            raise answer
+        result: Result = answer
+        return result
+
+    def close(self) -> None:
+        """End the process, after the body that it is at."""
+        self._thread.submit(self._disconnect)
+        self._thread.shutdown()
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None:
+            self._socket, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-m", "tinsmith.server.parser_process", str(theirs.fileno())]
+                # A process group of its own: Ctrl-C in a terminal is for the server, which then ends this process.
+                self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0)
+        return self._socket
+
+    def _disconnect(self) -> int:
+        """The exit code of the process."""
+        if self._socket is None or self._process is None:
+            return 0
+        self._socket.close()
+        self._socket = None
+        return self._process.wait()
+
+    def _ask(self, job: bytes, body: bytes) -> Any:
+        try:
+            connection = self._connected()
+            connection.sendall(_SIZES.pack(len(job), len(body)) + job)
+            connection.sendall(body)
+            answer = _receive(connection, *_SIZE.unpack(_receive(connection, _SIZE.size)))
+        except (EOFError, OSError) as error:
+            exit_code = self._disconnect()
+            log.warning("the process that parses large requests has ended (exit code %d); the next one starts it again", exit_code)
+            raise EngineUnavailableError(
+                f"the process that parses large requests ended with exit code {exit_code} at this one; send the request again"
+            ) from error
+        return _AnswerReader(io.BytesIO(answer), body).load()
+
+
+class _AnswerWriter(pickle.Pickler):
+    """Leaves out the body, which the server has."""
+
+    def __init__(self, file: io.BytesIO, body: bytes | None) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._body = body
+
+    def persistent_id(self, value: object) -> str | None:
+        return "body" if self._body is not None and value is self._body else None
+
+
+class _AnswerReader(pickle.Unpickler):
+    """Puts the body in again."""
+
+    def __init__(self, file: io.BytesIO, body: bytes) -> None:
+        super().__init__(file)
+        self._body = body
+
+    def persistent_load(self, name: str) -> bytes:
+        return self._body
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    """So many bytes. Raises EOFError if the other end closes before."""
+    received = bytearray(size)
+    view = memoryview(received)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+    return received
+
+
+def _answer(job: bytes | bytearray, body: bytes) -> bytes:
+    """The result of one job, or the error that it raised, pickled."""
+    parse, args, encoding, max_bytes = pickle.loads(job)
+    answer = io.BytesIO()
+    try:
+        plain = decompress(body, max_bytes) if encoding == "zstd" else body
+        result = parse(plain, *args)
+    except TinsmithError as error:
+        result = error
+    except Exception as error:
+        log.exception("a request could not be parsed")
+        result = TinsmithError(f"internal error of the server: {type(error).__name__}; see its log")
+    _AnswerWriter(answer, body).dump(result)
+    return answer.getvalue()
+
+
+def main() -> None:
+    """Answer the server at the socket whose file descriptor is the first argument, until it is closed."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a service manager sends it to all processes; the server ends this one
+    start_logging("parser")
+    for module in _NEEDED:
+        importlib.import_module(module)
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        while True:
+            try:
+                job_bytes, body_bytes = _SIZES.unpack(_receive(connection, _SIZES.size))
+                answer = _answer(_receive(connection, job_bytes), bytes(_receive(connection, body_bytes)))
+                connection.sendall(_SIZE.pack(len(answer)))
+                connection.sendall(answer)
+            except (EOFError, OSError):
+                return  # the server has closed the socket, or is gone
+
+
+if __name__ == "__main__":
+    main()
