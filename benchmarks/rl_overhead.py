@@ -23,12 +23,11 @@ from tests.running import serving
 from tinsmith.models.base import PictureInput
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.connection import load_tokenizer
 from tinsmith.rl.datums import likelihood_datum
 from tinsmith.rl.env import Prompt
-from tinsmith.rl.generator import Generator, Rules
-from tinsmith.rl.policy import Answer, Policy, Request, TinkerPolicy
-from tinsmith.rl.trajectory import Origin, Trajectory
+from tinsmith.rl.policy import Completion, Policy, SamplingRequest, TinkerPolicy, load_tokenizer
+from tinsmith.rl.rollouts import EnvRollouts, RolloutSettings
+from tinsmith.rl.trajectory import EpisodeId, Trajectory
 from tinsmith.rl.workers import InlineWorkers
 
 TRAJECTORIES, TURNS = 256, 3
@@ -39,15 +38,15 @@ class Recorder:
     """Remembers a policy's answers by the seed of the request."""
 
     policy: Policy
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, Completion] = field(default_factory=dict)
     prompts: list[tinker.ModelInput] = field(default_factory=list)
 
-    async def answer(self, prompt: tinker.ModelInput, request: Request) -> Answer:
+    async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
         """The policy's answer, as one that ended by itself: a random model does not know how to stop."""
         self.prompts.append(prompt)
-        made = await self.policy.answer(prompt, request)
+        made = await self.policy.complete(prompt, request)
         assert request.seed is not None
-        self.answers[request.seed] = Answer(made.tokens, made.logprobs, stopped=True)
+        self.answers[request.seed] = Completion(made.tokens, made.logprobs, stopped=True)
         return self.answers[request.seed]
 
 
@@ -55,21 +54,21 @@ class Recorder:
 class Replay:
     """Gives the recorded answers."""
 
-    answers: dict[int, Answer]
+    answers: dict[int, Completion]
 
-    async def answer(self, prompt: tinker.ModelInput, request: Request) -> Answer:
+    async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
         """What was answered then."""
         assert request.seed is not None
         return self.answers[request.seed]
 
 
-def play_all(generator: Generator, policy: Policy, first_seed: int) -> list[Trajectory]:
+def play_all(rollouts: EnvRollouts, policy: Policy, first_seed: int) -> list[Trajectory]:
     """Every trajectory, all at once."""
     made: list[Trajectory] = []
 
     async def play() -> None:  # returns nothing: asyncio.run formats what it returns
-        origins = [Origin(generator.env, first_seed + number, number) for number in range(TRAJECTORIES)]
-        made.extend(await asyncio.gather(*(generator.play(policy, Prompt(origin.seed), origin) for origin in origins)))
+        episodes = [EpisodeId(rollouts.env, first_seed + number, number) for number in range(TRAJECTORIES)]
+        made.extend(await asyncio.gather(*(rollouts.play(policy, Prompt(episode.seed), episode) for episode in episodes)))
 
     asyncio.run(play())
     return made
@@ -91,17 +90,17 @@ class Costs:
 
 def measure(url: str, template: ChatTemplate) -> Costs:
     """Play with the server, then with the recorded answers."""
-    rules = Rules(Request(max_tokens=8), max_turns=TURNS, max_context=1024)
-    generator = Generator("digit_sum", {"turns": TURNS, "scans": 1}, rules, template, InlineWorkers())
+    settings = RolloutSettings(SamplingRequest(max_tokens=8), max_turns=TURNS, max_context=1024)
+    rollouts = EnvRollouts("digit_sum", {"turns": TURNS, "scans": 1}, settings, template, InlineWorkers())
     with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
         recorder = Recorder(TinkerPolicy(service.create_sampling_client(base_model="tiny").result()))
         start = time.perf_counter()
-        played = play_all(generator, recorder, first_seed=0)
+        played = play_all(rollouts, recorder, first_seed=0)
         wall = time.perf_counter() - start
     start = time.process_time()
-    replayed = play_all(generator, Replay(recorder.answers), first_seed=TRAJECTORIES)  # pictures that nobody has encoded yet
+    replayed = play_all(rollouts, Replay(recorder.answers), first_seed=TRAJECTORIES)  # pictures that nobody has encoded yet
     assert [trajectory.turns for trajectory in replayed] == [TURNS] * TRAJECTORIES
-    assert all((a.samples[0].stream.ids == b.samples[0].stream.ids).all() for a, b in zip(played, replayed, strict=True))
+    assert all((a.samples[0].sequence.ids == b.samples[0].sequence.ids).all() for a, b in zip(played, replayed, strict=True))
     ours = time.process_time() - start
     samples = [sample for trajectory in played for sample in trajectory.samples]
     return Costs(wall, ours, len(samples) / TRAJECTORIES, recorder.prompts + [likelihood_datum(sample).model_input for sample in samples])

@@ -56,10 +56,6 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-knob = setting
-"""The former name, which `tinsmith/rl/config.py` still uses."""
-
-
 def read_yaml(file: Path) -> Mapping[str, Any]:
     """The tree in a YAML file. Raises ConfigError if the file cannot be read, is not YAML, or holds something else than keys."""
     import yaml  # here for the same reason as pydantic

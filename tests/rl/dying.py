@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tinsmith.rl.env import Env, Message, Prompt, Step, user
+from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, user
 
 
 class Dying(Env):
@@ -16,7 +16,7 @@ class Dying(Env):
     def __init__(self, plan: str) -> None:
         self.plan = Path(plan)
 
-    def init(self, prompt: Prompt) -> tuple[list[Message], dict[str, Any]]:
+    def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:
         Dying.episodes += 1
         if self.plan.exists() and Dying.episodes == int(self.plan.read_text()):
             os.kill(os.getpid(), signal.SIGKILL)

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import CancelledError
 from typing import Any
 
-from tinsmith.rl.env import Env, Message, Prompt, Step, user
+from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, user
 
 CLOSED: list[str] = []
 FREED = threading.Event()
@@ -16,7 +16,7 @@ FREED = threading.Event()
 class Moody(Env):
     """Does in its step what the prompt's field "mood" says; reports where it ran."""
 
-    def init(self, prompt: Prompt) -> tuple[list[Message], dict[str, Any]]:
+    def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:
         self.mood = prompt.fields["mood"]
         if self.mood == "unwilling":
             raise ValueError("no game today")

@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.env import Env, Message, Prompt, Step
-from tinsmith.rl.generator import Rules
-from tinsmith.rl.policy import Answer, Request
+from tinsmith.rl.env import ChatMessage, Env, Prompt, Step
+from tinsmith.rl.policy import Completion, SamplingRequest
+from tinsmith.rl.rollouts import RolloutSettings
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 
 THINKING = """
@@ -58,13 +58,13 @@ class Scripted:
 
     answers: Sequence[tuple[list[int], bool]]
     prompts: list[tinker.ModelInput] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
+    requests: list[SamplingRequest] = field(default_factory=list)
 
-    async def answer(self, prompt: tinker.ModelInput, request: Request) -> Answer:
+    async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
         tokens, stopped = self.answers[len(self.prompts)]
         self.prompts.append(prompt)
         self.requests.append(request)
-        return Answer(np.array(tokens, dtype=np.int32), self.logprobs(len(self.prompts), len(tokens)), stopped)
+        return Completion(np.array(tokens, dtype=np.int32), self.logprobs(len(self.prompts), len(tokens)), stopped)
 
     @staticmethod
     def logprobs(turn: int, length: int) -> NDArray[np.float32]:
@@ -76,11 +76,11 @@ class Script(Env):
 
     heard: ClassVar[list[str]]
 
-    def __init__(self, opening: list[Message], steps: list[tuple[list[Message], float, bool]]) -> None:
+    def __init__(self, opening: list[ChatMessage], steps: list[tuple[list[ChatMessage], float, bool]]) -> None:
         self.opening, self.steps = opening, list(steps)
         Script.heard = []
 
-    def init(self, prompt: Prompt) -> tuple[list[Message], dict[str, Any]]:
+    def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:
         return self.opening, {"seed": prompt.seed}
 
     def step(self, text: str) -> Step:
@@ -91,10 +91,10 @@ class Script(Env):
         return {"heard": float(len(Script.heard))}
 
 
-def rules(**changes: Any) -> Rules:
+def settings(**changes: Any) -> RolloutSettings:
     """Eight turns in a context of 200, ten tokens a turn."""
-    request = Request(max_tokens=changes.pop("max_tokens", 10), stop=changes.pop("stop", ()))
-    return Rules(**{"request": request, "max_turns": 8, "max_context": 200, **changes})
+    request = SamplingRequest(max_tokens=changes.pop("max_tokens", 10), stop=changes.pop("stop", ()))
+    return RolloutSettings(**{"request": request, "max_turns": 8, "max_context": 200, **changes})
 
 
 def ids(template: ChatTemplate, text: str) -> list[int]:

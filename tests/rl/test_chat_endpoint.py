@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tinsmith.rl.adapters.chat_endpoint import ChatEndpoint, Conversation
+from tinsmith.rl.adapters.chat_endpoint import ChatEndpoint, ExternalChat
 
 QUESTION = [{"role": "user", "content": "hot or cold?"}]
 
@@ -25,7 +25,7 @@ def ask(endpoint: ChatEndpoint, game: str, **body: Any) -> httpx.Response:
 
 
 def test_conversations_are_answered_apart(endpoint: ChatEndpoint) -> None:
-    games = {name: Conversation() for name in ("first", "second")}
+    games = {name: ExternalChat() for name in ("first", "second")}
     for name, game in games.items():
         endpoint.expect(name, game)
     with ThreadPoolExecutor(2) as threads:
@@ -42,7 +42,7 @@ def test_conversations_are_answered_apart(endpoint: ChatEndpoint) -> None:
 
 
 def test_what_no_text_can_answer_is_refused(endpoint: ChatEndpoint) -> None:
-    game = Conversation()
+    game = ExternalChat()
     endpoint.expect("game", game)
     refused = ask(endpoint, "game", tools=[{"type": "function", "function": {"name": "look"}}])
     assert (refused.status_code, refused.json()["error"]["message"]) == (400, game.refusal)
@@ -52,7 +52,7 @@ def test_what_no_text_can_answer_is_refused(endpoint: ChatEndpoint) -> None:
 
 
 def test_nobody_answers_a_stranger_or_after_the_end(endpoint: ChatEndpoint) -> None:
-    game = Conversation()
+    game = ExternalChat()
     endpoint.expect("game", game)
     assert ask(endpoint, "stranger").status_code == 404
     game.hang_up()

@@ -11,9 +11,8 @@ import pytest
 import tinker
 
 from tests.rl.test_run import QUIET, config_of
-from tinsmith.rl.checkpoints import Checkpoints
 from tinsmith.rl.evaluation import run_evaluation
-from tinsmith.rl.run_state import RunState, load_state
+from tinsmith.rl.resume import RunCheckpoints, RunState, load_state
 from tinsmith.rl.trainer import train
 
 KEY = "tml-checkpoints"
@@ -86,7 +85,7 @@ def test_keep_0_deletes_nothing(server_url: str, tmp_path: Path, on_server: Name
 async def saved(url: str, rest: tinker.RestClient, directory: Path) -> tuple[RunState, RunState]:
     """Step 1 is saved; then steps 2 and 3 are best, one after the other, and the run dies. The state before it died, and in the file."""
     client = await tinker.ServiceClient(base_url=url, api_key=KEY).create_lora_training_client(base_model="tiny", rank=4)
-    checkpoints = Checkpoints(client, rest, directory, 1, RunState())
+    checkpoints = RunCheckpoints(client, rest, directory, 1, RunState())
     state = await checkpoints.save_step(RunState(step=1, tokenizer="there"))
     assert load_state(directory) is None
     await checkpoints.record(state)

@@ -8,9 +8,7 @@ from rich.console import Console
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import from_tree, load, to_tree
-from tinsmith.rl.env import Prompt
 from tinsmith.rl.evaluation import run_evaluation
-from tinsmith.rl.prompts import rows, seeds, shuffled
 
 SMALLEST: dict[str, Any] = {"model": {"base_model": "tiny"}, "env": {"name": "maze2d"}}
 
@@ -58,23 +56,3 @@ def test_a_base_model_whose_name_leads_to_no_tokenizer_needs_one(server_url: str
     config = from_tree({**SMALLEST, "server": {"url": server_url, "api_key": "tml-test"}})
     with pytest.raises(ConfigError, match="model: tokenizer is empty, and the base model's name leads to none"):
         run_evaluation(config, Console(quiet=True))
-
-
-def test_prompts_come_in_a_new_order_every_pass() -> None:
-    prompts = seeds(100, 4)
-    passes = [[shuffled(prompts, 4 * epoch + place, seed=0).seed for place in range(4)] for epoch in range(6)]
-    assert all(sorted(one) == [100, 101, 102, 103] for one in passes)
-    assert len({tuple(one) for one in passes}) > 1
-    assert passes[0] == [shuffled(prompts, place, seed=0).seed for place in range(4)]
-
-
-def test_prompts_of_a_file_are_its_rows(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"messages": [{"role": "user", "content": "2 + 2"}], "fields": {"answer": "4"}}\n{"fields": {}}\n')
-    assert rows(file, 5) == [Prompt(0, ({"role": "user", "content": "2 + 2"},), {"answer": "4"}), Prompt(1)]
-    assert rows(file, 1) == rows(file, 5)[:1]
-    file.write_text('{"question": "2 + 2"}\n')
-    with pytest.raises(ConfigError, match="row 1: a prompt has the keys messages and fields"):
-        rows(file, 5)
-    with pytest.raises(ConfigError, match="cannot read the prompts"):
-        rows(tmp_path / "nothing", 5)

@@ -1,21 +1,85 @@
-"""Samples become datums in which position i predicts target i, and a loss on the server sums over what was sampled."""
+"""Advantages and corrections by their formulas, and datums in which position i predicts target i."""
 
 import numpy as np
 import pytest
 import tinker
 
-from tinsmith.rl.assemble import assemble
-from tinsmith.rl.datums import WeightedSample, likelihood_datum, policy_datum, response_logprobs, scales
-from tinsmith.rl.pictures import Picture
-from tinsmith.rl.stream import PlacedPicture, TokenStream, text_stream
-from tinsmith.rl.trajectory import Sample, Turn
+from tinsmith.rl.config import AdvantageKind
+from tinsmith.rl.datums import (
+    WeightedSample,
+    advantages,
+    has_variance,
+    importance_weights,
+    kl,
+    kl_penalty,
+    likelihood_datum,
+    policy_datum,
+    response_logprobs,
+    scales,
+)
+from tinsmith.rl.sequences import Picture, PlacedPicture, TokenSequence, text_sequence
+from tinsmith.rl.trajectory import TrainingSample, Turn, assemble
 
 
-def two_turns() -> Sample:
+def test_grpo_divides_by_the_group_s_deviation() -> None:
+    (made,) = advantages("grpo", [[1.0, 0.0, 0.0, 0.0]])
+    assert made == pytest.approx(np.array([0.75, -0.25, -0.25, -0.25]) / np.sqrt(3 / 16), rel=1e-5)
+
+
+def test_rloo_compares_with_the_others() -> None:
+    (made,) = advantages("rloo", [[1.0, 0.0, 0.5]])
+    assert made == pytest.approx([1.0 - 0.25, 0.0 - 0.75, 0.5 - 0.5])
+
+
+def test_reinforce_pp_divides_by_the_batch_s_deviation() -> None:
+    made = advantages("reinforce_pp", [[1.0, 0.0], [3.0, 1.0, 2.0]])
+    centred = np.array([0.5, -0.5, 1.0, -1.0, 0.0])
+    assert np.concatenate(made) == pytest.approx(centred / centred.std(), rel=1e-5)
+
+
+def test_batch_compares_with_all_episodes_also_single_ones() -> None:
+    made = advantages("batch", [[1.0], [0.0], [], [0.0, 1.0, 1.0]])
+    assert [len(group) for group in made] == [1, 1, 0, 3]
+    assert np.concatenate(made) == pytest.approx(np.array([0.4, -0.6, -0.6, 0.4, 0.4]) / np.sqrt(0.24), rel=1e-5)
+    assert [group.tolist() for group in advantages("batch", [[0.1, 0.1], [0.1]])] == [[0.0, 0.0], [0.0]]
+    assert advantages("batch", []) == []
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "reinforce_pp"])
+def test_equal_rewards_give_exact_zeros(kind: AdvantageKind) -> None:
+    third = [0.1] * 3
+    assert np.mean(third) != 0.1  # what a difference from the mean would make an advantage of
+    assert not has_variance(third)
+    zero, other = advantages(kind, [third, [0.0, 1.0]])
+    assert zero.tolist() == [0.0, 0.0, 0.0]
+    assert other[1] > 0 > other[0]
+    assert [group.tolist() for group in advantages(kind, [[0.7], []])] == [[0.0], []]
+
+
+def test_importance_weights_are_ratios_up_to_the_cap() -> None:
+    trainer, sampler = np.log(np.array([0.5, 0.9, 0.2], np.float32)), np.log(np.array([0.25, 0.1, 0.4], np.float32))
+    assert importance_weights(trainer, sampler, 3.0) == pytest.approx([2.0, 3.0, 0.5])
+    assert importance_weights(np.zeros(1, np.float32), np.full(1, -1000.0, np.float32), 2.0) == pytest.approx([2.0])
+
+
+def test_the_kl_penalty_moves_and_does_not_punish() -> None:
+    penalty = kl_penalty(np.array([-1.0, -2.0], np.float32), np.array([-2.0, -2.0], np.float32), 0.1)
+    assert penalty == pytest.approx([-0.05, 0.05])
+
+
+def test_kl_is_that_of_the_distributions() -> None:
+    p, q = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.25, 0.25])
+    tokens = np.random.default_rng(0).choice(3, size=200_000, p=p)
+    estimate = kl(np.log(p)[tokens].astype(np.float32), np.log(q)[tokens].astype(np.float32))
+    assert estimate == pytest.approx(float((p * np.log(p / q)).sum()), rel=0.02)
+    assert kl(np.log(p).astype(np.float32), np.log(p).astype(np.float32)) == 0.0
+
+
+def two_turns() -> TrainingSample:
     """Prompt [1, picture of two, 2], sampled [3, 4], then [5] from outside, sampled [6]."""
-    prompt = TokenStream(np.array([1, 99, 99, 2], np.int32), (PlacedPicture(1, Picture(b"png", "png", 2)),))
+    prompt = TokenSequence(np.array([1, 99, 99, 2], np.int32), (PlacedPicture(1, Picture(b"png", "png", 2)),))
     first = Turn(prompt, np.array([3, 4], np.int32), np.array([-0.5, -0.25], np.float32), 0.5)
-    second = Turn(prompt + text_stream([3, 4, 5]), np.array([6], np.int32), np.array([-0.75], np.float32), 1.0)
+    second = Turn(prompt + text_sequence([3, 4, 5]), np.array([6], np.int32), np.array([-0.75], np.float32), 1.0)
     (sample,) = assemble([first, second])
     return sample
 
@@ -54,7 +118,7 @@ def test_scales_make_means_of_sums() -> None:
     sample = two_turns()
     assert scales([sample, sample], "tokens") == [1 / 6, 1 / 6]
     assert scales([sample, sample], "sequences") == [1 / 6, 1 / 6]
-    (single,) = assemble([Turn(text_stream([1]), np.array([3], np.int32), np.zeros(1, np.float32), 0.0)])
+    (single,) = assemble([Turn(text_sequence([1]), np.array([3], np.int32), np.zeros(1, np.float32), 0.0)])
     assert scales([sample, single], "tokens") == [1 / 4, 1 / 4]
     assert scales([sample, single], "sequences") == pytest.approx([1 / 6, 1 / 2])
     assert scales([sample, single], "sum") == [1.0, 1.0]

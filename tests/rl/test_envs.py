@@ -11,15 +11,14 @@ import pytest
 from PIL import Image
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl import registry
 from tinsmith.rl.config import load
-from tinsmith.rl.env import Env, Message, Prompt, Step, Teacher, user
+from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, Teacher, deregister, find, make, register, registered, user
 
 MAZE_EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "maze2d.yaml"
 SHIPPED = ["arithmetic", "color_square", "digit_sum", "guess_number", "maze2d"]
 
 
-def fingerprint(messages: list[Message]) -> list[Any]:
+def fingerprint(messages: list[ChatMessage]) -> list[Any]:
     """Messages with pictures as PNG bytes, so that they can be compared."""
 
     def part(item: dict[str, Any]) -> Any:
@@ -35,7 +34,7 @@ def fingerprint(messages: list[Message]) -> list[Any]:
 
 def play(name: str, seed: int, say: Callable[[Env], str], **options: Any) -> tuple[list[Any], float, dict[str, float]]:
     """Everything that an episode showed, its whole reward, and its metrics."""
-    env = registry.make(name, **options)
+    env = make(name, **options)
     messages, metadata = env.init(Prompt(seed))
     shown, reward, done = [fingerprint(messages), metadata], 0.0, False
     while not done:
@@ -66,7 +65,7 @@ def test_what_was_thought_is_not_part_of_the_answer() -> None:
 
 
 def test_arithmetic_asks_what_the_seed_says() -> None:
-    env = registry.make("arithmetic", largest=20, terms=3)
+    env = make("arithmetic", largest=20, terms=3)
     messages, metadata = env.init(Prompt(5))
     numbers = np.random.default_rng([5]).integers(21, size=3)
     assert messages == [{"role": "user", "content": f"What is {numbers[0]} + {numbers[1]} + {numbers[2]}?"}]
@@ -74,7 +73,7 @@ def test_arithmetic_asks_what_the_seed_says() -> None:
 
 
 def test_guess_number_says_where_the_number_lies() -> None:
-    env = registry.make("guess_number", largest=7)
+    env = make("guess_number", largest=7)
     number = env.init(Prompt(0))[1]["number"]
     assert number not in (1, 7)
     assert env.step("1") == Step([user("higher")], 0.0, False)
@@ -116,7 +115,7 @@ def test_a_maze_is_a_picture_of_its_cells(level: str, side: int) -> None:
 
 
 def maze_picture(**options: Any) -> Image.Image:
-    content = registry.make("maze2d", **options).init(Prompt(1))[0][0]["content"]
+    content = make("maze2d", **options).init(Prompt(1))[0][0]["content"]
     assert isinstance(content, list)
     assert content[1] == {"type": "text", "text": "Move:"}
     picture: Image.Image = content[0]["image"]
@@ -173,26 +172,26 @@ def test_a_random_player_seldom_finds_the_goal(options: dict[str, Any]) -> None:
 
 
 def test_environments_are_registered_made_and_deregistered() -> None:
-    assert list(registry.list()) == SHIPPED
-    registry.register("mine", "tinsmith.rl.envs.arithmetic:Arithmetic")
+    assert list(registered()) == SHIPPED
+    register("mine", "tinsmith.rl.envs.questions:Arithmetic")
     try:
-        assert registry.list() == ("arithmetic", "color_square", "digit_sum", "guess_number", "maze2d", "mine")
+        assert registered() == ("arithmetic", "color_square", "digit_sum", "guess_number", "maze2d", "mine")
         with pytest.raises(ConfigError, match="'mine' is registered already"):
-            registry.register("mine", registry.find("maze2d"))
-        assert type(registry.make("mine", largest=3)) is type(registry.make("tinsmith.rl.envs.arithmetic:Arithmetic"))
+            register("mine", find("maze2d"))
+        assert type(make("mine", largest=3)) is type(make("tinsmith.rl.envs.questions:Arithmetic"))
     finally:
-        registry.deregister("mine")
+        deregister("mine")
     with pytest.raises(ConfigError, match="'mine' is not registered; known are arithmetic, color_square"):
-        registry.deregister("mine")
+        deregister("mine")
     with pytest.raises(ConfigError, match="env='mine' is not registered"):
-        registry.make("mine")
+        make("mine")
     with pytest.raises(ConfigError, match="cannot import 'no_such_module:Env'"):
-        registry.make("no_such_module:Env")
+        make("no_such_module:Env")
     with pytest.raises(ConfigError, match=r"env='arithmetic' does not take these options .*: got an unexpected keyword argument 'speed'"):
-        registry.make("arithmetic", speed=3)
+        make("arithmetic", speed=3)
     with pytest.raises(ConfigError, match="level='brutal' must be one of easy, medium, hard"):
-        registry.make("maze2d", level="brutal")
+        make("maze2d", level="brutal")
     with pytest.raises(ConfigError, match="reach=0 must be at least 1"):
-        registry.make("maze2d", reach=0)
+        make("maze2d", reach=0)
     with pytest.raises(ConfigError, match="lines=16 must be at least 0 and less than 16, half a cell"):
-        registry.make("maze2d", lines=16)
+        make("maze2d", lines=16)

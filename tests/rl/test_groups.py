@@ -1,22 +1,24 @@
-"""Which groups are played on which weights, in every mode; what dynamic sampling and the bound on staleness replace."""
+"""Which groups are played on which weights, in every mode; what dynamic sampling and the limit on staleness replace."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
 
 from tests.rl.scripted import Scripted
 from tinsmith.rl.env import Prompt
-from tinsmith.rl.groups import Group, GroupStream
+from tinsmith.rl.groups import Group, GroupStream, Play
 from tinsmith.rl.policy import Policy
+from tinsmith.rl.rollouts import task_group
 
 NOBODY = Scripted([])
 
 
 @dataclass
 class Stage:
-    """Plays groups when it is told to, and remembers on which weights each began."""
+    """Finishes groups when it is told to, and remembers on which weights each began."""
 
     begun: dict[int, int] = field(default_factory=dict)
     curtains: dict[int, asyncio.Event] = field(default_factory=dict)
@@ -35,10 +37,24 @@ class Stage:
             await asyncio.sleep(0)
 
 
-def stream_of(
-    stage: Stage, staleness: int, in_order: bool, wanted: Callable[[Group], bool] = lambda _: True, most: int = 100
-) -> GroupStream:
-    return GroupStream(stage.play, batch=2, staleness=staleness, in_order=in_order, wanted=wanted, most_draws=most)
+@asynccontextmanager
+async def stream_of(
+    play: Play,
+    staleness: int,
+    in_order: bool,
+    accepts: Callable[[Group], bool] = lambda _: True,
+    most: int = 100,
+    next_number: int = 0,
+) -> AsyncIterator[GroupStream]:
+    """Batches of two groups. Closed as the trainer closes it."""
+    async with task_group() as tasks:
+        stream = GroupStream(
+            tasks, play, batch=2, staleness=staleness, in_order=in_order, accepts=accepts, max_draws=most, next_number=next_number
+        )
+        try:
+            yield stream
+        finally:
+            stream.close()
 
 
 def numbers(groups: list[Group]) -> list[int]:
@@ -48,13 +64,12 @@ def numbers(groups: list[Group]) -> list[int]:
 def test_synchronous_groups_begin_on_the_step_s_own_weights() -> None:
     async def run() -> None:
         stage = Stage()
-        stream = stream_of(stage, 0, in_order=True)
-        for version in range(3):
-            stream.publish(version, NOBODY)
-            await stage.finish(2 * version + 1, 2 * version)
-            assert numbers(await stream.take()) == [2 * version, 2 * version + 1]
-        assert stage.begun == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}
-        await stream.close()
+        async with stream_of(stage.play, 0, in_order=True) as stream:
+            for version in range(3):
+                stream.publish(version, NOBODY)
+                await stage.finish(2 * version + 1, 2 * version)
+                assert numbers(await stream.take()) == [2 * version, 2 * version + 1]
+            assert stage.begun == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2, 5: 2}
 
     asyncio.run(run())
 
@@ -62,16 +77,15 @@ def test_synchronous_groups_begin_on_the_step_s_own_weights() -> None:
 def test_one_step_off_plays_the_next_batch_while_this_one_is_learnt() -> None:
     async def run() -> None:
         stage = Stage()
-        stream = stream_of(stage, 1, in_order=True)
-        stream.publish(0, NOBODY)
-        await stage.finish(0, 1, 3)
-        assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0}
-        assert numbers(await stream.take()) == [0, 1]
-        stream.publish(1, NOBODY)
-        await stage.finish(2)
-        assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
-        assert numbers(await stream.take()) == [2, 3]
-        await stream.close()
+        async with stream_of(stage.play, 1, in_order=True) as stream:
+            stream.publish(0, NOBODY)
+            await stage.finish(0, 1, 3)
+            assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0}
+            assert numbers(await stream.take()) == [0, 1]
+            stream.publish(1, NOBODY)
+            await stage.finish(2)
+            assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
+            assert numbers(await stream.take()) == [2, 3]
 
     asyncio.run(run())
 
@@ -79,22 +93,21 @@ def test_one_step_off_plays_the_next_batch_while_this_one_is_learnt() -> None:
 def test_asynchronous_groups_are_taken_as_they_finish_and_never_too_old() -> None:
     async def run() -> None:
         stage = Stage()
-        stream = stream_of(stage, 1, in_order=False)
-        stream.publish(0, NOBODY)
-        await stage.finish(3, 1)
-        assert numbers(await stream.take()) == [3, 1]
-        stream.publish(1, NOBODY)
-        await stage.finish(4, 5)
-        assert numbers(await stream.take()) == [4, 5]
-        stream.publish(2, NOBODY)  # 0 and 2 began on weights 0
-        await stage.finish(0, 2, 6)
-        waiting = asyncio.ensure_future(stream.take())
-        await stage.finish(7)
-        assert numbers(await waiting) == [6, 7]
-        assert stream.counts.stale == 2
-        await asyncio.sleep(0)
-        assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 2, 7: 2, 8: 2, 9: 2}
-        await stream.close()
+        async with stream_of(stage.play, 1, in_order=False) as stream:
+            stream.publish(0, NOBODY)
+            await stage.finish(3, 1)
+            assert numbers(await stream.take()) == [3, 1]
+            stream.publish(1, NOBODY)
+            await stage.finish(4, 5)
+            assert numbers(await stream.take()) == [4, 5]
+            stream.publish(2, NOBODY)  # 0 and 2 began on weights 0
+            await stage.finish(0, 2, 6)
+            waiting = asyncio.ensure_future(stream.take())
+            await stage.finish(7)
+            assert numbers(await waiting) == [6, 7]
+            assert stream.replaced.stale == 2
+            await asyncio.sleep(0)
+            assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1, 6: 2, 7: 2, 8: 2, 9: 2}
 
     asyncio.run(run())
 
@@ -102,18 +115,17 @@ def test_asynchronous_groups_are_taken_as_they_finish_and_never_too_old() -> Non
 def test_dynamic_sampling_replaces_groups_until_its_limit() -> None:
     async def run() -> None:
         stage = Stage()
-        stream = stream_of(stage, 0, in_order=True, wanted=lambda group: group.number == 1, most=4)
-        stream.publish(0, NOBODY)
-        await stage.finish(0, 1)
-        assert stage.begun == {0: 0, 1: 0, 2: 0}
-        await stage.finish(2)
-        await stage.finish(3)
-        assert numbers(await stream.take()) == [1, 3]  # 3 is the fourth group drawn: it counts whatever it is
-        assert stream.counts.without_variance == 2
-        stream.publish(1, NOBODY)
-        await stage.finish()
-        assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
-        await stream.close()
+        async with stream_of(stage.play, 0, in_order=True, accepts=lambda group: group.number == 1, most=4) as stream:
+            stream.publish(0, NOBODY)
+            await stage.finish(0, 1)
+            assert stage.begun == {0: 0, 1: 0, 2: 0}
+            await stage.finish(2)
+            await stage.finish(3)
+            assert numbers(await stream.take()) == [1, 3]  # 3 is the fourth group of this batch: it counts whatever it is
+            assert stream.replaced.without_variance == 2
+            stream.publish(1, NOBODY)
+            await stage.finish()
+            assert stage.begun == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1}
 
     asyncio.run(run())
 
@@ -121,30 +133,57 @@ def test_dynamic_sampling_replaces_groups_until_its_limit() -> None:
 def test_a_resumed_stream_counts_on_and_starts_as_many() -> None:
     async def run() -> None:
         stage = Stage()
-        stream = GroupStream(stage.play, 2, 0, True, lambda _: True, 100, next_number=14)
-        stream.publish(7, NOBODY)
-        await stage.finish(14, 15)
-        assert numbers(await stream.take()) == [14, 15]
-        assert stage.begun == {14: 7, 15: 7}
-        await stream.close()
+        async with stream_of(stage.play, 0, in_order=True, next_number=14) as stream:
+            stream.publish(7, NOBODY)
+            await stage.finish(14, 15)
+            assert numbers(await stream.take()) == [14, 15]
+            assert stage.begun == {14: 7, 15: 7}
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("late", [False, True], ids=["while it waits", "before it is asked"])
-def test_what_playing_raises_comes_out_of_take(in_order: bool, late: bool) -> None:
+def test_what_playing_raises_ends_the_run(in_order: bool, late: bool) -> None:
     async def fails(number: int, version: int, policy: Policy) -> Group:
         await asyncio.sleep(0 if late else 0.05)
         raise RuntimeError(f"group {number}")
 
     async def run() -> None:
-        stream = GroupStream(fails, 2, 0, in_order, lambda _: True, 100)
-        stream.publish(0, NOBODY)
-        if late:
-            await asyncio.sleep(0.05)
-        with pytest.raises(RuntimeError, match="group 0"):
+        async with stream_of(fails, 0, in_order) as stream:
+            stream.publish(0, NOBODY)
+            if late:
+                await asyncio.sleep(0.05)
             await stream.take()
-        await stream.close()
 
-    asyncio.run(run())
+    with pytest.raises(RuntimeError, match="group 0"):
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_closed_stream_starts_no_groups(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Group 0 would be replaced, but it finishes only when the stream is closed, or when group 1 fails."""
+    begun: list[int] = []
+
+    async def play(number: int, version: int, policy: Policy) -> Group:
+        begun.append(number)
+        if fails and number == 1:
+            raise RuntimeError("group 1")
+        with suppress(asyncio.CancelledError):  # it finishes at that moment
+            await asyncio.Event().wait()
+        return Group(number, Prompt(number), version, ())
+
+    async def run() -> None:
+        async with stream_of(play, 0, in_order=True, accepts=lambda _: False) as stream:
+            stream.publish(0, NOBODY)
+            await asyncio.sleep(0)
+            if fails:
+                await stream.take()
+
+    if fails:
+        with pytest.raises(RuntimeError, match="group 1"):
+            asyncio.run(run())
+    else:
+        asyncio.run(run())
+    assert begun == [0, 1]
+    assert not caplog.records

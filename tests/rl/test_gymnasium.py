@@ -10,7 +10,7 @@ from PIL import Image
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.adapters.gymnasium import GymnasiumEnv
-from tinsmith.rl.env import Message, Prompt
+from tinsmith.rl.env import ChatMessage, Prompt
 
 
 class Lamp(gymnasium.Env[NDArray[np.uint8], int]):
@@ -45,7 +45,7 @@ class Rendered(Lamp):
         return self._seen()
 
 
-def picture(message: Message) -> Image.Image:
+def picture(message: ChatMessage) -> Image.Image:
     content = message["content"]
     assert isinstance(content, list)
     image: Image.Image = content[0]["image"]

@@ -1,29 +1,31 @@
-"""What a batch becomes: advantages shared over the steps, what is filtered, and what the KL penalty does to groups without variance."""
+"""What a batch becomes: advantages shared over samples, filters, corrections and optimizer steps; what warm-up learns."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
 import tinker
 from numpy.typing import NDArray
 
-from tinsmith.rl.assemble import assemble
-from tinsmith.rl.config import TrainingSection
-from tinsmith.rl.corrections import kl
-from tinsmith.rl.datums import likelihood_datum, response_logprobs
-from tinsmith.rl.env import Prompt
+from tests.rl.scripted import ids
+from tinsmith.errors import ConfigError
+from tinsmith.rl.chat import ChatTemplate
+from tinsmith.rl.config import EnvSection, TrainingSection
+from tinsmith.rl.datums import kl, likelihood_datum, response_logprobs
+from tinsmith.rl.env import Prompt, deregister, register
 from tinsmith.rl.groups import Group
-from tinsmith.rl.learner import Learner, weighted_samples
-from tinsmith.rl.stream import text_stream
-from tinsmith.rl.trajectory import Origin, Sample, StopReason, Trajectory, Turn
+from tinsmith.rl.learner import Learner, demonstrated, demonstration_samples, weighted_samples
+from tinsmith.rl.sequences import text_sequence
+from tinsmith.rl.trajectory import EpisodeId, StopReason, TrainingSample, Trajectory, Turn, assemble
 
 
 def turn(prompt: list[int], sampled: list[int], reward: float = 0.0) -> Turn:
-    return Turn(text_stream(prompt), np.array(sampled, np.int32), np.full(len(sampled), -1.0, np.float32), reward)
+    return Turn(text_sequence(prompt), np.array(sampled, np.int32), np.full(len(sampled), -1.0, np.float32), reward)
 
 
 def trajectory(*turns: Turn, reason: StopReason = "done") -> Trajectory:
-    return Trajectory(Origin("test", 0), assemble(turns), reason, len(turns))
+    return Trajectory(EpisodeId("test", 0), assemble(turns), reason, len(turns))
 
 
 def group(*trajectories: Trajectory) -> Group:
@@ -54,7 +56,7 @@ def test_overlong_filtering_leaves_cut_trajectories_out_of_the_loss() -> None:
 PROMPT, ANSWERS = [5, 6, 7, 8], [[20, 21, 22], [30, 31, 32], [40, 41, 42], [50, 51, 52]]
 
 
-def samples_of(answers: list[list[int]]) -> list[Sample]:
+def samples_of(answers: list[list[int]]) -> list[TrainingSample]:
     return [assemble([turn(PROMPT, answer)])[0] for answer in answers]
 
 
@@ -68,7 +70,7 @@ def scores(client: tinker.TrainingClient) -> NDArray[np.float32]:
 def sampled(answers: list[list[int]], logprobs: NDArray[np.float32], reward: float) -> list[Trajectory]:
     """The answers as if a sampler had given them with these log-probabilities [n, 3]."""
     rows = zip(answers, logprobs, strict=True)
-    return [trajectory(Turn(text_stream(PROMPT), np.array(answer, np.int32), row, reward)) for answer, row in rows]
+    return [trajectory(Turn(text_sequence(PROMPT), np.array(answer, np.int32), row, reward)) for answer, row in rows]
 
 
 def model(server_url: str) -> tinker.TrainingClient:
@@ -116,3 +118,37 @@ def test_ratios_of_trainer_to_sampler_are_capped(server_url: str) -> None:
     assert metrics["tis_weight"] == pytest.approx((3.0 + np.exp(-0.5)) / 2, rel=1e-3)
     # Every sampled token weighs the same, at a ratio of one to the trainer's own logprobs: the loss is minus the mean corrected advantage.
     assert metrics["loss"] == pytest.approx(-(3.0 * 2 / 3 - np.exp(-0.5) * 2 / 3) / 2, rel=1e-3)
+
+
+END = "<|im_end|>"
+
+
+def test_a_demonstration_is_right_and_stands_in_the_template(plain: ChatTemplate, thinking: ChatTemplate) -> None:
+    env = EnvSection(name="guess_number")
+    played = demonstrated(env, Prompt(0), "")
+    assert played.turns[-1][1].reward == 1.0
+    (sample,) = demonstration_samples(played, plain)
+    said = [token for text, _ in played.turns for token in ids(plain, text + END)]
+    assert sample.response_ids[sample.loss_mask].tolist() == said
+    thoughtful = demonstrated(env, Prompt(0), "hm</think>\n\n")
+    steps = demonstration_samples(thoughtful, thinking)
+    assert len(steps) == len(thoughtful.turns)
+    assert [step.response_ids.tolist() for step in steps] == [ids(thinking, f"hm</think>\n\n{text}{END}") for text, _ in played.turns]
+    one_turn = demonstration_samples(played, plain, context_turns=1)
+    assert [turn.response_ids.tolist() for turn in one_turn] == [ids(plain, text + END) for text, _ in played.turns]
+    assert [turn.loss_mask.all() for turn in one_turn] == [True] * len(played.turns)
+
+
+def test_an_environment_that_cannot_demonstrate_is_refused() -> None:
+    register("mute", "tests.rl.moody:Moody")
+    try:
+        with pytest.raises(ConfigError, match="the environment 'mute' has no demonstrations; it would have to be a Teacher"):
+            demonstrated(EnvSection(name="mute"), Prompt(0), "")
+    finally:
+        deregister("mute")
+
+
+def test_a_delay_is_a_delay() -> None:
+    start = time.monotonic()
+    demonstrated(EnvSection(name="arithmetic", options={"delay_s": 0.05}), Prompt(0), "")
+    assert time.monotonic() - start >= 0.05

@@ -16,7 +16,7 @@ from tests.running import tinsmith
 from tinsmith.errors import ConfigError
 from tinsmith.rl import reach
 from tinsmith.rl.config import ModelSection, ServerSection
-from tinsmith.rl.connection import connect, policy_of, training_client
+from tinsmith.rl.policy import connect, open_policy, open_training_client
 from tinsmith.rl.reach import require_server
 
 NO_URL = "url is empty and TINKER_BASE_URL is not set; give the server's URL, such as http://127.0.0.1:8000"
@@ -146,11 +146,11 @@ def test_a_model_that_the_server_refuses_is_named_in_one_line(server_url: str) -
     nowhere = "tinker://none/sampler_weights/x"
     with connect(ServerSection(server_url, "tml-test")) as service:
         with pytest.raises(ConfigError, match=r"^model: the server refuses: base_model 'nope' is not served here; there are: [^\n]*$"):
-            policy_of(service, "", "nope")
+            open_policy(service, "", "nope")
         with pytest.raises(ConfigError, match=f"^model: the server refuses: {nowhere} does not exist"):
-            policy_of(service, nowhere, "")
+            open_policy(service, nowhere, "")
         with pytest.raises(ConfigError, match=r"^model: the server refuses: .*'nope' is not served here"):
-            training_client(service, ModelSection(base_model="nope"), "")
+            open_training_client(service, ModelSection(base_model="nope"), "")
 
 
 @pytest.mark.parametrize("command", ["rl", "eval"])

@@ -16,8 +16,7 @@ from tests.rl.test_run import QUIET, config_of, logged
 from tests.running import PROGRAM
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RlConfig, to_tree
-from tinsmith.rl.resume import FREE, FROM_THE_BEGINNING, only_run, record_settings, starting_state
-from tinsmith.rl.run_state import RunState, load_state
+from tinsmith.rl.resume import FIXED_AT_START, MAY_DIFFER, RunState, load_state, locked, record_settings, starting_state
 from tinsmith.rl.trainer import train
 
 KEY = "tml-resume"
@@ -63,7 +62,7 @@ def test_a_killed_run_that_is_started_again_goes_on_and_keeps_its_best_weights(s
     # Killed after the first checkpoint, which default settings save after ten steps.
     again = start(file, plan, dies_in_step=12)
     assert again.returncode == -signal.SIGKILL
-    assert f"the run in {out} ended before its first checkpoint and begins anew; what it left is in {out / 'ended-1'}" in again.stdout
+    assert f"the run in {out} ended before its first checkpoint and begins anew; its files were moved to {out / 'ended-1'}" in again.stdout
     assert (out / "ended-1" / "metrics.jsonl").read_text() == lines
     assert state_of(out / "ended-1") == first
     second = state_of(out)
@@ -171,7 +170,7 @@ def test_a_change_that_cannot_be_is_refused(tmp_path: Path, key: str, complaint:
 
 def test_every_named_setting_is_one() -> None:
     settings = {f"{section}.{key}" for section, values in to_tree(RlConfig()).items() for key in values}
-    for pattern in (*FREE, *FROM_THE_BEGINNING):
+    for pattern in (*MAY_DIFFER, *FIXED_AT_START):
         assert any(fnmatchcase(key, pattern) for key in settings), pattern
 
 
@@ -197,7 +196,7 @@ def test_broken_files_are_named(tmp_path: Path, name: str, complaint: str) -> No
 
 def test_two_runs_do_not_work_in_one_directory(tmp_path: Path) -> None:
     config = run_of(tmp_path, 4)
-    with only_run(tmp_path), pytest.raises(ConfigError) as refused:
+    with locked(tmp_path), pytest.raises(ConfigError) as refused:
         train(config, QUIET)
     assert str(refused.value) == f"output: directory='{tmp_path}': a run is at work in it; end that, or name another directory"
     assert train(config, QUIET).step == 4

@@ -12,7 +12,7 @@ from tinsmith.cli import app
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RlConfig, from_tree
 from tinsmith.rl.evaluation import run_evaluation
-from tinsmith.rl.run_state import RunState, load_state
+from tinsmith.rl.resume import RunState, load_state
 from tinsmith.rl.trainer import train
 
 QUIET = Console(quiet=True)
@@ -67,7 +67,7 @@ def test_a_run_logs_and_writes_what_it_did(undisturbed: tuple[Path, RunState]) -
     assert state == load_state(directory)
     assert (state.step, state.next_group) == (4, 8)
     assert state.weights.startswith("tinker://")
-    assert (directory / "trajectories" / "step-000004.html").read_text().count("<img src='data:image/png;base64,") >= 6
+    assert (directory / "trajectories" / "step-000004.html").read_text().count('<img src="data:image/png;base64,') >= 6
     assert list((directory / "tensorboard").iterdir())
     assert "tml-test" not in (directory / "config.json").read_text()
 

@@ -14,18 +14,16 @@ from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import Env, EnvGroupBuilder, InitialObservationOverflow
 
-from tests.rl.scripted import Scripted, ids, rules
+from tests.rl.scripted import Scripted, ids, settings
 from tests.rl.test_run import QUIET, config_of, told
 from tinsmith.errors import ConfigError
-from tinsmith.rl import registry
-from tinsmith.rl.adapters.cookbook import CompleterOfPolicy, CookbookEnv, CookbookEnvGroupBuilder, CookbookPlayer, PolicyOfCompleter
+from tinsmith.rl.adapters.cookbook import CompleterOfPolicy, CookbookEnv, CookbookEnvGroupBuilder, CookbookRollouts, PolicyOfCompleter
 from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.connection import load_tokenizer
-from tinsmith.rl.env import Prompt
-from tinsmith.rl.generator import Generator
-from tinsmith.rl.policy import Policy, Request, TinkerPolicy
+from tinsmith.rl.env import Prompt, deregister, register
+from tinsmith.rl.policy import Policy, SamplingRequest, TinkerPolicy, load_tokenizer
+from tinsmith.rl.rollouts import EnvRollouts
 from tinsmith.rl.trainer import train
-from tinsmith.rl.trajectory import Origin, Trajectory
+from tinsmith.rl.trajectory import EpisodeId, Trajectory
 from tinsmith.rl.workers import InlineWorkers
 
 SAID = ["4<|im_end|>", "2<|im_end|>", "1<|im_end|>"]
@@ -37,14 +35,14 @@ def answers(template: ChatTemplate) -> list[tuple[list[int], bool]]:
 
 def test_the_cookbook_plays_our_environment_to_the_data_that_we_make(plain: ChatTemplate) -> None:
     prompt = Prompt(0)  # its number is neither 4 nor 2 nor 1, so that all three guesses are made
-    generator = Generator("guess_number", {}, rules(), plain, InlineWorkers())
-    ours = asyncio.run(generator.play(Scripted(answers(plain)), prompt, Origin("guess_number", 0)))
+    rollouts = EnvRollouts("guess_number", {}, settings(), plain, InlineWorkers())
+    ours = asyncio.run(rollouts.play(Scripted(answers(plain)), prompt, EpisodeId("guess_number", 0)))
     builder = CookbookEnvGroupBuilder("guess_number", {}, prompt, plain, group_size=1)
-    theirs = asyncio.run(do_group_rollout(builder, CompleterOfPolicy(Scripted(answers(plain)), Request(max_tokens=10))))
+    theirs = asyncio.run(do_group_rollout(builder, CompleterOfPolicy(Scripted(answers(plain)), SamplingRequest(max_tokens=10))))
     (datum,) = trajectory_to_data(theirs.trajectories_G[0], 1.0, include_provenance=False)
     (sample,) = ours.samples
     assert ours.turns == 3
-    assert datum.model_input == tinker.ModelInput.from_ints(sample.stream.ids[:-1].tolist())
+    assert datum.model_input == tinker.ModelInput.from_ints(sample.sequence.ids[:-1].tolist())
     length = len(sample.loss_mask)
     assert datum.loss_fn_inputs["mask"].to_numpy()[-length:].astype(bool).tolist() == sample.loss_mask.tolist()
     assert datum.loss_fn_inputs["logprobs"].to_numpy()[-length:] == pytest.approx(sample.logprobs)
@@ -92,24 +90,24 @@ class Broken(Env):
 
 def play(builder: EnvGroupBuilder, policy: Policy, template: ChatTemplate, size: int, **changes: Any) -> tuple[Trajectory, ...]:
     """A group of theirs, played by us."""
-    registry.register("theirs", lambda prompt, group_size: builder)
+    register("theirs", lambda prompt, group_size: builder)
     try:
-        player = CookbookPlayer("theirs", {}, rules(**changes), template)
-        return asyncio.run(player.play_group(policy, Prompt(0), [Origin("theirs", 0, 7, member) for member in range(size)]))
+        rollouts = CookbookRollouts("theirs", {}, settings(**changes), template)
+        return asyncio.run(rollouts.play_group(policy, Prompt(0), [EpisodeId("theirs", 0, 7, member) for member in range(size)]))
     finally:
-        registry.deregister("theirs")
+        deregister("theirs")
 
 
 def test_we_play_the_cookbook_s_environment_with_its_policy(plain: ChatTemplate) -> None:
     policy = PolicyOfCompleter(Fixed(ids(plain, "4<|im_end|>")), sorted(plain.stop_ids))
     builder = Judged(Prompt(0), plain, 2)
     made = play(builder, policy, plain, 2)
-    generator = Generator("guess_number", {}, rules(), plain, InlineWorkers())
-    ours = asyncio.run(generator.play(policy, Prompt(0), Origin("ours", 0)))
-    assert [trajectory.origin.member for trajectory in made] == [0, 1]
+    rollouts = EnvRollouts("guess_number", {}, settings(), plain, InlineWorkers())
+    ours = asyncio.run(rollouts.play(policy, Prompt(0), EpisodeId("ours", 0)))
+    assert [trajectory.episode.member for trajectory in made] == [0, 1]
     for trajectory, judged in zip(made, (0.0, 1.0), strict=True):
         (sample,), (expected,) = trajectory.samples, ours.samples
-        assert np.array_equal(sample.stream.ids, expected.stream.ids)
+        assert np.array_equal(sample.sequence.ids, expected.sequence.ids)
         assert sample.loss_mask.tolist() == expected.loss_mask.tolist()
         assert sample.rewards.tolist() == [*expected.rewards[:-1].tolist(), expected.rewards[-1] + judged]
         assert sample.logprobs.tolist() == expected.logprobs.tolist()
@@ -177,10 +175,10 @@ def test_the_cookbook_s_own_policy_plays_as_ours_does(server_url: str, plain: Ch
     with tinker.ServiceClient(base_url=server_url, api_key="tml-test") as service:
         client = service.create_sampling_client(base_model="tiny-vl").result()
         theirs = PolicyOfCompleter(TinkerTokenCompleter(client, max_tokens=10, temperature=0.0), sorted(plain.stop_ids))
-        request = Request(max_tokens=6, temperature=0.0)
-        generator = Generator("color_square", {}, rules(request=request), plain, InlineWorkers())
+        request = SamplingRequest(max_tokens=6, temperature=0.0)
+        rollouts = EnvRollouts("color_square", {}, settings(request=request), plain, InlineWorkers())
         made, expected = (
-            asyncio.run(generator.play(policy, Prompt(0), Origin("color_square", 0))) for policy in (theirs, TinkerPolicy(client))
+            asyncio.run(rollouts.play(policy, Prompt(0), EpisodeId("color_square", 0))) for policy in (theirs, TinkerPolicy(client))
         )
     (sample,), (ours,) = made.samples, expected.samples
     assert len(sample.loss_mask) > 0

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.rl.scripted import Scripted, ids, rules
+from tests.rl.scripted import Scripted, ids, settings
 from tinsmith.errors import UserError
-from tinsmith.rl import registry
 from tinsmith.rl.adapters.verifiers import VerifiersEpisodes
 from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.env import Prompt
-from tinsmith.rl.generator import Generator
-from tinsmith.rl.trajectory import Origin, Trajectory
+from tinsmith.rl.env import Prompt, deregister, register
+from tinsmith.rl.rollouts import EnvRollouts
+from tinsmith.rl.trajectory import EpisodeId, Trajectory
 from tinsmith.rl.workers import make_workers
 
 sys.path.append(str(Path(__file__).parent / "verifiers_parts"))
@@ -33,16 +32,18 @@ def play(episodes: VerifiersEpisodes, template: ChatTemplate, said: list[list[st
     """Episodes side by side."""
 
     async def all_of_them() -> list[Trajectory]:
-        generator = Generator("countdown", {}, rules(), template, make_workers("thread", 4, timeout_s=20))
+        rollouts = EnvRollouts("countdown", {}, settings(), template, make_workers("thread", 4, timeout_s=20))
         answers = [[(ids(template, f"{text}<|im_end|>"), True) for text in episode] for episode in said]
-        playing = [generator.play(Scripted(one), Prompt(seed), Origin("countdown", seed)) for one, seed in zip(answers, seeds, strict=True)]
+        playing = [
+            rollouts.play(Scripted(one), Prompt(seed), EpisodeId("countdown", seed)) for one, seed in zip(answers, seeds, strict=True)
+        ]
         return list(await asyncio.gather(*playing))
 
-    registry.register("countdown", episodes)
+    register("countdown", episodes)
     try:
         return asyncio.run(all_of_them())
     finally:
-        registry.deregister("countdown")
+        deregister("countdown")
 
 
 def test_its_episodes_ask_us_and_are_scored_by_it(episodes: VerifiersEpisodes, plain: ChatTemplate) -> None:
@@ -59,7 +60,7 @@ def test_its_episodes_ask_us_and_are_scored_by_it(episodes: VerifiersEpisodes, p
         between = [f"<|im_end|>\n<|im_start|>user\nno, try {turn}<|im_end|>\n<|im_start|>assistant\n" for turn in turns]
         talk = "".join(text + after for text, after in zip(texts, [*between, "<|im_end|>"], strict=True))
         assert plain.decode(sample.response_ids.tolist()) == talk
-        assert len(sample.stream.pictures) == (1 if episodes.environment.taskset.config.shows else 0)
+        assert len(sample.sequence.pictures) == (1 if episodes.environment.taskset.config.shows else 0)
         assert trajectory.metrics["heard"] == trajectory.reward
 
 

@@ -10,13 +10,12 @@ from typing import Literal
 import pytest
 
 from tests.rl.moody import CLOSED, FREED, Moody
-from tests.rl.scripted import Scripted, ids, rules
+from tests.rl.scripted import Scripted, ids, settings
 from tinsmith.errors import ConfigError
-from tinsmith.rl import registry
 from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.env import Prompt
-from tinsmith.rl.generator import Generator
-from tinsmith.rl.trajectory import Origin, Trajectory
+from tinsmith.rl.env import Prompt, deregister, register
+from tinsmith.rl.rollouts import EnvRollouts
+from tinsmith.rl.trajectory import EpisodeId, Trajectory
 from tinsmith.rl.workers import ProcessWorkers, make_workers
 
 Kind = Literal["inline", "thread", "process"]
@@ -32,11 +31,11 @@ def play(
 
     async def all_of_them() -> list[Trajectory]:
         workers = make_workers(kind, count, timeout_s=timeout_s)
-        generator = Generator(f"tests.rl.moody:{env}", {}, rules(), template, workers)
+        rollouts = EnvRollouts(f"tests.rl.moody:{env}", {}, settings(), template, workers)
         said = [(ids(template, "hot<|im_end|>"), True)]
         prompts = [Prompt(0, fields={"mood": mood}) for mood in moods]
         try:
-            return await asyncio.gather(*(generator.play(Scripted(said), prompt, Origin("moody", 0)) for prompt in prompts))
+            return await asyncio.gather(*(rollouts.play(Scripted(said), prompt, EpisodeId("moody", 0)) for prompt in prompts))
         finally:
             workers.shutdown()
 
@@ -82,6 +81,12 @@ def test_an_environment_cannot_end_the_program(kind: Kind, plain: ChatTemplate) 
     assert endings == [("env_error", "SystemExit: enough", False), ("env_error", "CancelledError: ", False), GOOD]
 
 
+def test_a_process_of_environments_loads_neither_sdk_nor_torch() -> None:
+    """It imports little, so that many of them start within seconds."""
+    code = "import sys, tinsmith.rl.workers; assert not {'tinker', 'transformers', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 HANGING = """
 import asyncio, time
 from tinsmith.rl.workers import EnvTimeoutError, make_workers
@@ -118,11 +123,11 @@ def test_a_timeout_ends_its_trajectory_and_leaves_as_many_threads(plain: ChatTem
 
 
 def test_processes_are_replaced_when_they_die(plain: ChatTemplate) -> None:
-    registry.register("moody", Moody)
+    register("moody", Moody)
     try:
         made = play("process", plain, ["good", "raises", "dies", "good", "unwilling"], count=1)
     finally:
-        registry.deregister("moody")
+        deregister("moody")
     assert [ending(made[i]) for i in (0, 1, 3, 4)] == [GOOD, RAISED, GOOD, UNWILLING]
     assert made[2].stop_reason == "env_error"
     assert "the environment's process ended" in made[2].error
@@ -134,13 +139,13 @@ def test_processes_are_replaced_when_they_die(plain: ChatTemplate) -> None:
 def test_a_process_that_hangs_is_killed(plain: ChatTemplate) -> None:
     async def hang_then_play() -> list[Trajectory]:
         workers = ProcessWorkers(1, timeout_s=LONG_S)
-        generator = Generator("tests.rl.moody:Moody", {}, rules(), plain, workers)
+        rollouts = EnvRollouts("tests.rl.moody:Moody", {}, settings(), plain, workers)
         said = [(ids(plain, "hot<|im_end|>"), True)]
-        made = [await generator.play(Scripted(said), Prompt(0, fields={"mood": "good"}), Origin("moody", 0))]
+        made = [await rollouts.play(Scripted(said), Prompt(0, fields={"mood": "good"}), EpisodeId("moody", 0))]
         workers.timeout_s = 0.5
-        made.append(await generator.play(Scripted(said), Prompt(0, fields={"mood": "slow"}), Origin("moody", 0)))
+        made.append(await rollouts.play(Scripted(said), Prompt(0, fields={"mood": "slow"}), EpisodeId("moody", 0)))
         workers.timeout_s = LONG_S
-        made.append(await generator.play(Scripted(said), Prompt(0, fields={"mood": "good"}), Origin("moody", 0)))
+        made.append(await rollouts.play(Scripted(said), Prompt(0, fields={"mood": "good"}), EpisodeId("moody", 0)))
         workers.shutdown()
         return made
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tests.running import PROGRAM
 from tinsmith.rl.config import from_tree
-from tinsmith.rl.run_state import load_state
+from tinsmith.rl.resume import load_state
 from tinsmith.rl.trainer import train
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "rl"

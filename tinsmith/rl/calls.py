@@ -1,18 +1,28 @@
-"""Calls of an environment: whatever it raises becomes an `EnvError`, and what it returns is checked before anything else sees it.
+"""Calls into an environment's code, which may be anybody's: what it raises, what it returns, and how often it fails.
 
-An environment is somebody's program. A reward of None or a message without a role would otherwise fail far from where it was made, in an
-error that names neither the environment nor the method.
+Every exception becomes an `EnvError`, and every returned value is checked before anything else uses it: a reward of None or a message
+without a role would otherwise fail far away, in an error that names neither the environment nor the method. A few failed episodes are
+dropped without harm. If most episodes fail, their rewards say nothing about the model, and `FailureCounter` ends the run.
 """
 
+import logging
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.env import Message, Step
+from tinsmith.rl.env import ChatMessage, Step
 
-_SHOWN = 200
+if TYPE_CHECKING:  # the processes of environments import this module, and trajectories would bring the SDK along
+    from tinsmith.rl.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
+
+MIN_EPISODES = 64
+"""The share of failed episodes is judged over at least this many, so that two failures in a small batch do not end a run."""
+
+_MAX_QUOTED = 200
 """Characters of a wrong value that an error quotes."""
 _STEP = "a step is (observations, reward, done) or (observations, reward, done, metadata)"
 _MESSAGE = "a message is a dictionary with a role and a content, which is a text or a list of parts"
@@ -20,16 +30,20 @@ _PARTS = "a part has type text with a text, image with an image, or image_url wi
 
 
 class EnvError(TinsmithError):
-    """An environment raised, or returned what it may not; the message says what."""
+    """An environment raised an exception or returned a wrong value. The message says which."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
         self.details = details or message
-        """The whole traceback, if the environment raised."""
+        """The traceback, if the environment raised."""
+
+
+class TooManyFailuresError(TinsmithError):
+    """An environment failed so often that the run ends."""
 
 
 def call(env: Any, method: str, *arguments: Any) -> Any:
-    """What the environment's method returns, checked and with plain numbers. Raises EnvError."""
+    """Call a method of an environment. Returns its value, checked, with Python's own numbers. Raises EnvError."""
 
     def checked() -> Any:
         value = getattr(env, method)(*arguments)
@@ -40,28 +54,78 @@ def call(env: Any, method: str, *arguments: Any) -> Any:
 
 
 def guarded(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The value of a function that runs somebody's program. Raises EnvError."""
+    """Call a function that runs an environment's code. Every exception of it becomes an EnvError."""
     try:
         return function(*arguments)
     except EnvError:
         raise
-    except (Exception, SystemExit) as error:  # it ends the episode, and is reported there
+    except (Exception, SystemExit) as error:  # an environment must not end the program
         raise env_error(error) from error
 
 
 def env_error(error: BaseException) -> EnvError:
-    """What an environment raised, as the reason why an episode ended."""
+    """The EnvError for an exception that an environment raised."""
     return EnvError(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
 
 
 def checked_reward(where: str, value: Any) -> float:
-    """The reward as a float; `where` is the class and the method that returned it. Raises EnvError unless it is a finite number."""
+    """The reward as a float. Raises EnvError unless it is a finite number; `where` names the class and method that returned it."""
     return _number(f"{where} returned the reward", value)
 
 
-def _opening(where: str, value: Any) -> tuple[list[Message], dict[str, Any]]:
+class FailureCounter:
+    """Counts failed episodes: the environment raised, returned a wrong value or took too long.
+
+    The first failure is logged with its traceback, later ones as a number. A run ends when the environment fails in more than `max_share`
+    of the episodes, or in every episode of `max_groups` groups in a row.
+    """
+
+    def __init__(self, env: str, max_share: float, max_groups: int) -> None:
+        self.env, self.max_share, self.max_groups = env, max_share, max_groups
+        self.failed = 0
+        """Failed episodes in all."""
+        self._first = ""
+        self._failed_groups_in_a_row = 0
+        self._episodes = self._failed_episodes = 0  # since the share was last judged
+        self._reported = 0
+
+    def count(self, group: "Sequence[Trajectory]") -> None:
+        """Count a finished group. Raises TooManyFailuresError after `max_groups` groups in a row in which every episode failed."""
+        failed = [trajectory for trajectory in group if trajectory.failed]
+        if failed and not self._first:
+            self._first = failed[0].error
+            log.error("environment %r failed in an episode (%s):\n%s", self.env, failed[0].stop_reason, failed[0].details.rstrip())
+        self.failed += len(failed)
+        self._episodes += len(group)
+        self._failed_episodes += len(failed)
+        self._failed_groups_in_a_row = self._failed_groups_in_a_row + 1 if len(failed) == len(group) else 0
+        if self._failed_groups_in_a_row >= self.max_groups:
+            raise self._too_many(
+                f"in every episode of {self._failed_groups_in_a_row} groups in a row", "max_failed_groups", self.max_groups
+            )
+
+    def judge(self, min_episodes: int = MIN_EPISODES) -> None:
+        """Log how many episodes failed since the last call, and judge their share once there are `min_episodes` to judge.
+
+        Raises TooManyFailuresError if the share is too large.
+        """
+        if self.failed > self._reported:
+            log.warning("environment %r failed in %d more episodes, %d in all", self.env, self.failed - self._reported, self.failed)
+            self._reported = self.failed
+        if self._episodes < min_episodes:
+            return
+        if self._failed_episodes > self.max_share * self._episodes:
+            raise self._too_many(f"in {self._failed_episodes} of {self._episodes} episodes", "max_failed_share", self.max_share)
+        self._episodes = self._failed_episodes = 0
+
+    def _too_many(self, how_often: str, setting: str, limit: float) -> TooManyFailuresError:
+        remedy = f"repair it, or raise env: {setting}={limit:g}"
+        return TooManyFailuresError(f"environment {self.env!r} failed {how_often}; {remedy}; the first failure was {self._first}")
+
+
+def _opening(where: str, value: Any) -> tuple[list[ChatMessage], dict[str, Any]]:
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise EnvError(f"{where} returned {_shown(value)}; it returns (messages, metadata)")
+        raise EnvError(f"{where} returned {_quoted(value)}; it returns (messages, metadata)")
     messages = _messages(where, "messages", value[0])
     if not messages:
         raise EnvError(f"{where} returned no messages; the model needs one to answer")
@@ -70,25 +134,25 @@ def _opening(where: str, value: Any) -> tuple[list[Message], dict[str, Any]]:
 
 def _step(where: str, value: Any) -> Step:
     if not isinstance(value, tuple | list) or len(value) not in (3, 4):
-        raise EnvError(f"{where} returned {_shown(value)}; {_STEP}")
+        raise EnvError(f"{where} returned {_quoted(value)}; {_STEP}")
     step = Step(*value)
     observations = _messages(where, "observations", step.observations)
     reward = checked_reward(where, step.reward)
     done = _plain(step.done)
     if not isinstance(done, bool):
-        raise EnvError(f"{where} returned {_shown(step.done)} for done, which is True or False")
+        raise EnvError(f"{where} returned {_quoted(step.done)} for done, which is True or False")
     return Step(observations, reward, done, _metadata(where, step.metadata))
 
 
 def _metrics(where: str, value: Any) -> dict[str, float]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise EnvError(f"{where} returned {_shown(value)}; metrics are a dictionary of numbers by name")
+        raise EnvError(f"{where} returned {_quoted(value)}; metrics are a dictionary of numbers by name")
     return {name: _number(f"{where} returned {name}=", number) for name, number in value.items()}
 
 
 def _demonstration(where: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise EnvError(f"{where} returned {_shown(value)}; a demonstration is a text")
+        raise EnvError(f"{where} returned {_quoted(value)}; a demonstration is a text")
     return value
 
 
@@ -100,18 +164,18 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def _messages(where: str, what: str, value: Any) -> list[Message]:
+def _messages(where: str, what: str, value: Any) -> list[ChatMessage]:
     if not isinstance(value, list | tuple):
-        raise EnvError(f"{where} returned {_shown(value)} for its {what}, which are a list of messages")
+        raise EnvError(f"{where} returned {_quoted(value)} for its {what}, which are a list of messages")
     for place, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise EnvError(f"{where} returned {what}[{place}]={_shown(message)}; {_MESSAGE}")
+            raise EnvError(f"{where} returned {what}[{place}]={_quoted(message)}; {_MESSAGE}")
         content = message.get("content")
         if not isinstance(content, str | list | tuple):
-            raise EnvError(f"{where} returned {what}[{place}]={_shown(message)}; {_MESSAGE}")
+            raise EnvError(f"{where} returned {what}[{place}]={_quoted(message)}; {_MESSAGE}")
         for part in () if isinstance(content, str) else content:
             if not _is_part(part):
-                raise EnvError(f"{where} returned {_shown(part)} in {what}[{place}]; {_PARTS}")
+                raise EnvError(f"{where} returned {_quoted(part)} in {what}[{place}]; {_PARTS}")
     return list(value)
 
 
@@ -124,23 +188,23 @@ def _is_part(part: Any) -> bool:
 
 def _metadata(where: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise EnvError(f"{where} returned {_shown(value)} for its metadata, which are a dictionary")
+        raise EnvError(f"{where} returned {_quoted(value)} for its metadata, which are a dictionary")
     return dict(value)
 
 
 def _number(what: str, value: Any) -> float:
     plain = _plain(value)
-    # Neither NaN nor infinity, nor a whole number beyond every float.
+    # This comparison also rejects NaN, infinity and integers that no float can hold.
     if isinstance(plain, int | float) and abs(plain) <= sys.float_info.max:
         return float(plain)
     separator = "" if what.endswith("=") else " "
-    raise EnvError(f"{what}{separator}{_shown(value)}, which is not a finite number")
+    raise EnvError(f"{what}{separator}{_quoted(value)}, which is not a finite number")
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy or torch, or an array that is one, as Python's own."""
+    """A scalar of numpy or torch as Python's own number; anything else as it is."""
     return value.item() if getattr(value, "shape", None) == () else value
 
 
-def _shown(value: Any) -> str:
-    return f"{value!r:.{_SHOWN}}"
+def _quoted(value: Any) -> str:
+    return f"{value!r:.{_MAX_QUOTED}}"

@@ -1,30 +1,39 @@
-"""A model's chat template: messages -> text -> `TokenStream`.
+"""How messages become tokens: a model's chat template, and a conversation that grows turn by turn.
 
-While a conversation is a text, a real picture is the template's placeholder; a placeholder that somebody merely wrote (the model may sample
-one, too) is kept apart as `WRITTEN`, so that it can never be taken for a picture, and becomes the token of that name again when the text is
-tokenized.
+What the model sampled is kept as it is and never tokenized again. The environment's messages are rendered once. After every turn the whole
+conversation is rendered as a text, only to compare: if that text begins with what the model has seen, the rest of it is appended to the
+tokens that are there. If it does not, because templates of reasoning models drop earlier reasoning, the next prompt is tokenized afresh
+from the new text. A template that changes anything else is refused.
+
+A rendered text contains the model's placeholder token where a picture stands. The same characters may also occur as plain text, for example
+because the model sampled them. To tell the two apart, plain text carries the character `ESCAPED` instead until it is tokenized.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from tinsmith.errors import UserError
-from tinsmith.rl.env import Message
-from tinsmith.rl.pictures import Picture, PictureProcessor, takes_pictures
-from tinsmith.rl.stream import PlacedPicture, TokenStream, join, text_stream
+from tinsmith.rl.env import ChatMessage, visible
+from tinsmith.rl.sequences import Picture, PictureProcessor, TokenSequence, concatenate, picture_sequence, takes_pictures, text_sequence
 
-WRITTEN = "\U000fdead"
-"""Stands for a placeholder that is text. A character of a private area, which no template and no model writes."""
+ESCAPED = "\U000fdead"
+"""Stands for a placeholder that is plain text. A private-use character, which no template and no model writes."""
+
+
+class TemplateError(UserError):
+    """The chat template changes earlier messages, so no sequence of tokens would be what the model saw."""
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """A conversation as a text, with the pictures that its placeholders stand for, in order."""
+class RenderedText:
+    """A conversation as a text, and the pictures that its placeholders stand for, in order."""
 
     text: str
     pictures: tuple[Picture, ...]
@@ -33,8 +42,8 @@ class Rendered:
 class ChatTemplate:
     """Renders conversations for one model.
 
-    `template` replaces the tokenizer's own Jinja template; `options` are handed to it, such as {"enable_thinking": False}. Pictures need
-    `processor`, which `for_tokenizer` finds.
+    `template` replaces the tokenizer's own Jinja template; `options` are passed to it, such as {"enable_thinking": False}. `processor` is
+    needed for pictures only.
     """
 
     def __init__(
@@ -46,7 +55,7 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer = tokenizer
         self.processor = processor
-        # Environments say the same short things over and over: most texts are known already.
+        # Environments repeat the same short texts, so most of them are in these caches.
         self._tokenize = lru_cache(maxsize=4096)(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
         self._text = lru_cache(maxsize=4096)(
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -54,79 +63,72 @@ class ChatTemplate:
         self.template = template
         self.options = dict(options or {})
         self.placeholder = "" if processor is None else str(tokenizer.convert_ids_to_tokens(processor.placeholder_id))
-        probe = self._probe()
-        self.prefill = probe.prefill
-        """What the generation prompt says on the model's behalf, such as "<think>\\n"; mostly empty."""
-        self.end_of_turn = probe.end_of_turn
-        """Text of the token that the template puts behind an answer; empty if that is no special token."""
+        self.prefill, self.end_of_turn = self._framing()
+        """The beginning of each answer that the generation prompt contains, such as "<think>\\n", mostly empty; and the text of the token
+        that the template puts behind an answer, empty if that is no special token."""
         self.end_of_turn_ids: tuple[int, ...] = self.ids(self.end_of_turn)
         ends = {*self.end_of_turn_ids[:1], tokenizer.eos_token_id, tokenizer.pad_token_id}
         self.stop_ids = frozenset(int(end) for end in ends if isinstance(end, int))
-        """Tokens that end a generation by themselves."""
+        """Tokens at which the model's answer ends."""
 
     @classmethod
     def for_tokenizer(
         cls, tokenizer: PreTrainedTokenizerBase, template: str | None = None, options: Mapping[str, Any] | None = None
     ) -> "ChatTemplate":
-        """With the picture processor that lies beside the tokenizer's files, if there is one."""
+        """A template whose picture processor, if the model takes pictures, is read from the tokenizer's directory."""
         source = str(tokenizer.name_or_path)
         return cls(tokenizer, PictureProcessor(source) if takes_pictures(source) else None, template, options)
 
     def picture(self, source: Any) -> Picture:
-        """A picture of a message. Raises UserError if this model takes none, or if it is none."""
+        """The encoded picture of a message. Raises UserError if this model takes no pictures, or if `source` is none."""
         if self.processor is None:
             raise UserError(f"the model of tokenizer {self.tokenizer.name_or_path!r} takes no images, and the environment showed one")
         return self.processor.picture(source)
 
-    def render(self, messages: Sequence[Message], pictures: tuple[Picture, ...], add_generation_prompt: bool) -> Rendered:
+    def render(self, messages: Sequence[ChatMessage], pictures: tuple[Picture, ...], add_generation_prompt: bool) -> RenderedText:
         """The conversation as a text. `pictures` are those of all messages, in order.
 
         Raises UserError if the template leaves pictures out, or cannot render the messages.
         """
-        text = self._apply([self._plain(message) for message in messages], add_generation_prompt)
+        text = self._apply([self._for_template(message) for message in messages], add_generation_prompt)
         shown = text.count(self.placeholder) if self.placeholder else 0
         if shown != len(pictures):
             raise UserError(f"the chat template shows {shown} of the conversation's {len(pictures)} images")
-        return Rendered(text, pictures)
+        return RenderedText(text, pictures)
 
-    def encode(self, rendered: Rendered) -> TokenStream:
+    def encode(self, rendered: RenderedText) -> TokenSequence:
         """Tokens and pictures of a rendered text."""
         if not rendered.pictures:
-            return text_stream(self.ids(self.unprotected(rendered.text)))
-        segments = rendered.text.split(self.placeholder)
-        parts = [text_stream(self.ids(self.unprotected(segments[0])))]
-        for picture, segment in zip(rendered.pictures, segments[1:], strict=True):
-            parts += [self._picture_stream(picture), text_stream(self.ids(self.unprotected(segment)))]
-        return join(parts)
-
-    def decode(self, ids: list[int]) -> str:
-        """Text of sampled tokens, special ones included."""
-        return self._text(tuple(ids))
-
-    def protected(self, text: str) -> str:
-        """The text with every written placeholder as `WRITTEN`."""
-        return text.replace(self.placeholder, WRITTEN) if self.placeholder else text
-
-    def unprotected(self, text: str) -> str:
-        """The inverse of `protected`."""
-        return text.replace(WRITTEN, self.placeholder) if self.placeholder else text
-
-    def _picture_stream(self, picture: Picture) -> TokenStream:
+            return text_sequence(self.ids(self.unescaped(rendered.text)))
         assert self.processor is not None
-        return TokenStream(np.full(picture.tokens, self.processor.placeholder_id, dtype=np.int32), (PlacedPicture(0, picture),))
+        segments = rendered.text.split(self.placeholder)
+        parts = [text_sequence(self.ids(self.unescaped(segments[0])))]
+        for picture, segment in zip(rendered.pictures, segments[1:], strict=True):
+            parts += [picture_sequence(picture, self.processor.placeholder_id), text_sequence(self.ids(self.unescaped(segment)))]
+        return concatenate(parts)
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text, special ones recognised, nothing added."""
+        """Tokens of a text. Special tokens are recognised, and none are added."""
         return self._tokenize(text)
 
-    def _plain(self, message: Message) -> dict[str, Any]:
-        """The message as templates expect it: texts protected, pictures as bare parts of type "image"."""
+    def decode(self, ids: list[int]) -> str:
+        """Text of tokens, special tokens included."""
+        return self._text(tuple(ids))
+
+    def escaped(self, text: str) -> str:
+        """The text with `ESCAPED` in place of each placeholder."""
+        return text.replace(self.placeholder, ESCAPED) if self.placeholder else text
+
+    def unescaped(self, text: str) -> str:
+        """The inverse of `escaped`."""
+        return text.replace(ESCAPED, self.placeholder) if self.placeholder else text
+
+    def _for_template(self, message: ChatMessage) -> dict[str, Any]:
+        """The message in the form that templates expect: texts escaped, each picture a part {"type": "image"}."""
         content = message["content"]
         if isinstance(content, str):
-            return {**message, "content": self.protected(content)}
-        parts = [
-            {"type": "text", "text": self.protected(part["text"])} if part["type"] == "text" else {"type": "image"} for part in content
-        ]
+            return {**message, "content": self.escaped(content)}
+        parts = [{"type": "text", "text": self.escaped(part["text"])} if part["type"] == "text" else {"type": "image"} for part in content]
         return {**message, "content": parts}
 
     def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
@@ -135,25 +137,141 @@ class ChatTemplate:
         )
         return str(rendered)
 
-    def _probe(self) -> "_Framing":
-        """How the template frames an answer, seen from one that it renders."""
+    def _framing(self) -> tuple[str, str]:
+        """(prefill, end of turn): what the template puts before and behind an answer, found by rendering one."""
         question: list[dict[str, Any]] = [{"role": "user", "content": "question"}]
-        answered = self._apply([*question, {"role": "assistant", "content": WRITTEN}], False)
-        head, _, tail = answered.partition(WRITTEN)
+        answered = self._apply([*question, {"role": "assistant", "content": ESCAPED}], False)
+        head, _, tail = answered.partition(ESCAPED)
         prompt = self._apply(question, True)
         prefill = prompt[len(head) :] if prompt.startswith(head) else ""
         special = [str(token) for token in {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()}]
-        return _Framing(prefill, max((token for token in special if tail.startswith(token)), key=len, default=""))
+        return prefill, max((token for token in special if tail.startswith(token)), key=len, default="")
 
 
 @dataclass(frozen=True)
-class _Framing:
-    prefill: str
-    end_of_turn: str
+class Opening:
+    """The messages before the first answer that the model still sees."""
+
+    messages: tuple[ChatMessage, ...]
+    pictures: tuple[Picture, ...]
 
 
-def sources_of(messages: Sequence[Message]) -> list[Any]:
-    """The pictures of messages as the environment gave them, in order. Raises UserError for a part that is neither text nor picture."""
+class Conversation:
+    """A conversation in which it is the model's turn to speak.
+
+    `end_turn_after_stop_string`: put the template's end-of-turn token, which nobody sampled, behind an answer that ended on a stop string.
+    `context_turns`: the model sees this many turns, including the one that it is about to answer; 0 is all. A turn is what the environment
+    says and the answer to it. System messages at the start belong to no turn and stay. From the first dropped turn on, every prompt is
+    tokenized afresh.
+    """
+
+    prompt: TokenSequence
+    """What the model gets for its next answer."""
+
+    def __init__(
+        self, template: ChatTemplate, messages: Sequence[ChatMessage], end_turn_after_stop_string: bool = True, context_turns: int = 0
+    ) -> None:
+        self.template = template
+        self.end_turn_after_stop_string = end_turn_after_stop_string
+        self.context_turns = context_turns
+        self.messages = list(messages)
+        self.pictures: tuple[Picture, ...] = tuple(map(template.picture, picture_sources(messages)))
+        rendered = template.render(self.messages, self.pictures, add_generation_prompt=True)
+        self._opening = Opening(tuple(messages), self.pictures)
+        self._shown = rendered.text  # the text of `prompt`
+        self._answers: list[str] = []
+        self._turn_starts = [len(list(takewhile(_is_system, messages)))]  # indices into `messages`
+        self.prompt = template.encode(rendered)
+
+    def text_of(self, sampled: NDArray[np.int32]) -> str:
+        """The text of an answer, without the token that ended the turn: what the environment reads."""
+        return self.template.decode((sampled[:-1] if self._ends_turn(sampled) else sampled).tolist())
+
+    def tail_of(self, sampled: NDArray[np.int32], stopped: bool) -> tuple[int, ...]:
+        """The end-of-turn tokens to put behind an answer that ended on a stop string; empty for any other answer."""
+        needed = stopped and self.end_turn_after_stop_string and len(sampled) > 0 and not self._ends_turn(sampled)
+        return self.template.end_of_turn_ids if needed else ()
+
+    def extend(self, sampled: NDArray[np.int32], stopped: bool, observations: Sequence[ChatMessage]) -> None:
+        """Append the model's answer and the environment's reply; `prompt` is then the next turn's.
+
+        `stopped`: the answer did not end because it reached its maximum length. Raises TemplateError.
+        """
+        text = self.template.escaped(self.text_of(sampled))
+        seen = self._shown + text
+        new_pictures = tuple(map(self.template.picture, picture_sources(observations)))
+        self.pictures += new_pictures
+        self._answers.append(text)
+        # Some templates expect the prefill in the message and some add it, so try without and with it.
+        for content in dict.fromkeys((text, self.template.prefill + text)):
+            answer: ChatMessage = {"role": "assistant", "content": self.template.unescaped(content)}
+            history = [*self.messages, answer, *observations]
+            rendered = self.template.render(history, self.pictures, add_generation_prompt=True)
+            appended = self._appended(rendered.text, seen, sampled, stopped)
+            if appended is not None:
+                break
+        self.messages, self._shown = history, rendered.text
+        if appended is None:
+            self._check_only_reasoning_dropped(rendered, sampled)
+            self.prompt = self.template.encode(rendered)
+        else:
+            self.prompt = concatenate((self.prompt, text_sequence(sampled), self.template.encode(RenderedText(appended, new_pictures))))
+        self._turn_starts.append(len(history) - len(observations))
+        if self.context_turns and len(self._turn_starts) > self.context_turns:
+            self._drop_oldest_turn()
+
+    def _drop_oldest_turn(self) -> None:
+        first, second = self._turn_starts[:2]
+        before, dropped = (len(picture_sources(part)) for part in (self.messages[:first], self.messages[first:second]))
+        self.pictures = self.pictures[:before] + self.pictures[before + dropped :]
+        self.messages = self.messages[:first] + self.messages[second:]
+        self._turn_starts = [first, *(start - second + first for start in self._turn_starts[2:])]
+        self._answers = self._answers[1:]
+        opening = self.messages[: self._turn_starts[1] - 1] if self._answers else self.messages
+        self._opening = Opening(tuple(opening), self.pictures[: len(picture_sources(opening))])
+        rendered = self.template.render(self.messages, self.pictures, add_generation_prompt=True)
+        self._shown, self.prompt = rendered.text, self.template.encode(rendered)
+
+    def _ends_turn(self, sampled: NDArray[np.int32]) -> bool:
+        return len(sampled) > 0 and int(sampled[-1]) in self.template.stop_ids
+
+    def _appended(self, text: str, seen: str, sampled: NDArray[np.int32], stopped: bool) -> str | None:
+        """What the template adds behind the text that was seen and sampled; None if `text` does not begin with that."""
+        if not text.startswith(seen):
+            return None
+        rest, end = text[len(seen) :], self.template.end_of_turn
+        if tuple(sampled[-1:]) == self.template.end_of_turn_ids[:1]:
+            return rest.removeprefix(end) if rest.startswith(end) else None
+        if stopped and not self._ends_turn(sampled) and not self.end_turn_after_stop_string:
+            return rest.removeprefix(end)
+        return rest
+
+    def _check_only_reasoning_dropped(self, rendered: RenderedText, sampled: NDArray[np.int32]) -> None:
+        """Raise TemplateError unless the new text still contains the opening and every answer without its reasoning, in order."""
+        opening = self.template.render(self._opening.messages, self._opening.pictures, add_generation_prompt=False).text
+        kept = rendered.text.startswith(opening)
+        at = len(opening)
+        for answer in map(visible, self._answers):
+            found = rendered.text.find(answer, at)
+            kept &= found >= 0
+            at = found + len(answer)
+        if not kept:
+            raise self._changed(self.prompt + text_sequence(sampled), self.template.encode(rendered))
+
+    def _changed(self, seen: TokenSequence, again: TokenSequence) -> TemplateError:
+        """The error, with the first token that differs."""
+        common = min(len(seen), len(again))
+        differs = np.flatnonzero(seen.ids[:common] != again.ids[:common])
+        at = int(differs[0]) if len(differs) else common
+        was, now = (repr(self.template.decode(sequence.ids[at : at + 1].tolist())) for sequence in (seen, again))
+        return TemplateError(
+            f"the chat template changes what was said, beyond leaving out reasoning: token {at} of the conversation was {was} and is {now} "
+            "when it is rendered again; give a template that keeps the messages and the visible answers"
+        )
+
+
+def picture_sources(messages: Sequence[ChatMessage]) -> list[Any]:
+    """The pictures of messages in the form in which the environment gave them, in order. Raises UserError for a part of unknown type."""
     found = []
     for message in messages:
         for part in message["content"] if not isinstance(message["content"], str) else ():
@@ -164,3 +282,7 @@ def sources_of(messages: Sequence[Message]) -> list[Any]:
             elif part["type"] != "text":
                 raise UserError(f"a message's part has type {part['type']!r}; known are text, image and image_url")
     return found
+
+
+def _is_system(message: ChatMessage) -> bool:
+    return message["role"] == "system"

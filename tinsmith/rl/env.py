@@ -1,23 +1,33 @@
-"""What an environment is: it opens a conversation, answers what the model says, and scores it.
+"""What an environment is, and how it gets a name.
 
-    env = registry.make("maze2d", level="easy")
+An environment opens a conversation, reads what the model says, replies and gives rewards. One object serves one episode:
+
+    env = make("maze2d", level="easy")
     messages, metadata = env.init(Prompt(seed=7))
     observations, reward, done, metadata = env.step("up")
 
-Messages are in the OpenAI chat format. The content of a message is a text, or a list of parts: `text_part("...")`,
-`image_part(picture)`, or OpenAI's `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`. An object serves one episode.
+Messages have the form of OpenAI's chat API. The content of a message is a text, or a list of parts: `text_part("...")`,
+`image_part(picture)`, or `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`.
+
+A configuration file names an environment by a registered name, or by an import path such as "my_package.envs:MyEnv", which needs no
+registration. The object behind either is a factory: a class or a function that returns a new `Env`.
 """
 
+import importlib
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from PIL import Image
 
+from tinsmith.errors import ConfigError
 
-class Message(TypedDict):
+
+class ChatMessage(TypedDict):
     """One message of a conversation."""
 
     role: str
@@ -28,59 +38,59 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What one episode is about. All episodes of a group get the same prompt.
+    """What an episode is about. All episodes of a group have the same prompt.
 
     Example: Prompt(seed=12), or Prompt(seed=0, messages=({"role": "user", "content": "2 + 2 ="},), fields={"answer": "4"})
     """
 
     seed: int = 0
-    """Everything random in the episode follows from it."""
-    messages: tuple[Message, ...] = ()
-    """The conversation's opening, for an environment that takes it from a data set."""
+    """Everything random in the episode is derived from it."""
+    messages: tuple[ChatMessage, ...] = ()
+    """The first messages, for environments that take their episodes from a data set."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """The rest of the data set's row, such as the right answer."""
+    """The other columns of the data set's row, such as the right answer."""
 
 
 class Step(NamedTuple):
-    """What a step of an environment returns."""
+    """An environment's reply to an answer of the model."""
 
-    observations: list[Message]
-    """What the environment says next; may be empty when `done`."""
+    observations: list[ChatMessage]
+    """The next messages; may be empty if `done`."""
     reward: float
     done: bool
     metadata: Mapping[str, Any] = {}
-    """Anything worth keeping in the log of trajectories."""
+    """Anything worth knowing about the step."""
 
 
 class Env(ABC):
-    """One episode. Steps may be slow, and may raise: that ends this trajectory with the reason, not the run."""
+    """One episode. Methods may be slow and may raise: an exception ends this episode, with its reason in the log, and not the run."""
 
     @abstractmethod
-    def init(self, prompt: Prompt) -> tuple[list[Message], dict[str, Any]]:
-        """Begin the episode of `prompt`: the messages that the model sees first, and metadata for the log."""
+    def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:
+        """Begin the episode of `prompt`. Returns the first messages that the model sees, and metadata for the log."""
 
     @abstractmethod
     def step(self, text: str) -> Step:
-        """Take what the model said: its sampled text without the token that ended the turn."""
+        """Reply to an answer. `text` is what the model sampled, without the token that ended its turn."""
 
     def close(self) -> None:
-        """Give back what the episode held. Called once, also after an error."""
+        """Release what the episode holds. Called once, also after an error."""
         return
 
     def metrics(self) -> dict[str, float]:
-        """Numbers about the finished episode, averaged over trajectories in logs and evaluations."""
+        """Numbers about the finished episode. Logs and evaluations show their means."""
         return {}
 
 
 class Teacher(ABC):
-    """An environment that knows a right answer, from which `warmup.py` makes demonstrations."""
+    """An environment that knows a right answer at every turn. Supervised warm-up learns from these answers."""
 
     @abstractmethod
     def demonstrate(self) -> str:
-        """What a perfect player would say now."""
+        """A right answer to the last message."""
 
 
-def user(*parts: str | Image.Image) -> Message:
+def user(*parts: str | Image.Image) -> ChatMessage:
     """A user's message of texts and pictures."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return {"role": "user", "content": parts[0]}
@@ -88,7 +98,7 @@ def user(*parts: str | Image.Image) -> Message:
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """A part of a message's content."""
+    """A text as a part of a message's content."""
     return {"type": "text", "text": text}
 
 
@@ -98,15 +108,79 @@ def image_part(picture: "Image.Image | bytes | str") -> dict[str, Any]:
 
 
 def visible(text: str) -> str:
-    """What the model said after it thought: the text behind the last `</think>`, stripped."""
+    """The answer without its reasoning: the text behind the last `</think>`, stripped of white space."""
     return text.rpartition("</think>")[2].strip()
 
 
 def generator(prompt: Prompt, *salt: int) -> np.random.Generator:
-    """The episode's random numbers; `salt` tells several sources within one episode apart."""
+    """The episode's random numbers. Different `salt` gives independent numbers of the same episode."""
     return np.random.default_rng([prompt.seed, *salt])
 
 
 def choose(random: np.random.Generator, options: Sequence[str]) -> str:
-    """One of the options."""
+    """One of the options, all with the same probability."""
     return options[int(random.integers(len(options)))]
+
+
+Factory = Callable[..., Env]
+
+_factories: dict[str, Factory | str] = {
+    "arithmetic": "tinsmith.rl.envs.questions:Arithmetic",
+    "color_square": "tinsmith.rl.envs.questions:ColorSquare",
+    "digit_sum": "tinsmith.rl.envs.questions:DigitSum",
+    "guess_number": "tinsmith.rl.envs.questions:GuessNumber",
+    "maze2d": "tinsmith.rl.envs.maze2d:Maze2D",
+}
+"""Registered names. An import path is imported when an environment is first made."""
+
+
+def register(name: str, factory: Factory | str) -> None:
+    """Register `factory`, or its import path, as `name`. Raises ConfigError if the name is taken."""
+    if name in _factories:
+        raise ConfigError(f"environment {name!r} is registered already; deregister it first, or take another name")
+    _factories[name] = factory
+
+
+def deregister(name: str) -> None:
+    """Remove a registered name. Raises ConfigError if there is no such name."""
+    if name not in _factories:
+        raise ConfigError(f"environment {name!r} is not registered; known are {', '.join(registered())}")
+    del _factories[name]
+
+
+def registered() -> tuple[str, ...]:
+    """All registered names, sorted."""
+    return tuple(sorted(_factories))
+
+
+def find(name: str) -> Factory:
+    """The factory with this registered name or import path. Raises ConfigError if there is none."""
+    factory = _factories.get(name, name)
+    if not isinstance(factory, str):
+        return factory
+    module, separator, attribute = factory.partition(":")
+    if not separator:
+        raise ConfigError(
+            f"env={name!r} is not registered; known are {', '.join(registered())}; or give an import path: package.module:Env"
+        )
+    try:
+        found: Factory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"env={name!r}: cannot import {factory!r}: {error}") from error
+    return found
+
+
+@cache
+def _signature(factory: Factory) -> inspect.Signature:
+    return inspect.signature(factory)
+
+
+def make(name: str, **options: Any) -> Env:
+    """A new environment. Raises ConfigError for an unknown name, and for options that the environment does not take."""
+    factory = find(name)
+    signature = _signature(factory)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"env={name!r} does not take these options {options!r}: {error}; it takes {signature}") from error
+    return factory(**options)

@@ -1,7 +1,8 @@
-"""Generation and metrics only, with the environments and the generator of training."""
+"""Evaluation: rollouts and metrics without training, with the same environments and rollouts as training."""
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,24 +11,22 @@ from rich.table import Table
 from rich.text import Text
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.calls import FailureCounter
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import EvaluationSection, RlConfig
-from tinsmith.rl.connection import chat_template, connect, context_limit, load_tokenizer, policy_of, tokenizer_of
 from tinsmith.rl.env import Prompt
-from tinsmith.rl.failures import Failures
 from tinsmith.rl.metrics import Metrics, pass_at_k, succeeded, trajectory_metrics
 from tinsmith.rl.pages import write_jsonl, write_page
-from tinsmith.rl.policy import Policy
-from tinsmith.rl.prompts import rows, seeds
-from tinsmith.rl.rules import make_player, rules_of
-from tinsmith.rl.run_state import load_state
-from tinsmith.rl.trajectory import Origin, Trajectory
+from tinsmith.rl.policy import Policy, chat_template, connect, context_limit, load_tokenizer, open_policy, tokenizer_of
+from tinsmith.rl.resume import load_state
+from tinsmith.rl.rollouts import file_prompts, make_rollouts, rollout_settings, seed_prompts, task_group
+from tinsmith.rl.trajectory import EpisodeId, Trajectory
 from tinsmith.rl.workers import Workers, make_workers
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What came out."""
+    """The result."""
 
     metrics: Metrics
     groups: tuple[tuple[Trajectory, ...], ...]
@@ -35,51 +34,53 @@ class Evaluation:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """All episodes."""
         return [trajectory for group in self.groups for trajectory in group]
 
 
 class Evaluator:
-    """Evaluates policies on the prompts of a configuration, always the same ones with the same seeds."""
+    """Evaluates policies, always on the same prompts with the same seeds."""
 
     def __init__(self, config: RlConfig, template: ChatTemplate, workers: Workers, max_context: int) -> None:
         self.section: EvaluationSection = config.evaluation
         self.prompts = evaluation_prompts(config.evaluation)
-        rules = rules_of(config, max_context, template)
-        rules = replace(rules, seed=config.evaluation.seed, request=replace(rules.request, temperature=config.evaluation.temperature))
-        self.failures = Failures(config.env.name, config.env.max_failed_share, config.env.max_failed_groups)
-        self.player = make_player(config, {**config.env.options, **config.evaluation.options}, rules, template, workers)
+        settings = rollout_settings(config, max_context, template)
+        request = replace(settings.request, temperature=config.evaluation.temperature)
+        settings = replace(settings, seed=config.evaluation.seed, request=request)
+        self.failures = FailureCounter(config.env.name, config.env.max_failed_share, config.env.max_failed_groups)
+        self.rollouts = make_rollouts(config, {**config.env.options, **config.evaluation.options}, settings, template, workers)
 
     async def evaluate(self, policy: Policy, version: int = 0) -> Evaluation:
-        """Every prompt `samples` times. Raises TooManyFailuresError if the environment fails too often."""
-        playing = [self._group(policy, number, prompt, version) for number, prompt in enumerate(self.prompts)]
-        groups = await asyncio.gather(*playing)
+        """Play each prompt `samples` times. Raises TooManyFailuresError if the environment fails too often."""
+        async with task_group() as tasks:
+            playing = [tasks.create_task(self._group(policy, number, prompt, version)) for number, prompt in enumerate(self.prompts)]
+        groups = tuple(task.result() for task in playing)
         for group in groups:
             self.failures.count(group)
-        self.failures.judge(enough=1)
-        metrics = trajectory_metrics(groups)
-        successes = [[succeeded(trajectory.reward, self.section.success) for trajectory in group] for group in groups]
-        metrics |= {f"pass@{k}": pass_at_k(successes, k) for k in self.section.pass_at}
-        return Evaluation(metrics, tuple(groups))
+        self.failures.judge(min_episodes=1)
+        return Evaluation(trajectory_metrics(groups) | self._pass_at(groups), groups)
 
     async def _group(self, policy: Policy, number: int, prompt: Prompt, version: int) -> tuple[Trajectory, ...]:
-        origins = [Origin(self.player.env, prompt.seed, number, member, version) for member in range(self.section.samples)]
-        return await self.player.play_group(policy, prompt, origins)
+        episodes = [EpisodeId(self.rollouts.env, prompt.seed, number, member, version) for member in range(self.section.samples)]
+        return await self.rollouts.play_group(policy, prompt, episodes)
+
+    def _pass_at(self, groups: Sequence[Sequence[Trajectory]]) -> Metrics:
+        successes = [[succeeded(trajectory.reward, self.section.success) for trajectory in group] for group in groups]
+        return {f"pass@{k}": pass_at_k(successes, k) for k in self.section.pass_at}
 
 
 def evaluation_prompts(section: EvaluationSection) -> list[Prompt]:
-    """The prompts: rows of the file, or seeds."""
-    return rows(Path(section.file), section.prompts) if section.file else seeds(section.seed, section.prompts)
+    """The prompts that the configuration names: rows of a file, or seeds."""
+    return file_prompts(Path(section.file), section.prompts) if section.file else seed_prompts(section.seed, section.prompts)
 
 
 def run_evaluation(config: RlConfig, console: Console) -> Evaluation:
-    """`tinsmith eval`: sample the model that the configuration names, print a table, write evaluation.json, .jsonl and .html.
+    """`tinsmith eval`: evaluate the model that the configuration names, print a table, write evaluation.json, .jsonl and .html.
 
-    Raises ConfigError for a directory that holds no run.
+    Raises ConfigError for what cannot work, such as a directory that holds no run; TooManyFailuresError.
     """
-    path, tokenizer = _evaluated(config)
+    path, tokenizer = _evaluated_model(config)
     with connect(config.server) as service:
-        policy = policy_of(service, path, config.model.base_model)
+        policy = open_policy(service, path, config.model.base_model)
         template = chat_template(config.model, load_tokenizer(tokenizer) if tokenizer else tokenizer_of(policy))
         workers = make_workers(config.env.workers, config.env.worker_count, config.env.timeout_s)
         max_context = config.generation.max_context or context_limit(config.server, config.model.base_model)
@@ -97,7 +98,7 @@ def run_evaluation(config: RlConfig, console: Console) -> Evaluation:
 
 
 def print_metrics(title: str, metrics: Metrics, console: Console) -> None:
-    """The metrics, one a line, as plain text: Rich would take `:train:` in a path for an emoji."""
+    """Print a table of metrics. The names are plain text: in markup, Rich would replace `:train:` in a path by an emoji."""
     table = Table("metric", "value")
     for name, value in metrics.items():
         table.add_row(Text(name), f"{value:.4g}")
@@ -105,8 +106,8 @@ def print_metrics(title: str, metrics: Metrics, console: Console) -> None:
     console.print(table)
 
 
-def _evaluated(config: RlConfig) -> tuple[str, str]:
-    """Path of the weights (empty: the base model) and tokenizer."""
+def _evaluated_model(config: RlConfig) -> tuple[str, str]:
+    """(path of the weights, empty for the base model; tokenizer, empty for the base model's). Raises ConfigError."""
     model = config.evaluation.model
     if not model or model.startswith("tinker://"):
         return model, config.model.tokenizer

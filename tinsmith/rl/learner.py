@@ -1,6 +1,7 @@
-"""One step on one batch of groups: advantages, corrections, losses on the server, optimizer steps."""
+"""Learns on the server: supervised steps on demonstrations before a run begins, then optimizer steps on batches of groups."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
@@ -8,49 +9,127 @@ import numpy as np
 import tinker
 from numpy.typing import NDArray
 
-from tinsmith.rl.advantages import advantages
-from tinsmith.rl.config import TrainingSection
-from tinsmith.rl.corrections import importance_weights, kl, kl_penalty
-from tinsmith.rl.datums import WeightedSample, likelihood_datum, policy_datum, response_logprobs, scales
+from tinsmith.errors import ConfigError
+from tinsmith.rl.calls import call
+from tinsmith.rl.chat import ChatTemplate, Conversation
+from tinsmith.rl.config import EnvSection, TrainingSection, WarmupSection
+from tinsmith.rl.datums import (
+    WeightedSample,
+    advantages,
+    importance_weights,
+    kl,
+    kl_penalty,
+    likelihood_datum,
+    policy_datum,
+    response_logprobs,
+    scales,
+)
+from tinsmith.rl.env import ChatMessage, Prompt, Step, Teacher, make
 from tinsmith.rl.groups import Group
 from tinsmith.rl.metrics import Metrics
-from tinsmith.rl.trajectory import Sample
+from tinsmith.rl.trajectory import TrainingSample, Turn, assemble
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """An episode with the environment's own answers."""
+
+    opening: list[ChatMessage]
+    turns: list[tuple[str, Step]]
+    """Each answer, and the environment's reply to it."""
+
+
+def warm_up(
+    client: tinker.TrainingClient, env: EnvSection, warmup: WarmupSection, template: ChatTemplate, context_turns: int
+) -> list[float]:
+    """Train on demonstrations, so that a model that knows nothing begins with some reward. Returns the loss per token of each step.
+
+    The learning rate falls linearly to zero. `context_turns`: how many turns the model will see in rollouts; 0 is all.
+    Raises ConfigError if the environment has no demonstrations.
+    """
+    losses = []
+    with ThreadPoolExecutor(env.worker_count if env.workers != "inline" else 1) as threads:
+        for step in range(warmup.steps):
+            first = warmup.seed + step * warmup.episodes
+            prompts = [Prompt(seed) for seed in range(first, first + warmup.episodes)]
+            demonstrations = threads.map(lambda prompt: demonstrated(env, prompt, warmup.thought), prompts)
+            samples = [
+                sample for demonstration in demonstrations for sample in demonstration_samples(demonstration, template, context_turns)
+            ]
+            tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+            forward = client.forward_backward([likelihood_datum(sample, 1.0 / tokens) for sample in samples], "cross_entropy")
+            rate = warmup.learning_rate * (1 - step / warmup.steps)
+            update = client.optim_step(tinker.AdamParams(learning_rate=rate, eps=1e-8, grad_clip_norm=1.0))
+            losses.append(float(forward.result().metrics["loss:sum"]))
+            update.result()
+    return losses
+
+
+def demonstrated(env: EnvSection, prompt: Prompt, thought: str) -> Demonstration:
+    """Demonstrate one episode, with the text `thought` before each answer.
+
+    Raises ConfigError if the environment has no demonstrations, EnvError if it fails.
+    """
+    teacher = make(env.name, **env.options)
+    if not isinstance(teacher, Teacher):
+        raise ConfigError(f"warmup: steps: the environment {env.name!r} has no demonstrations; it would have to be a Teacher")
+    opening, _ = call(teacher, "init", prompt)
+    turns: list[tuple[str, Step]] = []
+    while not turns or not turns[-1][1].done:
+        text = thought + call(teacher, "demonstrate")
+        turns.append((text, call(teacher, "step", text)))
+    call(teacher, "close")
+    return Demonstration(opening, turns)
+
+
+def demonstration_samples(demonstration: Demonstration, template: ChatTemplate, context_turns: int = 0) -> tuple[TrainingSample, ...]:
+    """The training samples of a demonstrated episode."""
+    conversation = Conversation(template, demonstration.opening, context_turns=context_turns)
+    turns = []
+    for text, step in demonstration.turns:
+        tokens = np.array([*template.ids(text), *template.end_of_turn_ids], dtype=np.int32)  # [s]
+        turns.append(Turn(conversation.prompt, tokens, np.zeros(len(tokens), dtype=np.float32), step.reward))
+        if not step.done:
+            conversation.extend(tokens, True, step.observations)
+    return assemble(turns)
 
 
 @dataclass
 class Learner:
-    """Turns batches into optimizer steps of `client`; `reference` scores sequences for the KL penalty."""
+    """Turns batches into optimizer steps of `client`'s model. `reference` scores sequences for the KL penalty; None without one."""
 
     client: tinker.TrainingClient
     settings: TrainingSection
     reference: tinker.SamplingClient | None
 
     async def learn(self, groups: Sequence[Group], step: int) -> Metrics:
-        """All epochs and substeps on one batch. A part of it in which every advantage is zero makes no optimizer step."""
+        """All epochs and substeps of one batch. A substep whose advantages are all zero makes no optimizer step."""
         metrics: Metrics = {}
         weighted = weighted_samples(groups, self.settings)
         if self.reference is not None:
-            weighted, metrics["kl_reference"] = await self._penalised(weighted, self.reference)
+            weighted, metrics["kl_reference"] = await self._with_kl_penalty(weighted, self.reference)
         if self.settings.tis_cap:
-            weighted, corrected = await self._corrected(weighted)
+            weighted, corrected = await self._with_importance_weights(weighted)
             metrics |= corrected
         parts = [part for part in _split(weighted, self.settings.substeps) if part]
-        metrics |= await self._substeps(parts * self.settings.epochs, step)
+        metrics |= await self._optimize(parts * self.settings.epochs, step)
         return metrics
 
-    async def _penalised(self, weighted: list[WeightedSample], reference: tinker.SamplingClient) -> tuple[list[WeightedSample], float]:
+    async def _with_kl_penalty(
+        self, weighted: list[WeightedSample], reference: tinker.SamplingClient
+    ) -> tuple[list[WeightedSample], float]:
         futures = [reference.compute_logprobs(each.sample.model_input) for each in weighted]
         scores = [np.array((await future)[each.sample.prompt_length :], np.float32) for future, each in zip(futures, weighted, strict=True)]
         masks = [each.sample.loss_mask for each in weighted]
         policy, other = _masked([each.sample.logprobs for each in weighted], masks), _masked(scores, masks)
         penalties = _unmasked(kl_penalty(policy, other, self.settings.kl_coefficient), masks)
-        changed = [replace(each, advantages=each.advantages + extra) for each, extra in zip(weighted, penalties, strict=True)]
+        changed = [replace(each, advantages=each.advantages + penalty) for each, penalty in zip(weighted, penalties, strict=True)]
         return changed, kl(policy, other)
 
-    async def _corrected(self, weighted: list[WeightedSample]) -> tuple[list[WeightedSample], Metrics]:
-        """Advantages times the truncated ratio of trainer to sampler; the loss then compares with the trainer's logprobs."""
+    async def _with_importance_weights(self, weighted: list[WeightedSample]) -> tuple[list[WeightedSample], Metrics]:
+        """Multiply the advantages by the capped ratio of trainer to sampler; the loss then compares with the trainer's logprobs."""
         samples = [each.sample for each in weighted]
-        scores = await self._scores(samples)
+        scores = await self._trainer_logprobs(samples)
         masks = [sample.loss_mask for sample in samples]
         trainer, sampler = _masked(scores, masks), _masked([sample.logprobs for sample in samples], masks)
         ratios = importance_weights(trainer, sampler, self.settings.tis_cap)
@@ -61,27 +140,30 @@ class Learner:
         capped = float(np.mean(ratios >= np.float32(self.settings.tis_cap))) if len(ratios) else 0.0
         return corrected, {"tis_weight": float(ratios.mean()) if len(ratios) else 1.0, "tis_capped": capped}
 
-    async def _substeps(self, parts: Sequence[Sequence[WeightedSample]], step: int) -> Metrics:
-        """All requests go out before the first result is awaited. A sample without any advantage adds nothing, and is not sent."""
+    async def _optimize(self, parts: Sequence[Sequence[WeightedSample]], step: int) -> Metrics:
+        """An optimizer step for each part. All requests are sent before the first result is awaited.
+
+        Samples whose advantages are all zero add nothing to a gradient and are not sent.
+        """
         settings = self.settings
         scaled = [list(zip(part, scales([each.sample for each in part], settings.loss_scale), strict=True)) for part in parts]
-        taught = [[(each, factor) for each, factor in part if each.advantages.any()] for part in scaled]
-        sent = [(part, *self._send(part, step)) for part in taught if part]
+        useful = [[(each, factor) for each, factor in part if each.advantages.any()] for part in scaled]
+        sent = [(part, *self._send(part, step)) for part in useful if part]
         metrics: Metrics = {"learning_rate": self._learning_rate(step), "optimizer_steps": float(len(sent)), "loss": 0.0}
         for number, (part, forward, update) in enumerate(sent):
             output, updated = await forward, await update
             metrics["loss"] += float(output.metrics["loss:sum"]) / len(sent)
             metrics |= {f"optimizer/{name}": float(value) for name, value in (updated.metrics or {}).items()}
-            if number == 0:  # later parts are scored by weights that have moved on
+            if number == 0:  # later parts are computed with weights that the sampler did not have
                 samples = [each.sample for each, _ in part]
                 metrics["kl_sampler_trainer"] = _kl_to_sampler(samples, response_logprobs(output, samples))
-        if not sent:  # nothing was learnt, and nothing scored
+        if not sent:  # there is no output to compare the sampler with
             samples = [each.sample for each, _ in chain(*scaled)]
-            metrics["kl_sampler_trainer"] = _kl_to_sampler(samples, await self._scores(samples))
+            metrics["kl_sampler_trainer"] = _kl_to_sampler(samples, await self._trainer_logprobs(samples))
         return metrics
 
-    async def _scores(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-        """[r] for each sample: the trainer's log-probabilities of the response."""
+    async def _trainer_logprobs(self, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
+        """[r] for each sample: the trainer's logprobs of the response."""
         if not samples:
             return []
         return response_logprobs(await self.client.forward([likelihood_datum(sample) for sample in samples], "cross_entropy"), samples)
@@ -108,9 +190,9 @@ class Learner:
 
 
 def weighted_samples(groups: Sequence[Group], settings: TrainingSection) -> list[WeightedSample]:
-    """Every usable sample with its trajectory's advantage, which all of its steps share.
+    """Every usable sample with the advantage of its trajectory, which all samples of a trajectory share.
 
-    Overlong filtering takes the tokens of cut trajectories out of the loss mask; their rewards still count in their group.
+    Overlong filtering removes the tokens of truncated trajectories from the loss mask; their rewards still count in their group.
     """
     rewards = [[trajectory.reward for trajectory in group.usable] for group in groups]
     weighted = []
@@ -118,24 +200,24 @@ def weighted_samples(groups: Sequence[Group], settings: TrainingSection) -> list
         for trajectory, value in zip(group.usable, values, strict=True):
             kept = not (settings.overlong_filtering and trajectory.truncated)
             for sample in trajectory.samples:
-                learnable = replace(sample, loss_mask=sample.loss_mask & kept)
-                weighted.append(WeightedSample(learnable, (learnable.loss_mask * value).astype(np.float32), sample.logprobs))
+                filtered = replace(sample, loss_mask=sample.loss_mask & kept)
+                weighted.append(WeightedSample(filtered, (filtered.loss_mask * value).astype(np.float32), sample.logprobs))
     return weighted
 
 
-def _kl_to_sampler(samples: Sequence[Sample], scores: Sequence[NDArray[np.float32]]) -> float:
+def _kl_to_sampler(samples: Sequence[TrainingSample], scores: Sequence[NDArray[np.float32]]) -> float:
     masks = [sample.loss_mask for sample in samples]
     return kl(_masked([sample.logprobs for sample in samples], masks), _masked(scores, masks))
 
 
 def _split(weighted: Sequence[WeightedSample], parts: int) -> list[Sequence[WeightedSample]]:
-    """`parts` neighbouring runs of about one size."""
+    """`parts` pieces of nearly equal length, in order."""
     edges = [len(weighted) * part // parts for part in range(parts + 1)]
     return [weighted[start:stop] for start, stop in pairwise(edges)]
 
 
 def _masked(values: Sequence[NDArray[np.float32]], masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.float32]:
-    """The sampled tokens of all samples in one array."""
+    """[tokens] the values of the sampled tokens of all samples, from [r] for each sample."""
     return np.concatenate([np.zeros(0, dtype=np.float32), *(value[mask] for value, mask in zip(values, masks, strict=True))])
 
 

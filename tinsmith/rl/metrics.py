@@ -1,29 +1,44 @@
-"""What is logged of a batch of trajectories, under names that mean the same in training and evaluation."""
+"""What is measured of a batch of trajectories, and where the numbers are logged.
 
+Names mean the same in training and in evaluation. Every tracker implements one small interface; `metrics.jsonl` is always written.
+"""
+
+import importlib
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
 
 import numpy as np
+from rich.console import Console
+from tensorboardX import SummaryWriter
 
-from tinsmith.rl.advantages import has_variance
+from tinsmith.errors import ConfigError
+from tinsmith.rl.datums import has_variance
 from tinsmith.rl.trajectory import STOP_REASONS, Trajectory
 
 Metrics = dict[str, float]
 
+SHOWN = ("reward", "eval/reward", "response_tokens", "entropy", "kl_sampler_trainer", "zero_variance_groups", "seconds/step")
+"""The metrics on the console."""
+
 
 def trajectory_metrics(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
-    """Rewards, lengths, endings, the sampler's entropy, and the environment's own metrics under `env/`.
+    """Rewards, lengths, stop reasons, the sampler's entropy, and the environment's own metrics under `env/`.
 
-    Means are over usable trajectories, endings over all. The entropy is estimated by the mean of -logprob of what was sampled.
+    Means are over usable trajectories, shares of stop reasons over all. The entropy, in nats, is estimated as the mean of -logprob over the
+    sampled tokens.
     """
     everyone = [trajectory for group in groups for trajectory in group]
     usable = [trajectory for trajectory in everyone if trajectory.usable]
     rewards = [[trajectory.reward for trajectory in group if trajectory.usable] for group in groups]
     samples = [sample for trajectory in usable for sample in trajectory.samples]
     sampled = [sample.logprobs[sample.loss_mask] for sample in samples]
-    logprobs = np.concatenate([np.zeros(0, dtype=np.float32), *sampled])
-    endings = Counter(trajectory.stop_reason for trajectory in everyone)
+    logprobs = np.concatenate([np.zeros(0, dtype=np.float32), *sampled])  # [tokens]
+    stop_reasons = Counter(trajectory.stop_reason for trajectory in everyone)
     return {
         **_reward([trajectory.reward for trajectory in usable]),
         "trajectories": float(len(everyone)),
@@ -35,25 +50,25 @@ def trajectory_metrics(groups: Sequence[Sequence[Trajectory]]) -> Metrics:
         "entropy": float(-logprobs.mean()) if len(logprobs) else 0.0,
         "zero_variance_groups": _mean([not has_variance(group) for group in rewards]),
         "tokens/sampled": float(len(logprobs)),
-        "tokens/sequence": float(sum(len(sample.stream) for sample in samples)),
-        **{f"stop/{reason}": endings[reason] / max(len(everyone), 1) for reason in STOP_REASONS},
+        "tokens/sequence": float(sum(len(sample.sequence) for sample in samples)),
+        **{f"stop/{reason}": stop_reasons[reason] / max(len(everyone), 1) for reason in STOP_REASONS},
         **_env_metrics([trajectory.metrics for trajectory in usable]),
         **_seconds(everyone),
     }
 
 
 def _reward(rewards: Sequence[float]) -> Metrics:
-    """Nothing where no trajectory is usable: 0.0 would look like a reward."""
+    """Nothing if no trajectory is usable, because 0.0 would look like a reward."""
     return {"reward": _mean(rewards), "reward_std": float(np.std(rewards))} if rewards else {}
 
 
 def succeeded(reward: float, wanted: float) -> bool:
-    """Whether an episode counts as a success. Rewards of several turns may miss the sum that is meant by a rounding."""
+    """Whether an episode is a success. Rounding is forgiven, because the rewards of several turns may not add up exactly."""
     return reward > wanted or math.isclose(reward, wanted, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:
-    """Mean over prompts of the chance that one of k attempts succeeds.
+    """The probability that at least one of k attempts succeeds, as a mean over prompts.
 
     Estimated without bias from n >= k attempts with c successes: 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
     """
@@ -72,10 +87,129 @@ def _env_metrics(reports: Sequence[Mapping[str, float]]) -> Metrics:
 
 
 def _seconds(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Mean seconds that a trajectory spent in a stage."""
+    """Mean seconds of a trajectory in each stage."""
     stages = sorted({stage for trajectory in trajectories for stage in trajectory.seconds})
     return {f"seconds/{stage}_of_a_trajectory": _mean([t.seconds.get(stage, 0.0) for t in trajectories]) for stage in stages}
 
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
+
+
+class Tracker(Protocol):
+    """Logs the metrics of a run, step by step. The evaluation before the first step is step -1."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Log the metrics of a step."""
+        ...
+
+    def close(self) -> None:
+        """Finish writing."""
+        ...
+
+
+class JsonlTracker:
+    """Writes a line of JSON for each step to `file`.
+
+    A resumed run repeats the steps from `first_step` on. Their old lines are removed when the first new line is written, not before: a run
+    that cannot continue, because its server is gone for example, leaves the file as it was.
+    """
+
+    def __init__(self, file: Path, first_step: int) -> None:
+        self.file, self.first_step = file, first_step
+        self._old_lines_removed = False
+        file.touch()
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        if not self._old_lines_removed:
+            self._remove_old_lines()
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def close(self) -> None:
+        return  # `log` writes at once
+
+    def _remove_old_lines(self) -> None:
+        kept = [line for line in _lines(self.file) if json.loads(line)["step"] < self.first_step]
+        new = self.file.with_name(f"{self.file.name}.new")  # renamed, so that a run that is killed now leaves the whole file
+        new.write_text("".join(kept), encoding="utf-8")
+        new.replace(self.file)
+        self._old_lines_removed = True
+
+
+class ConsoleTracker:
+    """Prints a line for each step, with the metrics of `SHOWN`."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        shown = "  ".join(f"{name} [bold]{metrics[name]:.3f}[/]" for name in SHOWN if name in metrics)
+        self.console.print(f"step {step:4d}  {shown}", highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        return
+
+
+class TensorBoardTracker:
+    """Writes scalars for TensorBoard to `directory`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.writer = SummaryWriter(str(directory))
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class ServiceTracker:
+    """Sends metrics to Weights & Biases or trackio, whose modules have the same `init`, `log` and `finish`.
+
+    A resumed run is another run there, in the same group as its first part.
+    """
+
+    def __init__(self, module: ModuleType, project: str, name: str, settings: dict[str, Any]) -> None:
+        self.module: Any = module
+        self.module.init(project=project, name=name, group=name, config=settings)
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        # Numbered by the steps done, because Weights & Biases drops metrics of a negative step.
+        self.module.log(metrics, step=step + 1)
+
+    def close(self) -> None:
+        self.module.finish()
+
+
+def make_trackers(names: Sequence[str], directory: Path, first_step: int, settings: dict[str, Any], console: Console) -> list[Tracker]:
+    """The trackers of a run: `metrics.jsonl`, and those in `names`.
+
+    Raises ConfigError for an unknown name, or one whose package is not installed.
+    """
+    trackers: list[Tracker] = [JsonlTracker(directory / "metrics.jsonl", first_step)]
+    for name in names:
+        match name:
+            case "console":
+                trackers.append(ConsoleTracker(console))
+            case "tensorboard":
+                trackers.append(TensorBoardTracker(directory / "tensorboard"))
+            case "wandb" | "trackio":
+                trackers.append(ServiceTracker(_installed(name), "tinsmith-rl", directory.name, settings))
+            case _:
+                raise ConfigError(f"trackers: {name!r} is not known; known are console, tensorboard, wandb and trackio")
+    return trackers
+
+
+def _installed(package: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(f"trackers: {package!r} is not installed; install it with: pip install {package}") from error
+
+
+def _lines(file: Path) -> list[str]:
+    """The complete lines of a file. The last line is incomplete if the process was killed while it wrote it."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return [line for line in lines if line.endswith("\n")]

@@ -1,78 +1,181 @@
-"""`Policy`: who answers a prompt. The generator knows nothing else of models, so a test or another library can be one as well."""
+"""Policies, and the server's models as policies.
 
-from collections.abc import Sequence
+A `Policy` answers prompts: token ids and pictures in, token ids and logprobs out. Rollouts know nothing else about models, so a test or
+another library can be a policy, too. The functions below open the models of a Tinker server, as the configuration names them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import tinker
 from numpy.typing import NDArray
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.chat import ChatTemplate
+from tinsmith.rl.config import ModelSection, ServerSection
+from tinsmith.rl.reach import require_server
 
 
 @dataclass(frozen=True)
-class Request:
-    """How an answer is to be sampled."""
+class SamplingRequest:
+    """How to sample an answer."""
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     stop: tuple[str, ...] = ()
-    """Texts that end the answer, beside the model's own end of turn."""
+    """Texts that end the answer, in addition to the model's end of turn."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end the answer, in place of all else."""
+    """Tokens that end the answer, instead of `stop` and the model's end of turn."""
     seed: int | None = None
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What was sampled."""
+class Completion:
+    """A sampled answer."""
 
     tokens: NDArray[np.int32]
-    """[s] with the token or tokens that ended it."""
+    """[s] including those that ended it."""
     logprobs: NDArray[np.float32]
     """[s]"""
     stopped: bool
-    """It ended by itself, not on its length."""
+    """False if it ended because it reached its maximum length."""
 
 
 class Policy(Protocol):
-    """Tokens and pictures in, tokens and logprobs out."""
+    """Answers prompts."""
 
-    async def answer(self, prompt: tinker.ModelInput, request: Request) -> Answer:
+    async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
         """One answer to `prompt`."""
         ...
 
 
 class TinkerPolicy:
-    """The model behind an SDK sampling client; whether the server samples with its own sampler or with vLLM makes no difference."""
+    """The model of an SDK sampling client. Which sampler the server uses, its own or vLLM, makes no difference."""
 
     def __init__(self, client: tinker.SamplingClient) -> None:
         self.client = client
 
-    async def answer(self, prompt: tinker.ModelInput, request: Request) -> Answer:
-        """One answer to `prompt`."""
+    async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
+        """One answer to `prompt`. Raises the SDK's errors."""
         params = tinker.SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
-            stop=list(request.stop_ids) or list(request.stop) or None,  # None is the model's own end; an empty list would be no end at all
+            stop=list(request.stop_ids) or list(request.stop) or None,  # None: the model's end of turn; []: nothing would end the answer
             seed=request.seed,
         )
         reply = await self.client.sample(prompt, 1, params)
         sequence = reply.sequences[0]
         tokens = np.array(sequence.tokens, dtype=np.int32)
-        return Answer(tokens, np.array(sequence.logprobs or [], dtype=np.float32), sequence.stop_reason == "stop")
+        return Completion(tokens, np.array(sequence.logprobs or [], dtype=np.float32), sequence.stop_reason == "stop")
 
 
 def derived_seed(*parts: int) -> int:
-    """A seed of 63 bits that follows from `parts`, such as run, group, member and turn."""
+    """A seed of 63 bits that depends on all `parts`, such as the seed of the run, group, member and turn."""
     digest = blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def joined_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """Stop strings from a configuration that has one or several."""
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+def connect(server: ServerSection) -> tinker.ServiceClient:
+    """A client of the server, which is waited for. Raises ConfigError if it cannot be reached, or if the SDK refuses the API key."""
+    require_server(server)
+    try:
+        rest_client(server)
+    except tinker.TinkerError as error:
+        raise ConfigError(f"server: {error}") from error
+    return tinker.ServiceClient(base_url=server.url or None, api_key=server.api_key or None)
+
+
+def rest_client(server: ServerSection) -> tinker.RestClient:
+    """A client for what is neither training nor sampling."""
+    return tinker.RestClient(base_url=server.url or None, api_key=server.api_key or None)
+
+
+def open_training_client(service: tinker.ServiceClient, model: ModelSection, resume_from: str) -> tinker.TrainingClient:
+    """The model to train: resumed with its optimizer from `resume_from`, started from a checkpoint, or new.
+
+    Raises ConfigError if the server refuses.
+    """
+    client: tinker.TrainingClient
+    with _refusals():
+        if resume_from:
+            client = service.create_training_client_from_state_with_optimizer(resume_from).result()
+        elif model.start_from:
+            client = service.create_training_client_from_state(model.start_from).result()
+        else:
+            client = service.create_lora_training_client(base_model=model.base_model, rank=model.rank, seed=model.seed).result()
+    return client
+
+
+def open_policy(service: tinker.ServiceClient, path: str, base_model: str) -> TinkerPolicy:
+    """A checkpoint (tinker://..., for training or for sampling) as a policy; the base model if `path` is empty.
+
+    Raises ConfigError if the server refuses.
+    """
+    with _refusals():
+        if not path:
+            return TinkerPolicy(service.create_sampling_client(base_model=base_model).result())
+        if "/weights/" in path:
+            client = service.create_training_client_from_state(path).result()
+            return TinkerPolicy(client.save_weights_and_get_sampling_client().result())
+        return TinkerPolicy(service.create_sampling_client(model_path=path).result())
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """A model or checkpoint that the server refuses is a mistake in the configuration: raise ConfigError with the server's reason."""
+    try:
+        yield
+    except (tinker.APIStatusError, tinker.RequestFailedError) as error:
+        body = getattr(error, "body", None)
+        reason = body["detail"] if isinstance(body, dict) and "detail" in body else error
+        raise ConfigError(f"model: the server refuses: {reason}") from error
+
+
+def base_model_of(client: tinker.TrainingClient) -> str:
+    """The name of a model's base model."""
+    return str(client.get_info().model_data.model_name)
+
+
+def context_limit(server: ServerSection, base_model: str) -> int:
+    """The longest sequence of a base model on the server, in tokens. Raises ConfigError if the server does not say."""
+    capabilities = rest_client(server).get_server_capabilities().result()
+    for supported in capabilities.supported_models:
+        if supported.model_name == base_model and supported.max_context_length:
+            return int(supported.max_context_length)
+    raise ConfigError(f"the server does not say how long sequences of {base_model!r} may be; set generation: max_context")
+
+
+def tokenizer_of(policy: TinkerPolicy) -> PreTrainedTokenizerBase:
+    """The tokenizer of a policy's base model. Raises ConfigError if the base model's name is not a Hub id that can be reached."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = policy.client.get_tokenizer()
+    except OSError as error:
+        raise ConfigError(f"model: tokenizer is empty, and the base model's name leads to none: {error}; give its directory") from error
+    return tokenizer
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a directory or of a Hub id."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    return tokenizer
+
+
+def chat_template(model: ModelSection, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+    """The chat template that the configuration names. Raises ConfigError if its file does not exist."""
+    text = None
+    if model.chat_template:
+        file = Path(model.chat_template)
+        if not file.is_file():
+            raise ConfigError(f"model: chat_template={model.chat_template!r} is no file")
+        text = file.read_text(encoding="utf-8")
+    return ChatTemplate.for_tokenizer(tokenizer, text, model.template_options)

@@ -1,6 +1,6 @@
-"""Whether a run can reach its server: what is missing is said within seconds, before anything slow is imported.
+"""Whether the server can be reached. Problems are reported within seconds, before any slow import.
 
-Without this check the SDK would repeat an unanswered request for minutes without a message.
+Without this check the SDK would repeat an unanswered request for minutes, silently.
 """
 
 import json
@@ -18,35 +18,35 @@ from tinsmith.rl.config import ServerSection
 log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
-"""Longest wait for one answer."""
+"""For one request."""
 _PAUSE_S = 0.5
-"""Between two questions to a server that is not ready."""
+"""Between two requests to a server that is not ready."""
 _HEALTH = "/api/v1/healthz"
 _STORED_KEYS = Path("~/.tinker/credentials.json")
-"""Where the SDK's `tinker auth login` stores keys."""
+"""Where `tinker auth login` of the SDK stores keys."""
 
 
 def require_server(server: ServerSection) -> None:
-    """Return once the server is ready. While it is not, say why, for at most `wait_s` seconds.
+    """Wait until the server is ready, for at most `wait_s` seconds, and log why it is not.
 
-    Raises ConfigError: no URL or no API key given, a URL at which there is no Tinker server, or no server that is ready in time.
+    Raises ConfigError: no URL or API key is given, there is no Tinker server at the URL, or it is not ready in time.
     """
     url = (server.url or os.environ.get("TINKER_BASE_URL", "")).rstrip("/")
-    _check_given(url, server.api_key)
+    _check_url_and_key(url, server.api_key)
     deadline = time.monotonic() + server.wait_s
-    said = ""
+    logged = ""
     while reason := _why_not_ready(url):
         if time.monotonic() >= deadline:
             raise ConfigError(
                 f"server: url={url!r}: {reason}; start the server, correct the URL, or wait longer with server: wait_s={server.wait_s:g}"
             )
-        if reason != said:
+        if reason != logged:
             log.warning("waiting for %s: %s", url, reason)
-            said = reason
+            logged = reason
         time.sleep(_PAUSE_S)
 
 
-def _check_given(url: str, key: str) -> None:
+def _check_url_and_key(url: str, key: str) -> None:
     missing = []
     if not url:
         missing.append("url is empty and TINKER_BASE_URL is not set; give the server's URL, such as http://127.0.0.1:8000")
@@ -59,7 +59,7 @@ def _check_given(url: str, key: str) -> None:
 
 
 def _why_not_ready(url: str) -> str:
-    """Empty if the server is ready. Raises ConfigError if something else than a Tinker server answers."""
+    """The reason, or "" if the server is ready. Raises ConfigError if something other than a Tinker server answers."""
     try:
         with urlopen(url + _HEALTH, timeout=_TIMEOUT_S):
             return ""
@@ -67,16 +67,16 @@ def _why_not_ready(url: str) -> str:
         if error.code == 404:
             hint = "; leave out /api/v1, which clients add" if url.endswith("/api/v1") else ""
             raise ConfigError(f"server: url={url!r} answers 404 to {_HEALTH}: there is no Tinker server{hint}") from error
-        return _detail(error) if error.code >= 500 else ""  # what else is wrong, such as the key, the SDK says at once
+        return _detail(error) if error.code >= 500 else ""  # the SDK reports other errors at once, such as a wrong key
     except InvalidURL as error:
         raise ConfigError(f"server: url={url!r}: {error}; give a URL such as http://127.0.0.1:8000") from error
-    except (OSError, ValueError, HTTPException) as error:  # nobody answers, or nothing that is HTTP
+    except (OSError, ValueError, HTTPException) as error:  # no answer, or an answer that is not HTTP
         return f"no answer ({error.reason if isinstance(error, URLError) else error})"
 
 
 def _detail(error: HTTPError) -> str:
-    """What a server that is not ready says about it."""
+    """The reason that a server gives for not being ready."""
     try:
         return f"not ready ({json.load(error)['detail']})"
-    except (ValueError, KeyError, TypeError):  # no JSON, or another one: a proxy's page
+    except (ValueError, KeyError, TypeError):  # another body, such as a proxy's page
         return f"not ready (HTTP {error.code})"

@@ -1,32 +1,38 @@
-"""What a start of `tinsmith rl` makes of its output directory: a new run, the rest of the run that is in it, or an error.
+"""How a run continues after it was stopped or killed: its state, its checkpoints on the server, and its output directory.
 
-Two runs in one directory would delete each other's checkpoints, so each holds a lock, which ends with its process.
+`state.json` in the output directory says where a run continues. A checkpoint is saved first and recorded there afterwards, and it is
+deleted only after `state.json` has ceased to name it, so at any moment the file names checkpoints that exist.
 
-A run that was killed goes on from its last checkpoint. If it had saved none, a new run begins, and the files of the old one are moved into
-a directory of their own: neither its metrics nor its weights on the server are lost. A run goes on only with the settings that it began
-with; the constants below name the exceptions.
+A run that was killed continues from its last checkpoint. If it had saved none, a new run begins, and the files of the old one are moved to
+a directory of their own, so that neither its metrics nor its weights on the server are lost. A run continues only with the settings that it
+began with; `MAY_DIFFER` and `FIXED_AT_START` name the exceptions. Two runs in one directory would delete each other's checkpoints, so a run
+locks its directory.
 """
 
+import dataclasses
 import fcntl
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import tinker
 from rich.console import Console
 from rich.text import Text
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RlConfig, to_tree
-from tinsmith.rl.run_state import FILE, RunState, load_state
 
+STATE = "state.json"
 SETTINGS = "config.json"
-"""The settings that the run in a directory had at its last start."""
+"""The settings of the run at its last start."""
 METRICS = "metrics.jsonl"
+_FILES_OF_A_RUN = (STATE, SETTINGS, METRICS, "trajectories", "tensorboard")
 
-FREE = (
+MAY_DIFFER = (
     "server.*",
     "env.workers",
     "env.worker_count",
@@ -38,39 +44,112 @@ FREE = (
     "evaluation.pass_at",
     "output.*",
 )
-"""Settings that may differ from one start to the next: they decide how long a run is, where it computes and what it writes."""
+"""Settings that may differ from start to start: they decide how long a run is, where it computes and what it writes, not its results."""
 
-FROM_THE_BEGINNING = ("model.base_model", "model.start_from", "model.rank", "model.seed", "warmup.*")
-"""Settings that take effect only when a run begins, so a run that goes on cannot change them."""
-
-_LEFT_BY_A_RUN = (FILE, SETTINGS, METRICS, "trajectories", "tensorboard")
+FIXED_AT_START = ("model.base_model", "model.start_from", "model.rank", "model.seed", "warmup.*")
+"""Settings that have an effect only when a run begins, so a run that continues cannot change them."""
 
 
-def starting_state(config: RlConfig, console: Console) -> RunState:
-    """The state to go on from; step 0 is a new run, whose output directory is then empty of other runs' files.
+@dataclass(frozen=True)
+class RunState:
+    """A run after `step` steps."""
 
-    Raises ConfigError: the directory holds a run and `resume` is false, or a run with other settings.
+    step: int = 0
+    next_group: int = 0
+    """Number of the first group that was not trained on."""
+    weights: str = ""
+    """Checkpoint for training (tinker://...), with the optimizer's state."""
+    sampler_weights: str = ""
+    """Checkpoint of the same weights for sampling."""
+    best_reward: float | None = None
+    best_step: int = 0
+    best_weights: str = ""
+    """Checkpoint for sampling with the best reward."""
+    kept: tuple[str, ...] = ()
+    """Checkpoints of steps that are on the server, oldest first: two for each step, including `weights` and `sampler_weights`."""
+    tokenizer: str = ""
+    """Directory or Hub id."""
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Every checkpoint that the state names."""
+        return frozenset({self.weights, self.sampler_weights, self.best_weights, *self.kept} - {""})
+
+    def save(self, directory: Path) -> None:
+        """Replace the state in `directory`, at once and as a whole."""
+        _replace_file(directory / STATE, dataclasses.asdict(self))
+
+
+def load_state(directory: Path) -> RunState | None:
+    """The state in `directory`; None if there is none. Raises ConfigError if it is broken or was written by another version."""
+    file = directory / STATE
+    if not file.exists():
+        return None
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file}, the state of a run, is broken: {error}; restore it, or name another output directory") from error
+    known = {spec.name for spec in dataclasses.fields(RunState)}
+    if not isinstance(values, dict) or set(values) != known:
+        raise ConfigError(f"{file} was written by another version: its keys are {sorted(values)}, expected {sorted(known)}")
+    return RunState(**{**values, "kept": tuple(values["kept"])})
+
+
+@dataclass
+class RunCheckpoints:
+    """Saves a run's checkpoints, records them in state.json, and deletes those that it names no longer.
+
+    A checkpoint that a run had saved and not recorded when it was killed stays on the server.
     """
-    directory = Path(config.output.directory)
-    settings = _settings(config)
-    _check_allowed_changes(config.output.allow_changes, settings)
-    state = load_state(directory)
-    if state is None and not _has_metrics(directory):
-        return RunState()
-    if not config.output.resume:
-        raise ConfigError(f"output: directory={str(directory)!r} holds a run, and resume is false; name another directory")
-    if state is None or not state.step:
-        kept = _move_aside(directory)
-        moved = f"the run in {directory} ended before its first checkpoint and begins anew; what it left is in {kept}"
-        console.print(Text(moved), soft_wrap=True)
-        return RunState()
-    _check_same_run(directory, state.step, settings, config.output.allow_changes)
-    return state
+
+    client: tinker.TrainingClient
+    rest: tinker.RestClient
+    directory: Path
+    keep: int
+    """How many steps' checkpoints stay, besides the best weights; 0 deletes nothing."""
+    recorded: RunState
+    """The content of state.json."""
+
+    async def save_step(self, state: RunState) -> RunState:
+        """Save the weights after `state.step` steps, for training and for sampling. They take effect with the next `record`."""
+        name = f"step-{state.step:06d}"
+        weights = (await self.client.save_state(name, overwrite=True)).path
+        sampler_weights = (await self.client.save_weights_for_sampler(name)).path
+        kept = (*state.kept, weights, sampler_weights)[-2 * self.keep :]
+        return replace(state, weights=weights, sampler_weights=sampler_weights, kept=kept)
+
+    async def save_best(self, state: RunState, reward: float) -> RunState:
+        """Save the weights after `state.step` steps as the best so far, and record them. The step to continue from stays the same."""
+        saved = await self.client.save_weights_for_sampler(f"best-{state.step:06d}")
+
+        def with_best(old: RunState) -> RunState:
+            return replace(old, best_reward=reward, best_step=state.step, best_weights=saved.path, tokenizer=state.tokenizer)
+
+        await self.record(with_best(self.recorded))
+        return with_best(state)
+
+    async def record(self, state: RunState) -> None:
+        """Let a resumed run continue from `state`, and delete the checkpoints that it does not name."""
+        dropped = self.recorded.paths - state.paths
+        state.save(self.directory)
+        self.recorded = state
+        if self.keep:
+            for path in sorted(dropped):
+                await self._delete(path)
+
+    async def _delete(self, path: str) -> None:
+        try:
+            await self.rest.delete_checkpoint_from_tinker_path(path)
+        except tinker.NotFoundError:
+            return  # somebody else deleted it
 
 
 @contextmanager
-def only_run(directory: Path) -> Iterator[None]:
-    """Hold an output directory, made if it is not there, while the body runs. Raises ConfigError if another run works in it."""
+def locked(directory: Path) -> Iterator[None]:
+    """Lock an output directory, created if it does not exist. Raises ConfigError if another run holds the lock.
+
+    The operating system releases the lock when the process ends, however it ends.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "run.lock").open("w") as lock:
         try:
@@ -82,21 +161,47 @@ def only_run(directory: Path) -> Iterator[None]:
         yield
 
 
+def starting_state(config: RlConfig, console: Console) -> RunState:
+    """The state to continue from. For a new run it is step 0, and the output directory holds no files of another run.
+
+    Raises ConfigError if the directory holds a run and `resume` is false, or if that run has other settings.
+    """
+    directory = Path(config.output.directory)
+    settings = _settings(config)
+    _check_allowed_changes(config.output.allow_changes, settings)
+    state = load_state(directory)
+    if state is None and not _has_metrics(directory):
+        return RunState()
+    if not config.output.resume:
+        raise ConfigError(f"output: directory={str(directory)!r} holds a run, and resume is false; name another directory")
+    if state is None or not state.step:
+        moved_to = _move_aside(directory)
+        message = f"the run in {directory} ended before its first checkpoint and begins anew; its files were moved to {moved_to}"
+        console.print(Text(message), soft_wrap=True)
+        return RunState()
+    _check_same_settings(directory, state.step, settings, config.output.allow_changes)
+    return state
+
+
 def record_settings(config: RlConfig) -> None:
-    """Write down what the next start in the output directory compares its settings with. Called once the run can begin."""
-    file = Path(config.output.directory) / SETTINGS
+    """Record the settings that the next start in this directory is compared with. Called once the run is ready to begin."""
+    _replace_file(Path(config.output.directory) / SETTINGS, to_tree(config))
+
+
+def _replace_file(file: Path, tree: dict[str, Any]) -> None:
+    """Write JSON under another name and rename it, so that a process killed meanwhile leaves the old file."""
     new = file.with_name(f"{file.name}.new")
-    new.write_text(json.dumps(to_tree(config), indent=2) + "\n", encoding="utf-8")
+    new.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
     new.replace(file)
 
 
 def _settings(config: RlConfig) -> dict[str, Any]:
-    """By "section.key", with values as they are read back from JSON."""
+    """The settings by "section.key", with values as they are read back from JSON."""
     return _flat(json.loads(json.dumps(to_tree(config))))
 
 
 def _has_metrics(directory: Path) -> bool:
-    """Whether a run has done a step or an evaluation. One that could not begin may leave an empty file."""
+    """Whether a run has logged a step or an evaluation. One that could not begin leaves an empty file."""
     file = directory / METRICS
     return file.exists() and file.stat().st_size > 0
 
@@ -105,46 +210,46 @@ def _check_allowed_changes(keys: list[str], settings: dict[str, Any]) -> None:
     for key in keys:
         if key not in settings:
             raise ConfigError(f"output: allow_changes: there is no setting {key!r}; write SECTION.KEY, such as training.learning_rate")
-        if _is_one_of(key, FROM_THE_BEGINNING):
+        if _matches(key, FIXED_AT_START):
             raise ConfigError(f"output: allow_changes: {key} takes effect only when a run begins; name another output directory")
 
 
-def _check_same_run(directory: Path, step: int, settings: dict[str, Any], allowed: list[str]) -> None:
-    """Raise ConfigError if the run in the directory has other settings than these, FREE and `allowed` ones aside."""
+def _check_same_settings(directory: Path, step: int, settings: dict[str, Any], allowed: list[str]) -> None:
+    """Raise ConfigError if the run in the directory has other settings, apart from MAY_DIFFER and `allowed`."""
     file = directory / SETTINGS
     try:
         recorded = _flat(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError) as error:  # not there, no JSON, no sections
+    except (OSError, ValueError, AttributeError) as error:  # no file, not JSON, or not sections
         raise ConfigError(
             f"cannot read {file}, the settings of the run in {directory}: {error}; restore it, or name another output directory"
         ) from error
-    before = _settings(RlConfig()) | recorded  # a setting that the recording version did not have did what its default says
-    changed = [key for key, value in settings.items() if before[key] != value and not _is_one_of(key, FREE) and key not in allowed]
+    before = _settings(RlConfig()) | recorded  # settings that are newer than the recorded file had the effect of their defaults
+    changed = [key for key, value in settings.items() if before[key] != value and not _matches(key, MAY_DIFFER) and key not in allowed]
     if not changed:
         return
     differences = ", ".join(f"{key} is {before[key]!r} there and {settings[key]!r} here" for key in changed)
     remedy = "name another directory"
-    if not any(_is_one_of(key, FROM_THE_BEGINNING) for key in changed):
+    if not any(_matches(key, FIXED_AT_START) for key in changed):
         remedy += f", or change them from step {step} on with output: {{allow_changes: [{', '.join(changed)}]}}"
     raise ConfigError(f"output: directory={str(directory)!r} holds a run with other settings: {differences}; {remedy}")
 
 
 def _move_aside(directory: Path) -> Path:
-    """Move what a run has written into a new directory below, and return that."""
+    """Move a run's files into a new directory below. Returns that directory."""
     number = 1
-    while (kept := directory / f"ended-{number}").exists():
+    while (aside := directory / f"ended-{number}").exists():
         number += 1
-    kept.mkdir()
-    for name in _LEFT_BY_A_RUN:
+    aside.mkdir()
+    for name in _FILES_OF_A_RUN:
         if (directory / name).exists():
-            (directory / name).rename(kept / name)
-    return kept
+            (directory / name).rename(aside / name)
+    return aside
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    """{"training.steps": 100} and so on."""
+    """The values of a tree by "section.key"."""
     return {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
 
 
-def _is_one_of(key: str, patterns: tuple[str, ...]) -> bool:
+def _matches(key: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)

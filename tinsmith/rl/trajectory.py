@@ -1,8 +1,12 @@
-"""What the generator makes: turns, training samples and trajectories. All frozen; every array says its shape."""
+"""What an episode leaves behind: its turns, the samples to train on that are made of them, and the finished trajectory.
+
+A turn whose prompt begins with everything that was seen and sampled before continues the sample; any other turn begins a new one. So an
+episode is one sample where the chat template only appends, and several where it drops earlier reasoning. All classes are frozen.
+"""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -10,50 +14,55 @@ import numpy as np
 import tinker
 from numpy.typing import NDArray
 
-from tinsmith.rl.stream import TokenStream
+from tinsmith.rl.sequences import PictureProcessor, TokenSequence, concatenate, text_sequence
 
 StopReason = Literal["done", "length", "context", "max_turns", "empty", "env_error", "env_timeout"]
-"""Why a trajectory ended: the environment was done; a generation reached its length; the conversation left no room for another one;
-`max_turns` were played; the first generation was empty; the environment raised, or took too long."""
+"""Why an episode ended.
+
+done: the environment said so. length: an answer reached the limit on its tokens. context: no room was left for another answer.
+max_turns: the limit on turns was reached. empty: the first answer had no tokens. env_error: the environment raised, or returned a wrong
+value. env_timeout: a call into the environment took too long.
+"""
 
 STOP_REASONS: tuple[StopReason, ...] = get_args(StopReason)
 
 TRUNCATED: frozenset[StopReason] = frozenset({"length", "context"})
-"""Endings by which a trajectory was cut for being long."""
+"""The episode was cut because it was too long."""
 
 FAILED: frozenset[StopReason] = frozenset({"env_error", "env_timeout"})
-"""Endings that are the environment's fault."""
+"""The environment's code failed."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One call of the policy and what the environment made of it.
+    """One answer of the policy, and the reward that the environment gave for it.
 
-    Example: the prompt "What is 3 + 4?", sampled ids of "7<|im_end|>" with two logprobs, reward 1.0.
+    Example: the prompt "What is 3 + 4?", the sampled ids of "7<|im_end|>" with two logprobs, reward 1.0.
     """
 
-    prompt: TokenStream
+    prompt: TokenSequence
     """Exactly what the model saw."""
     sampled: NDArray[np.int32]
-    """[s] exactly what it said, the token that ended it included; may be empty."""
+    """[s] exactly what the model sampled, including the token that ended the answer; may be empty."""
     logprobs: NDArray[np.float32]
-    """[s] the sampler's, at the request's temperature."""
+    """[s] the sampler's logprobs, at the temperature of the request."""
     reward: float
-    """What the environment gave for this turn."""
+    """The environment's reward for this turn."""
     tail: tuple[int, ...] = ()
-    """Tokens nobody sampled that close the turn (end of turn after a stop string)."""
+    """Tokens behind the answer that were not sampled: the end of turn after a stop string."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A sequence to train on: a prompt, and a response in which the model and the environment take turns.
+class TrainingSample:
+    """A sequence to train on: a prompt, and a response in which sampled answers and the environment's messages alternate.
 
     Example: response_ids [7, 2, 5, 5, 9, 2] with loss_mask [1, 1, 0, 0, 1, 1]: two turns of two sampled tokens with two between them.
     """
 
-    stream: TokenStream
-    """Prompt and response, with their pictures."""
+    sequence: TokenSequence
+    """Prompt and response with their pictures; [p + r] tokens."""
     prompt_length: int
+    """p"""
     loss_mask: NDArray[np.bool_]
     """[r] true exactly where a token was sampled."""
     rewards: NDArray[np.float64]
@@ -61,13 +70,13 @@ class Sample:
     logprobs: NDArray[np.float32]
     """[r] the sampler's logprobs, 0.0 where nothing was sampled."""
     turns: int
-    """Turns merged into this sample."""
+    """Number of turns in this sample."""
     is_last_step: bool
-    """Whether the trajectory ends with this sample."""
+    """Whether the episode ends with this sample."""
     pixel_values: NDArray[np.float32] | None = None
-    """[patches, patch_dim] of the stream's pictures, if asked for and there are any."""
+    """[patches, patch_dim] of the pictures; None unless asked for, or without pictures."""
     image_grid_thw: NDArray[np.int64] | None = None
-    """[pictures, 3], if asked for and there are any."""
+    """[pictures, 3]; None as above."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.loss_mask), len(self.rewards), len(self.logprobs)}
@@ -76,76 +85,135 @@ class Sample:
     @property
     def prompt_ids(self) -> NDArray[np.int32]:
         """[p] positions of pictures hold the placeholder's id."""
-        return self.stream.ids[: self.prompt_length]
+        return self.sequence.ids[: self.prompt_length]
 
     @property
     def response_ids(self) -> NDArray[np.int32]:
-        """[r] sampled tokens and what the environment said in between."""
-        return self.stream.ids[self.prompt_length :]
+        """[r] sampled tokens, and the environment's messages between them."""
+        return self.sequence.ids[self.prompt_length :]
 
     @property
     def model_input(self) -> tinker.ModelInput:
-        """Prompt and response as the SDK takes them."""
-        return self.stream.model_input
+        """Prompt and response in the SDK's form."""
+        return self.sequence.model_input
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Which episode a trajectory is."""
+class EpisodeId:
+    """Which episode a trajectory records."""
 
     env: str
     seed: int
-    """The prompt's."""
+    """Seed of the prompt."""
     group: int = 0
-    """Number of its group in the run."""
+    """Number of the group in the run."""
     member: int = 0
-    """Its place in the group."""
+    """Place within the group."""
     version: int = 0
-    """Optimizer steps that the weights had seen which it was sampled from."""
+    """Number of training steps behind the weights that were sampled."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A finished episode. `samples` is empty if nothing can be learnt from it: it is counted and dropped."""
+    """A finished episode. `samples` is empty if there is nothing to learn from it: it is counted and dropped."""
 
-    origin: Origin
-    samples: tuple[Sample, ...]
-    """One, or several where the chat template does not extend by suffix."""
+    episode: EpisodeId
+    samples: tuple[TrainingSample, ...]
+    """One, or several where the chat template does not only append."""
     stop_reason: StopReason
     turns: int
-    """Calls of the policy."""
+    """How many answers were sampled."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the environment says of the episode."""
+    """The environment's numbers about the episode."""
     error: str = ""
-    """Why the environment failed, in a line; empty if it did not."""
+    """How the environment failed, in one line; empty if it did not."""
     details: str = ""
-    """The same with the whole traceback, if there is one."""
+    """The failure with its traceback, if there is one."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time by stage: "sample", "env"."""
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """The environment's metadata of `init`, for the log."""
+    """The metadata that the environment's `init` returned, for the log."""
 
     @cached_property
     def reward(self) -> float:
-        """The whole reward, rounded once: the same rewards in other turns come to the same number."""
+        """The sum of all rewards, exact up to one rounding: it does not depend on the turns that the rewards were given in."""
         return math.fsum(reward for sample in self.samples for reward in sample.rewards.tolist())
 
     @cached_property
     def sampled_tokens(self) -> int:
-        """Number of tokens that the model said."""
         return int(sum(sample.loss_mask.sum() for sample in self.samples))
 
     @property
     def usable(self) -> bool:
-        """Whether it tells something about the model: something was sampled, and the environment did not fail."""
+        """Whether it says something about the model: something was sampled, and the environment did not fail."""
         return bool(self.samples) and not self.failed
 
     @property
     def failed(self) -> bool:
-        """Whether the environment ended it, by raising, by a wrong return value or by taking too long."""
         return self.stop_reason in FAILED
 
     @property
     def truncated(self) -> bool:
-        """Whether it was cut for being long."""
         return self.stop_reason in TRUNCATED
+
+
+def assemble(turns: Sequence[Turn]) -> tuple[TrainingSample, ...]:
+    """The samples of an episode, in order; none if its first answer is empty.
+
+    The reward of a later turn with an empty answer is added to the last sampled token before it.
+    """
+    turns = _with_rewards_moved(turns)
+    chains: list[list[Turn]] = []
+    for turn in turns:
+        if chains and turn.prompt.begins_with(chains[-1][-1].prompt + text_sequence(chains[-1][-1].sampled)):
+            chains[-1].append(turn)
+        else:
+            chains.append([turn])
+    sampled = [chain for chain in chains if any(len(turn.sampled) for turn in chain)]
+    return tuple(_sample(chain, is_last_step=chain is sampled[-1]) for chain in sampled)
+
+
+def with_pixels(samples: Sequence[TrainingSample], processor: PictureProcessor) -> tuple[TrainingSample, ...]:
+    """The samples with the pixel values of their pictures."""
+    filled = []
+    for sample in samples:
+        if pictures := tuple(placed.picture for placed in sample.sequence.pictures):
+            pixel_values, image_grid_thw = processor.pixels(pictures)
+            filled.append(replace(sample, pixel_values=pixel_values, image_grid_thw=image_grid_thw))
+        else:
+            filled.append(sample)
+    return tuple(filled)
+
+
+def _with_rewards_moved(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns, with the reward of each empty answer moved to the last turn before it that sampled something; [] if there is none."""
+    moved: list[Turn] = []
+    last = None
+    for turn in turns:
+        if len(turn.sampled):
+            last = len(moved)
+            moved.append(turn)
+        elif last is None:
+            return []
+        else:
+            moved[last] = replace(moved[last], reward=moved[last].reward + turn.reward)
+            moved.append(replace(turn, reward=0.0))
+    return moved
+
+
+def _sample(chain: Sequence[Turn], is_last_step: bool) -> TrainingSample:
+    """One sample of turns that continue each other."""
+    while not len(chain[-1].sampled):  # the prompts of empty answers at the end teach nothing
+        chain = chain[:-1]
+    end = chain[-1]
+    prompt_length = len(chain[0].prompt)
+    sequence = concatenate((end.prompt, text_sequence(end.sampled), text_sequence(end.tail)))  # [p + r]
+    loss_mask = np.zeros(len(sequence) - prompt_length, dtype=np.bool_)  # [r]
+    rewards, logprobs = np.zeros(len(loss_mask), dtype=np.float64), np.zeros(len(loss_mask), dtype=np.float32)
+    for turn in chain:
+        start = len(turn.prompt) - prompt_length
+        stop = start + len(turn.sampled)
+        loss_mask[start:stop], logprobs[start:stop] = True, turn.logprobs
+        if stop > start:
+            rewards[stop - 1] = turn.reward
+    return TrainingSample(sequence, prompt_length, loss_mask, rewards, logprobs, len(chain), is_last_step)

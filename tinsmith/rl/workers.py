@@ -1,8 +1,8 @@
-"""Where environments run: in the event loop, in threads, or in processes, with a time-out for every call.
+"""Where environments run: in the event loop, in threads, or in processes. Calls in threads and processes have a time-out.
 
-An environment may block, raise or hang; that is one trajectory's misfortune. Threads suit environments that wait (for a service, a
-simulator); processes suit those that compute or that may hang for good: a process is one episode's at a time and is killed on a time-out, a
-thread is only left behind until its call returns.
+An environment may block, raise or hang, and only its own episode may suffer. Threads suit environments that wait for something, such as a
+service or a simulator. Processes suit environments that compute, or that may hang for good: a process serves one episode at a time and is
+killed on a time-out, while a thread is left behind until its call returns.
 """
 
 import asyncio
@@ -18,45 +18,44 @@ from functools import partial
 from typing import Any, Protocol
 
 from tinsmith.errors import ConfigError, TinsmithError
-from tinsmith.rl import registry
 from tinsmith.rl.calls import EnvError, call, env_error, guarded
 from tinsmith.rl.config import WorkerKind
-from tinsmith.rl.env import Env
+from tinsmith.rl.env import Env, find, make
 
 OPEN_S = 120.0
-"""How long a thread or a process may take to import an environment's module and make the environment."""
+"""Seconds in which a thread or process must have imported the environment's module and made the environment."""
 
 
 class EnvTimeoutError(TinsmithError):
-    """A call of an environment took longer than its time-out."""
+    """A call into an environment took longer than its time-out."""
 
 
-class Session(Protocol):
-    """One environment for one episode, wherever it runs."""
+class EnvSession(Protocol):
+    """One environment during one episode, wherever it runs."""
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """What the environment's `method` returns, checked (`calls.py`). Raises EnvError, EnvTimeoutError."""
+        """Call a method of the environment and return its checked value. Raises EnvError, EnvTimeoutError."""
         ...
 
     async def end(self) -> None:
-        """Close the environment and give its place back. Raises as `call` does."""
+        """Close the environment and free its place. Raises as `call` does."""
         ...
 
 
 class Workers(Protocol):
-    """Makes environments, each at a place of its own."""
+    """Opens a session with a new environment for each episode."""
 
-    async def open(self, name: str, options: Mapping[str, Any]) -> Session:
-        """A new environment of the registry. Raises EnvError, EnvTimeoutError; ConfigError for a name or options that cannot be."""
+    async def open(self, name: str, options: Mapping[str, Any]) -> EnvSession:
+        """Make the environment of this name. Raises EnvError, EnvTimeoutError; ConfigError for an unknown name or wrong options."""
         ...
 
     def shutdown(self) -> None:
-        """Let threads and processes go."""
+        """Stop threads and processes."""
         ...
 
 
 def make_workers(kind: WorkerKind, count: int, timeout_s: float) -> Workers:
-    """`count` threads or processes (an inline environment has no time-out)."""
+    """`count` threads or processes, with a time-out for each call; or workers that call inline, where neither applies."""
     match kind:
         case "inline":
             return InlineWorkers()
@@ -68,68 +67,62 @@ def make_workers(kind: WorkerKind, count: int, timeout_s: float) -> Workers:
 
 @dataclass
 class InlineSession:
-    """An environment that answers at once."""
+    """An environment that is called in the event loop."""
 
     env: Env
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """The method's value. Raises EnvError."""
         return call(self.env, method, *arguments)
 
     async def end(self) -> None:
-        """Close it."""
         await self.call("close")
 
 
 class InlineWorkers:
-    """No workers: environments run in the event loop. For those whose steps take less than a millisecond."""
+    """Environments run in the event loop. For those whose steps take less than a millisecond."""
 
     async def open(self, name: str, options: Mapping[str, Any]) -> InlineSession:
-        """A new environment."""
         return InlineSession(_made(name, options))
 
     def shutdown(self) -> None:
-        """Nothing to let go."""
+        return
 
 
 @dataclass
 class ThreadSession:
-    """An environment whose calls run in any of the threads."""
+    """An environment that is called in threads, each call in another one."""
 
     workers: "ThreadWorkers"
     env: Env
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """The method's value. Raises EnvError, EnvTimeoutError."""
         return await self.workers.run(self.workers.timeout_s, call, self.env, method, *arguments)
 
     async def end(self) -> None:
-        """Close it."""
         await self.call("close")
 
 
 class ThreadWorkers:
-    """`count` calls at a time, each at most `timeout_s` seconds."""
+    """At most `count` calls at a time, each at most `timeout_s` seconds."""
 
     def __init__(self, count: int, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._slots = asyncio.Semaphore(count)
 
     async def open(self, name: str, options: Mapping[str, Any]) -> ThreadSession:
-        """A new environment, made in one of the threads."""
         return ThreadSession(self, await self.run(OPEN_S, _made, name, options))
 
     async def run(self, timeout_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The value of a function that raises TinsmithError only. Raises as that does, and EnvTimeoutError."""
-        async with self._slots:  # so that the time-out begins when the call does
+        """Call, in a thread, a function that raises nothing but TinsmithError. Raises that, and EnvTimeoutError."""
+        async with self._slots:  # the time-out begins with the call, not with the wait for a slot
             return await _within(timeout_s, _in_a_thread(function, *arguments))
 
     def shutdown(self) -> None:
-        """Nothing to let go: a thread ends with its call, and the interpreter waits for none."""
+        """Leave the threads alone: each ends with its call, and the interpreter does not wait for them."""
 
 
-class _Seat:
-    """A process that holds one environment at a time. Started on first use, and anew after it was killed."""
+class _EnvProcess:
+    """A process that holds one environment at a time. It is started on first use, and again after it was killed."""
 
     def __init__(self) -> None:
         self._pool: ProcessPoolExecutor | None = None
@@ -137,11 +130,10 @@ class _Seat:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is there."""
         return self._pool is not None
 
     async def run(self, timeout_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The function's value in the process. Raises EnvError, EnvTimeoutError."""
+        """Call a function in the process. Raises EnvError, EnvTimeoutError."""
         if self._pool is None:
             self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
             self._pid = await asyncio.wrap_future(self._pool.submit(os.getpid))
@@ -164,75 +156,76 @@ class _Seat:
 
 @dataclass
 class ProcessSession:
-    """An environment in a process that is its own until it ends."""
+    """An environment in a process that serves no other episode until this one ends."""
 
     workers: "ProcessWorkers"
-    seat: _Seat
+    process: _EnvProcess
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """The method's value, which must be picklable. Raises EnvError, EnvTimeoutError."""
-        return await self.seat.run(self.workers.timeout_s, _call_in_process, method, arguments)
+        """Call a method, whose arguments and value must be picklable. Raises EnvError, EnvTimeoutError."""
+        return await self.process.run(self.workers.timeout_s, _call_in_process, method, arguments)
 
     async def end(self) -> None:
-        """Close the environment; the process waits for the next one."""
         try:
-            if self.seat.alive:  # what a time-out killed has nothing left to close
+            if self.process.alive:  # after a time-out there is nothing left to close
                 await self.call("close")
         finally:
-            self.workers.free.put_nowait(self.seat)
+            self.workers.free.put_nowait(self.process)
 
 
 class ProcessWorkers:
-    """`count` processes: as many episodes at a time."""
+    """`count` processes, which serve as many episodes at a time."""
 
     def __init__(self, count: int, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.free: asyncio.Queue[_Seat] = asyncio.Queue()
-        self._seats = [_Seat() for _ in range(count)]
-        for seat in self._seats:
-            self.free.put_nowait(seat)
+        self.free: asyncio.Queue[_EnvProcess] = asyncio.Queue()
+        self._processes = [_EnvProcess() for _ in range(count)]
+        for process in self._processes:
+            self.free.put_nowait(process)
 
     async def open(self, name: str, options: Mapping[str, Any]) -> ProcessSession:
-        """A new environment in a process that is free, or as soon as one is."""
-        factory = registry.find(name)  # a name that only this process knows is known there, too
-        seat = await self.free.get()
+        """Make an environment as soon as a process is free."""
+        factory = find(name)  # the process gets the factory itself, because names are registered in this process only
+        process = await self.free.get()
         try:
-            await seat.run(OPEN_S, _open_in_process, factory, dict(options))
+            await process.run(OPEN_S, _open_in_process, factory, dict(options))
         except TinsmithError:
-            self.free.put_nowait(seat)
+            self.free.put_nowait(process)
             raise
-        return ProcessSession(self, seat)
+        return ProcessSession(self, process)
 
     def shutdown(self) -> None:
-        """Let the processes end."""
-        for seat in self._seats:
-            seat.shutdown()
+        for process in self._processes:
+            process.shutdown()
 
 
-_here: dict[str, Env] = {}
-"""In a worker process: its environment."""
+_env_of_this_process: dict[str, Env] = {}
+"""In a process of `ProcessWorkers`: its environment, as "env"."""
 
 
 def _open_in_process(factory: Callable[..., Env], options: dict[str, Any]) -> None:
-    _here["env"] = guarded(partial(factory, **options))
+    _env_of_this_process["env"] = guarded(partial(factory, **options))
 
 
 def _call_in_process(method: str, arguments: tuple[Any, ...]) -> Any:
-    return call(_here["env"], method, *arguments)
+    return call(_env_of_this_process["env"], method, *arguments)
 
 
 def _made(name: str, options: Mapping[str, Any]) -> Env:
-    """A new environment. Raises ConfigError as the registry does, and EnvError for what its constructor raises."""
+    """A new environment. Raises ConfigError for an unknown name or wrong options, and EnvError for what its constructor raises."""
     try:
-        return registry.make(name, **options)
+        return make(name, **options)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # as in `guarded`
+    except (Exception, SystemExit) as error:  # an environment must not end the program
         raise env_error(error) from error
 
 
 def _in_a_thread(function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-    """The outcome of a call that raises TinsmithError only, in a thread of its own: the interpreter would wait for an executor's."""
+    """Call a function that raises nothing but TinsmithError in a new thread.
+
+    The thread is a daemon: the interpreter does not wait for it at its end, as it would for the threads of an executor.
+    """
     future: Future[Any] = Future()
 
     def work() -> None:
@@ -242,7 +235,7 @@ def _in_a_thread(function: Callable[..., Any], *arguments: Any) -> "Future[Any]"
         except TinsmithError as error:
             future.set_exception(error)
         finally:
-            if not future.done():  # whatever can end a thread beside exceptions
+            if not future.done():  # neither returned nor raised a TinsmithError: a BaseException ended the thread
                 future.set_exception(EnvError("the environment ended its thread"))
 
     threading.Thread(target=work, daemon=True).start()
@@ -250,7 +243,7 @@ def _in_a_thread(function: Callable[..., Any], *arguments: Any) -> "Future[Any]"
 
 
 async def _within(timeout_s: float, call: "Future[Any]") -> Any:
-    """The call's outcome. Raises EnvTimeoutError, EnvError for a value that cannot be brought here, and what the call itself raises."""
+    """The result of a call. Raises EnvTimeoutError, EnvError for a value that cannot be pickled, and what the call itself raises."""
     future = asyncio.wrap_future(call)
     done, _ = await asyncio.wait({future}, timeout=timeout_s)
     if not done:

@@ -1,1 +1,1 @@
-"""Environments and policies of other libraries as ours, and ours as theirs. Each module needs its library and nothing else does."""
+"""Environments and policies of other libraries for `tinsmith.rl`, and ours for them. Only the adapter of a library imports it."""

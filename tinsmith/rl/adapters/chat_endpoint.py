@@ -1,6 +1,7 @@
-"""An address that speaks OpenAI's chat completions, and whose model is whoever answers: programs that ask a model become environments.
+"""A local HTTP server with OpenAI's chat completions API, whose answers come from another thread.
 
-A conversation is known by a header of its requests. Each request is a question that waits until somebody answers it from another thread.
+It turns any program that asks a model through this API into an environment: each request waits until the trainer's policy has answered it.
+A header of the requests says which conversation they belong to.
 """
 
 import json
@@ -11,28 +12,29 @@ from queue import Queue
 from typing import Any
 
 from tinsmith.errors import UserError
-from tinsmith.rl.env import Message
+from tinsmith.rl.env import ChatMessage
 
 
-class Conversation:
-    """One program's questions, answered in turn. `None` among them is its end."""
+class ExternalChat:
+    """A conversation that an external program leads: its requests are questions, which are answered one at a time."""
 
     def __init__(self) -> None:
-        self.questions: Queue[list[Message] | None] = Queue()
+        self.questions: Queue[list[ChatMessage] | None] = Queue()
+        """Messages of each request; None marks the end of the conversation."""
         self.refusal = ""
-        """Why a question was refused."""
+        """Why a request was refused; empty if none was."""
         self._answers: Queue[str | None] = Queue()
 
     def answer(self, text: str) -> None:
-        """What the model says to the last question."""
+        """Answer the last question."""
         self._answers.put(text)
 
     def hang_up(self) -> None:
-        """Refuse the question that waits, and all that come."""
+        """Refuse the waiting question and all later ones."""
         self._answers.put(None)
 
     def ask(self, body: dict[str, Any]) -> str | None:
-        """The answer to a request; None once nobody answers any more. Raises UserError for what no text can answer."""
+        """Put the question of a request and wait for its answer; None after `hang_up`. Raises UserError for tools and streaming."""
         if tools := body.get("tools"):
             names = ", ".join(str(tool.get("function", tool).get("name")) for tool in tools)
             raise UserError(f"the program offers tools ({names}), and answers here are text")
@@ -46,43 +48,42 @@ class Conversation:
 
 
 class ChatEndpoint:
-    """The address, served from threads until `close`. Conversations are told apart by the header `header`."""
+    """The HTTP server, which runs in threads until `close`. The header `header` says which conversation a request belongs to."""
 
     def __init__(self, header: str) -> None:
         self.header = header
-        self._conversations: dict[str, Conversation] = {}
+        self._chats: dict[str, ExternalChat] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler_of(self))
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     @property
     def url(self) -> str:
-        """What a client calls base_url."""
+        """The base_url for clients."""
         return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
 
-    def expect(self, name: str, conversation: Conversation) -> None:
-        """Requests whose header is `name` are questions of `conversation`."""
-        self._conversations[name] = conversation
+    def expect(self, name: str, chat: ExternalChat) -> None:
+        """Let requests whose header is `name` be questions of `chat`."""
+        self._chats[name] = chat
 
     def forget(self, names: list[str]) -> None:
-        """Nobody answers for these any more."""
+        """Answer 404 to requests with these names."""
         for name in names:
-            del self._conversations[name]
+            del self._chats[name]
 
     def close(self) -> None:
-        """Serve no more."""
         self._server.shutdown()
         self._server.server_close()
 
     def reply(self, name: str | None, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Status and body for a request."""
-        conversation = self._conversations.get(name or "")
-        if conversation is None or not path.endswith("/chat/completions"):
+        """Status and body of the reply to a request. Waits for the answer."""
+        chat = self._chats.get(name or "")
+        if chat is None or not path.endswith("/chat/completions"):
             return 404, _error(f"nobody answers at {path} for {self.header}={name!r}")
         try:
-            text = conversation.ask(body)
+            text = chat.ask(body)
         except UserError as error:
-            conversation.refusal = str(error)
+            chat.refusal = str(error)
             return 400, _error(str(error))
         return (200, _completion(str(body.get("model")), text)) if text is not None else (410, _error("nobody answers any more"))
 
@@ -102,7 +103,7 @@ def _handler_of(endpoint: ChatEndpoint) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing about requests."""
+            """Log nothing."""
 
     return Handler
 

@@ -1,12 +1,12 @@
-"""Any Gymnasium environment whose observation is a picture, or that renders one.
+"""Gymnasium environments that observe or render pictures.
 
-What is missing is what a text means as an action, and a name:
+You supply a function from a text to an action, and a name:
 
     def lander() -> GymnasiumEnv:
         env = gymnasium.make("LunarLander-v3", render_mode="rgb_array")
         return GymnasiumEnv(env, ["nothing", "left", "main", "right"].index, question="Which engine?")
 
-    registry.register("lander", lander)
+    register("lander", lander)
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ import numpy as np
 from PIL import Image
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.env import Env, Message, Prompt, Step, user, visible
+from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, user, visible
 
 
 class GymnasiumEnv(Env):
-    """An episode of `env`, reset with the prompt's seed; each turn shows a picture and asks `question`.
+    """An episode of `env`, reset with the prompt's seed. Each turn shows a picture and asks `question`.
 
-    `action_of` maps what the model said (stripped, without its thoughts) to an action; a ValueError or KeyError from it, which `list.index`
-    and a dictionary raise, ends the episode with no reward. The picture is the observation if that is one [height, width, 1 or 3] of uint8,
-    and what `render` returns otherwise.
+    `action_of` maps the model's answer (stripped, without reasoning) to an action. If it raises ValueError or KeyError, as `list.index` and
+    dictionaries do, the episode ends without a reward. The picture is the observation if that is one ([height, width, 1 or 3], uint8), else
+    what `render` returns.
     """
 
     def __init__(self, env: "gymnasium.Env[Any, Any]", action_of: Callable[[str], Any], question: str) -> None:
@@ -36,13 +36,12 @@ class GymnasiumEnv(Env):
         self.env, self.action_of, self.question = env, action_of, question
         self.steps, self.invalid = 0, False
 
-    def init(self, prompt: Prompt) -> tuple[list[Message], dict[str, Any]]:
-        """Reset the environment and show it."""
+    def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:
         observation, info = self.env.reset(seed=prompt.seed)
         return [self._shown(observation)], dict(info)
 
     def step(self, text: str) -> Step:
-        """Do what the text says."""
+        """Take the action that the text means."""
         try:
             action = self.action_of(visible(text))
         except (ValueError, KeyError):
@@ -54,14 +53,13 @@ class GymnasiumEnv(Env):
         return Step([] if done else [self._shown(observation)], float(reward), done, dict(info))
 
     def close(self) -> None:
-        """Close the environment."""
         self.env.close()
 
     def metrics(self) -> dict[str, float]:
-        """Steps made, and whether a text that was no action ended them."""
+        """How many steps were made, and whether an answer that is no action ended the episode."""
         return {"steps": float(self.steps), "invalid": float(self.invalid)}
 
-    def _shown(self, observation: Any) -> Message:
+    def _shown(self, observation: Any) -> ChatMessage:
         pixels: Any = observation if _is_picture_space(self.env.observation_space) else self.env.render()
         return user(Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels), self.question)
 

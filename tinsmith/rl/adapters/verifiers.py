@@ -1,10 +1,10 @@
-"""Environments of the `verifiers` library (0.4) as ours: it runs its own episodes, and asks us where it would ask a model.
+"""Environments of the `verifiers` library (0.4). `verifiers` runs its own episodes, and asks us where it would ask a model.
 
-    registry.register("wordle", VerifiersEpisodes({"taskset": {"id": "textarena", "game": "Wordle-v0"}, "player": PLAYER}))
+    register("wordle", VerifiersEpisodes({"taskset": {"id": "textarena", "game": "Wordle-v0"}, "player": PLAYER}))
 
-with PLAYER = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}: a configuration as `verifiers` takes it. Whatever happens
-between two answers, in its harness and on its runtime, and how the episode is scored, is `verifiers`' own. Pictures come through; tools
-are refused: here a model answers in text. Run it in threads (`workers: thread`), of which every episode holds one while it waits.
+where PLAYER = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}} is a configuration of `verifiers`. Everything between two
+answers, and how an episode is scored, is up to `verifiers`, its harness and its runtime. Pictures are supported. Tools are refused, because
+models answer in text here. Run it in threads (`workers: thread`): each episode occupies one while it waits.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from typing import Any
 from verifiers import v1
 
 from tinsmith.errors import UserError
-from tinsmith.rl.adapters.chat_endpoint import ChatEndpoint, Conversation
-from tinsmith.rl.env import Env, Message, Prompt, Step
+from tinsmith.rl.adapters.chat_endpoint import ChatEndpoint, ExternalChat
+from tinsmith.rl.env import ChatMessage, Env, Prompt, Step
 
 
 class VerifiersEpisodes:
-    """Makes episodes of one environment, which they share: a factory for the registry. Its tasks are numbered by the prompts' seeds."""
+    """A factory of episodes that share one environment of `verifiers`. The prompt's seed is the number of the task."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.environment: Any = v1.load_environment(v1.resolve_env_config(dict(config)))
@@ -35,26 +35,25 @@ class VerifiersEpisodes:
         asyncio.run_coroutine_threadsafe(self._serving.__aenter__(), self.loop).result()
         self._lock = threading.Lock()
         self._tasks: list[Any] = []
-        self._coming: Iterator[Any] = iter(self.environment.taskset)
+        self._new_tasks: Iterator[Any] = iter(self.environment.taskset)
         self._playing: set[asyncio.Task[Any]] = set()
 
     def __call__(self) -> "VerifiersEnv":
-        """A new episode."""
         return VerifiersEnv(self)
 
     def task(self, number: int) -> Any:
-        """The task of that number, counted round in a set that ends."""
+        """The task of this number; in a finite set counting starts over after the last task."""
         with self._lock:
-            while len(self._tasks) <= number and (task := next(self._coming, None)) is not None:
+            while len(self._tasks) <= number and (task := next(self._new_tasks, None)) is not None:
                 self._tasks.append(task)
             return self._tasks[number % len(self._tasks)]
 
     def start(self, task: Any, on_trace: Callable[[Any], None]) -> "Future[Any]":
-        """Begin to play a task; `on_trace` is told of each of its traces before that asks anything."""
+        """Start to play a task. `on_trace` is called with each of its traces before the trace asks anything."""
         return asyncio.run_coroutine_threadsafe(self._play(task, on_trace), self.loop)
 
     def close(self) -> None:
-        """Give back what the environment serves, once the episodes that were left have ended."""
+        """Stop the environment, once the episodes that were cancelled have ended."""
         asyncio.run_coroutine_threadsafe(self._end(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.endpoint.close()
@@ -66,64 +65,65 @@ class VerifiersEpisodes:
         return await playing
 
     async def _end(self) -> None:
-        await asyncio.gather(*self._playing, return_exceptions=True)
+        if self._playing:
+            await asyncio.wait(self._playing)
         await self._serving.__aexit__(None, None, None)
 
 
 class VerifiersEnv(Env):
-    """An episode of the task that the prompt's seed numbers. The reward comes at the end."""
+    """An episode of one task. The reward comes at the end."""
 
     def __init__(self, episodes: VerifiersEpisodes) -> None:
         self.episodes = episodes
-        self._conversation = Conversation()
+        self._chat = ExternalChat()
         self._traces: list[str] = []
-        self._said: list[Message] = []
+        self._question: list[ChatMessage] = []
         self._metrics: dict[str, float] = {}
 
-    def init(self, prompt: Prompt) -> tuple[list[Message], dict[str, Any]]:
-        """Begin the episode, up to its first question."""
+    def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:
+        """Start the episode and wait for its first question."""
         task = self.episodes.task(prompt.seed)
         self._episode = self.episodes.start(task, self._expect)
-        self._episode.add_done_callback(lambda _: self._conversation.questions.put(None))
-        question = self._conversation.questions.get()
+        self._episode.add_done_callback(lambda _: self._chat.questions.put(None))
+        question = self._chat.questions.get()
         if question is None:
             raise UserError(f"the environment asked nothing: {self._fault() or 'its episode is over'}")
-        self._said = question
+        self._question = question
         return list(question), {"task": task.key}
 
     def step(self, text: str) -> Step:
-        """Give the answer; the next question, or the reward. Raises UserError for an episode that failed."""
-        self._conversation.answer(text)
-        question = self._conversation.questions.get()
+        """Pass on the answer, and wait for the next question or the end. Raises UserError if the episode failed."""
+        self._chat.answer(text)
+        question = self._chat.questions.get()
         if question is None:
             if fault := self._fault():
                 raise UserError(fault)
             traces = self._episode.result().traces
             self._metrics = _numbers(traces)
             return Step([], sum(trace.reward for trace in traces if trace.agent.trainable), True)
-        seen, self._said = self._said, question
-        if question[: len(seen)] != seen:
+        previous, self._question = self._question, question
+        if question[: len(previous)] != previous:
             raise UserError("the environment asks about another conversation than before; only those that grow can be played")
-        return Step(question[len(seen) + 1 :], 0.0, False)  # behind what was seen comes the answer itself
+        return Step(question[len(previous) + 1 :], 0.0, False)  # without the answer itself, which follows the previous messages
 
     def close(self) -> None:
         """End the episode."""
-        self._conversation.hang_up()
+        self._chat.hang_up()
         self._episode.cancel()
         self.episodes.endpoint.forget(self._traces)
 
     def metrics(self) -> dict[str, float]:
-        """The environment's metrics, and its rewards by name."""
+        """The environment's metrics and its rewards, by name."""
         return self._metrics
 
     def _expect(self, trace: Any) -> None:
         self._traces.append(trace.id)
-        self.episodes.endpoint.expect(trace.id, self._conversation)
+        self.episodes.endpoint.expect(trace.id, self._chat)
 
     def _fault(self) -> str:
-        """What went wrong in an episode that is over; empty if nothing did."""
-        if self._conversation.refusal:
-            return self._conversation.refusal
+        """Why a finished episode failed; empty if it did not."""
+        if self._chat.refusal:
+            return self._chat.refusal
         if self._episode.cancelled():
             return "the episode was cancelled"
         episode = self._episode.result()

@@ -1,1 +1,1 @@
-"""The environments that come with Tinsmith. Each is one short file, to be read as an example."""
+"""The environments that come with Tinsmith. They are short, to be read as examples."""

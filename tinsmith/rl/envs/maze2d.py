@@ -1,10 +1,10 @@
-"""Find the way to the goal: every turn shows the maze from above, the answer is `up`, `down`, `left` or `right`.
+"""Find the way to the goal of a maze: every turn shows a picture of it, and the answer is `up`, `down`, `left` or `right`.
 
-A cell is 32 pixels a side: white is free, black a wall, blue the player, green the goal. Reward 1 for the goal. A move into a wall or off
-the board, and a word that is no move, end the episode (`bumps_end=False`: they only cost a move). Nothing but the picture says where
-anything is. It shows the board, or with `view="player"` the cells around the player, `reach` to every side: what is off the board is black,
-and a goal farther away stands at the edge, in its direction. `lines` draws black lines, so many pixels wide, on those sides of a free cell
-that lead into a wall or off the board: a cell's own pixels then say where one can go from it.
+A cell is 32 pixels wide and high: white is free, black a wall, blue the player, green the goal. Reward 1 for reaching the goal. A move into
+a wall or off the board, and an answer that is no move, end the episode (`bumps_end=False`: they only cost a move). Only the picture says
+where everything is. It shows the whole board, or with `view="player"` the cells up to `reach` cells away from the player: cells off the
+board are black, and a goal farther away appears at the edge, in its direction. `lines` is the width in pixels of black lines on those sides
+of each free cell that lead into a wall or off the board, so that the pixels of a cell say where one can go from it.
 """
 
 from collections import deque
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.env import Env, Message, Prompt, Step, Teacher, generator, user, visible
+from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, Teacher, generator, user, visible
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 LEVELS = {"easy": (4, 2), "medium": (6, 9), "hard": (8, 20)}
-"""Level -> (cells a side, walls)."""
+"""Level -> (cells on each side, walls)."""
 CELL = 32
 FREE, WALL, PLAYER, GOAL = (255, 255, 255), (0, 0, 0), (40, 60, 220), (30, 170, 60)
 
@@ -31,7 +31,7 @@ Cell = tuple[int, int]
 
 @dataclass
 class Maze2D(Env, Teacher):
-    """A random maze of `level` in which the goal is at least `nearest` moves away and can be reached within `moves`."""
+    """A random maze of `level`, whose goal is at least `nearest` and at most `moves` moves away."""
 
     level: Literal["easy", "medium", "hard"] = "easy"
     moves: int = 20
@@ -51,8 +51,8 @@ class Maze2D(Env, Teacher):
         if not 0 <= self.lines < CELL // 2:
             raise ConfigError(f"lines={self.lines} must be at least 0 and less than {CELL // 2}, half a cell")
 
-    def init(self, prompt: Prompt) -> tuple[list[Message], dict[str, Any]]:
-        """Build a maze and show it."""
+    def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:
+        """Draw mazes until the goal of one is as far away as it should be, and show that."""
         self.side, walls = LEVELS[self.level]
         random = generator(prompt)
         self.made, self.reached = 0, False
@@ -69,24 +69,24 @@ class Maze2D(Env, Teacher):
         move = MOVES.get(visible(text).lower())
         target = None if move is None else (self.player[0] + move[0], self.player[1] + move[1])
         if target is None or not self._free(target):
-            return self._seen(0.0, self.bumps_end or self.made == self.moves)
+            return self._reply(0.0, self.bumps_end or self.made == self.moves)
         self.player = target
         self.reached = target == self.goal
-        return self._seen(float(self.reached), self.reached or self.made == self.moves)
+        return self._reply(float(self.reached), self.reached or self.made == self.moves)
 
     def demonstrate(self) -> str:
-        """A move on a shortest way."""
+        """A move on a shortest path."""
         distances = self._distances()
         return next(name for name, cell in self._neighbours(self.player) if distances.get(cell) == distances[self.player] - 1)
 
     def metrics(self) -> dict[str, float]:
-        """Whether the goal was reached, and the moves made."""
+        """Whether the goal was reached, and how many moves were made."""
         return {"reached": float(self.reached), "moves": float(self.made)}
 
-    def _seen(self, reward: float, done: bool) -> Step:
+    def _reply(self, reward: float, done: bool) -> Step:
         return Step([] if done else [self._view()], reward, done)
 
-    def _view(self) -> Message:
+    def _view(self) -> ChatMessage:
         cells = np.full((self.side, self.side, 3), FREE, dtype=np.uint8)
         for wall in self.walls:
             cells[wall] = WALL
@@ -96,7 +96,7 @@ class Maze2D(Env, Teacher):
         return user(Image.fromarray(self._around_player(pixels) if self.view == "player" else pixels), "Move:")
 
     def _draw_lines(self, pixels: NDArray[np.uint8]) -> None:
-        """Draw into the board [pixels, pixels, 3] where its free cells cannot be left."""
+        """Draw `lines` into the board [height, width, 3], in place."""
         sides = {
             "up": np.s_[: self.lines, :],
             "down": np.s_[CELL - self.lines :, :],
@@ -110,7 +110,7 @@ class Maze2D(Env, Teacher):
                     _square(pixels, cell)[sides[name]] = WALL
 
     def _around_player(self, board: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The part of the board's pixels that the player sees."""
+        """[height, width, 3] the part of the board that the player sees, from the whole board of the same form."""
         margin = self.reach * CELL
         wide = np.pad(board, ((margin, margin), (margin, margin), (0, 0)), constant_values=WALL[0])
         down, right = self.player
@@ -131,7 +131,7 @@ class Maze2D(Env, Teacher):
                 yield name, neighbour
 
     def _distances(self) -> dict[Cell, int]:
-        """Moves to the goal from every cell that can reach it."""
+        """Number of moves to the goal, from each cell that can reach it."""
         distances, waiting = {self.goal: 0}, deque([self.goal])
         while waiting:
             cell = waiting.popleft()
@@ -143,6 +143,6 @@ class Maze2D(Env, Teacher):
 
 
 def _square(pixels: NDArray[np.uint8], cell: Cell) -> NDArray[np.uint8]:
-    """The part of a picture [height, width, 3] that shows a cell; writing to it writes to the picture."""
+    """The part of a picture [height, width, 3] that shows a cell, as a view: writing to it writes to the picture."""
     row, column = cell
     return pixels[row * CELL : (row + 1) * CELL, column * CELL : (column + 1) * CELL]

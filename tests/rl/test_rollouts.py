@@ -1,8 +1,9 @@
-"""Every way in which an episode goes and ends, on a plain and a thinking template: the exact tokens, mask, rewards and logprobs."""
+"""Every way in which an episode runs and ends, on a plain and a thinking template: the exact tokens, mask, rewards and logprobs."""
 
 import asyncio
 import base64
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,16 @@ import pytest
 import tinker
 from PIL import Image
 
-from tests.rl.scripted import COUNTS, KEEPS_THOUGHTS, SHOUTS, Script, Scripted, ids, rules
-from tinsmith.errors import UserError
-from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.conversation import TemplateError
-from tinsmith.rl.env import Message, Prompt, image_part, text_part, user
-from tinsmith.rl.generator import Generator
-from tinsmith.rl.pictures import Picture
-from tinsmith.rl.policy import Answer, Request
-from tinsmith.rl.trajectory import Origin, Sample, Trajectory
+from tests.rl.scripted import COUNTS, KEEPS_THOUGHTS, SHOUTS, Script, Scripted, ids, settings
+from tests.rl.test_run import config_of
+from tinsmith.errors import ConfigError, UserError
+from tinsmith.rl.chat import ChatTemplate, TemplateError
+from tinsmith.rl.config import from_tree
+from tinsmith.rl.env import ChatMessage, Prompt, image_part, text_part, user
+from tinsmith.rl.policy import Completion, SamplingRequest, context_limit
+from tinsmith.rl.rollouts import EnvRollouts, file_prompts, prompt_of_group, rollout_settings, seed_prompts
+from tinsmith.rl.sequences import Picture
+from tinsmith.rl.trajectory import EpisodeId, TrainingSample, Trajectory
 from tinsmith.rl.workers import InlineWorkers
 
 Made = tuple[Trajectory, Scripted]
@@ -32,18 +34,18 @@ END = "<|im_end|>"
 def play(
     template: ChatTemplate,
     answers: Sequence[tuple[str | list[int], bool]],
-    steps: list[tuple[list[Message], float, bool]],
-    opening: list[Message] = OPENING,
+    steps: list[tuple[list[ChatMessage], float, bool]],
+    opening: list[ChatMessage] = OPENING,
     **changes: Any,
 ) -> Made:
     """An episode of scripted answers (text, whether it stopped by itself) and steps."""
     policy = Scripted([(ids(template, said) if isinstance(said, str) else said, stopped) for said, stopped in answers])
-    generator = Generator("tests.rl.scripted:Script", {"opening": opening, "steps": steps}, rules(**changes), template, InlineWorkers())
-    return asyncio.run(generator.play(policy, Prompt(5), Origin("script", 5))), policy
+    rollouts = EnvRollouts("tests.rl.scripted:Script", {"opening": opening, "steps": steps}, settings(**changes), template, InlineWorkers())
+    return asyncio.run(rollouts.play(policy, Prompt(5), EpisodeId("script", 5))), policy
 
 
 def assert_sample(
-    sample: Sample, template: ChatTemplate, prompt: str, parts: Parts, last: bool = True, pictures: Sequence[Picture] = ()
+    sample: TrainingSample, template: ChatTemplate, prompt: str, parts: Parts, last: bool = True, pictures: Sequence[Picture] = ()
 ) -> None:
     """The whole sample: its prompt, and parts of (text or ids, turn that sampled it or 0, reward on its last token)."""
     response: list[int] = []
@@ -63,7 +65,7 @@ def assert_sample(
     assert sample.logprobs.tolist() == pytest.approx(logprobs)
     assert sample.is_last_step is last
     assert sample.model_input == input_of(template, ids(template, prompt) + response, pictures)
-    assert [placed.picture for placed in sample.stream.pictures] == list(pictures)
+    assert [placed.picture for placed in sample.sequence.pictures] == list(pictures)
 
 
 def input_of(template: ChatTemplate, tokens: list[int], pictures: Sequence[Picture] = ()) -> tinker.ModelInput:
@@ -78,7 +80,7 @@ def input_of(template: ChatTemplate, tokens: list[int], pictures: Sequence[Pictu
     return tinker.ModelInput(chunks=[*chunks, tinker.EncodedTextChunk(tokens=tokens)])
 
 
-def only(trajectory: Trajectory) -> Sample:
+def only(trajectory: Trajectory) -> TrainingSample:
     (sample,) = trajectory.samples
     return sample
 
@@ -278,7 +280,7 @@ def test_pictures_come_as_images_bytes_or_data_uris(plain: ChatTemplate) -> None
     file = plain.picture(picture("red"))
     uri = "data:image/png;base64," + base64.b64encode(file.data).decode()
     for part in (image_part(picture("red")), image_part(file.data), image_part(uri), {"type": "image_url", "image_url": {"url": uri}}):
-        opening: list[Message] = [{"role": "user", "content": [part, text_part("hot?")]}]
+        opening: list[ChatMessage] = [{"role": "user", "content": [part, text_part("hot?")]}]
         made, _ = play(plain, [("hot" + END, True)], [([], 1.0, True)], opening)
         assert_sample(only(made), plain, LOOK, [("hot" + END, 1, 1.0)], pictures=[file])
 
@@ -344,26 +346,26 @@ def test_thousands_of_episodes_are_played_and_no_more_at_a_time_than_wanted(in_f
     at_once, most = 0, 0
 
     class Slow:
-        async def answer(self, prompt: tinker.ModelInput, request: Request) -> Answer:
+        async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
             nonlocal at_once, most
             at_once += 1
             most = max(most, at_once)
             await asyncio.sleep(0)
             at_once -= 1
-            return Answer(np.array(plain.end_of_turn_ids, np.int32), np.zeros(1, np.float32), True)
+            return Completion(np.array(plain.end_of_turn_ids, np.int32), np.zeros(1, np.float32), True)
 
     async def play_all() -> list[Trajectory]:
-        generator = Generator("arithmetic", {}, rules(), plain, InlineWorkers(), in_flight=in_flight)
-        return await asyncio.gather(*(generator.play(Slow(), Prompt(n), Origin("arithmetic", n)) for n in range(3000)))
+        rollouts = EnvRollouts("arithmetic", {}, settings(), plain, InlineWorkers(), in_flight=in_flight)
+        return await asyncio.gather(*(rollouts.play(Slow(), Prompt(n), EpisodeId("arithmetic", n)) for n in range(3000)))
 
     made = asyncio.run(play_all())
     assert most == in_flight
-    assert [trajectory.origin.seed for trajectory in made] == list(range(3000))
+    assert [trajectory.episode.seed for trajectory in made] == list(range(3000))
     assert all(trajectory.usable for trajectory in made)
 
 
 CLUE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-RULED: list[Message] = [{"role": "system", "content": "One word."}, *OPENING]
+RULED: list[ChatMessage] = [{"role": "system", "content": "One word."}, *OPENING]
 SYSTEM = "<|im_start|>system\nOne word.<|im_end|>\n"
 CLUES = [([user("warmer")], 0.25, False), ([user("colder")], 0.5, False), ([], 1.0, True)]
 
@@ -401,11 +403,58 @@ def test_a_context_that_is_long_enough_changes_nothing(plain: ChatTemplate) -> N
 @pytest.mark.parametrize("turns", [1, 2])
 def test_pictures_are_forgotten_with_their_turns(turns: int, plain: ChatTemplate) -> None:
     colors = ["red", "blue", "green", "white"]
-    system: Message = {"role": "system", "content": [{"type": "image", "image": picture("black")}]}
-    steps: list[tuple[list[Message], float, bool]] = [([user(picture(color))], 0.0, False) for color in colors[1:]]
+    system: ChatMessage = {"role": "system", "content": [{"type": "image", "image": picture("black")}]}
+    steps: list[tuple[list[ChatMessage], float, bool]] = [([user(picture(color))], 0.0, False) for color in colors[1:]]
     made, policy = play(plain, [("x" + END, True)] * 4, [*steps, ([], 1.0, True)], [system, user(picture("red"))], context_turns=turns)
     seen = [["black", *colors[max(0, n + 1 - turns) : n + 1]] for n in range(4)]
     asked = [[chunk.data for chunk in prompt.chunks if isinstance(chunk, tinker.types.ImageChunk)] for prompt in policy.prompts]
     assert asked == [[plain.picture(picture(color)).data for color in shown] for shown in seen]
-    assert [len(sample.stream.pictures) for sample in made.samples] == ([2] * 4 if turns == 1 else [3] * 3)
+    assert [len(sample.sequence.pictures) for sample in made.samples] == ([2] * 4 if turns == 1 else [3] * 3)
     assert made.samples[-1].is_last_step
+
+
+@pytest.mark.parametrize(
+    ("sections", "spare"),
+    [
+        ({}, 0),
+        ({"generation": {"stop": ["\n"]}}, "tail"),
+        ({"generation": {"stop": ["\n"], "end_turn_after_stop_string": False}}, 0),
+        ({"training": {"kl_coefficient": 0.1}}, 1),
+        ({"generation": {"top_p": 0.9}}, 1),
+        ({"generation": {"top_k": 5, "stop": ["\n"]}, "training": {"kl_coefficient": 0.1}}, "tail and one"),
+    ],
+)
+def test_answers_leave_room_for_what_comes_behind_them(sections: dict[str, Any], spare: int | str, plain: ChatTemplate) -> None:
+    tail = len(plain.end_of_turn_ids)
+    expected = {"tail": tail, "tail and one": tail + 1}.get(str(spare), spare)
+    config = from_tree({"model": {"base_model": "tiny"}, "env": {"name": "arithmetic"}, **sections})
+    assert rollout_settings(config, 100, plain).max_context == 100 - int(expected)
+
+
+def test_the_longest_episode_can_be_scored(server_url: str, plain: ChatTemplate, tmp_path: Any) -> None:
+    config = config_of(server_url, tmp_path, model={"base_model": "tiny"}, training={"kl_coefficient": 0.1})
+    longest = rollout_settings(config, context_limit(config.server, "tiny"), plain).max_context
+    reference = tinker.ServiceClient(base_url=server_url, api_key="tml-test").create_sampling_client(base_model="tiny").result()
+    assert len(reference.compute_logprobs(tinker.ModelInput.from_ints([5] * longest)).result()) == longest
+    with pytest.raises(tinker.TinkerError, match="exceeds the context window"):
+        reference.compute_logprobs(tinker.ModelInput.from_ints([5] * (longest + 1))).result()
+
+
+def test_prompts_come_in_a_new_order_every_pass() -> None:
+    prompts = seed_prompts(100, 4)
+    passes = [[prompt_of_group(prompts, 4 * epoch + place, seed=0).seed for place in range(4)] for epoch in range(6)]
+    assert all(sorted(one) == [100, 101, 102, 103] for one in passes)
+    assert len({tuple(one) for one in passes}) > 1
+    assert passes[0] == [prompt_of_group(prompts, place, seed=0).seed for place in range(4)]
+
+
+def test_prompts_of_a_file_are_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"messages": [{"role": "user", "content": "2 + 2"}], "fields": {"answer": "4"}}\n{"fields": {}}\n')
+    assert file_prompts(file, 5) == [Prompt(0, ({"role": "user", "content": "2 + 2"},), {"answer": "4"}), Prompt(1)]
+    assert file_prompts(file, 1) == file_prompts(file, 5)[:1]
+    file.write_text('{"question": "2 + 2"}\n')
+    with pytest.raises(ConfigError, match="row 1: a prompt has the keys messages and fields"):
+        file_prompts(file, 5)
+    with pytest.raises(ConfigError, match="cannot read the prompts"):
+        file_prompts(tmp_path / "nothing", 5)

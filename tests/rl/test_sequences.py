@@ -10,7 +10,7 @@ from PIL import Image
 
 from tinsmith.errors import UserError
 from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.pictures import encode
+from tinsmith.rl.sequences import encode
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8)
 

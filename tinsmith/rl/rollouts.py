@@ -1,0 +1,258 @@
+"""Plays episodes: environment, conversation and policy take turns until one of them ends the episode. Thousands run at a time.
+
+Tokens in, tokens out: the tokens that the policy sampled go into the next prompt and into the training sample unchanged.
+"""
+
+import asyncio
+import json
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.calls import EnvError
+from tinsmith.rl.chat import ChatTemplate, Conversation
+from tinsmith.rl.config import RlConfig
+from tinsmith.rl.env import Prompt, Step
+from tinsmith.rl.policy import Completion, Policy, SamplingRequest, derived_seed
+from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory, Turn, assemble, with_pixels
+from tinsmith.rl.workers import EnvSession, EnvTimeoutError, Workers
+
+
+def seed_prompts(first: int, count: int) -> list[Prompt]:
+    """Prompts that differ in their seed only."""
+    return [Prompt(seed) for seed in range(first, first + count)]
+
+
+def file_prompts(file: Path, count: int) -> list[Prompt]:
+    """The first `count` rows of a JSONL file, each {"messages": [...], "fields": {...}}. A prompt's seed is the number of its row.
+
+    Raises ConfigError if the file does not exist or holds something else.
+    """
+    try:
+        with file.open(encoding="utf-8") as lines:
+            return [_prompt(file, number, json.loads(line)) for number, line in enumerate(islice(lines, count))]
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"cannot read the prompts in {file}: {error}") from error
+
+
+def _prompt(file: Path, number: int, row: Any) -> Prompt:
+    if not isinstance(row, dict) or set(row) - {"messages", "fields"}:
+        raise ConfigError(f"{file}, row {number + 1}: a prompt has the keys messages and fields, got {row!r:.200}")
+    return Prompt(number, tuple(row.get("messages", ())), row.get("fields", {}))
+
+
+def prompt_of_group(prompts: Sequence[Prompt], group: int, seed: int) -> Prompt:
+    """The prompt of a group, by its number. Every pass over the prompts has its own order."""
+    epoch, place = divmod(group, len(prompts))
+    return prompts[int(np.random.default_rng([seed, epoch]).permutation(len(prompts))[place])]
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """How an episode is played."""
+
+    request: SamplingRequest
+    """How each answer is sampled. `max_tokens` is lowered near the end of the context, and `seed` differs from turn to turn."""
+    max_turns: int
+    max_context: int
+    """Longest sequence in tokens, prompt and answer together."""
+    seed: int | None = 0
+    """Seed of the run, from which the seed of each turn is derived; None samples without seeds."""
+    end_turn_after_stop_string: bool = True
+    """Put the end-of-turn token behind an answer that ended on a stop string."""
+    context_turns: int = 0
+    """How many turns the model sees, including the one that it is about to answer; 0 is all."""
+    pixel_values: bool = False
+    """Give samples the pixel values of their pictures."""
+
+
+def rollout_settings(config: RlConfig, max_context: int, template: ChatTemplate) -> RolloutSettings:
+    """The settings of a run, for a server whose sequences have at most `max_context` tokens."""
+    section = config.generation
+    request = SamplingRequest(section.max_tokens, section.temperature, section.top_p, section.top_k, tuple(section.stop))
+    end_turn = section.end_turn_after_stop_string
+    longest = max_context - _reserved_tokens(config, template)
+    return RolloutSettings(request, section.max_turns, longest, config.training.seed, end_turn, section.context_turns)
+
+
+def _reserved_tokens(config: RlConfig, template: ChatTemplate) -> int:
+    """Tokens of the context that no answer may take: those put behind it, and one that the server samples when it scores a sequence.
+
+    The reference of a KL penalty scores all sequences, and vLLM those that were sampled with top_p or top_k.
+    """
+    section = config.generation
+    tail = len(template.end_of_turn_ids) if section.stop and section.end_turn_after_stop_string else 0
+    scored = config.training.kl_coefficient > 0 or section.top_p < 1 or section.top_k > 0
+    return tail + scored
+
+
+class Rollouts(Protocol):
+    """Plays groups of episodes of one environment, whose name is `env`."""
+
+    env: str
+
+    async def play_group(self, policy: Policy, prompt: Prompt, episodes: Sequence[EpisodeId]) -> tuple[Trajectory, ...]:
+        """Play the episodes, all of the same prompt. A failure of an environment ends its episode with the reason."""
+        ...
+
+
+def make_rollouts(
+    config: RlConfig, options: Mapping[str, Any], settings: RolloutSettings, template: ChatTemplate, workers: Workers
+) -> Rollouts:
+    """Rollouts of the environment that the configuration names. Raises ConfigError if it needs a package that is not installed."""
+    if config.env.kind == "env":
+        return EnvRollouts(config.env.name, options, settings, template, workers, config.generation.in_flight)
+    try:
+        from tinsmith.rl.adapters.cookbook import CookbookRollouts
+    except ImportError as error:
+        raise ConfigError(f"env: kind=cookbook needs the package tinker_cookbook: {error}; pip install tinker-cookbook") from error
+    return CookbookRollouts(config.env.name, options, settings, template, config.generation.in_flight)
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """An asyncio.TaskGroup that raises the first failure itself, instead of an ExceptionGroup with all of them.
+
+    The first failure has a type that callers know how to report. The others are mostly its consequences.
+    """
+    first: Exception | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except ExceptionGroup as group:
+        first = group.exceptions[0]
+    if first is not None:  # raised here, outside the handler, so that it keeps its own cause and context
+        raise first
+
+
+class EnvRollouts:
+    """Rollouts of an `Env`, with one chat template; at most `in_flight` episodes at a time."""
+
+    def __init__(
+        self,
+        env: str,
+        options: Mapping[str, Any],
+        settings: RolloutSettings,
+        template: ChatTemplate,
+        workers: Workers,
+        in_flight: int = 4096,
+    ) -> None:
+        self.env, self.options = env, dict(options)
+        self.settings, self.template, self.workers = settings, template, workers
+        self._slots = asyncio.Semaphore(in_flight)
+
+    async def play_group(self, policy: Policy, prompt: Prompt, episodes: Sequence[EpisodeId]) -> tuple[Trajectory, ...]:
+        """Play the episodes at the same time. Raises as `play` does."""
+        async with task_group() as tasks:
+            playing = [tasks.create_task(self.play(policy, prompt, episode)) for episode in episodes]
+        return tuple(task.result() for task in playing)
+
+    async def play(self, policy: Policy, prompt: Prompt, episode: EpisodeId) -> Trajectory:
+        """Play one episode. A failure of the environment ends it with the reason.
+
+        Raises what the policy raises; TemplateError; UserError for messages that cannot be rendered.
+        """
+        async with self._slots:
+            record = _EpisodeRecord(self.settings, self.template, policy, episode)
+            try:
+                async with self._session() as session:
+                    await record.play(session, prompt)
+            except (EnvError, EnvTimeoutError) as error:
+                record.stop_reason = "env_timeout" if isinstance(error, EnvTimeoutError) else "env_error"
+                record.error, record.details = str(error), error.details if isinstance(error, EnvError) else str(error)
+            return record.trajectory()
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[EnvSession]:
+        session = await self.workers.open(self.env, self.options)
+        try:
+            yield session
+        finally:
+            await session.end()
+
+
+@dataclass
+class _EpisodeRecord:
+    """An episode while it is played."""
+
+    settings: RolloutSettings
+    template: ChatTemplate
+    policy: Policy
+    episode: EpisodeId
+    turns: list[Turn] = field(default_factory=list)
+    stop_reason: StopReason = "done"
+    error: str = ""
+    details: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    async def play(self, session: EnvSession, prompt: Prompt) -> None:
+        """Play turn by turn until something ends the episode."""
+        messages, self.notes = await self._timed(session.call("init", prompt))
+        conversation = Conversation(self.template, messages, self.settings.end_turn_after_stop_string, self.settings.context_turns)
+        while True:
+            room = self.settings.max_context - len(conversation.prompt)
+            if room < 1:
+                self.stop_reason = "context"
+                break
+            answer = await self._sample(conversation, room)
+            if not len(answer.tokens) and not self.turns:
+                self.stop_reason = "empty"
+                break
+            step: Step = await self._timed(session.call("step", conversation.text_of(answer.tokens)))
+            tail = conversation.tail_of(answer.tokens, answer.stopped)
+            self.turns.append(Turn(conversation.prompt, answer.tokens, answer.logprobs, step.reward, tail))
+            if reason := self._reason_to_stop(answer, step):
+                self.stop_reason = reason
+                break
+            conversation.extend(answer.tokens, answer.stopped, step.observations)
+        self.metrics = await self._timed(session.call("metrics"))
+
+    def trajectory(self) -> Trajectory:
+        """The finished episode."""
+        samples = assemble(self.turns)
+        if self.settings.pixel_values and self.template.processor is not None:
+            samples = with_pixels(samples, self.template.processor)
+        return Trajectory(
+            self.episode,
+            samples,
+            self.stop_reason,
+            len(self.turns),
+            self.metrics,
+            self.error,
+            self.details,
+            dict(self.seconds),
+            dict(self.notes),
+        )
+
+    def _reason_to_stop(self, answer: Completion, step: Step) -> StopReason | None:
+        if not answer.stopped:
+            return "length"  # even if the environment is done: it saw an answer that was cut off
+        if step.done:
+            return "done"
+        return "max_turns" if len(self.turns) == self.settings.max_turns else None
+
+    async def _sample(self, conversation: Conversation, room: int) -> Completion:
+        request, seed = self.settings.request, self.settings.seed
+        if seed is not None:
+            seed = derived_seed(seed, self.episode.group, self.episode.member, len(self.turns))
+        request = replace(request, max_tokens=min(request.max_tokens, room), seed=seed)
+        start = time.perf_counter()
+        answer = await self.policy.complete(conversation.prompt.model_input, request)
+        self.seconds["sample"] += time.perf_counter() - start
+        return answer
+
+    async def _timed(self, call: Any) -> Any:
+        start = time.perf_counter()
+        value = await call
+        self.seconds["env"] += time.perf_counter() - start
+        return value

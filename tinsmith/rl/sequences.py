@@ -1,0 +1,183 @@
+"""Sequences as the model sees them: token ids with pictures in between.
+
+A picture is encoded once, when it enters a conversation, and the same bytes go to the sampler and to the trainer. In a `TokenSequence` it
+covers as many positions as the model makes of it; each of them holds the id of the model's placeholder token.
+"""
+
+import base64
+import binascii
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import sha256
+from typing import Any, Literal
+
+import numpy as np
+import tinker
+from numpy.typing import ArrayLike, NDArray
+from PIL import Image, UnidentifiedImageError
+from transformers import AutoConfig, AutoImageProcessor
+
+from tinsmith.errors import UserError
+
+Format = Literal["png", "jpeg"]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image file, and how many positions of a sequence it takes."""
+
+    data: bytes
+    format: Format
+    tokens: int
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the file, in hexadecimal."""
+        return sha256(self.data).hexdigest()
+
+    @cached_property
+    def chunk(self) -> tinker.types.ImageChunk:
+        """The picture in the SDK's form, made once for all prompts that contain it."""
+        return tinker.types.ImageChunk(data=self.data, format=self.format, expected_tokens=self.tokens)
+
+
+@dataclass(frozen=True)
+class PlacedPicture:
+    """A picture at the positions `offset` to `offset + picture.tokens`."""
+
+    offset: int
+    picture: Picture
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSequence:
+    """Token ids and the pictures among them.
+
+    Example: ids [9, 7, 7, 4] with a picture of two tokens at offset 1, where 7 is the placeholder. A 7 that no picture covers is text.
+    """
+
+    ids: NDArray[np.int32]
+    """[n]; every position of a picture holds the placeholder's id."""
+    pictures: tuple[PlacedPicture, ...] = ()
+    """Ordered by offset, not overlapping."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __add__(self, other: "TokenSequence") -> "TokenSequence":
+        return concatenate((self, other))
+
+    def begins_with(self, other: "TokenSequence") -> bool:
+        """Whether `other` is a prefix: the same tokens, and the same pictures at the same places."""
+        if not np.array_equal(self.ids[: len(other)], other.ids):
+            return False
+        return tuple(placed for placed in self.pictures if placed.offset < len(other)) == other.pictures
+
+    def head(self, length: int) -> "TokenSequence":
+        """The first `length` positions; no picture may extend beyond them."""
+        return TokenSequence(self.ids[:length], tuple(placed for placed in self.pictures if placed.offset < length))
+
+    @cached_property
+    def model_input(self) -> tinker.ModelInput:
+        """The sequence in the SDK's form: chunks of text, and a chunk for each picture."""
+        chunks: list[tinker.ModelInputChunk] = []
+        at = 0
+        for placed in self.pictures:
+            if placed.offset > at:
+                chunks.append(tinker.EncodedTextChunk(tokens=self.ids[at : placed.offset].tolist()))
+            chunks.append(placed.picture.chunk)
+            at = placed.offset + placed.picture.tokens
+        if at < len(self):
+            chunks.append(tinker.EncodedTextChunk(tokens=self.ids[at:].tolist()))
+        return tinker.ModelInput(chunks=chunks)
+
+
+def text_sequence(ids: ArrayLike) -> TokenSequence:
+    """A sequence without pictures."""
+    return TokenSequence(np.asarray(ids, dtype=np.int32))
+
+
+def picture_sequence(picture: Picture, placeholder_id: int) -> TokenSequence:
+    """A sequence that consists of one picture."""
+    return TokenSequence(np.full(picture.tokens, placeholder_id, dtype=np.int32), (PlacedPicture(0, picture),))
+
+
+def concatenate(sequences: Sequence[TokenSequence]) -> TokenSequence:
+    """One or more sequences, one after the other."""
+    pictures: list[PlacedPicture] = []
+    offset = 0
+    for sequence in sequences:
+        pictures += [PlacedPicture(offset + placed.offset, placed.picture) for placed in sequence.pictures]
+        offset += len(sequence)
+    return TokenSequence(np.concatenate([sequence.ids for sequence in sequences]), tuple(pictures))
+
+
+def encode(source: Image.Image | bytes | str) -> tuple[bytes, Format, tuple[int, int]]:
+    """A picture as (bytes of a file, its format, (width, height)). PNG and JPEG files stay as they are; anything else becomes a PNG.
+
+    Raises UserError if `source` is not a picture.
+    """
+    if isinstance(source, Image.Image):
+        # In these modes the pixels are the whole picture; in others, such as a palette, they are not.
+        plain = source if source.mode in ("RGB", "RGBA", "L") else source.convert("RGB")
+        return _png_of_pixels(plain.mode, plain.size, plain.tobytes()), "png", plain.size
+    data = _from_data_uri(source) if isinstance(source, str) else source
+    try:
+        image = Image.open(io.BytesIO(data))
+    except UnidentifiedImageError as error:
+        raise UserError(f"a picture of {len(data)} bytes that begins with {data[:8]!r} is no image file that Pillow can read") from error
+    if image.format == "PNG":
+        return data, "png", image.size
+    if image.format == "JPEG":
+        return data, "jpeg", image.size
+    return encode(image.copy())  # a copy has no file format any more: its pixels are encoded
+
+
+@lru_cache(maxsize=1024)
+def _png_of_pixels(mode: str, size: tuple[int, int], pixels: bytes) -> bytes:
+    # Cached, because all episodes of a group begin with the same picture, and simple environments show the same few again and again.
+    file = io.BytesIO()
+    # Compression level 1: environments draw flat colours, so higher levels cost the client time and save little.
+    Image.frombytes(mode, size, pixels).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _from_data_uri(uri: str) -> bytes:
+    header, comma, body = uri.partition(",")
+    if not comma or not header.startswith("data:") or not header.endswith(";base64"):
+        raise UserError(f"a picture given as a text must be a data URI (data:image/png;base64,...), not {uri[:60]!r}")
+    try:
+        return base64.b64decode(body, validate=True)
+    except binascii.Error as error:
+        raise UserError(f"the data URI {uri[:60]!r}... holds no base64: {error}") from error
+
+
+class PictureProcessor:
+    """How a vision-language model processes pictures, read from the model's files in `source` (a directory or a Hub id)."""
+
+    def __init__(self, source: str) -> None:
+        self.placeholder_id = int(AutoConfig.from_pretrained(source).image_token_id)
+        self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="pil")
+        self._token_counts: dict[tuple[int, int], int] = {}
+
+    def picture(self, source: Image.Image | bytes | str) -> Picture:
+        """The encoded picture with its number of tokens. Raises UserError as `encode` does."""
+        data, file_format, size = encode(source)
+        if size not in self._token_counts:
+            width, height = size
+            patches = self._processor.get_number_of_image_patches(height, width, {})
+            self._token_counts[size] = int(patches) // self._processor.merge_size**2
+        return Picture(data, file_format, self._token_counts[size])
+
+    def pixels(self, pictures: tuple[Picture, ...]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """`pixel_values` [patches, patch_dim] and `image_grid_thw` [pictures, 3] of one or more pictures."""
+        images = [Image.open(io.BytesIO(picture.data)) for picture in pictures]
+        processed = self._processor(images=images, return_tensors="np")
+        return processed["pixel_values"], processed["image_grid_thw"]
+
+
+def takes_pictures(source: str) -> bool:
+    """Whether the model in `source` (a directory or a Hub id) has a placeholder token for pictures."""
+    return hasattr(AutoConfig.from_pretrained(source), "image_token_id")
