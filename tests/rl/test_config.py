@@ -36,9 +36,12 @@ def test_a_file_fills_the_tree_and_the_rest_is_default(tmp_path: Path) -> None:
         ({"training": {"group_size": 1}}, "group_size=1 leaves grpo nothing to compare with"),
         ({"training": {"group_size": 1, "advantages": "reinforce_pp"}}, "group_size=1 leaves reinforce_pp nothing to compare with"),
         ({"training": {"groups": 2, "substeps": 3}}, "substeps=3 exceeds groups=2"),
-        ({"training": {"loss": "dro"}}, "loss_scale=tokens would divide what dro gains and leave its penalty as it is; take sum"),
+        (
+            {"training": {"loss": "dro"}},
+            "loss_scale=tokens would divide dro's advantages, but not its penalty",
+        ),
         ({"training": {"kl_coefficient": 0.1}, "generation": {"temperature": 0.7}}, "temperature=0.7: the KL penalty compares"),
-        ({"training": {"loss": "ppo"}, "generation": {"temperature": 0.7}}, "temperature=0.7: ppo would clip ratios"),
+        ({"training": {"loss": "ppo"}, "generation": {"temperature": 0.7}}, "temperature=0.7: ppo would clip the ratio"),
         ({"evaluation": {"samples": 2, "pass_at": [1, 4]}}, r"pass_at=\[4\] must lie between 1 and samples=2"),
         ({"evaluation": {"pass_at": "1"}}, "evaluation.pass_at='1' must be a list of whole numbers"),
         ({"env": {"name": "maze2d", "options": 3}}, "env.options=3 must be keys with values"),
@@ -54,5 +57,5 @@ def test_what_cannot_work_is_refused(change: dict[str, Any], message: str) -> No
 def test_a_base_model_whose_name_leads_to_no_tokenizer_needs_one(server_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     config = from_tree({**SMALLEST, "server": {"url": server_url, "api_key": "tml-test"}})
-    with pytest.raises(ConfigError, match="model: tokenizer is empty, and the base model's name leads to none"):
+    with pytest.raises(ConfigError, match="model: tokenizer is empty, and the base model's name is not that of a tokenizer either"):
         run_evaluation(config, Console(quiet=True))

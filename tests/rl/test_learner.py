@@ -142,7 +142,7 @@ def test_a_demonstration_is_right_and_stands_in_the_template(plain: ChatTemplate
 def test_an_environment_that_cannot_demonstrate_is_refused() -> None:
     register("mute", "tests.rl.moody:Moody")
     try:
-        with pytest.raises(ConfigError, match="the environment 'mute' has no demonstrations; it would have to be a Teacher"):
+        with pytest.raises(ConfigError, match="the environment 'mute' has no demonstrations; derive it from Teacher, or set steps=0"):
             demonstrated(EnvSection(name="mute"), Prompt(0), "")
     finally:
         deregister("mute")

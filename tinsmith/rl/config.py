@@ -223,7 +223,8 @@ def _check_loss(config: RlConfig, source: str) -> None:
     training, temperature = config.training, config.generation.temperature
     if training.loss == "dro" and training.loss_scale != "sum":
         raise ConfigError(
-            f"{source}: training: loss_scale={training.loss_scale} would divide what dro gains and leave its penalty as it is; take sum"
+            f"{source}: training: loss_scale={training.loss_scale} would divide dro's advantages, but not its penalty, which the server "
+            "adds; take sum"
         )
     if temperature != 1 and training.kl_coefficient:
         raise ConfigError(
@@ -231,6 +232,6 @@ def _check_loss(config: RlConfig, source: str) -> None:
         )
     if temperature != 1 and training.loss != "importance_sampling" and not training.tis_cap:
         raise ConfigError(
-            f"{source}: generation: temperature={temperature}: {training.loss} would clip ratios to log-probabilities at this temperature "
-            "by those at 1; take 1, or set tis_cap"
+            f"{source}: generation: temperature={temperature}: {training.loss} would clip the ratio of the trainer's log-probabilities, "
+            "which are at temperature 1, to those at this one; take 1, or set tis_cap"
         )

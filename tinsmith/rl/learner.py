@@ -72,7 +72,7 @@ def demonstrated(env: EnvSection, prompt: Prompt, thought: str) -> Demonstration
     """
     teacher = make(env.name, **env.options)
     if not isinstance(teacher, Teacher):
-        raise ConfigError(f"warmup: steps: the environment {env.name!r} has no demonstrations; it would have to be a Teacher")
+        raise ConfigError(f"warmup: steps: the environment {env.name!r} has no demonstrations; derive it from Teacher, or set steps=0")
     opening, _ = call(teacher, "init", prompt)
     turns: list[tuple[str, Step]] = []
     while not turns or not turns[-1][1].done:

@@ -160,7 +160,9 @@ def tokenizer_of(policy: TinkerPolicy) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = policy.client.get_tokenizer()
     except OSError as error:
-        raise ConfigError(f"model: tokenizer is empty, and the base model's name leads to none: {error}; give its directory") from error
+        raise ConfigError(
+            f"model: tokenizer is empty, and the base model's name is not that of a tokenizer either: {error}; give a directory or Hub id"
+        ) from error
     return tokenizer
 
 

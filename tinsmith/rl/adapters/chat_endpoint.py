@@ -39,7 +39,7 @@ class ExternalChat:
             names = ", ".join(str(tool.get("function", tool).get("name")) for tool in tools)
             raise UserError(f"the program offers tools ({names}), and answers here are text")
         if body.get("stream"):
-            raise UserError("the program asks for a stream, and answers here come whole; set stream to false")
+            raise UserError("the program asks for a stream, and answers here are sent whole; set stream to false")
         self.questions.put(body["messages"])
         text = self._answers.get()
         if text is None:

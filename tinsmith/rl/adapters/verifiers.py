@@ -87,7 +87,7 @@ class VerifiersEnv(Env):
         self._episode.add_done_callback(lambda _: self._chat.questions.put(None))
         question = self._chat.questions.get()
         if question is None:
-            raise UserError(f"the environment asked nothing: {self._fault() or 'its episode is over'}")
+            raise UserError(f"the environment asked nothing: {self._fault() or 'its episode ended'}")
         self._question = question
         return list(question), {"task": task.key}
 
@@ -103,7 +103,7 @@ class VerifiersEnv(Env):
             return Step([], sum(trace.reward for trace in traces if trace.agent.trainable), True)
         previous, self._question = self._question, question
         if question[: len(previous)] != previous:
-            raise UserError("the environment asks about another conversation than before; only those that grow can be played")
+            raise UserError("the environment changed earlier messages of its conversation; it may only append messages")
         return Step(question[len(previous) + 1 :], 0.0, False)  # without the answer itself, which follows the previous messages
 
     def close(self) -> None:
