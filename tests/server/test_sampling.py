@@ -15,6 +15,7 @@ from tinsmith.errors import BackpressureError, ConfigError, UserError
 from tinsmith.protocol.serving import SampleDone, SampleFailed
 from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.server.samples import PendingSample, SampleBook
+from tinsmith.store.append_file import encode
 from tinsmith.store.records import Outcome
 
 
@@ -459,31 +460,51 @@ def test_reports_reach_a_client_that_knows_a_later_cursor(tmp_path: Path, monkey
     asyncio.run(run())
 
 
-def test_the_journal_of_samples_stays_short_and_ignores_a_cut_line(tmp_path: Path) -> None:
+def test_the_journal_of_samples_stays_short_and_ignores_a_record_that_was_cut_off(tmp_path: Path) -> None:
     journal = SampleJournal(tmp_path)
     journal.add("s:sample:0/0")
-    for number in range(1, 20_000):
+    for number in range(1, 30_000):
         journal.add(f"s:sample:0/{number}")
         for _ in range(2):
             journal.strike(f"s:sample:0/{number}")
     file = tmp_path / "samples.journal"
-    assert len(file.read_text().splitlines()) < 20_000
-    with file.open("a") as half:
-        half.write("-s:sample:0/0")
+    assert file.stat().st_size < 1.1 * 2**20  # all records together have 2.2 MiB
+    with file.open("ab") as half:
+        half.write(encode({"seen": "s:sample:0/0"})[:-1])
     assert list(SampleJournal(tmp_path).waiting) == ["s:sample:0/0"]
-    assert file.read_text() == "+s:sample:0/0\n"
+    assert file.read_bytes() == encode({"waits": "s:sample:0/0"})
 
 
-@pytest.mark.parametrize("garbage", [b"\xff\x00\xfe" * 100, b"+nobody\n", b"*s:sample:0/1\n", b"+s:sample:0/x\n"])
+def test_of_samples_that_nobody_asks_for_the_oldest_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = SampleJournal(tmp_path)
+    for number in range(10):
+        journal.add(f"s:sample:0/{number}")
+    monkeypatch.setattr("tinsmith.server.sample_journal._MOST_BYTES", 3 * len(encode({"waits": "s:sample:0/0"})))
+    assert list(SampleJournal(tmp_path).waiting) == [f"s:sample:0/{number}" for number in (7, 8, 9)]
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\xff\x00\xfe" * 100, encode("text"), encode({"waits": "nobody"}), encode({"waits": "s:sample:0/x"}), encode({"seen": 1})]
+)
 def test_a_damaged_journal_is_passed_over_with_one_warning(tmp_path: Path, garbage: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "samples.journal").write_bytes(b"+s:sample:0/1\n" + garbage + b"\n+s:sample:0/2\n")
+    records = [encode({"waits": f"s:sample:0/{number}"}) for number in (1, 2)]
+    (tmp_path / "samples.journal").write_bytes(garbage.join(records))
     assert list(SampleJournal(tmp_path).waiting) == ["s:sample:0/1", "s:sample:0/2"]
     (message,) = caplog.messages
-    assert message.startswith(f"{tmp_path}/samples.journal: ")
-    assert "are damaged and passed over; clients that wait for samples in them must send these again themselves" in message
+    assert message.startswith(f"{tmp_path}/samples.journal: damaged in 1 places, which are skipped")
+    assert "clients that wait for samples in them must send these again themselves" in message
     caplog.clear()
     assert list(SampleJournal(tmp_path).waiting) == ["s:sample:0/1", "s:sample:0/2"]
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("garbage", "damaged"), [(b"", 0), (b"\xff\x00\xfe\n", 1), (b"*s:sample:0/1\n", 1), (b"+s:sample:0/x\n", 1)])
+def test_the_journal_of_an_older_server_is_read(tmp_path: Path, garbage: bytes, damaged: int, caplog: pytest.LogCaptureFixture) -> None:
+    lines = b"+s:sample:0/1\n+s:sample:0/2\n" + garbage + b"-s:sample:0/1\n+s:sample:0/3\n-s:sample:0/3"
+    (tmp_path / "samples.journal").write_bytes(lines)
+    for _ in range(2):
+        assert list(SampleJournal(tmp_path).waiting) == ["s:sample:0/2", "s:sample:0/3"]
+    assert len(caplog.messages) == damaged
 
 
 def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -1,80 +1,96 @@
-"""The samples that clients wait for, kept beyond the server's death: a line in a file when one is accepted, another when its end was seen.
+"""The samples that clients wait for, in a file that outlives the server: a record when one is accepted, another when its end was seen.
 
-Nothing is flushed to the disk: the file has to survive the death of the process, and no client waits on when the whole machine is down.
+The database is not touched: a sample must not wait for it. Nothing is synced either: the file has to survive the death of the process, and
+no client goes on waiting when the whole machine is down.
 """
 
 import logging
-import os
 from pathlib import Path
+from typing import Any
 
 from tinsmith.errors import ConfigError
-from tinsmith.store import ids
+from tinsmith.store import append_file, ids
+from tinsmith.store.append_file import AppendFile
+from tinsmith.store.retention import oldest_beyond
 
 log = logging.getLogger(__name__)
 
 _FILE_NAME = "samples.journal"
-_WAITS, _SEEN = "+", "-"
-_SPARE_LINES = 10_000
+_SPARE_BYTES = 2**20
+"""How much more than twice its records the file may hold before those that have been seen are taken out."""
+_MOST_BYTES = 64 * 2**20
+"""Of samples that are waited for. Beyond it the oldest are forgotten; their clients are long gone."""
+_MARKS = {"+": "waits", "-": "seen"}
+"""How the lines of text began that older versions wrote instead of records."""
 
 
 class SampleJournal:
-    """Which samples are waited for."""
+    """Which samples clients wait for."""
 
     def __init__(self, data_dir: Path) -> None:
-        """Read what a former server left, and begin a new file with what of it is still waited for.
+        """Read what the server before left, and begin a new file with the samples that are still waited for.
 
-        Damaged lines are passed over, with one warning. Raises ConfigError for a file that cannot be read or written.
+        Damaged parts are skipped, with one warning. Raises ConfigError for a file that cannot be read or written.
         """
         self._path = data_dir / _FILE_NAME
         self.waiting: dict[str, None] = {}
-        """Ids of samples, in the order they came in."""
+        """Ids of samples, in the order in which they came."""
         try:
             if self._path.exists():
                 self._read()
-            self._begin_anew()
+            self._file = AppendFile(self._path, self._records())
         except OSError as error:
             raise ConfigError(f"{self._path} cannot be used: {error}; see to that, or delete it and samples are not sent again") from error
 
     def add(self, request_id: str) -> None:
         """A client sent this sample."""
         self.waiting[request_id] = None
-        self._append(_WAITS + request_id)
+        self._append({"waits": request_id})
 
     def strike(self, request_id: str) -> None:
-        """Nobody waits for this sample any more."""
+        """The client has seen how this sample ended, or will never ask."""
         if request_id in self.waiting:
             del self.waiting[request_id]
-            self._append(_SEEN + request_id)
+            self._append({"seen": request_id})
 
     def _read(self) -> None:
-        *lines, _cut_off = self._path.read_text(errors="replace").split("\n")
-        damaged = 0
-        for line in lines:
-            mark, request_id = line[:1], line[1:]
-            if mark not in (_WAITS, _SEEN) or not ids.is_sample(request_id) or ids.parse_request_id(request_id) is None:
-                damaged += 1
-            elif mark == _WAITS:
-                self.waiting[request_id] = None
-            else:
-                self.waiting.pop(request_id, None)
+        data = self._path.read_bytes()
+        content = _read_lines(data) if data[:1] in (b"+", b"-") else append_file.read(data)
+        damaged = content.damaged
+        for record in content.records:
+            match record:
+                case {"waits": str(request_id)} if _is_sample(request_id):
+                    self.waiting[request_id] = None
+                case {"seen": str(request_id)} if _is_sample(request_id):
+                    self.waiting.pop(request_id, None)
+                case _:
+                    damaged += 1
         if damaged:
             log.warning(
-                "%s: %d of %d lines are damaged and passed over; clients that wait for samples in them must send these again themselves",
+                "%s: damaged in %d places, which are skipped; clients that wait for samples in them must send these again themselves",
                 self._path,
                 damaged,
-                len(lines),
             )
 
-    def _begin_anew(self) -> None:
-        temporary = self._path.with_suffix(".new")
-        temporary.write_text("".join(f"{_WAITS}{request_id}\n" for request_id in self.waiting))
-        temporary.rename(self._path)
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-        self._lines = len(self.waiting)
+    def _records(self) -> list[Any]:
+        """A record for each sample that is waited for, as many as there is room for."""
+        sizes = {request_id: len(append_file.encode({"waits": request_id})) for request_id in self.waiting}
+        for request_id in list(oldest_beyond(_MOST_BYTES, sum(sizes.values()), sizes.items())):
+            del self.waiting[request_id]
+        return [{"waits": request_id} for request_id in self.waiting]
 
-    def _append(self, line: str) -> None:
-        os.write(self._file, f"{line}\n".encode())
-        self._lines += 1
-        if self._lines > 2 * len(self.waiting) + _SPARE_LINES:
-            os.close(self._file)
-            self._begin_anew()
+    def _append(self, record: dict[str, str]) -> None:
+        self._file.append(record)
+        if self._file.size > 2 * self._file.rewritten_size + _SPARE_BYTES:
+            self._file.rewrite(self._records())
+
+
+def _is_sample(request_id: str) -> bool:
+    return ids.is_sample(request_id) and ids.parse_request_id(request_id) is not None
+
+
+def _read_lines(data: bytes) -> append_file.Content:
+    """The journal of an older version, which a server meets once, when it has been upgraded."""
+    *lines, _cut_off = data.decode(errors="replace").split("\n")
+    known = [line for line in lines if line[:1] in _MARKS]
+    return append_file.Content([{_MARKS[line[:1]]: line[1:]} for line in known], len(lines) - len(known))

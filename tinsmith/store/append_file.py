@@ -1,0 +1,98 @@
+"""Files to which records are only ever appended, each framed so that damage to one costs no other.
+
+A record is JSON behind a header of 12 bytes: four that mark the beginning of a record, its length and its CRC-32, both as 32-bit
+little-endian numbers. A reader that meets something else goes on at the next mark. A last record whose end is missing was being written when
+the process died, and is left out without complaint.
+
+Nothing is synced: records survive the death of a process, and a power cut may take the last ones.
+"""
+
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+_MARK = b"\xf1TR\x01"
+"""JSON in UTF-8 never holds the byte 0xF1 before a T, so no record holds a mark."""
+_HEADER = struct.Struct("<4sII")
+
+
+@dataclass(frozen=True)
+class Content:
+    """What was read of a file."""
+
+    records: list[Any]
+    """Whole ones, in order."""
+    damaged: int
+    """Places at which something else stood than a record."""
+
+
+class AppendFile:
+    """A file of records. For one process, which has it open for as long as it lives."""
+
+    def __init__(self, path: Path, records: Iterable[Any]) -> None:
+        """Begin the file anew with these records; what it held before is replaced in one step. Raises OSError."""
+        self._path = path
+        self._file = -1
+        self.rewrite(records)
+
+    def append(self, record: Any) -> None:
+        """Add a record. Raises OSError."""
+        self.size += os.write(self._file, encode(record))
+
+    def rewrite(self, records: Iterable[Any]) -> None:
+        """Replace all records. Raises OSError; then the file is as it was."""
+        temporary = self._path.with_suffix(".new")
+        content = b"".join(map(encode, records))
+        temporary.write_bytes(content)
+        file = os.open(temporary, os.O_WRONLY | os.O_APPEND)
+        temporary.rename(self._path)
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = file
+        self.size = self.rewritten_size = len(content)
+
+
+def encode(record: Any) -> bytes:
+    """A record as it stands in a file."""
+    body = orjson.dumps(record)
+    return _HEADER.pack(_MARK, len(body), zlib.crc32(body)) + body
+
+
+def read(data: bytes) -> Content:
+    """The records in the bytes of a file, whatever else is between them."""
+    records = list[Any]()
+    damaged = 0
+    for found in _parts(data):
+        if found is None:
+            damaged += 1
+        else:
+            records.append(orjson.loads(found))
+    return Content(records, damaged)
+
+
+def _parts(data: bytes) -> Iterator[bytes | None]:
+    """The body of each record, and None for what is none."""
+    start = 0
+    while start < len(data):
+        mark, length, checksum = _HEADER.unpack_from(data, start) if start + _HEADER.size <= len(data) else (b"", 0, 0)
+        end = start + _HEADER.size + length
+        body = data[start + _HEADER.size : end]
+        if mark == _MARK and len(body) == length and zlib.crc32(body) == checksum:
+            yield body
+            start = end
+            continue
+        following = data.find(_MARK, start + 1)
+        if following >= 0 or not _is_cut_off(data[start:], end - start):
+            yield None
+        start = following if following >= 0 else len(data)
+
+
+def _is_cut_off(rest: bytes, size: int) -> bool:
+    """Whether the last bytes of a file are the beginning of a record of `size` bytes, header included, or of its header."""
+    return _MARK.startswith(rest[: len(_MARK)]) and (len(rest) < _HEADER.size or len(rest) < size)
