@@ -1,7 +1,7 @@
 """Files to which records are only ever appended, each framed so that damage to one costs no other.
 
 A record is JSON behind a header of 12 bytes: four that mark the beginning of a record, its length and its CRC-32, both as 32-bit
-little-endian numbers. A reader that meets something else goes on at the next mark. A last record whose end is missing was being written when
+little-endian numbers. A reader that meets something else goes on at the next mark. If the last record has no end, it was being written when
 the process died, and is left out without complaint.
 
 Nothing is synced: records survive the death of a process, and a power cut may take the last ones.
