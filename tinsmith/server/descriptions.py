@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from tinsmith.store.records import CLIENT_REASONS, Checkpoint, Run
+from tinsmith.store.records import CLIENT_REASONS, Checkpoint, TrainingRun
 from tinsmith.store.session_catalog import SessionSummary
 from tinsmith.wire.paths import parse_path
 
@@ -34,7 +34,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def describe_run(run: Run, base_model: str) -> dict[str, Any]:
+def describe_run(run: TrainingRun, base_model: str) -> dict[str, Any]:
     """A training run on a base model of this name. One that was lost, or could not be created, counts as corrupted.
 
     `status` is not in the SDK's type: it tells lost models from those that their client finished and those that the server unloaded.

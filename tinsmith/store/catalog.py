@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, Connection, Row, bindparam, func, select, 
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store import checkpoints as rows
 from tinsmith.store import ids, sessions
-from tinsmith.store.records import Checkpoint, Model, Run
+from tinsmith.store.records import Checkpoint, Model, TrainingRun
 from tinsmith.store.schema import checkpoints, commands, models
 from tinsmith.store.schema import sessions as session_table
 from tinsmith.store.store import Store, absent
@@ -48,7 +48,7 @@ class Page:
     offset: int
 
 
-def list_runs(store: Store, page: Page, project_id: str | None) -> tuple[list[Run], int]:
+def list_runs(store: Store, page: Page, project_id: str | None) -> tuple[list[TrainingRun], int]:
     """Runs, newest first, and how many there are; with `project_id` only those of that project's sessions."""
     condition: ColumnElement[bool] = true() if project_id is None else session_table.c.project_id == project_id
     with store.reading() as connection:
@@ -58,7 +58,7 @@ def list_runs(store: Store, page: Page, project_id: str | None) -> tuple[list[Ru
         return runs, connection.execute(count).scalar_one()
 
 
-def find_run(store: Store, model_id: str) -> Run:
+def find_run(store: Store, model_id: str) -> TrainingRun:
     """One run. Raises NotFoundError."""
     with store.reading() as connection:
         runs = _with_checkpoints(connection, connection.execute(_RUNS.where(models.c.model_id == model_id)).all())
@@ -67,10 +67,13 @@ def find_run(store: Store, model_id: str) -> Run:
     return runs[0]
 
 
-def _with_checkpoints(connection: Connection, found: Sequence[Row[*tuple[Any, ...]]]) -> list[Run]:
+def _with_checkpoints(connection: Connection, found: Sequence[Row[*tuple[Any, ...]]]) -> list[TrainingRun]:
     parameters = {"ids": [row.model_id for row in found], "now": time.time()}
     newest = {(c.model_id, c.kind): c for c in (Checkpoint(*row) for row in connection.execute(_NEWEST_OF_RUNS, parameters))}
-    return [Run(Model(*row[:-1]), row[-1], newest.get((row.model_id, "training")), newest.get((row.model_id, "sampler"))) for row in found]
+    return [
+        TrainingRun(Model(*row[:-1]), row[-1], newest.get((row.model_id, "training")), newest.get((row.model_id, "sampler")))
+        for row in found
+    ]
 
 
 def list_checkpoints(store: Store, page: Page) -> tuple[list[Checkpoint], int]:

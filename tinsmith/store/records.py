@@ -115,7 +115,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A model, in training or gone, as the training runs of the API show it."""
 
     model: Model

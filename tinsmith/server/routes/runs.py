@@ -8,7 +8,7 @@ from tinsmith.server.descriptions import describe_checkpoint, describe_run
 from tinsmith.server.hub import Hub, hub_of
 from tinsmith.server.replies import json_reply
 from tinsmith.store import catalog
-from tinsmith.store.records import Run
+from tinsmith.store.records import TrainingRun
 from tinsmith.wire.catalog_requests import CheckpointsQuery, Query, RunsQuery, ScopeQuery
 from tinsmith.wire.json_body import parse_query
 
@@ -50,7 +50,7 @@ async def list_checkpoints(request: Request) -> Response:
     return json_reply({"checkpoints": [describe_checkpoint(checkpoint) for checkpoint in found], "cursor": _cursor(page, total)})
 
 
-def _describe(hub: Hub, run: Run) -> dict[str, Any]:
+def _describe(hub: Hub, run: TrainingRun) -> dict[str, Any]:
     return describe_run(run, hub.base_models.name_of(run.model.base_model))
 
 
