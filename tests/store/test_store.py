@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, inspect, select
 
-from tinsmith.errors import ConfigError, NotFoundError, UserError
+from tinsmith.errors import ConfigError, NotFoundError, StoreUnavailableError, UserError
 from tinsmith.store import ids, schema
+from tinsmith.store.catalog import publish_checkpoint
 from tinsmith.store.database import FILE_NAME
+from tinsmith.store.files import WRITING_S
 from tinsmith.store.records import Checkpoint, SamplingSession
 from tinsmith.store.store import Store
 from tinsmith.wire.paths import parse_path
@@ -224,3 +227,33 @@ def test_a_checkpoint_replaces_the_one_of_its_path(tmp_path: Path) -> None:
     assert store.discarded_directories() == ["d"]
     store.forget_directory("d")
     assert store.discarded_directories() == []
+
+
+def test_a_checkpoint_whose_row_was_not_taken_is_added_again_with_the_same_files(tmp_path: Path) -> None:
+    store = Store.open(tmp_path, busy_s=0.05)
+    row = checkpoint("tinker://m/weights/a", directory="d")
+    store.announce_checkpoint("d")
+    with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreUnavailableError, match="database is locked"):
+            store.put_checkpoint(row)
+    assert store.known_directories() == {"d"}
+    store.put_checkpoint(row)
+    assert store.require_checkpoint("tinker://m/weights/a") == row
+    publish_checkpoint(store, "tinker://m/weights/a", public=True)
+    store.put_checkpoint(row)  # the answer to the former was lost
+    assert store.require_checkpoint("tinker://m/weights/a") == replace(row, public=True)
+    assert (store.known_directories(), store.discarded_directories()) == ({"d"}, [])
+
+
+def test_directories_of_an_older_database_are_told_apart(tmp_path: Path) -> None:
+    older(tmp_path, 3)
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        rows = [("deleted", time.time() - 60), ("begun", time.time() + WRITING_S - 60), ("left", time.time() + 0.001)]
+        connection.executemany("INSERT INTO discarded VALUES (?, ?)", rows)
+        connection.commit()
+    store = Store.open(tmp_path)
+    assert store.known_directories() == {"deleted", "begun", "left"}
+    assert store.discarded_directories() == ["deleted", "left"]
+    store.put_checkpoint(checkpoint("tinker://m/weights/a", directory="begun"))
+    assert store.discarded_directories() == ["deleted", "left"]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.store.test_files import write
 from tests.store.test_store import DESCRIPTION, checkpoint
-from tinsmith.store.catalog import copy_checkpoint, delete_checkpoint
+from tinsmith.store.catalog import copy_checkpoint, delete_checkpoint, set_checkpoint_ttl
 from tinsmith.store.files import WRITING_S, CheckpointFiles
 from tinsmith.store.store import Store
 from tinsmith.store.sweep import find_garbage, find_unknown, sweep
@@ -94,13 +94,13 @@ def test_files_that_a_living_copy_has_free_nothing(store: Store, files: Checkpoi
     store.create_session("s", DESCRIPTION)
     place = saved(store, files, "tinker://m/weights/a")
     copy = copy_checkpoint(store, "tinker://m/weights/a", "s", 0, None)
-    expired = replace(store.require_checkpoint("tinker://m/weights/a"), expires_at=1.0)
-    store.put_checkpoint(expired)
+    set_checkpoint_ttl(store, "tinker://m/weights/a", -1)
     assert found(store, files) == [("tinker://m/weights/a", "has expired", 0)]
     sweep(store, files, unknown=True)
     assert files.sizes(place) == {"a": 10, "b": 0}
-    store.put_checkpoint(replace(store.require_checkpoint(copy), expires_at=1.0))
-    store.put_checkpoint(expired)
+    original = replace(store.require_checkpoint(copy), tinker_path="tinker://m/weights/a", expires_at=1.0)
+    set_checkpoint_ttl(store, copy, -1)
+    store.put_checkpoint(original)
     assert [size for _, _, size in found(store, files)] == [10, 0]
 
 

@@ -1,8 +1,10 @@
 """Saved checkpoints in SQL. Each function is part of a transaction.
 
-A row is what makes a checkpoint exist: its files lie complete under `directory` before the row is written, and nothing changes them.
-Several rows may share a directory: a copy is a row of its own. A directory that no row refers to any more is noted as discarded in the
-same transaction, as is one that is going to be written, with a date far ahead: whatever dies when, no directory is forgotten.
+A checkpoint exists as soon as it has a row. Its files are complete in `directory` before the row is written, and never change. Several rows
+may name the same directory: a copy is a row of its own.
+
+No directory is forgotten, whichever process dies when: one is noted as begun before anything is written to it, until it has a row, and as
+discarded in the transaction that removes its last row, until its files are deleted.
 """
 
 from collections.abc import Iterable
@@ -11,7 +13,7 @@ from sqlalchemy import Connection, bindparam, delete, exists, or_, select, union
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.schema import checkpoints, discarded
+from tinsmith.store.schema import begun_directories, checkpoints, discarded_directories
 
 COLUMNS = [checkpoints.c[name] for name in Checkpoint.__dataclass_fields__]
 ALIVE = or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > bindparam("now"))
@@ -28,23 +30,30 @@ _EXPIRED = checkpoints.c.expires_at <= bindparam("now")
 _DROP_EXPIRED = delete(checkpoints).where(_EXPIRED).returning(*COLUMNS)
 _FIND_EXPIRED = select(*COLUMNS).where(_EXPIRED).order_by(checkpoints.c.expires_at)
 
-_DISCARD = insert(discarded).prefix_with("OR REPLACE")
-_KEEP = delete(discarded).where(discarded.c.directory == bindparam("key"))
+_DIRECTORY_OF = select(checkpoints.c.directory).where(_BY_PATH)
+_BEGIN = insert(begun_directories).prefix_with("OR REPLACE")
+_DISCARD = insert(discarded_directories).prefix_with("OR REPLACE")
+_FORGET = [delete(table).where(table.c.directory == bindparam("key")) for table in (begun_directories, discarded_directories)]
 _USED = select(exists().where(checkpoints.c.directory == bindparam("key")))
 _LIVING = select(checkpoints.c.directory).where(ALIVE).distinct()
 _EVERY = select(*COLUMNS).order_by(checkpoints.c.created_at, checkpoints.c.tinker_path)
 _DROP_IN = delete(checkpoints).where(checkpoints.c.directory == bindparam("key"))
 _MOVE_IN = update(checkpoints).where(checkpoints.c.directory == bindparam("key")).values(directory=bindparam("to"))
-_FORGET_ALL = delete(discarded)
-_KNOWN = union(select(checkpoints.c.directory), select(discarded.c.directory))
-_DUE = select(discarded.c.directory).where(discarded.c.due_at <= bindparam("now")).order_by(discarded.c.due_at)
+_FORGET_ALL = [delete(begun_directories), delete(discarded_directories)]
+_KNOWN = union(select(checkpoints.c.directory), select(begun_directories.c.directory), select(discarded_directories.c.directory))
+_DISCARDED = select(discarded_directories.c.directory).order_by(discarded_directories.c.discarded_at)
+_LEFT = (
+    select(begun_directories.c.directory).where(begun_directories.c.begun_at < bindparam("before")).order_by(begun_directories.c.begun_at)
+)
 
 
 def put(connection: Connection, checkpoint: Checkpoint, now: float) -> None:
-    """Add a checkpoint; one of the same path is replaced."""
+    """Add a checkpoint; one of the same path is replaced. If the path has these files already, nothing changes."""
+    if connection.execute(_DIRECTORY_OF, {"key": checkpoint.tinker_path}).scalar() == checkpoint.directory:
+        return
     replaced = connection.execute(_REPLACE, {"key": checkpoint.tinker_path}).scalars().all()
     connection.execute(_INSERT, vars(checkpoint))
-    connection.execute(_KEEP, {"key": checkpoint.directory})
+    forget(connection, checkpoint.directory)
     _discard_unused(connection, replaced, now)
 
 
@@ -83,14 +92,15 @@ def drop_expired(connection: Connection, now: float) -> list[Checkpoint]:
     return expired
 
 
-def discard(connection: Connection, directory: str, due_at: float) -> None:
-    """Note a directory to delete from then on, unless a checkpoint takes it before."""
-    connection.execute(_DISCARD, {"directory": directory, "due_at": due_at})
+def begin(connection: Connection, directory: str, now: float) -> None:
+    """Note that files are going to be written to a directory."""
+    connection.execute(_BEGIN, {"directory": directory, "begun_at": now})
 
 
-def due(connection: Connection, now: float) -> list[str]:
-    """The directories to delete now."""
-    return list(connection.execute(_DUE, {"now": now}).scalars())
+def to_delete(connection: Connection, begun_before: float) -> list[str]:
+    """The directories to delete: the discarded ones, and those that were begun before then (Unix time) and have no row yet."""
+    left = connection.execute(_LEFT, {"before": begun_before}).scalars()
+    return [*connection.execute(_DISCARDED).scalars(), *left]
 
 
 def living(connection: Connection, now: float) -> set[str]:
@@ -99,13 +109,14 @@ def living(connection: Connection, now: float) -> set[str]:
 
 
 def known(connection: Connection) -> set[str]:
-    """The directories that a checkpoint has, or that are noted to be deleted some time."""
+    """The directories that are named by a checkpoint, begun or discarded."""
     return set(connection.execute(_KNOWN).scalars())
 
 
 def forget(connection: Connection, directory: str) -> None:
-    """A discarded directory is deleted."""
-    connection.execute(_KEEP, {"key": directory})
+    """A directory has got a row, or its files are deleted."""
+    for statement in _FORGET:
+        connection.execute(statement, {"key": directory})
 
 
 def every(connection: Connection) -> list[Checkpoint]:
@@ -124,11 +135,12 @@ def move_in(connection: Connection, directory: str, to: str) -> None:
 
 
 def forget_all(connection: Connection) -> None:
-    """No directory is to be deleted any more."""
-    connection.execute(_FORGET_ALL)
+    """Neither delete a directory that is noted, nor take one for begun."""
+    for statement in _FORGET_ALL:
+        connection.execute(statement)
 
 
 def _discard_unused(connection: Connection, directories: Iterable[str], now: float) -> None:
     for directory in set(directories):
         if not connection.execute(_USED, {"key": directory}).scalar():
-            discard(connection, directory, now)
+            connection.execute(_DISCARD, {"directory": directory, "discarded_at": now})

@@ -131,10 +131,18 @@ checkpoints = Table(
     Column("public", Boolean, nullable=False, server_default=false()),
 )
 
-# Directories to delete once `due_at` is reached: of checkpoints that are no more, and, far ahead, of those being written.
-discarded = Table(
-    "discarded",
+# Directories of checkpoint files that a save has begun to write and no row names yet.
+begun_directories = Table(
+    "begun_directories",
     metadata,
     Column("directory", Text, primary_key=True),
-    Column("due_at", Float, nullable=False, index=True),
+    Column("begun_at", Float, nullable=False),
+)
+
+# Directories of checkpoint files that the last row has left: they are to be deleted.
+discarded_directories = Table(
+    "discarded_directories",
+    metadata,
+    Column("directory", Text, primary_key=True),
+    Column("discarded_at", Float, nullable=False),
 )

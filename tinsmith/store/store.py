@@ -307,13 +307,16 @@ class Store:
     # ---- Checkpoints
 
     def announce_checkpoint(self, directory: str) -> None:
-        """The files of a checkpoint are going to be written there. If no row follows within a day, they are to be deleted."""
-        now = time.time()
+        """Note that the files of a checkpoint are going to be written to a directory. Without a row they are deleted a day later."""
         with self._write.begin() as connection:
-            checkpoints.discard(connection, directory, now + WRITING_S)
+            checkpoints.begin(connection, directory, time.time())
 
     def put_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Make a checkpoint exist, whose files are complete; one of the same path is replaced, and its files are to be deleted."""
+        """Add a checkpoint, whose files are complete. One of the same path is replaced, and its files are discarded.
+
+        It may be called again for the same directory, for example after it raised StoreUnavailableError: a save that the database did not
+        take is finished with the files that it wrote. If the path has them already, nothing changes.
+        """
         with self._durable.begin() as connection:
             checkpoints.put(connection, checkpoint, time.time())
 
@@ -346,9 +349,9 @@ class Store:
             return checkpoints.drop_expired(connection, time.time())
 
     def discarded_directories(self) -> list[str]:
-        """The directories to delete now: no checkpoint has them."""
+        """The directories to delete now: no checkpoint names them, and no save that began within the last day writes to them."""
         with self._read.begin() as connection:
-            return checkpoints.due(connection, time.time())
+            return checkpoints.to_delete(connection, time.time() - WRITING_S)
 
     def living_directories(self) -> set[str]:
         """The directories of checkpoints that have not expired."""

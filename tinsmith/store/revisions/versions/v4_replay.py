@@ -1,12 +1,13 @@
-"""Add what a later replay of the log needs, and move images from rows to files.
+"""Add what a later replay of the log needs, move images from rows to files, and tell directories that are begun from discarded ones.
 
 A replay needs what an operation resolved, which one a model has applied, and payloads and images that may stay when their operation ends.
 """
 
+import time
 from pathlib import Path
 
 from alembic import op
-from sqlalchemy import JSON, Column, ForeignKey, Integer, LargeBinary, text
+from sqlalchemy import JSON, Column, Float, ForeignKey, Integer, LargeBinary, Text, text
 
 from tinsmith.store.blobs import BlobFiles
 
@@ -25,6 +26,7 @@ def upgrade() -> None:
     op.drop_index("ix_commands_queued", "commands")
     op.create_index("ix_commands_queued", "commands", ["model_id", "seq_id"], sqlite_where=text("status = 'queued'"))
     _move_images_out()
+    _tell_directories_apart()
 
 
 def _move_images_out() -> None:
@@ -49,3 +51,14 @@ def _move_images_out() -> None:
     op.drop_table("old_command_images")
     op.drop_table("blobs")
     op.create_index("ix_command_images_sha256", "command_images", ["sha256"])
+
+
+def _tell_directories_apart() -> None:
+    """Split `discarded`: a directory that was being written was due a day after it was begun, one to delete was due at once."""
+    op.create_table("begun_directories", Column("directory", Text, primary_key=True), Column("begun_at", Float, nullable=False))
+    op.create_table("discarded_directories", Column("directory", Text, primary_key=True), Column("discarded_at", Float, nullable=False))
+    now = {"now": time.time()}
+    connection = op.get_bind()
+    connection.execute(text("INSERT INTO begun_directories SELECT directory, due_at - 86400 FROM discarded WHERE due_at > :now"), now)
+    connection.execute(text("INSERT INTO discarded_directories SELECT directory, due_at FROM discarded WHERE due_at <= :now"), now)
+    op.drop_table("discarded")
