@@ -131,9 +131,9 @@ class ImagesConfig:
     max_image_pixels: int = setting(
         50_000_000, "Maximum number of pixels of an image, read from its header before it is decoded", "pixels", 1
     )
-    max_request_pixels: int = setting(
+    max_input_pixels: int = setting(
         200_000_000,
-        "Maximum number of pixels of all images in one sample or datum, read from their headers before any is decoded",
+        "Maximum number of pixels of all images in one input (a prompt or a datum), read from their headers before any is decoded",
         "pixels",
         1,
     )

@@ -75,7 +75,7 @@ PROMPTS = [
     Case(
         "sampled pictures of too many pixels together",
         sample(*[photo(png_that_claims(7000, 7000 - number)) for number in range(5)]),
-        ["have 244930000 pixels together", "max_request_pixels allows 200000000"],
+        ["have 244930000 pixels together", "max_input_pixels allows 200000000"],
         "vision",
     ),
     Case(

@@ -81,7 +81,7 @@ def test_a_broken_picture_in_a_late_pass_fails_its_operation_and_step_and_no_oth
 def test_a_pass_decodes_no_more_pixels_than_one_picture_may_have(gallery: Gallery, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many an operation holds is no reason to refuse it: the SDK puts 5 MB of datums into one, and some pictures compress well."""
     bench = gallery.bench
-    for name in ("max_image_pixels", "max_request_pixels"):
+    for name in ("max_image_pixels", "max_input_pixels"):
         monkeypatch.setattr(gallery.renderer.limits, name, 96 * 64)
     bench.create("a")
     bench.settle()

@@ -194,8 +194,8 @@ def test_pictures_beyond_the_context_or_the_limit_are_refused_before_any_is_deco
     large = [image(seed, 2000, 1500) for seed in range(3)]
     with pytest.raises(UserError, match="the context window of tiny is"):
         renderer(vision_base).render([*large, random_tokens(0, 30_000)])
-    with pytest.raises(UserError, match="have 9000000 pixels together; max_request_pixels allows 8000000: scale them down"):
-        renderer(vision_base, max_request_pixels=8_000_000).render(large[:3])
+    with pytest.raises(UserError, match="have 9000000 pixels together; max_input_pixels allows 8000000: scale them down"):
+        renderer(vision_base, max_input_pixels=8_000_000).render(large[:3])
 
 
 def test_a_text_in_a_thousand_chunks_is_checked_at_once(text_base: BaseModel) -> None:

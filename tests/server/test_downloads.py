@@ -15,7 +15,7 @@ from tests.server.serving import Served, served
 from tinsmith.config import Config, ServerConfig
 from tinsmith.errors import ConfigError
 from tinsmith.server.ranges import wanted_bytes
-from tinsmith.server.signatures import Signer
+from tinsmith.server.signatures import UrlSigner
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(range(256)) * 8192, "deep/a b%2F.bin": b"x", "empty": b""}
 
@@ -68,7 +68,7 @@ def test_an_address_is_good_for_its_file_and_its_time_only(tmp_path: Path) -> No
                 url.replace("adapter_config.json", "..%2F..%2Ftinsmith.db"),
             ):
                 reply = await server.client.get(wrong)
-                assert (reply.status_code, "is not ours" in reply.json()["detail"]) == (403, True), wrong
+                assert (reply.status_code, "is not valid" in reply.json()["detail"]) == (403, True), wrong
             assert (await server.client.get(url.partition("?")[0])).status_code == 400
             past = int(time.time()) - 1
             place = server.store.require_checkpoint(path).directory
@@ -174,13 +174,13 @@ def test_a_trace_shows_the_operations_of_a_session(tmp_path: Path) -> None:
 
 
 def test_the_key_is_private_and_stays(tmp_path: Path) -> None:
-    first = Signer(tmp_path)
+    first = UrlSigner(tmp_path)
     key = tmp_path / "signing.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
-    Signer(tmp_path).check(first.sign(2**40, "a", "b"), 2**40, "a", "b")
+    UrlSigner(tmp_path).check(first.sign(2**40, "a", "b"), 2**40, "a", "b")
     (tmp_path / "elsewhere").mkdir()
-    assert Signer(tmp_path / "elsewhere").sign(2**40, "a", "b") != first.sign(2**40, "a", "b")
+    assert UrlSigner(tmp_path / "elsewhere").sign(2**40, "a", "b") != first.sign(2**40, "a", "b")
     assert first.sign(2**40, "ab") != first.sign(2**40, "a", "b")
     key.write_bytes(b"short")
     with pytest.raises(ConfigError, match="must hold 32 bytes, it holds 5; delete it"):
-        Signer(tmp_path)
+        UrlSigner(tmp_path)

@@ -20,7 +20,7 @@ from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.server.sample_reports import SampleReports
 from tinsmith.server.samples import SampleBook
 from tinsmith.server.sampling_sessions import SamplingSessions
-from tinsmith.server.signatures import Signer
+from tinsmith.server.signatures import UrlSigner
 from tinsmith.server.waiters import Waiters
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Outcome
@@ -38,7 +38,7 @@ class Hub:
         self.config = config
         self.store = AsyncStore(store)
         self.files = CheckpointFiles(data_dir, config.checkpoint_root)
-        self.signer = Signer(data_dir)
+        self.signer = UrlSigner(data_dir)
         self.waiters: Waiters[Outcome | SampleDone | SampleFailed] = Waiters()
         self.samples = SampleBook(config.server)
         self.sample_reports = SampleReports(config.server.sample_result_ttl_s, SampleJournal(data_dir))

@@ -1,12 +1,13 @@
-"""Signed, expiring addresses of files: whoever has one can fetch that file until then, without a key, and no other."""
+"""Signed download URLs that expire: with one of them a file can be fetched without an API key until then, and no other file."""
 
 import hashlib
-import hmac
 import json
 import os
 import secrets
 import time
 from pathlib import Path
+
+import itsdangerous
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.replies import ForbiddenError
@@ -15,29 +16,33 @@ _FILE_NAME = "signing.key"
 _KEY_BYTES = 32
 
 
-class Signer:
-    """Signs with a key of the data directory that nobody else can read. The key stays, so addresses outlive a restart."""
+class UrlSigner:
+    """Signs with a key in the data directory that only its owner can read. The key stays, so URLs outlive a restart of the server."""
 
     def __init__(self, data_dir: Path) -> None:
-        """Make the key if there is none. Raises ConfigError for a key that is not one."""
+        """Make the key if there is none. Raises ConfigError for a file of another size."""
         path = data_dir / _FILE_NAME
         if not path.exists():
             _write_privately(path, secrets.token_bytes(_KEY_BYTES))
-        self._key = path.read_bytes()
-        if len(self._key) != _KEY_BYTES:
-            raise ConfigError(f"{path} must hold {_KEY_BYTES} bytes, it holds {len(self._key)}; delete it, and a new one is made")
+        key = path.read_bytes()
+        if len(key) != _KEY_BYTES:
+            raise ConfigError(f"{path} must hold {_KEY_BYTES} bytes, it holds {len(key)}; delete it, and a new one is made")
+        self._signer = itsdangerous.Signer(key, salt="tinsmith download", digest_method=hashlib.sha256)
 
     def sign(self, expires: int, *parts: str) -> str:
-        """The signature of an address that names these things and ends at `expires` (Unix time)."""
-        message = json.dumps([expires, *parts]).encode()
-        return hmac.new(self._key, message, hashlib.sha256).hexdigest()
+        """The signature of a URL that stands for these parts and expires at `expires` (Unix time)."""
+        return self._signer.get_signature(_message(expires, parts)).decode()
 
     def check(self, signature: str, expires: int, *parts: str) -> None:
-        """Raise ForbiddenError unless `sign` made this signature and its time is not over."""
-        if not hmac.compare_digest(signature.encode(), self.sign(expires, *parts).encode()):
-            raise ForbiddenError("the signature of this address is not ours; ask for a new one")
+        """Raise ForbiddenError unless `sign` made this signature of these parts and it has not expired."""
+        if not self._signer.verify_signature(_message(expires, parts), signature.encode()):
+            raise ForbiddenError("the signature of this URL is not valid; ask for a new URL")
         if expires <= time.time():
-            raise ForbiddenError("this address has expired; ask for a new one")
+            raise ForbiddenError("this URL has expired; ask for a new one")
+
+
+def _message(expires: int, parts: tuple[str, ...]) -> bytes:
+    return json.dumps([expires, *parts]).encode()
 
 
 def _write_privately(path: Path, content: bytes) -> None:

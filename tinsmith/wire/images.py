@@ -104,11 +104,10 @@ def _open(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
 
 
 def check_pixels(total: int, limits: ImagesConfig) -> None:
-    """Raise UserError if the images of one prompt or datum hold more pixels together than are decoded for one."""
-    if total > limits.max_request_pixels:
+    """Raise UserError if the images of one input, a prompt or a datum, have more than `max_input_pixels` pixels together."""
+    if total > limits.max_input_pixels:
         raise UserError(
-            f"the images have {total} pixels together; max_request_pixels allows {limits.max_request_pixels}: "
-            "scale them down, or send fewer"
+            f"the images have {total} pixels together; max_input_pixels allows {limits.max_input_pixels}: scale them down, or send fewer"
         )
 
 
