@@ -1,4 +1,4 @@
-"""Which versions of the SDK work with this server. A client of another version is told so when its session begins, before anything fails."""
+"""Which versions of the SDK work with this server. Clients of other versions are told when their session begins, before anything fails."""
 
 from packaging.version import InvalidVersion, Version
 
@@ -20,7 +20,6 @@ def objection(sdk_version: str) -> str | None:
         return None
     if Version(OLDEST) <= release <= Version(NEWEST):
         return None
-    fault = (
-        "is too old for this server: training will fail" if release < Version(OLDEST) else "is newer than what this server was tested with"
-    )
+    too_old = release < Version(OLDEST)
+    fault = "is too old for this server: training will fail" if too_old else "is newer than what this server was tested with"
     return f"tinker {sdk_version} {fault}. It works with {OLDEST} to {NEWEST}; pip install tinker=={NEWEST}"
