@@ -44,6 +44,12 @@ class ServerConfig:
     max_body_mib: int = setting(256, "Maximum size of a request body after decompression", "MiB", 1, 4096)
     fwdbwd_max_chunk_len: int = setting(1024, "Maximum number of datums that the SDK puts into one forward_backward request", "datums", 1)
     sample_result_ttl_s: float = setting(600.0, "How long the result of a sample is kept for its client to fetch", "seconds", 1)
+    max_finished_sample_mib: int = setting(
+        1024,
+        "Maximum size of the results of samples that were not fetched; beyond it the oldest are dropped and the SDK repeats the samples",
+        "MiB",
+        1,
+    )
     max_pending_samples: int = setting(
         65536, "Maximum number of unfinished sequences, counting num_samples of each request; further requests get HTTP 429", "sequences", 1
     )

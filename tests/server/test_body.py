@@ -51,6 +51,8 @@ def test_large_bodies_are_read_in_turns_and_one_that_stops_keeps_no_other_waitin
 
 
 def test_a_heartbeat_waits_for_nothing_that_is_written(tmp_path: Path) -> None:
+    """A session is looked up once: its second heartbeat does not even wait for those who read."""
+
     async def run() -> None:
         async with served(tmp_path) as server:
             session_id = await server.new_session()
@@ -66,8 +68,10 @@ def test_a_heartbeat_waits_for_nothing_that_is_written(tmp_path: Path) -> None:
             assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 200
             assert (await server.post("session_heartbeat", {"session_id": "x"})).status_code == 410
             assert not writing.done()
+            reading = [asyncio.create_task(server.hub.store.read(write)) for _ in range(8)]
+            assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 200
             written.set()
-            await writing
+            await asyncio.gather(writing, *reading)
             await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
             assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 410
 

@@ -11,10 +11,12 @@ import pytest
 
 from tests.server.serving import Served, served
 from tinsmith.config import Config, ServerConfig
-from tinsmith.errors import BackpressureError, ConfigError, UserError
-from tinsmith.protocol.serving import SampleDone, SampleFailed
+from tinsmith.errors import BackpressureError, ConfigError, NotFoundError, UserError
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import SampleDone, SampleEvents, SampleFailed
+from tinsmith.server.replies import GoneError
 from tinsmith.server.sample_journal import SampleJournal
-from tinsmith.server.samples import PendingSample, SampleBook
+from tinsmith.server.samples import PendingSample, SampleBook, StreamedTokens
 from tinsmith.store.append_file import encode
 from tinsmith.store.records import Outcome
 
@@ -511,3 +513,110 @@ def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "samples.journal").mkdir()
     with pytest.raises(ConfigError, match=r"samples\.journal cannot be used: .*; see to that, or delete it"):
         SampleJournal(tmp_path)
+
+
+def finish_with(book: SampleBook, request_id: str, size: int) -> None:
+    sample = book.add(request_id, 1, 0)
+    assert book.finish(SampleDone(request_id, sample.run, bytes(size)))
+
+
+def test_results_over_the_limit_are_dropped_from_the_session_that_has_most() -> None:
+    """Until now results that nobody fetched counted toward no limit for `sample_result_ttl_s`."""
+    book = book_of(max_finished_sample_mib=1)
+    quarter = 2**18
+    for request_id in ("a:sample:0/0", "b:sample:0/0", "b:sample:0/1", "b:sample:0/2"):
+        finish_with(book, request_id, quarter)
+    finish_with(book, "a:sample:0/1", quarter)
+    assert [book.find(f"b:sample:0/{n}") is None for n in range(3)] == [True, False, False]
+    assert book.find("a:sample:0/0") is not None
+    book.fetched("a:sample:0/1")
+    finish_with(book, "c:sample:0/0", quarter)
+    assert book.find("a:sample:0/1") is None  # what its client has seen goes first
+    assert [book.find(f"b:sample:0/{n}") is None for n in range(3)] == [True, False, False]
+    finish_with(book, "d:sample:0/0", 2**21)  # alone more than the limit: it is kept, until others come
+    assert [request_id for request_id in ("a:sample:0/0", "c:sample:0/0", "d:sample:0/0") if book.find(request_id)] == [
+        "a:sample:0/0",
+        "c:sample:0/0",
+        "d:sample:0/0",
+    ]
+    finish_with(book, "d:sample:0/1", 1)
+    assert (book.find("d:sample:0/0"), book.find("d:sample:0/1") is None) == (None, False)
+
+
+def test_a_result_that_was_dropped_is_answered_as_lost(tmp_path: Path) -> None:
+    async def run() -> None:
+        config = Config()
+        config.server.max_finished_sample_mib = 1
+        async with served(tmp_path, config) as server:
+            sampler = await new_sampler(server)
+            for seq_id in (0, 1):
+                server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
+                server.hub.take(done(server, f"{sampler}/{seq_id}", bytes(700_000)))
+            lost, kept = [await server.post("retrieve_future", {"request_id": f"{sampler}/{seq_id}"}) for seq_id in (0, 1)]
+            assert (lost.status_code, kept.status_code, len(kept.content)) == (410, 200, 700_000)
+
+    asyncio.run(run())
+
+
+def sent(message: Message) -> Message:
+    """The message as it arrives."""
+    return Message.from_frames(message.to_frames())
+
+
+def test_the_tokens_of_a_streamed_sample_are_read_while_it_runs_and_from_its_beginning(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            request_id, other = "s:sample:0/1", "s:sample:0/2"
+            sample = server.hub.samples.add(request_id, 2, 0, stream=True)
+            silent = server.hub.samples.add(other, 1, 0)
+            early = server.hub.samples.follow(request_id, sample.run)
+            first = [
+                (request_id, sample.run, 0, [5], [-0.5]),
+                (other, silent.run, 0, [9], [-0.9]),
+                (request_id, sample.run, 1, [7], [-0.7]),
+            ]
+            server.hub.take(sent(SampleEvents(first)))
+            assert [await anext(early), await anext(early)] == [StreamedTokens(0, [5], [-0.5]), StreamedTokens(1, [7], [-0.7])]
+            waiting = asyncio.ensure_future(anext(early))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            last = [(request_id, sample.run, 0, [6, 2], [-0.6, -0.2]), (request_id, sample.run + 100, 0, [1], [-1.0])]
+            server.hub.take(sent(SampleEvents(last)))
+            assert await waiting == StreamedTokens(0, [6, 2], [-0.6, -0.2])
+            server.hub.take(sent(SampleDone(request_id, sample.run, b"")))
+            server.hub.take(sent(SampleEvents([(request_id, sample.run, 0, [3], [-0.3])])))  # too late
+            assert [event async for event in early] == []
+            assert [event.tokens async for event in server.hub.samples.follow(request_id, sample.run)] == [[5], [7], [6, 2]]
+
+    asyncio.run(run())
+
+
+def test_what_ends_a_streamed_sample_ends_its_readers(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            book = server.hub.samples
+            failing, cancelled, lost = (book.add(f"s:sample:0/{n}", 1, 0, stream=True) for n in range(3))
+            readers = [asyncio.ensure_future(anext(book.follow(sample.request_id, sample.run))) for sample in (failing, cancelled, lost)]
+            await asyncio.sleep(0)
+            server.hub.take(sent(SampleFailed(failing.request_id, failing.run, "no such token", "user", gone=False)))
+            book.remove(cancelled.request_id)
+            book.lose_running()
+            with pytest.raises(UserError, match="no such token"):
+                await readers[0]
+            for reader in readers[1:]:
+                with pytest.raises(GoneError, match="is not known any more"):
+                    await reader
+
+    asyncio.run(run())
+
+
+def test_only_a_sample_that_is_streamed_can_be_followed(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            sample = server.hub.samples.add("s:sample:0/0", 1, 0)
+            with pytest.raises(UserError, match="was started without stream"):
+                server.hub.samples.follow("s:sample:0/0", sample.run)
+            with pytest.raises(NotFoundError, match="send it again"):
+                server.hub.samples.follow("s:sample:0/0", sample.run + 1)
+
+    asyncio.run(run())

@@ -1,7 +1,7 @@
 """What server and engine say to each other.
 
 Server to engine: Wake, Sample, CancelSample, EndSession, ForgetCheckpoint, Shutdown.
-Engine to server: Ready, Alive, Done, SampleDone, SampleFailed, Status, Saving, Bye.
+Engine to server: Ready, Alive, Done, SampleEvents, SampleDone, SampleFailed, Status, Saving, Bye.
 Nothing here is needed to recover data: what must last is in the store.
 """
 
@@ -105,6 +105,14 @@ class SampleDone(Message):
     request_id: str
     run: int
     payload: bytes
+
+
+@dataclass(frozen=True)
+class SampleEvents(Message):
+    """What one step of a sampler has given the samples that are streamed: all of it travels in one message."""
+
+    tokens: list[tuple[str, int, int, list[int], list[float]]]
+    """Request id, run, index of the sample within its request, new token ids, and their log-probabilities."""
 
 
 @dataclass(frozen=True)

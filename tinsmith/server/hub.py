@@ -8,7 +8,7 @@ from fastapi import Request
 from tinsmith.config import Config
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Done, EndSession, Ready, SampleDone, SampleFailed, Status, Wake
+from tinsmith.protocol.serving import Done, EndSession, Ready, SampleDone, SampleEvents, SampleFailed, Status, Wake
 from tinsmith.server.activity import Activity
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.base_models import BaseModels
@@ -62,6 +62,8 @@ class Hub:
             self.waiters.deliver(message.request_id, message.outcome)
         elif isinstance(message, Status):
             self.activity.take(message)
+        elif isinstance(message, SampleEvents):
+            self.samples.add_tokens(message.tokens)
         elif isinstance(message, SampleDone | SampleFailed):
             self._end_sample(message)
 
@@ -95,6 +97,7 @@ class Hub:
         An engine that is not ready is told when it is: it may find commands of this session in the log.
         """
         self._ended[session_id] = save
+        self.lifetimes.ended(session_id)
         self.sampling_sessions.forget(session_id)
         self.sample_reports.forget(session_id)
         for request_id in self.samples.end_session(session_id):

@@ -34,6 +34,8 @@ class Lifetimes:
         self._files = files
         self._seen: dict[str, float] = {}
         """Monotonic time of the last request or heartbeat of each session, or of the round that first met it."""
+        self._open: set[str] = set()
+        """Sessions that were found open in the database and have not ended since."""
 
     @property
     def round_s(self) -> float:
@@ -48,6 +50,19 @@ class Lifetimes:
         """Note a heartbeat."""
         self._seen[session_id] = time.monotonic()
 
+    async def is_open(self, session_id: str) -> bool:
+        """Whether there is such a session and it has not ended. It is looked up once, so that heartbeats do not wait for the database."""
+        if session_id not in self._open:
+            session = await self._store.read(Store.session, session_id)
+            if session is None or session.finished_at is not None:
+                return False
+            self._open.add(session_id)
+        return True
+
+    def ended(self, session_id: str) -> None:
+        """Note that a session is finished in the database."""
+        self._open.discard(session_id)
+
     async def end_idle_sessions(self) -> AsyncIterator[str]:
         """Finish the sessions without heartbeat and request for `session_idle_s`.
 
@@ -56,6 +71,7 @@ class Lifetimes:
         open_sessions = await self._store.read(Store.open_sessions)
         now, idle_s = time.monotonic(), self._config.session_idle_s
         self._seen = {session_id: self._seen.get(session_id, now) for session_id in open_sessions}
+        self._open.intersection_update(open_sessions)
         idle = [session_id for session_id, seen in self._seen.items() if now - seen >= idle_s]
         reason = f"no sign of life for {idle_s:g} s"
         for session_id in idle:

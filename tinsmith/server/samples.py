@@ -1,17 +1,71 @@
-"""Samples that run or wait to be fetched. They live in memory only: a client whose sample is lost is told to send it again."""
+"""The samples that run or wait to be fetched.
 
+They are in memory only. A client that asks for a sample that is not here is told so (HTTP 410), and the SDK then sends it again.
+"""
+
+import asyncio
 import itertools
+import logging
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
 
 from tinsmith.config import ServerConfig
-from tinsmith.errors import BackpressureError, UserError
+from tinsmith.errors import BackpressureError, NotFoundError, TinsmithError, UserError
 from tinsmith.protocol.serving import SampleDone, SampleFailed
+from tinsmith.server.replies import GoneError
 from tinsmith.store import ids
 
+log = logging.getLogger(__name__)
+
 _FETCHED_TTL_S = 60.0
-"""How long a result stays that was sent to its client, in seconds: the reply may have been lost, and is asked for again."""
+"""How long a result is kept after it was sent to its client, in seconds: the reply may be lost, and is then asked for again."""
+
+_BYTES_PER_TOKEN = 64
+"""About what a streamed token takes in memory, with its log-probability."""
+
+
+@dataclass(frozen=True)
+class StreamedTokens:
+    """New tokens of one sequence of a sample."""
+
+    index: int
+    """Which of the sample's `num_samples` sequences."""
+    tokens: list[int]
+    logprobs: list[float]
+    """Of each token, at the temperature of the request."""
+
+
+class _Stream:
+    """What a sample that is streamed has given so far, for any number of readers."""
+
+    def __init__(self) -> None:
+        self.events: list[StreamedTokens] = []
+        self.ended = False
+        self._changed = asyncio.Event()
+
+    def add(self, event: StreamedTokens) -> None:
+        self.events.append(event)
+        self._wake()
+
+    def end(self) -> None:
+        self.ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def read(self) -> AsyncIterator[StreamedTokens]:
+        position = 0
+        while True:
+            while position < len(self.events):
+                yield self.events[position]
+                position += 1
+            if self.ended:
+                return
+            await self._changed.wait()
 
 
 @dataclass(eq=False)
@@ -20,12 +74,17 @@ class PendingSample:
 
     request_id: str
     run: int
-    """Which of all runs this server has started. An id that its client gave up and sent again has another, and so have answers to it."""
+    """Numbers the runs of this server. A request id that its client gives up and sends again gets another run, and the engine's messages
+    name the run that they belong to."""
     num_samples: int
     size: int
-    """Bytes of its body."""
+    """Bytes of the request's body."""
+    stream: _Stream | None = None
+    """Only of a sample that was started with `stream`."""
     outcome: SampleDone | SampleFailed | None = None
     """None while it runs."""
+    finished_bytes: int = field(default=0, init=False)
+    """What its result takes once it has finished."""
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -35,20 +94,20 @@ class PendingSample:
 
 @dataclass(frozen=True)
 class _Limit:
-    """How much may run at a time. A setting, its value, and what it counts."""
+    """How much may be unfinished at a time: the setting, its value, and the unit."""
 
     setting: str
     value: int
     unit: str
 
-    def check(self, running: int, more: int, whose: str) -> None:
+    def check(self, taken: int, more: int, whose: str) -> None:
         if more > self.value:
             raise UserError(
                 f"the request has {more} {self.unit}; more than {self.value} are not taken at a time ({self.setting}): split the request"
             )
-        if running + more > self.value:
+        if taken + more > self.value:
             raise BackpressureError(
-                f"{running} {self.unit} of {whose} are unfinished, and the limit is {self.value} ({self.setting}); send this sample later"
+                f"{taken} {self.unit} of {whose} are unfinished, and the limit is {self.value} ({self.setting}); send this sample later"
             )
 
 
@@ -56,8 +115,9 @@ class SampleBook:
     """All samples by request id."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """A finished sample is kept for `sample_result_ttl_s` seconds."""
+        """A result waits for `sample_result_ttl_s` seconds to be fetched, and all results take at most `max_finished_sample_mib`."""
         self._ttl_s = config.sample_result_ttl_s
+        self._max_finished_bytes = config.max_finished_sample_mib * 2**20
         self._of_all = (
             _Limit("max_pending_samples", config.max_pending_samples, "sequences"),
             _Limit("max_pending_sample_mib", config.max_pending_sample_mib * 2**20, "bytes"),
@@ -68,44 +128,73 @@ class SampleBook:
         )
         self._samples: dict[str, PendingSample] = {}
         self._runs = itertools.count(1)
-        self._running: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._unfinished: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         """Sequences and bytes of the samples that run, by session."""
-        self._totals = [0, 0]
-        """Both of all sessions."""
+        self._unfinished_totals = [0, 0]
+        """The same of all sessions."""
+        self._finished_bytes: Counter[str] = Counter()
+        """Bytes of the results that are kept, by session."""
         self._unfetched: dict[str, float] = {}
-        """Until when each finished sample is kept (monotonic time), the earliest first."""
+        """Until when each result is kept that was not fetched (monotonic time), in the order in which the samples finished."""
         self._fetched: dict[str, float] = {}
-        """The same of those whose result was sent to their client."""
+        """The same of results that were sent to their client, in the order in which they were."""
 
     def find(self, request_id: str) -> PendingSample | None:
         """The sample, if it runs or waits to be fetched."""
         self._drop_expired()
         return self._samples.get(request_id)
 
-    def add(self, request_id: str, num_samples: int, size: int) -> PendingSample:
-        """Note a new sample whose body has `size` bytes.
+    def add(self, request_id: str, num_samples: int, size: int, stream: bool = False) -> PendingSample:
+        """Note a new sample whose body has `size` bytes. With `stream` its tokens can be followed while it runs.
 
-        Raises BackpressureError if too many run, of all sessions or of its own, and UserError if it is too much even alone.
+        Raises BackpressureError if too many are unfinished, of all sessions or of its own, and UserError if it is too much even alone.
         """
         self._drop_expired()
         session = ids.session_of(request_id)
         amounts = (num_samples, size)
-        for limit, running, more in zip(self._of_session, self._running, amounts, strict=True):
-            limit.check(running[session], more, f"session {session}")
-        for limit, total, more in zip(self._of_all, self._totals, amounts, strict=True):
+        for limit, unfinished, more in zip(self._of_session, self._unfinished, amounts, strict=True):
+            limit.check(unfinished[session], more, f"session {session}")
+        for limit, total, more in zip(self._of_all, self._unfinished_totals, amounts, strict=True):
             limit.check(total, more, "all sessions")
-        sample = self._samples[request_id] = PendingSample(request_id, next(self._runs), num_samples, size)
-        self._count(sample, 1)
+        sample = PendingSample(request_id, next(self._runs), num_samples, size, _Stream() if stream else None)
+        self._samples[request_id] = sample
+        self._count_unfinished(sample, 1)
         return sample
 
     def remove(self, request_id: str) -> PendingSample | None:
         """Forget a sample that never reached the engine, that its client gave up, or whose result was fetched; returns it."""
         sample = self._samples.pop(request_id, None)
-        if sample is not None and sample.outcome is None:
-            self._count(sample, -1)
-        self._unfetched.pop(request_id, None)
-        self._fetched.pop(request_id, None)
+        if sample is None:
+            return None
+        if sample.outcome is None:
+            self._count_unfinished(sample, -1)
+            if sample.stream is not None:
+                sample.stream.end()
+        else:
+            self._count_finished(sample, -1)
+            self._unfetched.pop(request_id, None)
+            self._fetched.pop(request_id, None)
         return sample
+
+    def add_tokens(self, events: Iterable[tuple[str, int, int, list[int], list[float]]]) -> None:
+        """Take the tokens of a `SampleEvents` message. Those of a run that is over, or is not streamed, are passed over."""
+        for request_id, run, index, tokens, logprobs in events:
+            sample = self._samples.get(request_id)
+            if sample is not None and sample.run == run and sample.outcome is None and sample.stream is not None:
+                sample.stream.add(StreamedTokens(index, tokens, logprobs))
+
+    def follow(self, request_id: str, run: int) -> AsyncIterator[StreamedTokens]:
+        """The tokens of a sample that was added with `stream`: those that it has given, then each as it comes, until it is done.
+
+        Raises NotFoundError if this run is not known (any more), UserError if it is not streamed. The iterator raises the error with which
+        the sample fails, and GoneError if it is lost or given up.
+        """
+        sample = self.find(request_id)
+        if sample is None or sample.run != run:
+            raise NotFoundError(f"sample {request_id} is not known (any more); send it again")
+        if sample.stream is None:
+            raise UserError(f"sample {request_id} was started without stream, so its tokens come with its result only")
+        return _follow(sample, sample.stream)
 
     def fetched(self, request_id: str) -> None:
         """The result was sent to its client, so it is not kept much longer."""
@@ -113,13 +202,19 @@ class SampleBook:
             self._fetched[request_id] = time.monotonic() + _FETCHED_TTL_S
 
     def finish(self, outcome: SampleDone | SampleFailed) -> bool:
-        """Keep how a sample ended. False for a run that is not known any more."""
+        """Keep how a sample ended. False for a run that is not known (any more)."""
         sample = self._samples.get(outcome.request_id)
         if sample is None or sample.outcome is not None or sample.run != outcome.run:
             return False
+        self._count_unfinished(sample, -1)
         sample.outcome = outcome
-        self._count(sample, -1)
+        sample.finished_bytes = len(outcome.payload) if isinstance(outcome, SampleDone) else len(outcome.error)
+        if sample.stream is not None:
+            sample.stream.end()
+            sample.finished_bytes += _BYTES_PER_TOKEN * sum(len(event.tokens) for event in sample.stream.events)
+        self._count_finished(sample, 1)
         self._unfetched[sample.request_id] = time.monotonic() + self._ttl_s
+        self._drop_over_limit(sample)
         return True
 
     def lose_running(self) -> list[str]:
@@ -136,17 +231,45 @@ class SampleBook:
             self.remove(key)
         return gone
 
-    def _count(self, sample: PendingSample, sign: int) -> None:
+    def _count_unfinished(self, sample: PendingSample, sign: int) -> None:
         session = ids.session_of(sample.request_id)
         for place, amount in enumerate((sample.num_samples, sample.size)):
-            self._totals[place] += sign * amount
-            running = self._running[place]
-            running[session] += sign * amount
-            if not running[session]:
-                del running[session]
+            self._unfinished_totals[place] += sign * amount
+            _add(self._unfinished[place], session, sign * amount)
+
+    def _count_finished(self, sample: PendingSample, sign: int) -> None:
+        _add(self._finished_bytes, ids.session_of(sample.request_id), sign * sample.finished_bytes)
 
     def _drop_expired(self) -> None:
         now = time.monotonic()
         for kept in (self._unfetched, self._fetched):
             while kept and kept[earliest := next(iter(kept))] < now:
                 self.remove(earliest)
+
+    def _drop_over_limit(self, newest: PendingSample) -> None:
+        """Make room for the newest result: drop those that were fetched, then the oldest of the session whose results take the most."""
+        while self._finished_bytes.total() > self._max_finished_bytes:
+            dropped = next(iter(self._fetched), None)
+            if dropped is None:
+                ((session, _),) = self._finished_bytes.most_common(1)
+                dropped = next(key for key in self._unfetched if ids.session_of(key) == session)
+                if dropped == newest.request_id:
+                    return  # it is larger than all that others have
+                log.warning("the result of sample %s is dropped: results that wait to be fetched are over max_finished_sample_mib", dropped)
+            self.remove(dropped)
+
+
+async def _follow(sample: PendingSample, stream: _Stream) -> AsyncIterator[StreamedTokens]:
+    async for event in stream.read():
+        yield event
+    if isinstance(sample.outcome, SampleFailed):
+        raise UserError(sample.outcome.error) if sample.outcome.category == "user" else TinsmithError(sample.outcome.error)
+    if sample.outcome is None:
+        raise GoneError(f"sample {sample.request_id} is not known any more: it was lost with its engine, or given up; send it again")
+
+
+def _add(counter: Counter[str], key: str, amount: int) -> None:
+    """Add to a counter that keeps no zeros."""
+    counter[key] += amount
+    if not counter[key]:
+        del counter[key]

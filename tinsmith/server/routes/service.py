@@ -101,8 +101,7 @@ async def session_heartbeat(request: Request) -> Response:
     """A sign of life. 410 tells the client that the session is over."""
     heartbeat = parse_json(SessionHeartbeatRequest, await _body(request))
     hub = hub_of(request)
-    session = await hub.store.read(Store.session, heartbeat.session_id)  # a write would wait for operations of megabytes
-    if session is None or session.finished_at is not None:
+    if not await hub.lifetimes.is_open(heartbeat.session_id):
         raise GoneError(f"session {heartbeat.session_id!r} is finished or does not exist")
     hub.lifetimes.saw_session(heartbeat.session_id)
     return json_reply({"type": "session_heartbeat"})
