@@ -209,7 +209,7 @@ The same with a real model on a GPU:
     export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-anything
     python your_tinker_script.py          # base_model="Qwen/Qwen3-VL-4B-Instruct"
 
-`tinsmith serve --help` lists every setting. This script, examples/digits.py, is one to start from.
+`tinsmith serve --help` lists all settings. You can write your own script by changing this one, examples/digits.py.
 """
 
 
