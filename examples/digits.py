@@ -2,9 +2,10 @@
 
     make demo          or          python examples/digits.py [--epochs 12] [--output demo-output]
 
-It makes a tiny random Qwen3-VL model (nothing is downloaded), starts `tinsmith serve` on it, fine-tunes it with LoRA on 1,500 of the 1,797
-digit scans that scikit-learn ships, and samples the other 297 before, after and in between: image in, answer out. The functions from
-`prompt` to `fine_tune` are all that a Tinker script is; the rest is the stage around it. Left out: checkpoints, and any cleverness.
+It makes a tiny random Qwen3-VL model (nothing is downloaded), starts `tinsmith serve` with it, and fine-tunes it with LoRA on 1,500 of the
+1,797 digit scans that come with scikit-learn. It asks the model about the other 297 scans before training and after every epoch. The
+functions from `prompt` to `fine_tune` are the Tinker script; the others prepare the data, run the server and draw the result. No checkpoint
+is saved.
 """
 
 import argparse
@@ -52,7 +53,7 @@ class Scan:
 
 @dataclass
 class Curves:
-    """What the picture shows."""
+    """What the drawn result shows."""
 
     losses: list[float]
     """Mean loss per answer token, by step."""
@@ -81,7 +82,7 @@ def encode_png(pixels: NDArray[np.float64]) -> bytes:
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, scan: Scan) -> types.ModelInput:
-    """The question in Qwen3's chat format, with the picture as a chunk of its own."""
+    """The question in Qwen3's chat format, with the picture as a separate chunk."""
     return types.ModelInput(
         chunks=[
             types.EncodedTextChunk(tokens=tokenizer.encode(BEFORE_IMAGE)),
@@ -105,7 +106,7 @@ def training_datum(tokenizer: PreTrainedTokenizerBase, scan: Scan) -> types.Datu
 
 
 def read_digits(model: tinker.TrainingClient, scans: list[Scan]) -> list[str]:
-    """What the model answers now, for each scan."""
+    """The model's current answer for each scan."""
     tokenizer = model.get_tokenizer()
     sampler = model.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=4, temperature=0.0)
@@ -114,12 +115,12 @@ def read_digits(model: tinker.TrainingClient, scans: list[Scan]) -> list[str]:
 
 
 def accuracy(answers: list[str], scans: list[Scan]) -> float:
-    """Share of right answers."""
+    """Share of correct answers."""
     return float(np.mean([answer == str(scan.digit) for answer, scan in zip(answers, scans, strict=True)]))
 
 
 def fine_tune(model: tinker.TrainingClient, training: list[Scan], held_out: list[Scan], epochs: int) -> Curves:
-    """Train with a learning rate that falls to zero; look at the held-out scans after every epoch."""
+    """Train with a learning rate that falls linearly to zero, and evaluate on the held-out scans after every epoch."""
     data = [training_datum(model.get_tokenizer(), scan) for scan in training]
     answers = read_digits(model, held_out)
     curves = Curves([], [(0, accuracy(answers, held_out))], answers)
@@ -145,7 +146,7 @@ def fine_tune(model: tinker.TrainingClient, training: list[Scan], held_out: list
 
 
 def progress_bar() -> Progress:
-    """Steps, loss and accuracy in one line."""
+    """A progress bar with steps, loss and accuracy in one line."""
     columns = [
         TextColumn("{task.description}"),
         BarColumn(),
@@ -158,7 +159,7 @@ def progress_bar() -> Progress:
 
 @contextlib.contextmanager
 def running_server(model_dir: Path, output: Path) -> Iterator[str]:
-    """`tinsmith serve` on a free port, for as long as the block runs; yields its address."""
+    """`tinsmith serve` on a free port, for as long as the block runs; yields its URL."""
     log = output / "server.log"
     command = [sys.executable, "-m", "tinsmith.cli", "serve", "--base-model", f"{MODEL}={model_dir}"]
     with log.open("w") as file:
@@ -171,7 +172,7 @@ def running_server(model_dir: Path, output: Path) -> Iterator[str]:
 
 
 def wait_until_ready(server: "subprocess.Popen[bytes]", log: Path) -> str:
-    """The server's address, once healthz answers 200."""
+    """The server's URL, as soon as healthz answers 200."""
     while server.poll() is None:
         time.sleep(0.1)
         if listening := re.search(r"listening on (http://\S+),", log.read_text()):
@@ -214,10 +215,10 @@ The same with a real model on a GPU:
 
 
 def main() -> None:
-    """Run the whole thing."""
+    """Make the model, start the server, fine-tune, and save the picture."""
     parser = argparse.ArgumentParser(description="Fine-tune a tiny vision-language model to read handwritten digits.")
     parser.add_argument("--epochs", type=int, default=12, help="passes over the 1,500 training scans (default: 12)")
-    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="where model, log and picture go (default: demo-output)")
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="directory of the results (default: demo-output)")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     model_dir = options.output / "model"
