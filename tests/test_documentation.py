@@ -1,12 +1,50 @@
 """What a machine can check of the documentation in the code: that it is there where a reader needs it."""
 
 import ast
+import dataclasses
+import inspect
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
-PACKAGE = Path(__file__).parent.parent / "tinsmith"
+import typer.main
+
+from tinsmith.cli import app
+from tinsmith.config import CONFIG_VARIABLE, Config, settings
+from tinsmith.config_values import SettingInfo
+from tinsmith.rl.config import RlConfig
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "tinsmith"
 SHORT = 5
 """Lines of a method's body up to which its name and types may say enough."""
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+
+SAYS_NOTHING = re.compile(r"(See|As) `?[\w.]+`?( \(`?[\w./]+`?\))?\.?|Nothing to do\.?")
+"""A docstring that only sends the reader elsewhere."""
+
+UNFINISHED = ("tinsmith/models/", "tinsmith/rendering/", "tinsmith/sampling/", "tinsmith/training/", "docs/architecture.md")
+"""Where words and docstrings are still being rewritten. Nothing may be added."""
+NAMED_TWICE = {"Run", "Sizes"}
+"""Classes of one name that are still to be told apart. Nothing may be added."""
+
+PLAIN = {
+    "knob": "setting",
+    "knobs": "settings",
+    "whoever": "the client that",
+    "taken for lost": "considered lost",
+}
+"""Words that have puzzled readers, and what to write instead."""
+
+WITHOUT_UNIT = {"port", "max_aspect", "seed", "rank", "max_lora_rank", "temperature", "top_p", "learning_rate", "weight_decay"}
+WITHOUT_UNIT |= {"grad_clip_norm", "kl_coefficient", "tis_cap", "success", "max_failed_share"}
+"""Numbers that have no unit: ports, ranks, seeds, ratios, rates, rewards."""
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -46,3 +84,94 @@ def test_a_public_method_without_docstring_is_short_or_declared_by_a_protocol() 
 
 def lines_of(method: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (method.body[-1].end_lineno or 0) - method.body[0].lineno + 1
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """Place and text of every docstring, including those of constants and fields."""
+    for path, module in modules():
+        for node in ast.walk(module):
+            for statement in getattr(node, "body", []) if not isinstance(node, ast.Lambda | ast.IfExp) else []:
+                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
+                    yield f"{path}:{statement.lineno}", inspect.cleandoc(statement.value.value)
+
+
+def test_a_docstring_says_something_itself() -> None:
+    empty = [f"{place}: {text}" for place, text in docstrings() if SAYS_NOTHING.fullmatch(text) and not place.startswith(UNFINISHED)]
+    assert not empty, "\n".join(empty)
+
+
+def test_a_class_name_stands_once_in_the_package() -> None:
+    places = defaultdict(list)
+    for path, module in modules():
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path)
+    assert {name: paths for name, paths in places.items() if len(paths) > 1 and name not in NAMED_TWICE} == {}
+
+
+def test_code_and_pages_use_plain_words() -> None:
+    files = [*PAGES, *(ROOT / path for path, _ in modules())]
+    puzzling = re.compile(rf"\b({'|'.join(PLAIN)})\b", re.IGNORECASE)
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {match[0]!r}; write {PLAIN[match[0].lower()]!r} or the like"
+        for file in files
+        if not str(file.relative_to(ROOT)).startswith(UNFINISHED)
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        for match in puzzling.finditer(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def numbers(section: Any) -> Iterator[tuple[str, SettingInfo]]:
+    """Name of every setting that is a number, in a section and in the sections in it, and its description."""
+    hints = get_type_hints(type(section))
+    for spec in dataclasses.fields(section):
+        value = getattr(section, spec.name)
+        if dataclasses.is_dataclass(value):
+            yield from numbers(value)
+        elif hints[spec.name] in (int, float):
+            yield spec.name, spec.metadata["info"]
+
+
+def test_every_number_among_the_settings_has_a_unit() -> None:
+    without = {name for root in (Config(), RlConfig()) for name, info in numbers(root) if not info.unit}
+    assert without - WITHOUT_UNIT == set()
+
+
+def all_settings(section: Any) -> Iterator[tuple[str, SettingInfo]]:
+    for spec in dataclasses.fields(section):
+        value = getattr(section, spec.name)
+        if dataclasses.is_dataclass(value):
+            yield from all_settings(value)
+        else:
+            yield f"{type(section).__name__}.{spec.name}", spec.metadata["info"]
+
+
+def test_the_help_of_every_setting_is_a_phrase() -> None:
+    """It begins with a capital and has no full stop, like the others; a single word explains nothing."""
+    settings = [(name, info.help) for root in (Config(), RlConfig()) for name, info in all_settings(root)]
+    assert len(settings) > 100
+    assert [(name, help) for name, help in settings if len(help.split()) < 2 or help.endswith(".")] == []
+
+
+def test_files_that_the_pages_name_exist() -> None:
+    """Paths in backquotes, from the root or from the package; `NAME` and `*` stand for anything."""
+    roots = [ROOT, PACKAGE, PACKAGE / "sampling", PACKAGE / "rl"]
+    missing = []
+    for page in PAGES:
+        for path in re.findall(r"`((?:[\w.-]+/)+[\w*.-]+\.(?:py|md|yaml|toml))`", page.read_text(encoding="utf-8")):
+            pattern = path.replace("NAME", "*")
+            if not any(any(root.glob(pattern)) for root in [page.parent, *roots]):
+                missing.append(f"{page.name}: {path}")
+    assert not missing, "\n".join(missing)
+
+
+def test_options_and_variables_that_the_readme_names_exist() -> None:
+    options = {
+        option for command in typer.main.get_group(app).commands.values() for parameter in command.params for option in parameter.opts
+    }
+    variables = {setting.variable for setting in settings()} | {CONFIG_VARIABLE}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    # A Kubernetes variable stands there as an example of one that is refused.
+    assert set(re.findall(r"--[a-z][a-z-]+", text)) - options == {"--help"}
+    assert set(re.findall(r"TINSMITH_[A-Z_]*[A-Z]\b", text)) - variables == {"TINSMITH_SERVICE_HOST"}

@@ -41,8 +41,8 @@ def print_status(status: dict[str, Any], console: Console) -> None:
     busy = f", busy with one task for {engine['busy_s']:,.0f} s" if engine["busy_s"] >= 1 else ""
     console.print(Text(f"Tinsmith {status['version']}, engine {engine['state']}{reason}{busy}"))
     if workers := status.get("workers"):  # an engine that has not reported yet names none
-        rows = [(str(worker["pid"]), worker["device"], worker["state"]) for worker in workers]
-        console.print(_table("workers", ("process", "device", "state"), rows))
+        processes = [(str(worker["pid"]), worker["device"], worker["state"]) for worker in workers]
+        console.print(_table("workers", ("process", "device", "state"), processes))
     console.print(_table("base models", ("name", "architecture", "context", "images"), [_base(base) for base in status["base_models"]]))
     rows = [(m["model_id"], m["base_model"], f"{m['queued']:,}", f"{m['trained_tokens']:,}") for m in status["models"]]
     console.print(_table("loaded models", ("model", "base model", "queued", "tokens trained"), rows))

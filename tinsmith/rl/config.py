@@ -47,7 +47,7 @@ class PromptsSection:
     """What episodes are about."""
 
     count: int = setting(
-        1000, "Number of prompts: seeds from `seed` on, or the first rows of `file`; in another order in every pass", "", 1
+        1000, "Number of prompts: seeds from `seed` on, or the first rows of `file`; in another order in every pass", "prompts", 1
     )
     seed: int = setting(0, "Seed of the first prompt")
     file: str = setting("", "JSONL file with rows of 'messages' and 'fields', for environments that take their episodes from a data set")
@@ -63,7 +63,7 @@ class EnvSection:
         "env", "What the name stands for: an environment, or an EnvGroupBuilder of the Tinker cookbook"
     )
     workers: WorkerKind = setting("inline", "Where environments run: inline if they are fast, thread if they wait, process if they compute")
-    worker_count: int = setting(32, "Threads or processes", "", 1)
+    worker_count: int = setting(32, "Number of threads or processes that run environments", "workers", 1)
     timeout_s: float = setting(60.0, "Time-out of a call into an environment in a thread or process", "seconds", 0.01)
     max_failed_share: float = setting(0.5, "The run ends if the environment fails in more than this share of the episodes", "", 0, 1)
     max_failed_groups: int = setting(8, "The run ends after this many groups in a row in which every episode failed", "groups", 1)
@@ -81,12 +81,12 @@ class GenerationSection:
     max_context: int = setting(0, "Maximum length of a conversation; 0 is the server's limit for the model", "tokens", 0)
     temperature: float = setting(1.0, "Sampling temperature", "", 0)
     top_p: float = setting(1.0, "Nucleus sampling", "", 0, 1)
-    top_k: int = setting(-1, "Sample from this many most likely tokens; -1 is all", "", -1)
+    top_k: int = setting(-1, "Sample from this many most likely tokens; -1 is all", "tokens", -1)
     stop: list[str] = setting([], "Texts that end an answer, in addition to the model's end of turn")
     end_turn_after_stop_string: bool = setting(
         True, "Put the end-of-turn token, with loss mask 0, behind an answer that ended on a stop text"
     )
-    in_flight: int = setting(4096, "Maximum number of episodes at a time", "", 1)
+    in_flight: int = setting(4096, "Maximum number of episodes at a time", "episodes", 1)
 
 
 @dataclass
@@ -101,8 +101,8 @@ class TrainingSection:
     loss: PolicyLoss = setting("importance_sampling", "Name of the loss on the server")
     loss_options: dict[str, Any] = setting({}, "Options of the loss, such as clip_low_threshold")
     loss_scale: LossScale = setting("tokens", "Mean over all sampled tokens, mean over samples of the mean over their tokens, or sum")
-    substeps: int = setting(1, "Optimizer steps in one pass over a batch, each on its part of the samples", "", 1)
-    epochs: int = setting(1, "Passes over a batch; with more than one, take a loss that clips, such as ppo", "", 1)
+    substeps: int = setting(1, "Optimizer steps in one pass over a batch, each on its part of the samples", "steps", 1)
+    epochs: int = setting(1, "Passes over a batch; with more than one, take a loss that clips, such as ppo", "passes", 1)
     learning_rate: float = setting(1e-4, "Learning rate of AdamW, after its warm-up", "", 0)
     decay: Literal["constant", "linear"] = setting("constant", "How the learning rate changes over the run")
     warmup_steps: int = setting(0, "Steps in which the learning rate rises from zero", "steps", 0)
@@ -134,7 +134,7 @@ class EvaluationSection:
     """Rollouts and metrics on prompts that are not trained on."""
 
     every: int = setting(0, "Evaluate every this many steps, and at the start and the end; 0 never", "steps", 0)
-    prompts: int = setting(64, "Number of prompts", "", 1)
+    prompts: int = setting(64, "Number of prompts", "prompts", 1)
     samples: int = setting(1, "Episodes of each prompt", "episodes", 1)
     seed: int = setting(2_000_000, "Seed of the first prompt")
     file: str = setting("", "JSONL file of prompts, instead of seeds")
@@ -160,7 +160,7 @@ class OutputSection:
     keep: int = setting(3, "How many of these checkpoints stay on the server, besides the best weights; 0 keeps all", "checkpoints", 0)
     save_best: bool = setting(True, "Keep the weights with the best reward so far, of evaluations if there are any")
     trajectories_every: int = setting(10, "Write a batch as JSONL and as an HTML page every this many steps; 0 never", "steps", 0)
-    page_trajectories: int = setting(32, "Maximum number of trajectories on a page", "", 1)
+    page_trajectories: int = setting(32, "Maximum number of trajectories on a page", "trajectories", 1)
     trackers: list[str] = setting(["console"], "console, tensorboard, wandb, trackio")
 
 

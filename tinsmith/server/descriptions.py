@@ -10,7 +10,7 @@ from tinsmith.store.session_catalog import SessionSummary
 from tinsmith.wire.paths import parse_path
 
 OWNER = "local"
-"""This version has no accounts: everything belongs to whoever runs the server."""
+"""This version has no accounts: everything belongs to the user who runs the server."""
 NO_PROJECT = "default"
 """The project of sessions that were put into none."""
 

@@ -66,7 +66,7 @@ class Lifetimes:
     async def end_idle_sessions(self) -> AsyncIterator[str]:
         """Finish the sessions without heartbeat and request for `session_idle_s`.
 
-        Gives out the id of each as soon as it is finished: whoever ends its work must hear of it, though the next may fail.
+        Yields the id of each as soon as it is finished, so that the caller can end its work even if the next one fails.
         """
         open_sessions = await self._store.read(Store.open_sessions)
         now, idle_s = time.monotonic(), self._config.session_idle_s

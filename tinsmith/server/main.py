@@ -145,4 +145,4 @@ def _announce(config: Config, listener: socket.socket) -> None:
     shown = f"[{host}]" if ":" in host else host
     log.info("listening on http://%s:%d, data in %s", shown, port, config.data_dir)
     if not ipaddress.ip_address(host).is_loopback:
-        log.warning("there are no API keys yet: whoever reaches http://%s:%d can use this server", shown, port)
+        log.warning("there are no API keys yet: everyone who can reach http://%s:%d can use this server", shown, port)

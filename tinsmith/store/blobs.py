@@ -1,12 +1,12 @@
 """Encoded images as files that are named by the SHA-256 of their bytes: `blobs/ab/abcd...` below the data directory.
 
-A file is written before the row that refers to it is committed, and outside of the database's lock, so a process that dies in between
-leaves a file that nothing refers to, never a row without its file. A file is deleted only inside of a transaction that writes, once no row
-refers to it; whoever adds a row looks in its own transaction that the file is still there. So no file goes that a command needs
-(`Store.append`, `Store.delete_unused_blobs`).
+A file is written before the row that refers to it is committed, and outside of the database's lock. A process that dies in between leaves
+a file that nothing refers to, never a row without its file. A file is deleted only in a write transaction, once no row refers to it, and
+a transaction that adds a row checks that the file still exists. So no file is deleted that a command needs (`Store.append`,
+`Store.delete_unused_blobs`).
 
 Files are renamed into place and not synced: like the commands that they belong to, they survive the death of any process, and a power cut
-may damage them. What is read is compared with its digest.
+may damage them. The bytes that are read are compared with the digest.
 """
 
 import hashlib

@@ -18,7 +18,7 @@ CommandKind = Literal[
     "load_weights",
     "rejected",
 ]
-"""What a training operation does. Whoever appends it to the log says so; `tinsmith/wire` says how each kind's payload is read."""
+"""What a training operation does. The code that appends it to the log names it; `tinsmith/wire` says how each kind's payload is read."""
 REJECTED: Literal["rejected"] = "rejected"
 """Kind of an operation that was refused when it came in. It only takes its place in the sequence: its payload is the message (UTF-8)
 of the UserError that its future ends with."""
