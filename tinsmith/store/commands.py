@@ -165,14 +165,40 @@ class Released:
     """Of images that these commands need no longer; others may."""
 
 
-def record(connection: Connection, outcome: Outcome, now: float, keep: bool) -> Released:
-    """Finish one queued command; with `keep` its payload and images stay. A command that is finished already keeps its first outcome."""
-    key = ids.parse_request_id(outcome.request_id)
-    if key is None:
-        raise NotFoundError(f"{outcome.request_id!r} is not a request id")
-    values = {
-        "model": key[0],
-        "seq": key[1],
+def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep: bool) -> Released:
+    """Finish queued commands; with `keep` their payloads and images stay. A command that is finished already keeps its first outcome.
+
+    Each model notes the highest seq_id of its operations that succeeded. Raises NotFoundError for a malformed request id.
+    """
+    kept = 0
+    digests: list[bytes] = []
+    applied: dict[str, int] = {}
+    for outcome in outcomes:
+        key = ids.parse_request_id(outcome.request_id)
+        if key is None:
+            raise NotFoundError(f"{outcome.request_id!r} is not a request id")
+        model_id, seq_id = key
+        finished = connection.execute(_FINISH_AND_KEEP if keep else _FINISH_AND_DROP, _finished(outcome, model_id, seq_id, now)).first()
+        if finished is None:
+            continue
+        if outcome.error is None:
+            applied[model_id] = max(seq_id, applied.get(model_id, 0))
+        if seq_id == 0:  # create_model, or load_weights into a new model
+            endings.end_creation(connection, model_id, outcome.error is None)
+        if keep:
+            kept += finished.kept_bytes
+        else:
+            digests += _drop_references(connection, finished.id)
+    for model_id, seq_id in applied.items():
+        connection.execute(_APPLY, {"model": model_id, "seq": seq_id})
+    return Released(kept, digests)
+
+
+def _finished(outcome: Outcome, model_id: str, seq_id: int, now: float) -> dict[str, Any]:
+    """What the row of a command takes when it has ended, and its key."""
+    return {
+        "model": model_id,
+        "seq": seq_id,
         "status": "done" if outcome.error is None else "failed",
         "finished_at": now,
         "result": outcome.result,
@@ -181,16 +207,6 @@ def record(connection: Connection, outcome: Outcome, now: float, keep: bool) -> 
         "category": outcome.category,
         "resolved": outcome.resolved,
     }
-    finished = connection.execute(_FINISH_AND_KEEP if keep else _FINISH_AND_DROP, values).first()
-    if finished is None:
-        return Released()
-    if outcome.error is None:
-        connection.execute(_APPLY, {"model": key[0], "seq": key[1]})
-    if key[1] == 0:  # create_model, or load_weights into a new model
-        endings.end_creation(connection, key[0], outcome.error is None)
-    if keep:
-        return Released(kept_bytes=finished.kept_bytes)
-    return Released(digests=_drop_references(connection, finished.id))
 
 
 def _drop_references(connection: Connection, command_id: int) -> Sequence[bytes]:

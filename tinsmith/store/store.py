@@ -140,29 +140,28 @@ class Store:
         """
         now, keep = time.time(), self._keep_bytes > 0
         with self._write.begin() as connection:
-            released = [commands.record(connection, outcome, now, keep) for outcome in outcomes]
+            released = commands.record(connection, outcomes, now, keep)
         if keep:
-            self._count_kept(sum(one.kept_bytes for one in released))
-        self.delete_unused_blobs(digest for one in released for digest in one.digests)
+            self._count_kept(released.kept_bytes)
+        self.delete_unused_blobs(released.digests)
 
     def _count_kept(self, more: int) -> None:
-        """Count what is kept now, and drop the oldest of it if it is too much."""
-        if self._kept_bytes is None:
-            with self._read.begin() as connection:
-                self._kept_bytes = commands.kept_bytes(connection)
-        else:
-            self._kept_bytes += more
-        if self._kept_bytes > self._keep_bytes:
-            self._drop_kept()
+        """Count what is kept now, and drop the oldest of it if it is too much. Raises nothing that the database raises."""
+        try:
+            if self._kept_bytes is None:
+                with self._read.begin() as connection:
+                    self._kept_bytes = commands.kept_bytes(connection)
+            else:
+                self._kept_bytes += more
+            if self._kept_bytes > self._keep_bytes:
+                self._drop_kept()
+        except StoreUnavailableError as error:  # the outcomes are recorded; the next ones try again
+            log.warning("finished operations are kept beyond their limit for now: %s", error)
 
     def _drop_kept(self) -> None:
         """Drop the oldest of what is kept, a little more than has to go: each time all that is kept is added up."""
-        try:
-            with self._write.begin() as connection:
-                left = commands.drop_kept(connection, int(self._keep_bytes * _KEEP_AFTER_DROP))
-        except StoreUnavailableError as error:  # what is kept is no part of any outcome: the next one tries again
-            log.warning("what is kept of finished operations takes more than it may: %s", error)
-            return
+        with self._write.begin() as connection:
+            left = commands.drop_kept(connection, int(self._keep_bytes * _KEEP_AFTER_DROP))
         self._kept_bytes = left.kept_bytes
         self.delete_unused_blobs(left.digests)
 
