@@ -192,7 +192,7 @@ def random_adapter(
 ) -> Adapter:
     """An adapter whose B is far from zero."""
     lora = LoraShape(rank, seed, **shape)
-    adapter = new_adapter(lora, base.lora_targets(lora), base.device, base.dtype)
+    adapter = new_adapter(lora, base.layout, base.device, base.dtype)
     generator = torch.Generator().manual_seed(seed + 1)
     for pair in adapter.masters.values():
         pair.b.copy_(torch.randn(pair.b.shape, generator=generator) * b_scale)

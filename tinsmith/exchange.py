@@ -15,11 +15,12 @@ from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.fingerprint import check_fingerprint, fingerprint_of, holds_weights, local_directory
 from tinsmith.models.full import FullWeights
+from tinsmith.models.layout import read_layout
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.store import Store
 from tinsmith.training.checkpoint import About, SavedState, read_about, stored_weights, write_state
-from tinsmith.training.peft_format import outline, read_peft, write_merged, write_peft
+from tinsmith.training.peft_format import read_peft, write_merged, write_peft
 from tinsmith.wire.paths import CheckpointKind, CheckpointPath, check_name, parse_path
 
 log = logging.getLogger(__name__)
@@ -43,9 +44,9 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
         about = read_about(files)
         weights = stored_weights(files, about)
     source = base_source or about.base_source
-    base = outline(source)
-    if base.architecture != about.architecture:
-        raise UserError(f"{source} is of architecture {base.architecture}; {path} was saved for {about.architecture}")
+    base = read_layout(source)
+    if base.family.model_type != about.architecture:
+        raise UserError(f"{source} is of architecture {base.family.model_type}; {path} was saved for {about.architecture}")
     fingerprint = _fingerprint(source, fetch=merge)
     if fingerprint is None:
         log.warning("the weights of %s are not on this machine: whether %s was trained on them is not checked", source, path)
@@ -66,12 +67,12 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
     """
     check_name(name)
     ((base_name, source),) = base_model_sources(Config(base_models=[base_model])).items()
-    base = outline(source)
+    base = read_layout(source)
     adapter = read_peft(adapter_dir, base)
     fingerprint = _fingerprint(source, fetch=False)
     if fingerprint is None:
         log.warning("the weights of %s are not on this machine: no server can check that it serves the same as %s", source, base_name)
-    about = About(base_name, source, base.architecture, adapter.shape, fingerprint)
+    about = About(base_name, source, base.family.model_type, adapter.shape, fingerprint)
     kinds: tuple[CheckpointKind, ...] = ("training", "sampler")
     paths = [CheckpointPath(IMPORTED, kind, name) for kind in kinds]
 

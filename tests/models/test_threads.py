@@ -11,7 +11,7 @@ from tinsmith.models.threads import SMALL_PASS, SMALL_STEP, threads_for, threads
 @pytest.mark.skipif(DEVICE != "cpu", reason="threads only matter on a CPU")
 @pytest.mark.parametrize(("size", "threads"), [(0.5, 1), (2.0, 2)])
 def test_a_small_pass_takes_one_thread_and_leaves_the_number_as_it_was(text_base: BaseModel, size: float, threads: int) -> None:
-    weights = text_base.lm_head.numel() + sum(inputs * outputs for inputs, outputs in text_base.linears.values())
+    weights = sum(target.in_features * target.out_features for target in text_base.layout.targets.values())
     with threads_for(text_base, int(size * SMALL_PASS / weights)):
         assert torch.get_num_threads() == threads
     assert torch.get_num_threads() == 2

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.bases import OTHER_DECODERS, datum, picture_chunks, random_adapter, random_tokens, renderer, shifted
 from tinsmith.config import TrainingConfig
-from tinsmith.models.base import LM_HEAD, BaseModel
+from tinsmith.models.base import BaseModel
+from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.backend import LocalBackend

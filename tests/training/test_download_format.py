@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from tests.bases import load, random_adapter
+from tinsmith.models.layout import read_layout
 from tinsmith.training.download_format import write_download
-from tinsmith.training.peft_format import outline, read_peft, write_peft
+from tinsmith.training.peft_format import read_peft, write_peft
 
 Dirs = Callable[[str], Path]
 PROJECTION = "layers.0.self_attn.q_proj"
@@ -37,11 +38,11 @@ def test_modules_are_named_as_the_cookbook_expects_for_the_files_of_the_base(
     """llama has an output projection of its own; the files of the tiny Qwen2.5-VL, as those on the Hub, leave `language_model.` out."""
     source = str(family_dir(family))
     adapter = random_adapter(load(family_dir(family), device="cpu"), rank=4, seed=1)
-    write_download(adapter, outline(source), source, "the base", tmp_path)
+    write_download(adapter, read_layout(source), source, "the base", tmp_path)
     modules = names(tmp_path, is_refused=family == "qwen3_vl")
     assert {f"{prefix}{PROJECTION}", "lm_head"} < modules
     assert all(name.startswith(f"{prefix}layers.") or name == "lm_head" for name in modules)
-    again = read_peft(tmp_path, outline(source))
+    again = read_peft(tmp_path, read_layout(source))
     assert all(torch.equal(one, other) for one, other in zip(again.tensors(), adapter.tensors(), strict=True))
 
 
@@ -50,13 +51,13 @@ def test_the_names_in_several_files_of_a_base_are_read(family_dir: Dirs, tmp_pat
     AutoModelForImageTextToText.from_pretrained(source).save_pretrained(tmp_path / "parts", max_shard_size="200KB")
     assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
     adapter = random_adapter(load(source, device="cpu"), rank=4, seed=1)
-    write_download(adapter, outline(str(source)), str(tmp_path / "parts"), "the base", tmp_path / "out")
+    write_download(adapter, read_layout(str(source)), str(tmp_path / "parts"), "the base", tmp_path / "out")
     assert f"model.{PROJECTION}" in names(tmp_path / "out", is_refused=True)
 
 
 def test_a_download_of_the_hosted_service_is_read(family_dir: Dirs, tmp_path: Path) -> None:
     """It calls the output projection `model.unembed_tokens`."""
-    base = outline(str(family_dir("qwen3_vl")))
+    base = read_layout(str(family_dir("qwen3_vl")))
     adapter = random_adapter(load(family_dir("qwen3_vl"), device="cpu"), rank=4, seed=1)
     write_peft(adapter, base, "the base", tmp_path)
     file = tmp_path / "adapter_model.safetensors"

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tinsmith.models.base import LM_HEAD
+from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, LoraPair, Segment
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.logprobs import target_logprobs

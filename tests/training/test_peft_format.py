@@ -22,11 +22,12 @@ from tinsmith.config import TrainingConfig
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights, new_full_weights
+from tinsmith.models.layout import read_layout
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer
-from tinsmith.training.peft_format import outline, read_peft, write_merged, write_peft
+from tinsmith.training.peft_format import read_peft, write_merged, write_peft
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"]
 Bases = Callable[[str], BaseModel]
@@ -47,7 +48,7 @@ def text_base(family_base: Bases) -> BaseModel:
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
 def test_exported_files_obey_the_umask(mask: int, text_base: BaseModel, family_dir: Dirs, tmp_path: Path) -> None:
-    base, source = outline(str(family_dir("qwen3"))), str(family_dir("qwen3"))
+    base, source = read_layout(str(family_dir("qwen3"))), str(family_dir("qwen3"))
     adapter = random_adapter(text_base)
     before = os.umask(mask)
     try:
@@ -87,7 +88,7 @@ def theirs(twin: Any, base: BaseModel, rendered: RenderedInput) -> np.ndarray:
 def test_peft_loads_an_adapter_to_the_same_logprobs(family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str) -> None:
     base, source = family_base(family), family_dir(family)
     adapter, rendered = random_adapter(base, rank=4, seed=1), example(base)
-    write_peft(adapter, outline(str(source)), str(source), tmp_path)
+    write_peft(adapter, read_layout(str(source)), str(source), tmp_path)
     keys = load_file(tmp_path / "adapter_model.safetensors")
     assert len(keys) == 2 * len(adapter.masters)
     assert all(key.endswith(("lora_A.weight", "lora_B.weight")) for key in keys)
@@ -96,7 +97,7 @@ def test_peft_loads_an_adapter_to_the_same_logprobs(family_base: Bases, family_d
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         twin = PeftModel.from_pretrained(network(base, source), str(tmp_path)).eval()
     np.testing.assert_allclose(theirs(twin, base, rendered), ours(base, adapter, rendered), atol=1e-4)
-    again = read_peft(tmp_path, outline(str(source)))
+    again = read_peft(tmp_path, read_layout(str(source)))
     assert list(again.masters) == list(adapter.masters)
     assert all(torch.equal(one, other) for one, other in zip(again.tensors(), adapter.tensors(), strict=True))
 
@@ -119,7 +120,7 @@ def test_transformers_loads_a_merged_model_to_the_same_logprobs(
 ) -> None:
     base, source = family_base(family), family_dir(family)
     weights, rendered = make(base), example(base)
-    write_merged(weights, outline(str(source)), str(source), tmp_path)
+    write_merged(weights, read_layout(str(source)), str(source), tmp_path)
     np.testing.assert_allclose(theirs(network(base, tmp_path), base, rendered), ours(base, weights, rendered), atol=1e-4)
     assert (tmp_path / "tokenizer.json").is_file()
     assert (tmp_path / "preprocessor_config.json").is_file() == base.family.takes_images
@@ -128,7 +129,7 @@ def test_transformers_loads_a_merged_model_to_the_same_logprobs(
 def test_full_weights_of_another_base_are_not_merged(family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:
     source = str(family_dir("llama"))
     with pytest.raises(UserError, match=r"holds layers.0.self_attn.q_proj.bias of shape \(64,\), which this base model does not have"):
-        write_merged(random_full(family_base("qwen2")), outline(source), source, tmp_path / "out")
+        write_merged(random_full(family_base("qwen2")), read_layout(source), source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -137,19 +138,19 @@ def test_an_adapter_that_peft_saved_is_read_with_its_scale(text_base: BaseModel,
     config = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     twin: Any = get_peft_model(network(text_base, source), config)
     twin.save_pretrained(tmp_path)
-    adapter = read_peft(tmp_path, outline(str(source)))
+    adapter = read_peft(tmp_path, read_layout(str(source)))
     assert (adapter.shape.train_attn, adapter.shape.train_mlp, adapter.shape.train_unembed) == (True, False, False)
     rendered = example(text_base)
     np.testing.assert_allclose(ours(text_base, adapter, rendered), theirs(twin.eval(), text_base, rendered), atol=1e-4)
 
 
 def test_what_is_no_plain_lora_of_this_base_is_refused(family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:
-    base = outline(str(family_dir("qwen3_vl")))
+    base = read_layout(str(family_dir("qwen3_vl")))
     with pytest.raises(UserError, match="is no PEFT adapter"):
         read_peft(tmp_path, base)
     write_peft(random_adapter(family_base("qwen3_vl"), rank=4), base, "x", tmp_path)
     with pytest.raises(UserError, match=r"model\.language_model\.layers\.\S+, which is no LoRA matrix of this base model"):
-        read_peft(tmp_path, outline(str(family_dir("qwen3"))))
+        read_peft(tmp_path, read_layout(str(family_dir("qwen3"))))
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())
     for option, value in (("use_dora", True), ("rank_pattern", {"q_proj": 2}), ("bias", "all")):

@@ -25,7 +25,8 @@ from tests.sampling.local.test_sampler import forward_logprobs
 from tests.with_vllm.proxy import Proxy, in_front_of
 from tests.with_vllm.serving import generated, processes_of, vllm_pids
 from tinsmith.config import load as load_config
-from tinsmith.models.base import LM_HEAD, BaseModel, PictureInput
+from tinsmith.models.base import BaseModel, PictureInput
+from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import LoraPair
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Processor, Renderer

@@ -13,10 +13,11 @@ import pyrage
 
 from tinsmith.errors import UserError
 from tinsmith.models.full import FullWeights
+from tinsmith.models.layout import read_layout
 from tinsmith.store.files import WRITING_PREFIX
 from tinsmith.training.checkpoint import SavedState, weights_on_host
 from tinsmith.training.download_format import write_download
-from tinsmith.training.peft_format import outline, write_merged
+from tinsmith.training.peft_format import write_merged
 
 _SHOWN_CHARACTERS = 20
 
@@ -58,7 +59,7 @@ def encrypt(plain: Path, encrypted: Path, recipients: Sequence[Any]) -> None:
 
 def _write_plain(state: SavedState, directory: Path) -> None:
     about = state.about
-    weights, base = weights_on_host(state), outline(about.base_source)
+    weights, base = weights_on_host(state), read_layout(about.base_source)
     if isinstance(weights, FullWeights):
         write_merged(weights, base, about.base_source, directory)
     else:

@@ -14,22 +14,20 @@ from typing import Any
 import torch
 from cachetools import LRUCache
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers import logging as transformers_logging
 
 from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import ATTENTION, AttentionPlan
-from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, Family, family_of, read_config
+from tinsmith.models.families import Family, context_length, family_of, read_config
 from tinsmith.models.fingerprint import compute_fingerprint
-from tinsmith.models.full import HEAD_WEIGHT, FullWeights, Weights
+from tinsmith.models.full import FullWeights, Weights
+from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD, Layout, layout_of
 from tinsmith.models.lora import ActiveSegments, Segment
 from tinsmith.models.lora_linear import attach
 from tinsmith.models.norms import fuse_norms
 from tinsmith.protocol.shapes import LoraShape
-
-LM_HEAD = "lm_head"
-"""Name of the output projection among an adapter's modules."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +99,8 @@ class BaseModel:
     dtype: torch.dtype
     max_context: int
     active: ActiveSegments
-    linears: dict[str, tuple[int, int]]
-    """(in_features, out_features) of every linear that LoRA may train, by module name."""
+    layout: Layout
+    """What of it can be trained."""
     features: LRUCache[bytes, PictureFeatures]
     computed_fingerprint: Future[str]
     """Computed beside the rest of the start, so that no start waits for it."""
@@ -133,26 +131,15 @@ class BaseModel:
         listed = configured if isinstance(configured, list) else [configured]
         return frozenset(i for i in (*listed, self.tokenizer.eos_token_id) if i is not None)
 
-    def lora_targets(self, shape: LoraShape) -> dict[str, tuple[int, int]]:
-        """(in_features, out_features) of the modules that an adapter of this shape covers."""
-        suffixes = (*(ATTENTION_TARGETS if shape.train_attn else ()), *(MLP_TARGETS if shape.train_mlp else ()))
-        targets = {name: size for name, size in self.linears.items() if name.rpartition(".")[2] in suffixes}
-        if shape.train_unembed:
-            targets[LM_HEAD] = (self.lm_head.shape[1], self.lm_head.shape[0])
-        return targets
-
     def full_targets(self, shape: LoraShape) -> dict[str, Tensor]:
         """The base's parameters that full-parameter training of this shape trains copies of, by their names inside the language model.
 
         A switch that is off leaves out all of the attention blocks or MLPs, or the output projection, which is the embedding too where
         the model ties them. The rest (embedding and norms) is always trained.
         """
-        frozen = [] if shape.train_unembed else [self.head_name]
-        for train, suffixes in ((shape.train_attn, ATTENTION_TARGETS), (shape.train_mlp, MLP_TARGETS)):
-            if not train:
-                frozen += [f"{name.rpartition('.')[0]}." for name in self.linears if name.rpartition(".")[2] in suffixes]
+        frozen = (*(() if shape.train_unembed else (self.head_name,)), *self.layout.frozen_blocks(shape))
         parameters = dict(self.language_model.named_parameters()) | {self.head_name: self.lm_head}
-        return {name: parameter for name, parameter in parameters.items() if not name.startswith(tuple(frozen))}
+        return {name: parameter for name, parameter in parameters.items() if not name.startswith(frozen)}
 
     @cached_property
     def embedding_name(self) -> str:
@@ -246,12 +233,11 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
     network = _load_network(source, family, dtype)
     network.to(device).eval().requires_grad_(False)
     use_attention(network, family, ATTENTION)
-    language_model = network.model.language_model if family.takes_images else network.base_model
+    language_model = family.language_model(network)
     fuse_norms(language_model)
+    layout = layout_of(source, family, network)
     active = ActiveSegments()
-    limit = model_config.get_text_config().max_position_embeddings
-    if config.max_context > limit:
-        raise ConfigError(f"max_context={config.max_context} is more than {name} was built for: {limit} tokens")
+    attach(language_model, [name for name in layout.targets if name != LM_HEAD], active)
     return BaseModel(
         name=name,
         tokenizer_id=source,
@@ -260,46 +246,27 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
         tokenizer=AutoTokenizer.from_pretrained(source),
         network=network,
         language_model=language_model,
-        lm_head=_output_projection(source, network),
+        lm_head=network.get_output_embeddings().weight,
         device=device,
         dtype=dtype,
-        max_context=config.max_context or limit,
+        max_context=context_length(name, model_config.get_text_config(), config.max_context),
         active=active,
-        linears=_attach_lora(source, language_model, active),
+        layout=layout,
         features=LRUCache(maxsize=feature_cache_bytes, getsizeof=lambda f: f.nbytes),
         computed_fingerprint=compute_fingerprint(source),
     )
 
 
 def _load_network(source: str, family: Family, dtype: torch.dtype) -> Any:
-    auto = AutoModelForImageTextToText if family.takes_images else AutoModelForCausalLM
     try:
-        return auto.from_pretrained(source, dtype=dtype)
+        return family.auto_class.from_pretrained(source, dtype=dtype)
     except ValueError as error:  # a configuration that transformers has no decoder for
         raise ConfigError(f"{source}: transformers cannot load it as a decoder: {str(error).splitlines()[0]}") from error
-
-
-def _output_projection(source: str, network: Any) -> Tensor:
-    """The weight [vocabulary, hidden] of the LM head. Raises ConfigError where it is more than a matrix."""
-    head = network.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
-        raise ConfigError(f"{source}: its output projection is {head}; Tinsmith needs a linear layer without a bias")
-    return head.weight
 
 
 def use_attention(network: Any, family: Family, implementation: str) -> None:
     """Let the language model attend with a registered attention function; a vision tower keeps sdpa."""
     network.set_attn_implementation({"text_config": implementation, "vision_config": "sdpa"} if family.takes_images else implementation)
-
-
-def _attach_lora(source: str, language_model: Any, active: ActiveSegments) -> dict[str, tuple[int, int]]:
-    """Wrap the linears that LoRA trains. Raises ConfigError if there are none around attention, or none in the MLP."""
-    present = {name.rpartition(".")[2] for name, module in language_model.named_modules() if isinstance(module, torch.nn.Linear)}
-    for what, known in (("attention", ATTENTION_TARGETS), ("MLP", MLP_TARGETS)):
-        if not present & set(known):
-            found = ", ".join(sorted(present)) or "no linear layer at all"
-            raise ConfigError(f"{source}: no {what} linear that LoRA can train; known are {', '.join(known)}, found {found}")
-    return attach(language_model, ATTENTION_TARGETS + MLP_TARGETS, active)
 
 
 def pick_device(wanted: str) -> torch.device:

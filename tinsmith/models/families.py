@@ -8,14 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tinsmith.errors import ConfigError
 
-ATTENTION_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "query_key_value", "dense")
-"""Names of the linears around attention; each model has some of them. A fused one is trained as one matrix, as PEFT does."""
-MLP_TARGETS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "c_fc", "c_proj", "fc1", "fc2", "dense_h_to_4h", "dense_4h_to_h")
-"""Names of the linears of a dense MLP; each model has some of them."""
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary types whose angles do not depend on how long the row is; with the others, packing would change the numbers."""
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
@@ -32,6 +28,15 @@ class Family:
     takes_images: bool = False
     mrope: bool = False
     """Positions have three rows: time, height and width of a picture's patches."""
+
+    @property
+    def auto_class(self) -> Any:
+        """The class of transformers that loads such a model."""
+        return AutoModelForImageTextToText if self.takes_images else AutoModelForCausalLM
+
+    def language_model(self, network: Any) -> Any:
+        """The decoder without its output projection, inside a loaded transformers model."""
+        return network.model.language_model if self.takes_images else network.base_model
 
 
 IMAGE_FAMILIES = {
@@ -80,6 +85,17 @@ def _check_rope(source: str, parameters: dict[str, Any]) -> None:
         kind = group.get("rope_type", "default")
         if kind not in SUPPORTED_ROPE:
             raise ConfigError(f"{source}: rotary type {kind!r} changes with the length of a row; supported are {', '.join(SUPPORTED_ROPE)}")
+
+
+def context_length(name: str, text_config: Any, wanted: int) -> int:
+    """The longest sequence of a model, prompt and answer together, in tokens: `wanted` (max_context), or for 0 what it was built for.
+
+    Raises ConfigError if that is less than `wanted`.
+    """
+    limit: int = text_config.max_position_embeddings
+    if wanted > limit:
+        raise ConfigError(f"max_context={wanted} is more than {name} was built for: {limit} tokens")
+    return wanted or limit
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tinsmith.models.layout import HEAD_WEIGHT
 from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
-
-HEAD_WEIGHT = "lm_head.weight"
-"""Name of the output projection, where it is not the embedding; it is the only parameter outside of the language model."""
 
 
 @dataclass

@@ -9,13 +9,13 @@ masked by multiplication, so a NaN in one model cannot reach another.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tinsmith.models.layout import Layout
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 
@@ -89,17 +89,17 @@ class Adapter:
         return sum(tensor.numel() for tensor in self.tensors())
 
 
-def new_adapter(shape: LoraShape, targets: Mapping[str, tuple[int, int]], device: torch.device, dtype: torch.dtype) -> Adapter:
-    """A fresh adapter over `targets` (module name -> (in_features, out_features)): A uniform as torch.nn.Linear's default, B zero.
+def new_adapter(shape: LoraShape, layout: Layout, device: torch.device, dtype: torch.dtype) -> Adapter:
+    """A fresh adapter on a base of this layout: A uniform as torch.nn.Linear's default, B zero.
 
-    The draws come from a CPU generator in the order of `targets`, so one seed gives the same adapter on every device.
+    The draws come from a CPU generator in the order of the layout, so one seed gives the same adapter on every device.
     """
     generator = torch.Generator("cpu").manual_seed(shape.seed)
     masters = {}
-    for name, (in_features, out_features) in targets.items():
-        bound = 1 / math.sqrt(in_features)
-        a = torch.empty(shape.rank, in_features).uniform_(-bound, bound, generator=generator)
-        masters[name] = LoraPair(a.to(device), torch.zeros(out_features, shape.rank, device=device))
+    for name, target in layout.covered(shape).items():
+        bound = 1 / math.sqrt(target.in_features)
+        a = torch.empty(shape.rank, target.in_features).uniform_(-bound, bound, generator=generator)
+        masters[name] = LoraPair(a.to(device), torch.zeros(target.out_features, shape.rank, device=device))
     return Adapter(shape, masters, dtype)
 
 

@@ -7,6 +7,7 @@ its row no more often than one without; autograd would copy the row and add up t
 full-parameter training has put a model's own in their place for a pass.
 """
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -142,12 +143,9 @@ class _LoraLinear(torch.autograd.Function):
         return dx, dweight, dbias, None, *found
 
 
-def attach(model: nn.Module, suffixes: tuple[str, ...], active: ActiveSegments) -> dict[str, tuple[int, int]]:
-    """Replace every linear layer of `model` whose last name part is in `suffixes`; return (in_features, out_features) by module name."""
-    found = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name.rpartition(".")[2] in suffixes
-    }
-    for name, module in found.items():
-        parent = model.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], LoraLinear(module, name, active))
-    return {name: (module.in_features, module.out_features) for name, module in found.items()}
+def attach(model: nn.Module, names: Iterable[str], active: ActiveSegments) -> None:
+    """Replace these linear layers of `model` by ones with LoRA."""
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        linear: Any = model.get_submodule(name)
+        setattr(model.get_submodule(parent), child, LoraLinear(linear, name, active))

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tinsmith.config import ModelsConfig
 from tinsmith.models.base import pick_device, pick_dtype
-from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, family_of, read_config
+from tinsmith.models.families import context_length, family_of, read_config
 from tinsmith.models.full import snapshot_bytes, training_bytes
+from tinsmith.models.layout import Layout, empty_network, layout_of
+from tinsmith.protocol.shapes import LoraShape
 
 SAVED_WIDTHS, SAVED_MLP_WIDTHS = 12, 4
 """What a layer keeps of a token for the backward pass, about: so many times the hidden width, and so many times the width of its MLP."""
@@ -27,8 +27,10 @@ class Sizes:
     parameters: int
     language_parameters: int
     """Those that full-parameter training trains: of the language model, with its LM head."""
-    adapter_widths: int
-    """Sum of in_features + out_features over all modules that LoRA trains, the LM head included."""
+    max_context: int
+    """The longest sequence, in tokens."""
+    layout: Layout
+    """What LoRA can train."""
 
     @property
     def weight_bytes(self) -> int:
@@ -37,11 +39,14 @@ class Sizes:
 
     def adapter_bytes(self, rank: int) -> int:
         """A frozen adapter: float32 masters, and a copy in the base's dtype unless that is float32 too."""
-        return self.adapter_widths * rank * (4 if self.dtype == torch.float32 else 4 + self.dtype.itemsize)
+        return self._lora_parameters(rank) * (4 if self.dtype == torch.float32 else 4 + self.dtype.itemsize)
 
     def training_bytes(self, rank: int) -> int:
         """An adapter that is trained: with accumulated gradients and Adam's two moments in float32."""
-        return self.adapter_bytes(rank) + self.adapter_widths * rank * 3 * 4
+        return self.adapter_bytes(rank) + self._lora_parameters(rank) * 3 * 4
+
+    def _lora_parameters(self, rank: int) -> int:
+        return self.layout.lora_parameters(LoraShape(rank, seed=0))
 
     @property
     def full_bytes(self) -> int:
@@ -65,25 +70,15 @@ def size_of(source: str, config: ModelsConfig) -> Sizes:
     device = pick_device(config.device)
     model_config = read_config(source)
     family = family_of(source, model_config)
-    auto: Any = AutoModelForImageTextToText if family.takes_images else AutoModelForCausalLM
-    with torch.device("meta"):
-        network: Any = auto.from_config(model_config)
-    language_model: nn.Module = network.model.language_model if family.takes_images else network.base_model
-    trained = {*language_model.parameters(), *network.get_output_embeddings().parameters()}  # a tied head is there already
+    network = empty_network(family, model_config)
+    trained = {*family.language_model(network).parameters(), *network.get_output_embeddings().parameters()}  # a tied head is there already
+    text_config = model_config.get_text_config()
     return Sizes(
-        text_config=model_config.get_text_config(),
+        text_config=text_config,
         device=device,
         dtype=pick_dtype(config.dtype, device),
         parameters=sum(parameter.numel() for parameter in network.parameters()),
         language_parameters=sum(parameter.numel() for parameter in trained),
-        adapter_widths=_adapter_widths(language_model, network),
+        max_context=context_length(source, text_config, config.max_context),
+        layout=layout_of(source, family, network),
     )
-
-
-def _adapter_widths(language_model: nn.Module, network: Any) -> int:
-    trained = [
-        module
-        for name, module in language_model.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in ATTENTION_TARGETS + MLP_TARGETS
-    ]
-    return sum(module.in_features + module.out_features for module in [*trained, network.get_output_embeddings()])

@@ -20,7 +20,7 @@ SMALL_STEP = 2**22
 
 def threads_for(base: BaseModel, tokens: int) -> AbstractContextManager[None]:
     """Run a pass over that many tokens with one thread if it is small; afterwards the number of threads is as it was."""
-    weights = base.lm_head.numel() + sum(inputs * outputs for inputs, outputs in base.linears.values())
+    weights = sum(target.in_features * target.out_features for target in base.layout.targets.values())
     return _one_thread() if base.device.type == "cpu" and tokens * weights < SMALL_PASS else nullcontext()
 
 

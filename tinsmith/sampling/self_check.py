@@ -25,8 +25,9 @@ from torch import Tensor
 from tinsmith.config import ImagesConfig, SamplingConfig
 from tinsmith.errors import ConfigError, NotFoundError
 from tinsmith.models.attention import ATTENTION, AttentionPlan, PackedPlan
-from tinsmith.models.base import LM_HEAD, BaseModel, use_attention
+from tinsmith.models.base import BaseModel, use_attention
 from tinsmith.models.families import positions
+from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, Segment, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
@@ -138,7 +139,7 @@ def _no_blob(sha256: bytes) -> bytes:
 
 def _random_adapter(base: BaseModel, seed: int, train_unembed: bool) -> Adapter:
     shape = LoraShape(4, seed, train_unembed=train_unembed)
-    adapter = new_adapter(shape, base.lora_targets(shape), base.device, base.dtype)
+    adapter = new_adapter(shape, base.layout, base.device, base.dtype)
     generator = torch.Generator().manual_seed(seed)
     for pair in adapter.masters.values():  # large enough to show, small enough to leave a trained model one
         pair.b.copy_(torch.randn(pair.b.shape, generator=generator) * 0.02)

@@ -143,7 +143,7 @@ class LocalBackend:
             self._require_memory_to_train(shape)
             weights = new_full_weights(shape, base.full_targets(shape), base.dtype)
         else:
-            weights = new_adapter(shape, base.lora_targets(shape), base.device, base.dtype)
+            weights = new_adapter(shape, base.layout, base.device, base.dtype)
         self.optimizers[model_id] = ModelOptimizer(weights)
 
     def delete_model(self, model_id: str) -> None:

@@ -191,8 +191,8 @@ def _expected(base: BaseModel, shape: LoraShape) -> dict[str, tuple[int, ...]]:
     if shape.rank == 0:
         return {name: tuple(parameter.shape) for name, parameter in base.full_targets(shape).items()}
     expected: dict[str, tuple[int, ...]] = {}
-    for name, (in_features, out_features) in base.lora_targets(shape).items():
-        expected |= {f"{name}.a": (shape.rank, in_features), f"{name}.b": (out_features, shape.rank)}
+    for name, target in base.layout.covered(shape).items():
+        expected |= {f"{name}.a": (shape.rank, target.in_features), f"{name}.b": (target.out_features, shape.rank)}
     return expected
 
 

@@ -11,22 +11,22 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from tinsmith.models.base import LM_HEAD
 from tinsmith.models.fingerprint import local_directory, safetensors_files
+from tinsmith.models.layout import LM_HEAD, Layout
 from tinsmith.models.lora import Adapter
-from tinsmith.training.peft_format import Outline, write_adapter
+from tinsmith.training.peft_format import write_adapter
 
 _STORED_PREFIX = "model.language_model."
 """How names begin in the files of a base model for which the tools rename."""
 
 
-def write_download(adapter: Adapter, base: Outline, source: str, label: str, directory: Path) -> None:
+def write_download(adapter: Adapter, base: Layout, source: str, label: str, directory: Path) -> None:
     """Write an adapter for download, created if it is not there.
 
     `source` is where the files of the base model are; `label` is what `adapter_config.json` calls it.
     """
     renamed = any(name.startswith(_STORED_PREFIX) for name in _stored_names(source))
-    names = {name: f"model.{name}" if renamed and name != LM_HEAD else base.full_name(name) for name in adapter.masters}
+    names = {name: f"model.{name}" if renamed and name != LM_HEAD else base.module_name(name) for name in adapter.masters}
     targets = list(names.values())
     if renamed and len(names) > 1 and LM_HEAD in names:
         # PEFT refuses an adapter if it finds no target, but drops the others without a word if it finds one.

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tinsmith.models.base import LM_HEAD
 from tinsmith.models.full import Weights
+from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, Segment
 
 

@@ -1,25 +1,23 @@
 """Adapters as PEFT keeps them, and adapters and full weights merged into their base model.
 
-A PEFT adapter holds lora_A and lora_B of each module under the name that transformers gives it, nothing of the base. Ours are named
-from the language model on, so both sides meet in an `Outline` of the base, which is made without reading a weight.
+A PEFT adapter holds lora_A and lora_B of each module under the name that transformers gives it, and nothing of the base. Our names begin
+inside the language model; the `Layout` of the base translates, and is made without reading a weight.
 """
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer
 
 from tinsmith.errors import UserError
-from tinsmith.models.base import LM_HEAD
-from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS, family_of, read_config
-from tinsmith.models.full import HEAD_WEIGHT, FullWeights, Weights
+from tinsmith.models.full import FullWeights, Weights
+from tinsmith.models.layout import GROUPS, LM_HEAD, Layout
 from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
@@ -29,53 +27,10 @@ _ROOT = "base_model.model."
 _UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "target_parameters")
 """Options of PEFT that change what an adapter computes, or its size."""
 
-_GROUPS = ("train_attn", "train_mlp", "train_unembed")
 
-
-@dataclass(frozen=True)
-class Outline:
-    """Names and sizes of what LoRA can train in a base model."""
-
-    architecture: str
-    takes_images: bool
-    language_model: str
-    """Name of the language model inside the transformers model."""
-    head: str
-    """Name of the output projection."""
-    sizes: dict[str, tuple[int, int]]
-    """(in_features, out_features) by our names."""
-
-    def parameter_name(self, name: str) -> str:
-        """The name that transformers gives a parameter of `FullWeights`."""
-        return f"{self.head}.weight" if name == HEAD_WEIGHT else f"{self.language_model}.{name}"
-
-    def full_name(self, name: str) -> str:
-        """The name that transformers gives a module."""
-        return self.head if name == LM_HEAD else f"{self.language_model}.{name}"
-
-
-def outline(source: str) -> Outline:
-    """The outline of a model in a local directory or of a Hub id. Raises ConfigError for what could not be served."""
-    config = read_config(source)
-    family = family_of(source, config)
-    auto: Any = AutoModelForImageTextToText if family.takes_images else AutoModelForCausalLM
-    with torch.device("meta"):
-        network: Any = auto.from_config(config)
-    language_model = network.model.language_model if family.takes_images else network.base_model
-    head = network.get_output_embeddings()
-    names = {module: name for name, module in network.named_modules()}
-    trained = {
-        name: (module.in_features, module.out_features)
-        for name, module in language_model.named_modules()
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in ATTENTION_TARGETS + MLP_TARGETS
-    }
-    sizes = trained | {LM_HEAD: (head.in_features, head.out_features)}
-    return Outline(family.model_type, family.takes_images, names[language_model], names[head], sizes)
-
-
-def write_peft(adapter: Adapter, base: Outline, base_name: str, directory: Path) -> None:
+def write_peft(adapter: Adapter, base: Layout, base_name: str, directory: Path) -> None:
     """Write a PEFT adapter folder, created if it is not there. It names its base model `base_name`."""
-    names = {name: base.full_name(name) for name in adapter.masters}
+    names = {name: base.module_name(name) for name in adapter.masters}
     # Whole names: a part of a name would also reach the vision tower.
     write_adapter(adapter, names, list(names.values()), base_name, directory)
 
@@ -104,20 +59,19 @@ def write_adapter(adapter: Adapter, names: Mapping[str, str], targets: list[str]
 
 
 @torch.no_grad()
-def write_merged(weights: Weights, base: Outline, base_source: str, directory: Path) -> None:
+def write_merged(weights: Weights, base: Layout, base_source: str, directory: Path) -> None:
     """Write a transformers model with what was trained, in the dtype of the base, with tokenizer and image processor.
 
     Raises UserError for full weights of other sizes than those of the base.
     """
-    auto: Any = AutoModelForImageTextToText if base.takes_images else AutoModelForCausalLM
-    network: Any = auto.from_pretrained(base_source, dtype="auto")
+    network: Any = base.family.auto_class.from_pretrained(base_source, dtype="auto")
     if isinstance(weights, FullWeights):
         _replace(network, weights, base)
     else:
         _add(network, weights, base)
     network.save_pretrained(directory)
     AutoTokenizer.from_pretrained(base_source).save_pretrained(directory)
-    if base.takes_images:
+    if base.family.takes_images:
         AutoImageProcessor.from_pretrained(base_source).save_pretrained(directory)
     _share_as(directory / "config.json")
 
@@ -128,7 +82,7 @@ def _share_as(config: Path) -> None:
         file.chmod(config.stat().st_mode & 0o777)
 
 
-def _replace(network: Any, weights: FullWeights, base: Outline) -> None:
+def _replace(network: Any, weights: FullWeights, base: Layout) -> None:
     """Put full weights into the place of the base's."""
     parameters = dict(network.named_parameters())
     for name, master in weights.masters.items():
@@ -138,18 +92,18 @@ def _replace(network: Any, weights: FullWeights, base: Outline) -> None:
         parameter.copy_(master)
 
 
-def _add(network: Any, adapter: Adapter, base: Outline) -> None:
+def _add(network: Any, adapter: Adapter, base: Layout) -> None:
     """Add an adapter to the weights that it changes. An output projection among them becomes the model's own, if it was the embedding."""
     head = network.get_submodule(base.head)
     if LM_HEAD in adapter.masters and head.weight is network.get_input_embeddings().weight:
         head.weight = nn.Parameter(head.weight.clone())
         network.config.tie_word_embeddings = network.config.get_text_config().tie_word_embeddings = False
     for name, pair in adapter.masters.items():
-        weight = network.get_submodule(base.full_name(name)).weight
+        weight = network.get_submodule(base.module_name(name)).weight
         weight.copy_(weight.float() + adapter.scale * (pair.b @ pair.a))
 
 
-def read_peft(directory: Path, base: Outline) -> Adapter:
+def read_peft(directory: Path, base: Layout) -> Adapter:
     """The adapter of a PEFT folder, or of a download of the Tinker API, with its scale taken into B.
 
     It trains attention, MLP and output projection, each wholly or not at all: a group that the folder covers in part is completed with
@@ -164,25 +118,24 @@ def read_peft(directory: Path, base: Outline) -> Adapter:
     rank = config["r"]
     scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
     pairs = _pairs(load_file(directory / _WEIGHTS), base, rank)
-    groups = {_group(name) for name in pairs}
-    shape = LoraShape(rank, seed=0, **{group: group in groups for group in _GROUPS})
-    targets = {name: size for name, size in base.sizes.items() if _group(name) in groups}
-    adapter = new_adapter(shape, targets, torch.device("cpu"), torch.float32)
+    groups = {base.targets[name].group for name in pairs}
+    shape = LoraShape(rank, seed=0, **{f"train_{group}": group in groups for group in GROUPS})
+    adapter = new_adapter(shape, base, torch.device("cpu"), torch.float32)
     ratio = scale / (LORA_ALPHA / rank)
     scaled = {name: LoraPair(pair.a.float(), pair.b.float() * ratio) for name, pair in pairs.items()}
     return Adapter(shape, adapter.masters | scaled, torch.float32)
 
 
-def _pairs(tensors: Mapping[str, Tensor], base: Outline, rank: int) -> dict[str, LoraPair]:
+def _pairs(tensors: Mapping[str, Tensor], base: Layout, rank: int) -> dict[str, LoraPair]:
     """The matrices by our names. Raises UserError naming a tensor that has no place in the base, or not the right shape."""
     pairs = {}
     rest = set(tensors)
-    for name, (in_features, out_features) in base.sizes.items():
-        for key in (f"{_ROOT}{base.full_name(name)}", f"{_ROOT}{_downloaded_name(name)}"):
+    for name, target in base.targets.items():
+        for key in (f"{_ROOT}{base.module_name(name)}", f"{_ROOT}{_downloaded_name(name)}"):
             a, b = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
             if a not in rest or b not in rest:
                 continue
-            if tensors[a].shape != (rank, in_features) or tensors[b].shape != (out_features, rank):
+            if tensors[a].shape != (rank, target.in_features) or tensors[b].shape != (target.out_features, rank):
                 sizes = f"{tuple(tensors[a].shape)} and {tuple(tensors[b].shape)}"
                 raise UserError(f"{key}: lora_A and lora_B are {sizes}, which does not fit rank {rank} and this base model")
             pairs[name] = LoraPair(tensors[a], tensors[b])
@@ -195,10 +148,3 @@ def _pairs(tensors: Mapping[str, Tensor], base: Outline, rank: int) -> dict[str,
 def _downloaded_name(name: str) -> str:
     """What downloads of the Tinker API call a module, whatever model the language model is a part of."""
     return "model.unembed_tokens" if name == LM_HEAD else f"model.{name}"
-
-
-def _group(name: str) -> str:
-    """Which of the switches of LoraShape a module belongs to."""
-    if name == LM_HEAD:
-        return "train_unembed"
-    return "train_attn" if name.rpartition(".")[2] in ATTENTION_TARGETS else "train_mlp"

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLConfig
 
 from tinsmith.config import Config, load
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.families import ATTENTION_TARGETS, MLP_TARGETS
+from tinsmith.models.layout import empty_network, layout_of
 from tinsmith.sampling.vllm.longest import longest_sequence
 
 GIB = 2**30
@@ -39,15 +39,9 @@ def qwen3_vl_8b(vision_base: BaseModel) -> BaseModel:
     }
     vision: dict[str, Any] = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 4096}
     config = Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
-    with torch.device("meta"):
-        network: Any = Qwen3VLForConditionalGeneration(config)
-    linears = {
-        name: (module.in_features, module.out_features)
-        for name, module in network.model.language_model.named_modules()
-        if name.rpartition(".")[2] in ATTENTION_TARGETS + MLP_TARGETS
-    }
-    head = network.lm_head.weight
-    return replace(vision_base, config=config, network=network, linears=linears, lm_head=head, max_context=CONTEXT, dtype=torch.bfloat16)
+    network = empty_network(vision_base.family, config)
+    layout, head = layout_of("qwen", vision_base.family, network), network.lm_head.weight
+    return replace(vision_base, config=config, network=network, layout=layout, lm_head=head, max_context=CONTEXT, dtype=torch.bfloat16)
 
 
 def test_what_fits_is_chosen_and_said(qwen3_vl_8b: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

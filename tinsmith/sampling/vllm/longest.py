@@ -5,7 +5,6 @@ vLLM does not start if its cache has no room for one sequence of the greatest le
 
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +43,13 @@ class Sizes:
     """One rank of one adapter on everything that LoRA can train."""
 
 
-def sizes_of(text_config: Any, parameters: int, targets: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> Sizes:
-    """The sizes of a model with so many parameters; `targets` are (in_features, out_features) of all that LoRA can train."""
+def sizes_of(text_config: Any, parameters: int, per_lora_rank: int, dtype: torch.dtype) -> Sizes:
+    """The sizes of a model with so many parameters, of which one rank of an adapter adds `per_lora_rank`."""
     heads = text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
     cache = 2 * text_config.num_hidden_layers * kv_heads * head_dim
-    lora = sum(map(sum, targets.values()))
-    return Sizes(parameters * dtype.itemsize, cache * dtype.itemsize, lora * dtype.itemsize)
+    return Sizes(parameters * dtype.itemsize, cache * dtype.itemsize, per_lora_rank * dtype.itemsize)
 
 
 def longest_sequence(base: BaseModel, config: Config, gpu: int | None) -> int:
@@ -63,8 +61,8 @@ def longest_sequence(base: BaseModel, config: Config, gpu: int | None) -> int:
     asked = value_of(options, "--max-model-len")
     if asked is not None:
         return _asked_for(asked, base.max_context)
-    shape = LoraShape(rank=1, seed=0)
-    sizes = sizes_of(base.text_config, sum(p.numel() for p in base.network.parameters()), base.lora_targets(shape), base.dtype)
+    parameters, per_rank = sum(p.numel() for p in base.network.parameters()), base.layout.lora_parameters(LoraShape(rank=1, seed=0))
+    sizes = sizes_of(base.text_config, parameters, per_rank, base.dtype)
     if gpu is None:
         memory = cpu_cache_gib(config) * _GIB
         fits, room = memory // sizes.cache_per_token, f"a cache of {memory / _GIB:g} GiB (--kv-cache-gib)"

@@ -19,7 +19,7 @@ from tinsmith.models.full import FullWeights
 from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm.identity import Identity
-from tinsmith.training.peft_format import outline, write_peft
+from tinsmith.training.peft_format import write_peft
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "tinsmith-weights-"
@@ -31,7 +31,6 @@ class WeightFiles:
     def __init__(self, base: BaseModel, directory: str) -> None:
         """Files go below `directory`; an empty text takes one in memory. What engines that died have left there is deleted."""
         self.base = base
-        self.outline = outline(base.tokenizer_id)
         # Taken now: a pass with full weights puts these into the base's place while it runs, in another thread than ours.
         self.parameters = base.full_targets(LoraShape(rank=0, seed=0))
         parent = Path(directory or (_MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()))
@@ -42,7 +41,7 @@ class WeightFiles:
     def write(self, adapter: Adapter) -> Path:
         """The directory of an adapter that was just written. It is another one at each call."""
         directory = self.root / str(next(self._count))
-        write_peft(adapter, self.outline, self.base.tokenizer_id, directory)
+        write_peft(adapter, self.base.layout, self.base.tokenizer_id, directory)
         return directory
 
     @torch.no_grad()
@@ -50,7 +49,7 @@ class WeightFiles:
         """The identity of an adapter as vLLM's layers hold it: in the dtype of the base, B multiplied by the scale."""
         whole = Identity()
         for name, pair in adapter.working.items():
-            module = self.outline.full_name(name)
+            module = self.base.layout.module_name(name)
             whole.add(f"{module}.a", pair.a)
             whole.add(f"{module}.b", pair.b * adapter.scale)
         return str(whole)
@@ -58,7 +57,7 @@ class WeightFiles:
     def tensors(self, weights: FullWeights | None) -> dict[str, Tensor]:
         """What full-parameter training can change, by checkpoint name: of `weights` what they have, of the base the rest. No copies."""
         own = weights.working if weights is not None else {}
-        return {self.outline.parameter_name(name): own.get(name, parameter) for name, parameter in self.parameters.items()}
+        return {self.base.layout.parameter_name(name): own.get(name, parameter) for name, parameter in self.parameters.items()}
 
     def remove(self, directory: Path) -> None:
         """Delete the files of an adapter."""

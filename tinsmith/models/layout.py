@@ -1,0 +1,129 @@
+"""Where things lie in a transformers model, and what of it can be trained: one description that all rooms read.
+
+Training, checkpoints, memory sizing, export, import, vLLM and the self-check ask here what LoRA covers. A configuration is enough to make
+it: the network is built on torch's meta device, which reads no weight and takes no memory.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from tinsmith.errors import ConfigError
+from tinsmith.models.families import Family, family_of, read_config
+from tinsmith.protocol.shapes import LoraShape
+
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "query_key_value", "dense")
+"""Names of the linears around attention; each model has some of them. A fused one is trained as one matrix, as PEFT does."""
+MLP_LINEARS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "c_fc", "c_proj", "fc1", "fc2", "dense_h_to_4h", "dense_4h_to_h")
+"""Names of the linears of a dense MLP; each model has some of them."""
+
+LM_HEAD = "lm_head"
+"""Name of the output projection among an adapter's modules."""
+HEAD_WEIGHT = "lm_head.weight"
+"""Name of the output projection among full weights, where it is not the embedding. It alone lies outside of the language model."""
+
+Group = Literal["attn", "mlp", "unembed"]
+GROUPS: tuple[Group, ...] = ("attn", "mlp", "unembed")
+"""What a client switches on and off as one: `LoraShape.train_attn`, `train_mlp` and `train_unembed`."""
+
+
+@dataclass(frozen=True)
+class LoraTarget:
+    """A linear layer that LoRA can train, x [tokens, in_features] -> [tokens, out_features]."""
+
+    group: Group
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names and sizes of what can be trained in a base model."""
+
+    family: Family
+    language_model: str
+    """Name of the language model inside the transformers model."""
+    head: str
+    """Name of the output projection inside the transformers model."""
+    targets: dict[str, LoraTarget]
+    """All that LoRA can train, by name inside the language model, in the order of its modules; last the output projection, as `LM_HEAD`."""
+
+    def covered(self, shape: LoraShape) -> dict[str, LoraTarget]:
+        """What an adapter of this shape covers."""
+        groups = switched_on(shape)
+        return {name: target for name, target in self.targets.items() if target.group in groups}
+
+    def lora_parameters(self, shape: LoraShape) -> int:
+        """How many numbers an adapter of this shape trains."""
+        return sum(shape.rank * (target.in_features + target.out_features) for target in self.covered(shape).values())
+
+    def frozen_blocks(self, shape: LoraShape) -> tuple[str, ...]:
+        """How the names of parameters begin that full-parameter training leaves alone because their group is switched off.
+
+        All of an attention block or MLP, such as its norms and biases, belongs to its linears: ("layers.0.self_attn.", ...).
+        """
+        groups = {*switched_on(shape), "unembed"}
+        return tuple(f"{name.rpartition('.')[0]}." for name, target in self.targets.items() if target.group not in groups)
+
+    def module_name(self, name: str) -> str:
+        """The name that transformers gives a module of `targets`."""
+        return self.head if name == LM_HEAD else f"{self.language_model}.{name}"
+
+    def parameter_name(self, name: str) -> str:
+        """The name that transformers gives a parameter of `FullWeights`."""
+        return f"{self.head}.weight" if name == HEAD_WEIGHT else f"{self.language_model}.{name}"
+
+
+def switched_on(shape: LoraShape) -> set[Group]:
+    """The groups that a shape trains."""
+    switches: dict[Group, bool] = {"attn": shape.train_attn, "mlp": shape.train_mlp, "unembed": shape.train_unembed}
+    return {group for group, on in switches.items() if on}
+
+
+def read_layout(source: str) -> Layout:
+    """The layout of a model in a local directory or of a Hub id. Raises ConfigError for what could not be served."""
+    config = read_config(source)
+    family = family_of(source, config)
+    return layout_of(source, family, empty_network(family, config))
+
+
+def empty_network(family: Family, config: Any) -> Any:
+    """The transformers model of a configuration, without memory for its weights."""
+    with torch.device("meta"):
+        return family.auto_class.from_config(config)
+
+
+def layout_of(source: str, family: Family, network: Any) -> Layout:
+    """The layout of a network, before LoRA is attached to it.
+
+    Raises ConfigError, naming `source`, if LoRA finds no linear around attention or none in the MLP, or if the output projection is more
+    than a matrix.
+    """
+    language_model, head = family.language_model(network), network.get_output_embeddings()
+    linears = {name: module for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
+    targets = {
+        name: LoraTarget(group, linear.in_features, linear.out_features)
+        for name, linear in linears.items()
+        if (group := _group(name)) is not None
+    }
+    for group, what, known in (("attn", "attention", ATTENTION_LINEARS), ("mlp", "MLP", MLP_LINEARS)):
+        if not any(target.group == group for target in targets.values()):
+            found = ", ".join(sorted({_last_part(name) for name in linears})) or "no linear layer at all"
+            raise ConfigError(f"{source}: no {what} linear that LoRA can train; known are {', '.join(known)}, found {found}")
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise ConfigError(f"{source}: its output projection is {head}; Tinsmith needs a linear layer without a bias")
+    targets[LM_HEAD] = LoraTarget("unembed", head.in_features, head.out_features)
+    names = {module: name for name, module in network.named_modules()}
+    return Layout(family, names[language_model], names[head], targets)
+
+
+def _group(name: str) -> Group | None:
+    """Which group a linear of the language model belongs to, by the last part of its name; None if LoRA leaves it alone."""
+    last = _last_part(name)
+    return "attn" if last in ATTENTION_LINEARS else "mlp" if last in MLP_LINEARS else None
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]
