@@ -1,6 +1,8 @@
 """Passes: packing, mixing and merging change nothing; failures stay with their model."""
 
+import gc
 import tracemalloc
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -38,6 +40,22 @@ def adapter_of(backend: LocalBackend, name: str) -> Adapter:
     weights = backend.optimizers[name].weights
     assert isinstance(weights, Adapter)
     return weights
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+def test_a_model_that_is_deleted_frees_its_tensors(text_base: BaseModel, rank: int) -> None:
+    backend = LocalBackend(text_base, TrainingConfig())
+    backend.create_model("gone", LoraShape(rank, seed=0))
+    backend.run_pass([datum("gone", renderer(text_base).render([random_tokens(0, 9)]))], backward=True)
+    backend.optim_step("gone", STEP)
+    backend.run_pass([datum("gone", renderer(text_base).render([random_tokens(1, 9)]))], backward=True)
+    optimizer = backend.optimizers["gone"]
+    held = [*optimizer.weights.tensors(), *optimizer.weights.leaves(), *optimizer.moments().values(), *(optimizer.gradients or [])]
+    alive = [weakref.ref(tensor) for tensor in held]
+    del optimizer, held
+    backend.delete_model("gone")
+    gc.collect()
+    assert not [tensor for tensor in alive if tensor() is not None]
 
 
 def gradients(backend: LocalBackend, name: str) -> list[Tensor]:

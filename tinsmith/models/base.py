@@ -82,7 +82,7 @@ class PackedRow:
 
 @dataclass
 class BaseModel:
-    """One served base model. Nothing in it ever changes after loading, except which segments are active during a pass."""
+    """One served base model. After loading nothing in it changes but what a pass sets and clears (`active`), and cached features."""
 
     name: str
     tokenizer_id: str
@@ -168,9 +168,9 @@ class BaseModel:
             embeddings = embeddings.index_copy(0, row.picture_index, torch.cat([f.embeddings for f in features]))
             extra = _deepstack_arguments(row, features)
         positions = row.positions if not self.family.mrope else row.positions.unsqueeze(1)
-        self.active.segments = row.segments
         inputs: dict[str, Any] = {"inputs_embeds": embeddings.unsqueeze(0), "position_ids": positions, "attention": plan}
-        output = self._call(row, self.language_model, "", use_cache=False, **inputs, **extra)
+        with self.active.during(row.segments):
+            output = self._call(row, self.language_model, "", use_cache=False, **inputs, **extra)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
 

@@ -9,6 +9,8 @@ masked by multiplication, so a NaN in one model cannot reach another.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -113,7 +115,19 @@ class Segment:
 
 
 class ActiveSegments:
-    """The segments of the pass that is running, shared by all LoRA modules of one base model."""
+    """The segments of the pass that is running, for all LoRA modules of one base model. Between passes there are none.
+
+    transformers calls a linear layer with its input alone, so that these cannot travel as an argument, as an `AttentionPlan` does.
+    """
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
+
+    @contextmanager
+    def during(self, segments: list[Segment]) -> Iterator[None]:
+        """Set the segments while the body runs. Afterwards no adapter is kept alive by them."""
+        self.segments = segments
+        try:
+            yield
+        finally:
+            self.segments = []
