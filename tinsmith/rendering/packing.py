@@ -33,18 +33,13 @@ def pack(sequences: Sequence[RenderedInput], owners: Sequence[Weights | None], d
     The owners are those of one of `shared_rows`: a model with full weights is alone.
     """
     lengths = [len(s) for s in sequences]
-    starts = [0, *np.cumsum(lengths).tolist()]
-    places = [
-        np.arange(start + span.offset, start + span.offset + span.length)
-        for start, s in zip(starts, sequences, strict=False)
-        for span in s.spans
-    ]
+    in_pictures = ~np.concatenate([s.is_text for s in sequences])  # [tokens]
     return PackedRow(
         token_ids=torch.from_numpy(np.concatenate([s.token_ids for s in sequences])).to(device, torch.int64),
         positions=torch.cat([s.positions for s in sequences], dim=1).to(device),
         lengths=lengths,
         segments=segments_of(lengths, owners),
-        picture_index=torch.from_numpy(np.concatenate(places) if places else np.empty(0, np.int64)).to(device),
+        picture_index=torch.from_numpy(np.flatnonzero(in_pictures)).to(device),
         pictures=[picture for s in sequences for picture in s.pictures],
         full=owners[0] if isinstance(owners[0], FullWeights) else None,
     )

@@ -36,6 +36,14 @@ class RenderedInput:
         """The rotary position of the token that follows. Asked for at every decoding step, so it is remembered."""
         return int(self.positions.max()) + 1
 
+    @cached_property
+    def is_text(self) -> NDArray[np.bool_]:
+        """[n] True where a token is text, False inside pictures: a picture's tokens are not predicted, so that they have no scores."""
+        text = np.ones(len(self), dtype=np.bool_)
+        for span in self.spans:
+            text[span.offset : span.offset + span.length] = False
+        return text
+
     def part(self, start: int, end: int) -> "RenderedInput":
         """Tokens [start, end). Of a picture that is cut, the span and the rows of its features that lie inside remain."""
         spans, pictures = [], []

@@ -38,10 +38,8 @@ class PromptScores:
         self.token_ids = rendered.token_ids
         self.temperature = params.temperature
         self.seed = seed
-        self.text = np.ones(length, dtype=bool)
+        self.text = rendered.is_text
         """[prompt tokens] False at image positions."""
-        for span in rendered.spans:
-            self.text[span.offset : span.offset + span.length] = False
         self.scored_from = length - asked.last_n if asked.last_n is not None else 1
         """The first position of `logprobs` and `topk`."""
         self.answers = PromptAnswers(

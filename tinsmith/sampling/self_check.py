@@ -231,10 +231,10 @@ def _transformers_logprobs(base: BaseModel, probe: Probe, implementation: str) -
         extra["pixel_values"] = torch.cat([p.pixel_values for p in rendered.pictures]).to(base.device, base.dtype)
         extra["image_grid_thw"] = torch.tensor([p.grid_thw for p in rendered.pictures], device=base.device)
         extra["mm_token_type_ids"] = (ids == base.config.image_token_id).int()
-    base.active.segments = [Segment(0, len(rendered), probe.adapter)]
     use_attention(base.network, base.family, implementation)
     try:
-        logits = base.network(input_ids=ids, use_cache=False, **extra).logits[0]
+        with base.active.during([Segment(0, len(rendered), probe.adapter)]):
+            logits = base.network(input_ids=ids, use_cache=False, **extra).logits[0]
     finally:
         use_attention(base.network, base.family, ATTENTION)
     logprobs: Tensor = logits[:-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
@@ -291,10 +291,7 @@ def _request() -> SampleRequest:
 
 def _as_sampler(probe: Probe, logprobs: Tensor) -> Tensor:
     """0.0 at image positions, as prompt_logprobs has it."""
-    text = torch.ones(len(probe.rendered))
-    for span in probe.rendered.spans:
-        text[span.offset : span.offset + span.length] = 0.0
-    return logprobs * text[1:]
+    return logprobs * torch.from_numpy(probe.rendered.is_text[1:])
 
 
 def _followed(base: BaseModel, rendered: RenderedInput, tokens: list[int]) -> RenderedInput:

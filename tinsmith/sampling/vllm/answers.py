@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rendering.rendered import RenderedInput
@@ -71,21 +70,13 @@ def _by_token(entry: dict[str, Any]) -> dict[int, float]:
     return {int(token): score["logprob"] for token, score in entry.items()}
 
 
-def text_positions(rendered: RenderedInput) -> NDArray[np.bool_]:
-    """[prompt tokens] False at image positions."""
-    text = np.ones(len(rendered), dtype=bool)
-    for span in rendered.spans:
-        text[span.offset : span.offset + span.length] = False
-    return text
-
-
 def prompt_answers(scores: Sequence[dict[str, Any] | None], rendered: RenderedInput, questions: PromptQuestions) -> PromptAnswers:
     """What was asked about the prompt's own tokens, from vLLM's prompt_logprobs [prompt tokens], whose first is None."""
     length = len(rendered)
     if len(scores) != length:
         raise TinsmithError(f"vLLM scored {len(scores)} positions of a prompt of {length} tokens")
     first = length - questions.last_n if questions.last_n is not None else 1
-    text = text_positions(rendered)
+    text = rendered.is_text
     logprobs = np.full(length, np.nan, dtype=np.float32)
     top = TopLogprobs.empty(length, questions.topk)
     for position, entry in enumerate(scores[first:], first):

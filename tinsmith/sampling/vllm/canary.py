@@ -25,7 +25,7 @@ from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.prompt_scores import PromptScores
-from tinsmith.sampling.vllm.answers import prompt_answers, text_positions
+from tinsmith.sampling.vllm.answers import prompt_answers
 from tinsmith.training.logprobs import head_logits, head_lora
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
@@ -60,7 +60,7 @@ class Canary:
         tokens = np.random.default_rng(0).integers(0, base.vocab_size, 2 * _TOKENS).astype(np.int32)
         picture: list[Chunk] = [_picture()] if base.family.takes_images else []
         self.rendered = renderer.render([TextChunk(tokens[:_TOKENS]), *picture, TextChunk(tokens[_TOKENS:])])
-        self.text = text_positions(self.rendered)
+        self.text = self.rendered.is_text
         self.text[0] = False
 
     def expected(self, weights: Weights | None) -> NDArray[np.float32]:
