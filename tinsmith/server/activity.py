@@ -1,4 +1,4 @@
-"""What the engine was last heard to do, and how many tokens a second that was over the last minute."""
+"""What the engine last said that it is doing, and how many tokens per second it trained and sampled over the last minute."""
 
 import time
 from collections import deque
@@ -7,20 +7,20 @@ from typing import Any
 from tinsmith.protocol.serving import Status
 
 WINDOW_S = 60.0
-"""Rates are taken over so many seconds."""
+"""Rates are averages over so many seconds."""
 
 
 class Activity:
     """The reports of one engine."""
 
     def __init__(self) -> None:
-        """Nothing was heard yet."""
+        """No report has come yet."""
         self._last: Status | None = None
         self._counts: deque[tuple[float, int, int]] = deque()
-        """When (monotonic), and the tokens trained and sampled until then. The first lies before the window, the others inside."""
+        """Monotonic time, and the tokens trained and sampled until then. Only the first entry is older than the window."""
 
     def take(self, status: Status) -> None:
-        """Note a report."""
+        """Take in a report."""
         now = time.monotonic()
         if self._last is None:
             self._counts.append((now - WINDOW_S, 0, 0))  # an engine starts at zero
@@ -29,12 +29,12 @@ class Activity:
         self._forget_before(now - WINDOW_S)
 
     def clear(self) -> None:
-        """The engine is gone; the next counts from zero."""
+        """Forget the reports of an engine that has ended: the next one counts from zero."""
         self._last = None
         self._counts.clear()
 
     def describe(self) -> dict[str, Any]:
-        """For the status route: what is loaded and running, rates in tokens per second, memory in bytes."""
+        """The reply of the status route: what is loaded and running, tokens per second, and memory in bytes."""
         self._forget_before(time.monotonic() - WINDOW_S)
         first, last = (self._counts[0], self._counts[-1]) if self._counts else ((0.0, 0, 0), (0.0, 0, 0))
         status = self._last or Status([], 0, 0, 0, 0, {})

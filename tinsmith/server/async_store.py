@@ -1,4 +1,4 @@
-"""The store for the event loop. Writes happen one after another in one thread; commands that arrive meanwhile share a transaction."""
+"""The store for the event loop. One thread does all writes, one after the other; commands that arrive during a write share the next one."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,7 @@ class AsyncStore:
     """Awaitable access to a Store."""
 
     def __init__(self, store: Store) -> None:
-        """Use `store`, which the caller closes after `close`."""
+        """The caller closes `store`, after `close`."""
         self._store = store
         self._writer = ThreadPoolExecutor(1, "store-writer")
         self._image_writer = ThreadPoolExecutor(1, "image-writer")
@@ -57,7 +57,7 @@ class AsyncStore:
             return await self.write(Store.append, group)
 
     def close(self) -> None:
-        """Wait for what is being written and end the threads."""
+        """Wait until everything is written, and end the threads."""
         self._image_writer.shutdown()
         self._writer.shutdown()
         self._readers.shutdown()

@@ -1,4 +1,4 @@
-"""The base models that the engine serves, as it described them when it got ready."""
+"""The base models that the engine serves, as it described them when it was ready."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from tinsmith.store.records import Checkpoint
 
 
 class BaseModels:
-    """Base models by name. They stay known while an engine is being restarted: the next one serves the same."""
+    """Base models by name. They stay known while the engine is restarted, because the next one serves the same."""
 
     def __init__(self) -> None:
-        """Nothing is known before the first engine is ready."""
+        """No model is known before the first engine is ready."""
         self._by_name: dict[str, ModelFacts] = {}
 
     def replace(self, models: list[dict[str, Any]]) -> None:
-        """Take over what a Ready message says."""
+        """Replace all by the models of a Ready message."""
         self._by_name = {facts.name: facts for facts in (ModelFacts(**model) for model in models)}
 
     def all(self) -> list[ModelFacts]:
@@ -30,7 +30,7 @@ class BaseModels:
         return known[find_base(name, known)]
 
     def name_of(self, asked: str) -> str:
-        """The name as configured of the model that `asked` means; `asked` itself if that model is not served (any more)."""
+        """The configured name of the model that `asked` means; `asked` itself if that model is not served (any more)."""
         try:
             return find_base(asked, self._by_name)
         except NotFoundError:
@@ -38,7 +38,7 @@ class BaseModels:
 
 
 def check_fits(checkpoint: Checkpoint, facts: ModelFacts) -> None:
-    """Raise UserError for a base model of another architecture than the checkpoint's. The engine compares the sizes when it loads it."""
+    """Raise UserError if the base model has another architecture than the checkpoint. The engine compares the sizes on loading."""
     if checkpoint.architecture != facts.architecture:
         raise UserError(
             f"base_model {facts.name!r} is of architecture {facts.architecture}, but {checkpoint.tinker_path} was saved for "

@@ -12,16 +12,16 @@ from tinsmith.wire.paths import parse_path
 OWNER = "local"
 """This version has no accounts: everything belongs to the user who runs the server."""
 NO_PROJECT = "default"
-"""The project of sessions that were put into none."""
+"""What the API calls the project of sessions that are in none."""
 
 
 def timestamp(unix: float) -> str:
-    """A time as the API writes it."""
+    """A Unix time as the API writes it: ISO 8601, in UTC."""
     return datetime.fromtimestamp(unix, UTC).isoformat()
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """A checkpoint."""
+    """A checkpoint as the API lists it."""
     return {
         "checkpoint_id": parse_path(checkpoint.tinker_path).checkpoint_id,
         "checkpoint_type": checkpoint.kind,
@@ -35,9 +35,9 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def describe_run(run: TrainingRun, base_model: str) -> dict[str, Any]:
-    """A training run on a base model of this name. One that was lost, or could not be created, counts as corrupted.
+    """A training run as the API lists it. A model that was lost or could not be created is `corrupted`.
 
-    `status` is not in the SDK's type: it tells lost models from those that their client finished and those that the server unloaded.
+    `status`, which the SDK's type does not have, tells apart models that were lost, finished by their client, or unloaded by the server.
     """
     rank = run.model.lora_config["rank"]
     return {
@@ -56,7 +56,7 @@ def describe_run(run: TrainingRun, base_model: str) -> dict[str, Any]:
 
 
 def describe_weights(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What must be known to load a checkpoint."""
+    """What a client has to know to load a checkpoint."""
     shape = checkpoint.lora_config
     described = {"base_model": checkpoint.base_model, "is_lora": shape["rank"] > 0, "optimizer_config": {"type": "adamw"}}
     if shape["rank"] > 0:
@@ -66,7 +66,7 @@ def describe_weights(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def describe_session(found: SessionSummary) -> dict[str, Any]:
-    """A session that a search found."""
+    """A session as a search returns it."""
     return {
         "session_id": found.session_id,
         "created_at": timestamp(found.created_at),
@@ -81,7 +81,7 @@ def describe_session(found: SessionSummary) -> dict[str, Any]:
 
 
 def _status(found: SessionSummary) -> dict[str, Any] | None:
-    """How a session is doing; None if it ended without a word of its client."""
+    """The state of a session; None if it has ended and its client did not say how."""
     if found.finished_at is None:
         return {"type": "active"}
     if found.finish_reason in CLIENT_REASONS:
@@ -90,7 +90,7 @@ def _status(found: SessionSummary) -> dict[str, Any] | None:
 
 
 def as_texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
-    """Metadata as replies carry it: texts. Clients may send any JSON, and get what is no text as JSON."""
+    """Metadata as replies carry it, with text values only: a value that is not text becomes its JSON."""
     if metadata is None:
         return None
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}

@@ -1,7 +1,7 @@
-"""HTTP/1.1 on one connection: uvicorn's httptools protocol with a limit on what arrives outside of bodies.
+"""HTTP/1.1 on one connection: uvicorn's httptools protocol with a limit on headers.
 
-httptools joins the pieces of a header that is not complete, so a header of 100 MB would stop every request for 20 seconds while
-it grows, and uvicorn has no limit for it (`h11_max_incomplete_event_size` is for h11 alone).
+While a header is incomplete, httptools joins its pieces again and again: a header of 100 MB would stop the event loop for 20 seconds.
+uvicorn has no limit for this; its `h11_max_incomplete_event_size` is for h11 only.
 """
 
 from typing import Any
@@ -11,28 +11,28 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tinsmith.server.replies import json_reply
 
 _PIECE_BYTES = 16 * 1024
-"""Bytes handed to the parser between two looks at the limit."""
+"""Bytes that are parsed before the limit is checked again."""
 
 _LINGER_S = 2.0
-"""How long a refused connection is still read from: closed at once, it would be reset before the client has read the reason."""
+"""How long a refused connection stays open, in seconds. If it were closed at once, the client could not read the reason."""
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """See the module. A chunked body's trailers and chunk extensions are counted as headers are."""
+    """The protocol with the limit, which also covers the trailers and chunk extensions of a chunked body."""
 
     max_header_kib = 64
-    """Of request line and headers together, in KiB."""
+    """Limit of request line and headers together, in KiB."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """As uvicorn makes it."""
+        """Takes the arguments that uvicorn passes."""
         super().__init__(*args, **options)
         self.outside_body = 0
-        """Bytes since the last part of a body, or the last whole header."""
+        """Bytes since the last part of a body or the end of the last header."""
         self.in_body = False
         self.refused = False
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser, headers piece by piece, and stop at the limit."""
+        """Feed the parser; headers in pieces, up to the limit."""
         size = len(data) if self.in_body else _PIECE_BYTES
         for start in range(0, len(data), size):
             if self.refused or self.transport.is_closing():
@@ -44,13 +44,13 @@ class BoundedHttp(HttpToolsProtocol):
                 self._refuse()
 
     def on_headers_complete(self) -> None:
-        """The header is whole: count anew."""
+        """The header is complete, so counting starts again."""
         super().on_headers_complete()
         self.outside_body = 0
         self.in_body = True
 
     def on_body(self, body: bytes) -> None:
-        """What comes now is bounded by the limit of bodies."""
+        """Bodies have a limit of their own."""
         super().on_body(body)
         self.outside_body = 0
 

@@ -1,7 +1,7 @@
-"""What ends by itself: sessions that show no sign of life, results that nobody will fetch any more, checkpoints whose time is over.
+"""What ends by itself: sessions whose clients have gone away, results that nobody fetches any more, and expired checkpoints.
 
-When a session was last seen is kept in memory, in monotonic time: a request must not wait for the database, and a clock that is set must
-not end a session.
+When a session was last heard of is kept in memory, so that a heartbeat does not wait for the database, and in monotonic time, so that
+setting the clock ends no session.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ _LONGEST_ROUND_S = 30.0
 
 
 class Lifetimes:
-    """When sessions were last seen, and the round that ends what is over."""
+    """When each session was last heard of, and the round that ends what is over."""
 
     def __init__(self, config: ServerConfig, store: AsyncStore, files: CheckpointFiles) -> None:
-        """No session ends earlier than `session_idle_s` after the first round: clients could not show themselves before."""
+        """No session ends earlier than `session_idle_s` after the first round, because clients could not reach this server before."""
         self._config = config
         self._store = store
         self._files = files
@@ -90,14 +90,14 @@ class Lifetimes:
             log.info("%d rows of sessions that ended long ago are deleted", forgotten)
 
     async def sweep(self) -> None:
-        """Delete expired checkpoints, and files that belong to none. Among the reads: an object store may be slow to delete."""
+        """Delete expired checkpoints and files that belong to none. It runs among the reads: an object store may be slow to delete."""
         await self._store.read(sweep, self._files)
 
 
 async def keep_up(lifetimes: Lifetimes, on_session_end: Callable[[str], Awaitable[None]]) -> None:
     """One round after the other until cancelled. `on_session_end` is awaited with the id of each session that has ended.
 
-    Each part of a round fails alone: what one session does wrong keeps no other loaded.
+    Each part of a round fails alone: an error with one session does not keep the models of another loaded.
     """
     while True:
         await asyncio.sleep(lifetimes.round_s)

@@ -1,4 +1,4 @@
-"""Running a server: the HTTP side and the engine process together, from the first socket to the last."""
+"""Running a server: starting and stopping the HTTP side, the engine process and the process that parses large requests."""
 
 import asyncio
 import contextlib
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
-"""Longer than clients let a connection rest between two requests, so that none is closed under a request that is on its way."""
+"""How long an idle connection stays open. Longer than clients keep one idle, so that none is closed while a request is on its way."""
 _OPEN_FILES = 65536
-"""More connections than clients ever have: the usual soft limit of 1024 is reached by three of them, and what comes then is dropped."""
+"""The limit on open files to ask for. The usual soft limit of 1024 is reached by the connections of three clients."""
 _HTTP_GRACE_S = 2
-"""How long replies that are being sent may take once the server stops."""
+"""How long replies may still take once the server stops, in seconds."""
 
 
 def run_server(config: Config) -> None:

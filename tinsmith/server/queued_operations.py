@@ -1,7 +1,7 @@
-"""How much the operations in the log weigh that have not ended, by session and in all, and when a new one has to wait.
+"""The size of the training operations that are queued, in all and for each session, and when a new one has to wait.
 
-They lie in the store, so this bounds the disk, not memory. A refused one is answered 429: the SDK sends the same seq_id again after
-`Retry-After`, for about five minutes, so no hole is left in the sequence.
+They are in the store, so this limits the disk, not the memory. An operation that has to wait is answered 429: the SDK sends the same seq_id
+again after `Retry-After`, for about five minutes, so the sequence gets no hole.
 """
 
 import logging
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 _KNOWN_MODELS = 4096
-"""Models of which it is kept what has ended."""
+"""For so many models the last operation that ended is remembered."""
 
 
 class QueuedOperations:
-    """Bytes of payloads and images, by request id. Kept in memory only: a server that starts has no queued operations."""
+    """Bytes of payloads and images by request id. In memory only, since a server that starts has no queued operations."""
 
     def __init__(self, config: ServerConfig) -> None:
         """Nothing is queued."""
@@ -36,9 +36,9 @@ class QueuedOperations:
     def admit(self, model_id: str, seq_id: int, size: int) -> bool:
         """Count an operation of `size` bytes. False if it is counted already. Raises BackpressureError if it has to wait.
 
-        The SDK sends the first part of a call last, when all others are taken. So it never has to wait, as nothing does that others of its
-        model wait for. And the other parts of a call wait for no room in their session while the first is missing: what is queued of their
-        model cannot run before they are taken.
+        The SDK cuts a large call into parts and sends the first one last, once the server has accepted all others. So an operation that
+        others of its model wait for is always accepted. And while the first part is missing, the others are not held to their session's
+        limit: nothing that is queued of their model can run, and so make room, before they are accepted.
         """
         request_id, session_id = ids.request_id(model_id, seq_id), ids.session_of(model_id)
         if request_id in self._sizes:
@@ -60,7 +60,7 @@ class QueuedOperations:
             raise BackpressureError(reason)
 
     def end(self, request_id: str) -> None:
-        """The operation has ended, or was not taken. One that is not counted is passed over."""
+        """The operation has ended, or was not accepted. One that is not counted is ignored."""
         size, key = self._sizes.pop(request_id, None), ids.parse_request_id(request_id)
         if size is None or key is None:
             return
@@ -75,7 +75,7 @@ class QueuedOperations:
             del self._of_session[session_id]
 
     def clear(self) -> None:
-        """Nothing is queued any more: there is no engine."""
+        """Forget everything: the engine has ended, and its operations with it."""
         self._sizes.clear()
         self._of_session.clear()
         self._of_model.clear()

@@ -7,9 +7,10 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.IGNORECASE)
 
 
 def wanted_bytes(headers: Mapping[str, str], size: int) -> range:
-    """The bytes of a file of `size` bytes to send; empty if the file has none of what is asked for.
+    """Which bytes of a file of `size` bytes to send; empty if the range lies outside of the file.
 
-    Everything, as the RFC allows, for what is no single range of bytes, and for an If-Range: we give out nothing to compare.
+    The whole file, as the RFC allows, if the header is anything but a single range of bytes, or comes with If-Range: our replies have no
+    ETag and no date that it could compare.
     """
     asked = _RANGE.fullmatch(headers.get("range", "").strip())
     if asked is None or "if-range" in headers or asked.group(1, 2) == ("", ""):

@@ -1,7 +1,7 @@
-"""HTTP replies: results as JSON or protobuf, and the one place where an exception becomes a status and {"detail": ...}.
+"""HTTP replies: results as JSON or protobuf, and exceptions as a status with {"detail": ...}.
 
-What the SDK does with a status decides which one an error gets: 408, 409, 429 and 5xx are sent again for minutes, 410 makes it submit a
-sample anew, anything else is raised at once.
+An error gets the status that makes the SDK do the right thing: it repeats a request for minutes after 408, 409, 429 and 5xx, submits a
+sample again after 410, and raises any other error at once.
 """
 
 import logging
@@ -25,18 +25,19 @@ from tinsmith.wire.compression import TooLargeError
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-"""When what was answered 429, or 503 for the database, may come again, in seconds. The SDK obeys up to 60; samples pause for 1 or 5 s."""
+"""Seconds after which a request may be repeated that was answered 429, or 503 for the database. The SDK obeys up to 60; after 429 its
+samples pause for 1 or 5 s, whatever this says."""
 
 PROTOBUF = "application/x-protobuf"
 """The media type of protobuf requests and replies."""
 
 
 class GoneError(UserError):
-    """What the request names is over, and the client may start anew (HTTP 410)."""
+    """What the request names has ended, and the client may start again (HTTP 410)."""
 
 
 class ForbiddenError(UserError):
-    """The address was not made by this server, or is too old (HTTP 403)."""
+    """The URL was not signed by this server, or has expired (HTTP 403)."""
 
 
 _STATUS: tuple[tuple[type[TinsmithError], int], ...] = (
@@ -50,7 +51,7 @@ _STATUS: tuple[tuple[type[TinsmithError], int], ...] = (
     (EngineUnavailableError, 503),
     (TinsmithError, 500),
 )
-"""The first class that fits decides."""
+"""Status by class of the error; the first class that fits decides."""
 
 
 def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -16,7 +16,7 @@ class ReceivedSample:
     """An asample body as it came in."""
 
     request: SampleRequest
-    """Its images come without their bytes, which nobody needs before the engine."""
+    """Its images have no bytes: only the engine needs them, and it gets `body`."""
     headers: list[ImageHeader | UserError]
     """The size of each image of the prompt in order, or what is wrong with it."""
     body: bytes

@@ -1,9 +1,10 @@
-"""Reports of ended samples for clients that poll for all of theirs at once (retrieve_futures) instead of for each one.
+"""Which samples have ended, for clients that ask about all of theirs with one poll (retrieve_futures).
 
-A client is one of those that share a sampling session. Its reports are numbered by a cursor that only rises, and are kept until the client
-has seen them. A new server takes the cursor from its clock, so that it goes on behind its predecessor's; should that clock have been set
-back, the client's own cursor tells. What a former server was asked for and did not report is reported as failed: the client then asks for
-the result, hears that the sample is not known, and sends it again.
+Several clients may share a sampling session; each has its own list of reports. A report has a number, its cursor, which only rises, and is
+kept until the client has sent that cursor back. A server that starts takes cursors from its clock, so that they are higher than those of
+the server before it; if the clock was set back, it continues from the cursor that the client sends. Samples that the former server had
+accepted and not reported are reported as failed: the client then asks for the result, is told that the sample is unknown, and sends it
+again.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.store import ids
 
 Client = tuple[str, int]
-"""Sampling session, and which of its clients."""
+"""The id of a sampling session, and the number of one of its clients."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Report:
     """Bytes of its result."""
 
     def to_json(self) -> dict[str, Any]:
-        """As the client reads it."""
+        """The report as it is sent."""
         size = {"response_payload_uncompressed_size": self.size} if self.state == "finished" else {}
         return {"state": self.state, "request_id": self.request_id, **size}
 
@@ -49,7 +50,7 @@ class _Mailbox:
         return self.cursor
 
     def go_on_behind(self, seen: int) -> None:
-        """Number the reports from `seen` on if the client has a higher cursor than any given out here: it comes from a former server."""
+        """If the client sends a cursor higher than any of ours, which a former server gave it, number our reports from there."""
         if seen > self.cursor:
             self.cursor = seen
             self.reports = deque(replace(report, cursor=self.next_cursor()) for report in self.reports)
@@ -59,7 +60,7 @@ class SampleReports:
     """All reports that clients have not seen yet."""
 
     def __init__(self, ttl_s: float, journal: SampleJournal) -> None:
-        """A report that nobody asks for is kept for `ttl_s` seconds."""
+        """A report that its client does not ask for is kept for `ttl_s` seconds."""
         self._ttl_s = ttl_s
         self._journal = journal
         self._boxes: dict[Client, _Mailbox] = {}
@@ -67,11 +68,11 @@ class SampleReports:
             self.add(request_id, "failed")
 
     def expect(self, request_id: str) -> None:
-        """A client has sent this sample."""
+        """Note that a sample was accepted."""
         self._journal.add(request_id)
 
     def add(self, request_id: str, state: Literal["finished", "failed"], size: int = 0) -> None:
-        """A sample has ended."""
+        """Report that a sample has ended; `size` is the bytes of its result."""
         box = self._boxes.setdefault(_client_of(request_id), _Mailbox())
         now = time.monotonic()
         while box.reports and box.reports[0].at < now - self._ttl_s:
@@ -80,13 +81,13 @@ class SampleReports:
         box.filled.set()
 
     def forget(self, session_id: str) -> None:
-        """The session is over."""
+        """Forget a session that has ended."""
         for request_id in [known for known in self._journal.waiting if ids.session_of(known) == session_id]:
             self._journal.strike(request_id)
         self._boxes = {client: box for client, box in self._boxes.items() if ids.session_of(client[0]) != session_id}
 
     async def after(self, client: Client, cursor: int, timeout_s: float) -> list[Report]:
-        """The reports behind `cursor`, waited for up to `timeout_s` seconds. Those up to it have been seen and are dropped."""
+        """The reports after `cursor`, waited for up to `timeout_s` seconds. Those up to it have reached the client and are dropped."""
         box = self._boxes.setdefault(client, _Mailbox())
         box.go_on_behind(cursor)
         while box.reports and box.reports[0].cursor <= cursor:

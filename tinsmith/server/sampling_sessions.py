@@ -1,4 +1,4 @@
-"""The sampling sessions that can be sampled from now. Found in the store once, then in memory: a sample does not touch the database."""
+"""Sampling sessions whose weights exist. Each is looked up in the store once, so that samples do not touch the database."""
 
 from tinsmith.errors import NotFoundError
 from tinsmith.server.async_store import AsyncStore
@@ -10,7 +10,7 @@ class SamplingSessions:
     """Sampling sessions by id."""
 
     def __init__(self, store: AsyncStore) -> None:
-        """Look them up in `store`."""
+        """They are looked up in `store`."""
         self._store = store
         self._ready: dict[str, SamplingSession] = {}
 
@@ -37,9 +37,9 @@ class SamplingSessions:
         return session
 
     def forget(self, session_id: str) -> None:
-        """Look the sampling sessions of a session up again: it is finished."""
+        """Forget the sampling sessions of a session that has ended."""
         self._ready = {key: ready for key, ready in self._ready.items() if ready.session_id != session_id}
 
     def forget_snapshots(self) -> None:
-        """Look all snapshots up again: their engine died."""
+        """Forget those that sample from snapshots: their engine has died."""
         self._ready = {key: ready for key, ready in self._ready.items() if ready.snapshot_id is None}

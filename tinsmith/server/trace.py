@@ -1,7 +1,7 @@
-"""What a session did and when, as trace events that ui.perfetto.dev and chrome://tracing show.
+"""What a session did and when, as a trace for ui.perfetto.dev or chrome://tracing.
 
-The events come from the command log: one span for each training operation, from its arrival to its end. Operations of one model overlap
-when a client sends ahead. Samples are not in the log.
+It comes from the command log: one span for each training operation, from its arrival to its end. The operations of a model overlap if its
+client sends the next before the last has ended. Samples are not in the log.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from tinsmith.store.session_catalog import LoggedOperation
 
 
 def trace_of(operations: Sequence[LoggedOperation]) -> dict[str, Any]:
-    """The trace of these operations; times are in microseconds. One that has not ended has no end."""
+    """The trace of these operations, in microseconds. An operation that is still running has no end."""
     tracks = {model_id: number for number, model_id in enumerate(dict.fromkeys(o.model_id for o in operations), 1)}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": number, "args": {"name": model_id}} for model_id, number in tracks.items()

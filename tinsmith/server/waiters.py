@@ -1,7 +1,8 @@
-"""Long polls that wait for a request id, and how they learn what became of it.
+"""Long polls that wait for a request id, and how they get its outcome.
 
-What the engine reports reaches the polls with its result, so they need not look it up. The store stays what counts: a poll of which
-nothing is known, or whose engine went away, looks there, and one whose report was lost finds it there the next time.
+The engine's message brings the outcome to the polls that wait for it, so they need not read the store. The store remains the truth: a poll
+for a request that is not known to run, or whose engine has died, looks there, and if a message was lost, the next poll finds the outcome
+there.
 """
 
 import asyncio
@@ -14,23 +15,23 @@ Ended = TypeVar("Ended")
 
 
 class Waiters(Generic[Ended]):
-    """All polls that wait now, and the requests that need no looking up because they are known to run."""
+    """All polls that wait now, and the requests that are known to run, for which the store need not be read."""
 
     def __init__(self) -> None:
-        """Nobody waits yet."""
+        """No poll waits yet."""
         self._polls: defaultdict[str, set[asyncio.Future[Ended | None]]] = defaultdict(set)
         self._running: set[str] = set()
         self._closed = False
 
     def expect(self, request_id: str) -> None:
-        """The engine will report how this request ends: polls for it need not look until then."""
+        """Note that the engine will report how this request ends, so that polls for it do not read the store until then."""
         self._running.add(request_id)
 
     async def wait_for(self, request_id: str, look: Callable[[], Awaitable[Ended | None]], timeout_s: float) -> Ended | None:
-        """How the request ended, as it is delivered or as `look` finds it; None after `timeout_s` seconds or `close`."""
+        """The outcome, which is delivered or which `look` finds; None after `timeout_s` seconds or `close`."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
-            with self._registered(request_id) as poll:  # before looking: what is delivered while we look is not lost
+            with self._registered(request_id) as poll:  # before looking, so that an outcome that is delivered meanwhile is not missed
                 if request_id not in self._running and (found := await look()) is not None:
                     return found
                 if self._closed:
@@ -39,7 +40,7 @@ class Waiters(Generic[Ended]):
                     async with asyncio.timeout_at(deadline):
                         ended = await poll
                 except TimeoutError:
-                    self._running.discard(request_id)  # should the report have been lost, the next poll finds it
+                    self._running.discard(request_id)  # if the message was lost, the next poll looks for the outcome
                     return None
             if ended is not None:
                 return ended
@@ -60,7 +61,7 @@ class Waiters(Generic[Ended]):
         self._end(request_id, ended)
 
     def look_again(self, request_id: str) -> None:
-        """Make the polls for this request look: it is not known to run any more."""
+        """Make the polls for this request look for its outcome: it is not known to run any more."""
         self._end(request_id, None)
 
     def _end(self, request_id: str, ended: Ended | None) -> None:
@@ -70,12 +71,12 @@ class Waiters(Generic[Ended]):
                 poll.set_result(ended)
 
     def all_look_again(self) -> None:
-        """Make every poll look."""
+        """Make every poll look for its outcome."""
         self._running.clear()
         for request_id in self._polls:
             self.look_again(request_id)
 
     def close(self) -> None:
-        """Let every poll, now and later, look once more and return."""
+        """Make every poll, waiting now or later, look once and return."""
         self._closed = True
         self.all_look_again()

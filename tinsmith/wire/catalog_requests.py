@@ -1,4 +1,4 @@
-"""Queries and JSON bodies about runs, checkpoints and sessions that exist."""
+"""Query strings and JSON bodies of the routes about runs, checkpoints and sessions."""
 
 from typing import Annotated, Literal, Self
 
@@ -12,13 +12,13 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 class Query(BaseModel):
-    """The part of a URL behind its question mark. Every field is known; numbers come as texts."""
+    """A query string. Unknown fields are refused; numbers are parsed from text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ScopeQuery(Query):
-    """Whose things are meant. There is one owner, so both mean the same."""
+    """Whose objects to list. There is one owner, so both scopes mean the same."""
 
     access_scope: Literal["owned", "accessible"] = "owned"
 
@@ -44,14 +44,14 @@ class CheckpointsQuery(Query):
 
 
 class DownloadQuery(Query):
-    """What makes an address of a file valid."""
+    """The parameters that make a download URL valid."""
 
     expires: CountFromZero
     signature: str
 
 
 class TtlRequest(StrictModel):
-    """PUT .../ttl. None keeps the checkpoint for ever; the field must be there."""
+    """PUT .../ttl. None, which must be sent, keeps the checkpoint for ever."""
 
     ttl_seconds: TtlSeconds | None
 
@@ -87,7 +87,7 @@ class AssignProjectRequest(StrictModel):
 
 
 class StatusWanted(StrictModel):
-    """One way a session may be doing."""
+    """A state of sessions to search for."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: Annotated[list[Literal["success", "errored", "interrupted"]], Field(min_length=1)] | None = None
@@ -100,7 +100,7 @@ class StatusWanted(StrictModel):
 
 
 class OwnerWanted(StrictModel):
-    """Whose sessions."""
+    """Whose sessions to search."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: Annotated[list[str], Field(min_length=1, max_length=10)] | None = None
@@ -113,7 +113,7 @@ class OwnerWanted(StrictModel):
 
 
 class SearchCursor(StrictModel):
-    """`next_cursor` of the page before."""
+    """The `next_cursor` of the previous page."""
 
     # Not strict: a JSON text is how a time comes.
     last_created_at: Annotated[AwareDatetime, Field(strict=False)]

@@ -14,7 +14,7 @@ TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
 
 
 class SaveWeightsRequest(StrictModel):
-    """POST save_weights: all that training goes on from."""
+    """POST save_weights: a checkpoint that training can continue from."""
 
     model_id: str
     seq_id: SeqId
@@ -27,14 +27,14 @@ class SaveWeightsRequest(StrictModel):
 
 
 class SaveWeightsForSamplerRequest(StrictModel):
-    """POST save_weights_for_sampler: a checkpoint named `path`, or an ephemeral snapshot addressed by `sampling_session_seq_id`."""
+    """POST save_weights_for_sampler: a checkpoint named `path`, or a snapshot for the sampling session `sampling_session_seq_id`."""
 
     model_id: str
     seq_id: SeqId
     sampling_session_seq_id: CountFromZero | None = None
     path: CheckpointName | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    """Of what is sampled: the weights as they are now, or from now on the newest that the model has handed over."""
+    """What is sampled: the weights as they are now, or always the newest that the model has published (inflight)."""
     ttl_seconds: TtlSeconds | None = None
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
@@ -70,10 +70,10 @@ class LoadWeightsRequest(StrictModel):
     path: str
     """tinker:// path of a checkpoint for training."""
     optimizer: bool
-    """Whether to go on with the saved state of the optimizer."""
+    """Whether to continue with the saved state of the optimizer."""
     optimizer_config: None = None
     weights_access_token: None = None
-    """Refused: it would name somebody else's account, and this server has none."""
+    """Refused: it belongs to another account, and this server has no accounts."""
     type: Literal["load_weights"] = "load_weights"
 
 
@@ -85,7 +85,7 @@ class CreateFromCheckpointRequest(StrictModel):
     path: str
     optimizer: bool
     base_model: str | None = None
-    """Another name of a base model of the same architecture and sizes; None takes the one that the checkpoint names."""
+    """A base model of the same architecture and sizes; None for the one that the checkpoint names."""
     user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: None = None

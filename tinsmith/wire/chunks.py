@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, eq=False)
 class TextChunk:
-    """Tokens that the client chose. A placeholder id among them is text, never an image."""
+    """Token ids from the client. The id of an image placeholder among them is text, never an image."""
 
     tokens: NDArray[np.int32]
     """[n]"""
@@ -19,13 +19,13 @@ class ImageChunk:
     """One image. Its bytes are untrusted and not decoded yet."""
 
     sha256: bytes
-    """32-byte digest of the encoded image: the key of its blob and of every cache."""
+    """32-byte digest of the encoded image: the key of its blob and of all caches."""
     data: bytes | None
     """The encoded image; None when it has to be read from the store by `sha256`."""
     format: str
-    """What the client says it is: "png" or "jpeg"."""
+    """The format that the client names: "png" or "jpeg"."""
     expected_tokens: int | None
-    """How many positions the client counted for it, if it did."""
+    """How many positions the client says that it takes; None if it does not say."""
 
 
 Chunk = TextChunk | ImageChunk

@@ -1,14 +1,14 @@
-"""Request bodies with `Content-Encoding: zstd`, decompressed under a limit that holds whatever the frame headers promise."""
+"""Request bodies with `Content-Encoding: zstd`, decompressed up to a limit. The sizes that frame headers state are not trusted."""
 
 import zstandard
 
 from tinsmith.errors import UserError
 
 _SLICE_BYTES = 512
-"""Input given to the decoder at a time. Four bytes can stand for 128 KiB, so one slice makes at most 16 MiB."""
+"""Bytes given to the decompressor at a time. Four bytes can expand to 128 KiB, so one slice expands to at most 16 MiB."""
 
 _MAX_WINDOW_BYTES = 8 * 2**20
-"""Largest window a frame may ask for: what RFC 9659 allows for zstd over HTTP."""
+"""Largest window that a frame may ask for, as RFC 9659 limits it for HTTP."""
 
 
 class TooLargeError(UserError):

@@ -22,8 +22,8 @@ from tinsmith.wire.inspection import Inspection, LimitError, RequestKey
 from tinsmith.wire.tensors import Array, to_dense
 
 MAX_TENSOR_ELEMENTS = 2**26
-"""Most elements that all tensors of one request may have once CSR is made dense: as many as 256 MiB hold in float32. In a 5 MB request, as
-the SDK cuts them, there are some 2**24."""
+"""Most elements that the tensors of one request may have together, once sparse ones are dense: 256 MiB in float32. A request of 5 MB, the
+largest that the SDK sends, has some 2**24."""
 
 IMAGE_FORMATS = ("png", "jpeg")
 
@@ -138,7 +138,7 @@ def decode_stored(payload: bytes, image_digests: Sequence[bytes] = ()) -> Forwar
 
 
 def _refuse_unknown_fields(message: tinker_pb2.ForwardBackwardRequest) -> None:
-    """A field that this version does not know may change what is meant, so it must not be dropped."""
+    """Raise NotBuiltError for fields that this version does not know: ignoring one might change what the request means."""
     size = message.ByteSize()
     message.DiscardUnknownFields()
     if message.ByteSize() != size:

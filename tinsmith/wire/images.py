@@ -1,4 +1,4 @@
-"""Untrusted image bytes: checked in their header before anything is decoded, decoded by Pillow only if they are what they claim to be."""
+"""Untrusted image bytes. The header is checked before anything is decoded, and Pillow decodes only the format that the client named."""
 
 from dataclasses import dataclass
 from io import BytesIO
@@ -13,18 +13,18 @@ from tinsmith.errors import UserError
 Image.MAX_IMAGE_PIXELS = None
 
 _PILLOW_FORMATS = {"png": ("PNG",), "jpeg": ("JPEG", "MPO")}
-"""Pillow's names for what a client calls png and jpeg. MPO is a JPEG with further pictures behind it, as phones make them."""
+"""Pillow's names for what a client calls png and jpeg. MPO is a JPEG followed by further pictures, as phones make them."""
 
 _READS, _BYTES_PER_READ = 256, 256
-"""Pillow may read an image in so many pieces, and one more for each so many bytes. It takes microseconds for each chunk of a PNG, in four
-pieces, and each marker of a JPEG, and the smallest have 12 bytes and 1: twenty megabytes of them took it 15 seconds. Encoders make chunks
-of 8 KiB and more."""
+"""How often Pillow may read from an image: `_READS` times, and once more for every `_BYTES_PER_READ` bytes. Each chunk of a PNG takes four
+reads and each marker of a JPEG one, of some microseconds; an image of 20 MB that consists of the smallest ones took 15 seconds. Encoders
+write chunks of 8 KiB or more."""
 
 _MAX_SCANS = 64
-"""Most scans of a JPEG. Each may take 31 bytes and go over all pixels. A progressive JPEG has some 10, and a phone adds a few pictures."""
+"""Most scans of a JPEG. A scan of 31 bytes can cover all pixels. A progressive JPEG has some 10, and phones add a few pictures."""
 
 _SCAN = b"\xff\xda"
-"""The marker that begins a scan. Between compressed pixels it cannot occur."""
+"""The marker that begins a scan. It cannot occur inside compressed pixels."""
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError)
 """What Pillow raises for damaged files: truncated data, bad chunks and checksums, impossible values."""
@@ -39,7 +39,7 @@ class ImageHeader:
 
 
 class _CountedBytes(BytesIO):
-    """An encoded image that can be read in so many pieces only."""
+    """An encoded image that can be read a limited number of times."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -47,7 +47,7 @@ class _CountedBytes(BytesIO):
         self.left = self.allowed
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """As `BytesIO`. Raises UserError when it has been read too often."""
+        """Read like `BytesIO`. Raises UserError when it has been read too often."""
         self.left -= 1
         if self.left < 0:
             raise UserError(
@@ -69,9 +69,9 @@ def read_header(data: bytes, format: str, limits: ImagesConfig) -> ImageHeader:
 def decode(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
     """The checked image in RGB, 8 bits a channel. Raises UserError as `read_header`, and for broken or truncated data.
 
-    Grey of 16 bits is scaled: round(value / 257). Of colours in 16 bits, and of grey with alpha, Pillow's decoder keeps the upper 8. Alpha
-    and a palette's transparency are dropped; the colours below them stay. CMYK is converted without a colour profile. EXIF orientation is
-    ignored.
+    16-bit grey is scaled: round(value / 257). Of 16-bit colours, and of 16-bit grey with alpha, Pillow's decoder keeps the upper 8 bits.
+    Alpha and a palette's transparency are dropped, and the colours stay as they are. CMYK is converted without a colour profile. EXIF
+    orientation is ignored.
     """
     image = _open(data, format, limits)
     try:

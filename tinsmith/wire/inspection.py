@@ -1,8 +1,8 @@
-"""A forward_backward request counted in its protobuf bytes, before anything is built from it.
+"""What a forward_backward request holds, counted in its protobuf bytes before anything is built from them.
 
 An empty datum takes two bytes on the wire and a thousand times as much in memory, and a few kilobytes of zstd can hold millions of them. So
-datums, chunks, images and tensors are counted first, and counting ends at the first limit that is exceeded. The same pass finds the
-request's key, and whether it holds images: a request without any is stored as it came.
+datums, chunks, images and tensors are counted first, up to the first limit that is exceeded. The same pass finds the request's key, and
+whether there are images: a request without images is stored as it came.
 """
 
 from collections import Counter
@@ -15,8 +15,8 @@ from tinsmith.errors import UserError
 _MAX_TENSORS = 32
 """Most loss_fn_inputs of one datum; the API knows eight."""
 _MAX_FIELDS = 2**19
-"""Most protobuf fields that are looked at. This bounds the provenance spans, too: the cookbook sends four for each turn of a conversation,
-and nothing is built from them here."""
+"""Most protobuf fields that are read. This also limits provenance spans, of which the cookbook sends four for each turn of a conversation
+and which are not used here."""
 
 _MODEL_ID, _SEQ_ID, _DATA = 1, 2, 3
 """Field numbers of ForwardBackwardRequest."""
@@ -30,14 +30,14 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 @dataclass
 class RequestKey:
-    """Which operation a request is, as far as its bytes have been read."""
+    """Which operation a request is, as far as it has been read."""
 
     model_id: str = ""
     seq_id: int = 0
 
 
 class LimitError(UserError):
-    """The request holds more than a setting allows. `key` is what was found before: the SDK sends it first."""
+    """The request holds more than a setting allows. `key` is the operation, which the SDK sends before the data."""
 
     def __init__(self, message: str, key: RequestKey) -> None:
         """`message` names the limit and its setting."""
@@ -54,7 +54,7 @@ class Inspection:
         self.limits = limits
         self.key = RequestKey()
         self.counts: Counter[str] = Counter()
-        """Datums, chunks, images and so on that were found."""
+        """How many datums, chunks, images and fields there are."""
         for number, kind, start, end in self._fields(0, len(body)):
             if number == _DATA and kind == _BYTES:
                 self._inspect_datum(start, end)
@@ -89,7 +89,7 @@ class Inspection:
         return f"datum {self.counts['datums'] - 1}"
 
     def _fields(self, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Number and wire type of each field of a message, and where its bytes begin and end; of a varint its value, and where it ends."""
+        """Field number, wire type, and where its bytes begin and end, for each field of a message; for a varint its value and its end."""
         while position < end:
             self.counts["fields"] += 1
             if self.counts["fields"] > _MAX_FIELDS:

@@ -1,4 +1,4 @@
-"""How JSON bodies and the parameters of URLs are read: unknown fields, wrong types and impossible values are refused."""
+"""How JSON bodies and query strings are read: unknown fields, wrong types and impossible values are refused."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -9,11 +9,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from tinsmith.errors import UserError, quoted
 
 MAX_SEQ_ID = 2**31 - 1
-"""The protobuf requests carry seq_id as int32, so no training operation can have a larger one."""
+"""The largest seq_id of a training operation: protobuf requests have it as int32."""
 
 
 def _check_finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Refuse what is no JSON: a search could not read the stored object."""
+    """Refuse NaN and infinity, which JSON does not have: a search could not read the stored object."""
     for value in _scalars(values):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"must hold finite numbers only, and not {value}")
@@ -32,18 +32,18 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 SeqId = Annotated[int, Field(ge=1, le=MAX_SEQ_ID)]
 Metadata = Annotated[dict[str, Any], AfterValidator(_check_finite)]
-"""A JSON object of the client's own, to be stored as it is."""
+"""A JSON object that the client chooses and that is stored as it is."""
 CountFromZero = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 class StrictModel(BaseModel):
-    """A JSON object of which every field is known. Numbers are not taken from texts."""
+    """A JSON object without unknown fields. A number in quotes is not accepted as a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class TolerantModel(BaseModel):
-    """A JSON object that only informs: fields that a newer SDK adds are ignored."""
+    """A JSON object whose unknown fields are ignored: a newer SDK may add some that only inform."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
@@ -57,7 +57,7 @@ def parse_json(model_cls: type[ModelT], body: bytes) -> ModelT:
 
 
 def parse_query(model_cls: type[ModelT], values: Mapping[str, str]) -> ModelT:
-    """The parameters of a URL as `model_cls`. Raises UserError naming the first wrong one and its value."""
+    """A query string as `model_cls`. Raises UserError naming the first wrong parameter and its value."""
     try:
         return model_cls.model_validate(values)
     except ValidationError as error:
@@ -65,7 +65,7 @@ def parse_query(model_cls: type[ModelT], values: Mapping[str, str]) -> ModelT:
 
 
 def _explained(error: ValidationError, whole: str) -> UserError:
-    """What is wrong, from the first fault that was found; `whole` names what is wrong as a whole."""
+    """The first error as a UserError; `whole` names the body or query if no single field is wrong."""
     first = error.errors(include_url=False, include_context=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or whole
     return UserError(f"{field}: {first['msg']}, got {quoted(first['input'])}")

@@ -1,7 +1,7 @@
-"""Which model reads the body of a training operation.
+"""Which pydantic model parses the body of each kind of training operation.
 
-An operation is stored as the client sent it and parsed by the engine: what is wrong with it then comes through its future and leaves no
-hole in the sequence.
+The server stores the body as the client sent it, and the engine parses it. So an error in it ends the operation's future and does not leave
+a hole in the sequence.
 """
 
 from pydantic import BaseModel

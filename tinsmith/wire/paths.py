@@ -1,6 +1,7 @@
-"""Where a saved checkpoint is found: tinker://MODEL_ID/SEGMENT/NAME.
+"""Paths of checkpoints: tinker://MODEL_ID/SEGMENT/NAME.
 
-The segment is `weights` for what training goes on from, `sampler_weights` for what is sampled, `external_weights` for files to download.
+The segment is `weights` for checkpoints that training continues from, `sampler_weights` for those to sample, `external_weights` for files
+to download.
 """
 
 from typing import Literal, NamedTuple
@@ -14,7 +15,7 @@ _SEGMENTS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampl
 _KINDS: dict[str, CheckpointKind] = {segment: kind for kind, segment in _SEGMENTS.items()}
 _MAX_NAME = 200
 _NOT_IN_NAMES = set("/\\?#%")
-"""They mean something in a URL, and clients write names into URLs as they are."""
+"""They have a meaning in URLs, and clients put names into URLs without escaping them."""
 
 
 class CheckpointPath(NamedTuple):
@@ -29,7 +30,7 @@ class CheckpointPath(NamedTuple):
 
     @property
     def checkpoint_id(self) -> str:
-        """What tells a checkpoint from the others of its model: SEGMENT/NAME."""
+        """SEGMENT/NAME, which is unique among the checkpoints of a model."""
         return f"{_SEGMENTS[self.kind]}/{self.name}"
 
 
@@ -43,7 +44,7 @@ def check_name(name: str) -> str:
 
 
 def is_path(text: str) -> bool:
-    """Whether a text is meant as the path of a checkpoint."""
+    """Whether a text begins like the path of a checkpoint."""
     return text.startswith(_SCHEME)
 
 

@@ -1,6 +1,6 @@
 """What a request asks about its own prompt, and the answers on the wire.
 
-Position p of a prompt of n tokens is scored by what the model predicts behind position p - 1; position 0 has no score.
+Position p of a prompt is scored by what the model predicts after position p - 1. Position 0 has no score.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ MAX_TOPK = 1024
 MAX_CELLS = 2**23
 """Most numbers of one kind in a reply: 64 MiB with their ids."""
 NO_LOGPROB = -99999.0
-"""What stands in a top-k cell that holds nothing; its id is 0."""
+"""The log-probability in an empty top-k cell, whose id is 0."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""asample on the wire: the JSON request, checked as far as the model does not matter, and the protobuf reply."""
+"""asample on the wire: the JSON request, checked as far as that needs no base model, and the protobuf reply."""
 
 import binascii
 import hashlib
@@ -24,7 +24,7 @@ _OBJECTS_BESIDE_CHUNKS = 4
 """The body, its prompt, sampling_params and target_prompt_logprobs."""
 
 _BASE64_PIECE = 2**20
-"""Characters, in fours, decoded at a time: the decoder keeps the interpreter's lock until it is done."""
+"""Characters, a multiple of four, that are decoded at a time: the decoder holds the interpreter's lock meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class SampledSequence:
     topk: TopLogprobs | None = None
     """Of each position, at the temperature of the request; None if it was not asked for."""
     versions: tuple[VersionSpan, ...] = ()
-    """Whose tokens these are, in order: several only for weights that were replaced meanwhile (`inflight`)."""
+    """Which weights gave which tokens, in order. Several only if the weights were replaced meanwhile (`inflight`)."""
 
 
 class _TextBody(StrictModel):
@@ -193,7 +193,7 @@ class _SampleBody(StrictModel):
 
 
 def check_size(body: bytes, limits: RequestsConfig) -> None:
-    """Raise UserError for a body that would take long to parse: its commas and braces are counted, those in texts included."""
+    """Raise UserError for a body that would take long to parse, by its number of commas and braces, including those in texts."""
     letters = np.frombuffer(body, dtype=np.uint8)
     values = int(np.count_nonzero(letters == ord(",")))
     if values > limits.max_sample_values:

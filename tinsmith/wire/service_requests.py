@@ -50,12 +50,12 @@ class CancelFutureRequest(StrictModel):
 
 
 class SamplesOfClient(StrictModel):
-    """Which samples retrieve_futures is about."""
+    """Whose samples retrieve_futures asks about."""
 
     type: Literal["sampling_session"] = "sampling_session"
     sampling_session_id: str
     cloned_sampler_id: CountFromZero = 0
-    """Which client of the sampling session; 0 made it."""
+    """Which client of the sampling session; 0 is the one that created it."""
 
 
 class RetrieveFuturesRequest(StrictModel):
@@ -63,11 +63,11 @@ class RetrieveFuturesRequest(StrictModel):
 
     target: SamplesOfClient
     prev_cursor: CountFromZero = 0
-    """Reports up to this one have been seen."""
+    """The client has the reports up to this cursor."""
     timeout: Annotated[FiniteFloat, Field(ge=0)] | None = None
-    """Seconds to wait for a report; None is up to the server."""
+    """Seconds to wait for a report; None leaves it to the server."""
     retrieved_request_ids: Annotated[list[str], FailFast(), Field(default_factory=list)]
-    """Samples whose results need not be kept any longer."""
+    """Samples whose results the client has."""
 
 
 class JoinSamplingSessionRequest(StrictModel):
@@ -78,7 +78,7 @@ class JoinSamplingSessionRequest(StrictModel):
 
 
 class CreateSamplingSessionRequest(StrictModel):
-    """POST create_sampling_session: from a base model, or from a checkpoint, whose base `base_model` may rename."""
+    """POST create_sampling_session: of a base model, or of a checkpoint, with `base_model` instead of the base that it names, if given."""
 
     session_id: str
     sampling_session_seq_id: CountFromZero

@@ -1,6 +1,6 @@
 """Tensors of a request: from the wire (dense or CSR, little endian) to dense numpy arrays.
 
-The bytes are untrusted: every size is compared before anything is allocated, and what a CSR tensor grows to is limited by the caller.
+The bytes are untrusted: every size is checked before memory is allocated, and the caller limits the size of the dense tensor.
 """
 
 import math
@@ -22,8 +22,8 @@ _INDEX = np.dtype("<i8")
 
 
 MAX_COLUMNS = 4096
-"""Most columns of a CSR tensor, which is targets at each position. Rows take bytes on the wire, columns none, so this is how many
-times as large as its bytes a tensor can get."""
+"""Most columns of a CSR tensor: the targets of a position. Rows take bytes on the wire and columns do not, so this limits how much larger a
+dense tensor can be than its bytes on the wire."""
 
 _MAX_DIMENSIONS = 8
 

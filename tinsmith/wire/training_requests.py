@@ -9,7 +9,7 @@ from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Metadata, SeqId,
 
 
 class LoraConfig(StrictModel):
-    """Size, seed and places of a LoRA adapter. A rank of 0 asks for full-parameter training, in which nothing depends on the seed."""
+    """Rank, seed and targets of a LoRA adapter. Rank 0 asks for full-parameter training, where the seed has no effect."""
 
     rank: Annotated[int, Field(ge=0)]
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
@@ -25,7 +25,7 @@ class LoraConfig(StrictModel):
 
 
 class OptimizerConfig(StrictModel):
-    """The optimizer of a model for its whole life."""
+    """The optimizer that a model keeps as long as it exists."""
 
     type: Literal["adamw"] = "adamw"
 
@@ -62,7 +62,7 @@ class GetInfoRequest(StrictModel):
 
 
 class OperationKey(TolerantModel):
-    """What every training operation carries; enough to put it into the log whatever the rest of it is."""
+    """The fields that every training operation has. They suffice to append it to the log, even if the rest is wrong."""
 
     model_id: str
     seq_id: SeqId
@@ -76,9 +76,9 @@ class AdamParams(StrictModel):
     beta2: Annotated[FiniteFloat, Field(ge=0, lt=1)] = 0.95
     eps: Annotated[FiniteFloat, Field(ge=0)] = 1e-12
     weight_decay: Annotated[FiniteFloat, Field(ge=0)] = 0.0
-    """Decoupled from the gradient, times the learning rate."""
+    """Decoupled from the gradient, and multiplied by the learning rate."""
     grad_clip_norm: FiniteFloat = 0.0
-    """Largest global norm of the gradient; 0 or less does not clip."""
+    """Largest global norm of the gradient; 0 or less disables clipping."""
 
 
 class OptimStepRequest(StrictModel):

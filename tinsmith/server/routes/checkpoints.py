@@ -20,20 +20,20 @@ from tinsmith.wire.service_requests import CreateSessionRequest
 router = APIRouter()
 
 CHECKPOINT = "/training_runs/{run_id}/checkpoints/{segment}/{name}"
-"""Where a checkpoint is addressed: its id has two segments, e.g. weights/NAME."""
+"""The path of a checkpoint's routes. The checkpoint's id has two segments, such as weights/NAME."""
 _MAX_BODY_BYTES = 64 * 1024
 _COPIES = uuid.UUID("6a2f0c1e-94d5-4d0b-8e52-0f3f7d1c9b27")
-"""Namespace of the sessions that hold copies."""
+"""UUID namespace of the sessions that hold copies."""
 
 
 def path_of(run_id: str, segment: str, name: str) -> str:
-    """The path of the checkpoint that a URL addresses. Raises UserError if it can be none."""
+    """The tinker:// path of the checkpoint that a URL names. Raises UserError if it cannot name one."""
     return str(parse_path(f"tinker://{run_id}/{segment}/{name}"))
 
 
 @router.delete(CHECKPOINT)
 async def delete(request: Request, run_id: str, segment: str, name: str) -> Response:
-    """The checkpoint is gone at once; its files follow within a minute, unless a copy has them."""
+    """Delete a checkpoint at once, and its files within a minute, unless a copy uses them."""
     hub, path = hub_of(request), path_of(run_id, segment, name)
     await hub.store.write(catalog.delete_checkpoint, path)
     await hub.engine.notify(ForgetCheckpoint(path))
@@ -42,7 +42,7 @@ async def delete(request: Request, run_id: str, segment: str, name: str) -> Resp
 
 @router.post(f"{CHECKPOINT}/publish")
 async def publish(request: Request, run_id: str, segment: str, name: str) -> Response:
-    """Mark as public. Doing so twice changes nothing: a 409 would be sent again for minutes."""
+    """Mark as public. Doing so twice is no error: the SDK would repeat a request that is answered 409 for minutes."""
     await hub_of(request).store.write(catalog.publish_checkpoint, path_of(run_id, segment, name), public=True)
     return json_reply({})
 
@@ -56,7 +56,7 @@ async def unpublish(request: Request, run_id: str, segment: str, name: str) -> R
 
 @router.put(f"{CHECKPOINT}/ttl")
 async def set_ttl(request: Request, run_id: str, segment: str, name: str) -> Response:
-    """Let it expire so many seconds from now, or never."""
+    """Let a checkpoint expire so many seconds from now, or never."""
     hub, path = hub_of(request), path_of(run_id, segment, name)
     asked = parse_json(TtlRequest, await read_body(request, _MAX_BODY_BYTES))
     await hub.store.write(catalog.set_checkpoint_ttl, path, asked.ttl_seconds)
@@ -66,14 +66,14 @@ async def set_ttl(request: Request, run_id: str, segment: str, name: str) -> Res
 
 @router.post("/weights_info")
 async def weights_info(request: Request) -> Response:
-    """What must be known to load a checkpoint."""
+    """What a client has to know to load a checkpoint."""
     asked = parse_json(WeightsInfoRequest, await read_body(request, _MAX_BODY_BYTES))
     return json_reply(describe_weights(await hub_of(request).store.read(Store.require_checkpoint, asked.tinker_path)))
 
 
 @router.post("/copy_weights")
 async def copy_weights(request: Request) -> Response:
-    """A second checkpoint of the same files, in a run of its own that cannot be trained."""
+    """Copy a checkpoint: a second one with the same files, in a run of its own that cannot be trained."""
     hub = hub_of(request)
     asked = parse_json(CopyWeightsRequest, await read_body(request, _MAX_BODY_BYTES))
     if request.headers.get("x-tinker-weights-access-token"):
@@ -86,7 +86,7 @@ async def copy_weights(request: Request) -> Response:
 
 
 async def _session_for_copy(hub: Hub, request: Request, asked: CopyWeightsRequest) -> str:
-    """A session of the destination project, finished from the start. A retry, which has the same key, gets the same session."""
+    """A session in the destination project that is finished from the start. A retry has the same key and gets the same session."""
     await hub.store.read(Store.require_checkpoint, asked.source_path)
     key = request.headers.get("x-idempotency-key") or uuid.uuid4().hex
     session_id = str(uuid.uuid5(_COPIES, f"{key}\n{asked.destination_project_id}\n{asked.source_path}"))

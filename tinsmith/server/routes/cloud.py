@@ -1,4 +1,4 @@
-"""What a hosted service has and this server does not: bills, an audit log, accounts. Clients that ask get answers that are true here."""
+"""Routes of things that a hosted service has and this server does not, such as bills and accounts. Their answers are true here."""
 
 from fastapi import APIRouter, Request, Response
 
@@ -17,24 +17,24 @@ async def billing_usage(request: Request) -> Response:
 
 @router.get("/billing/usage/checkpoints/current")
 async def billing_checkpoints(request: Request) -> Response:
-    """Nothing is billed, storage neither."""
+    """Storage is not billed either."""
     return json_reply({"data": []})
 
 
 @router.get("/audit")
 async def audit(request: Request) -> Response:
-    """No such events are recorded."""
+    """There is no audit log."""
     return json_reply({"entries": []})
 
 
 @router.get("/auth/apikey/me")
 async def describe_key(request: Request) -> Response:
-    """Whose the key is: keys are not checked, so any one is the owner's."""
+    """Whose the API key is. Keys are not checked, so every key is the owner's."""
     details = {"org_details": {"name": OWNER}, "user_details": {"email": ""}}
     return json_reply({"key_id": 0, "name": OWNER, "note": "this server does not check keys", "details": details})
 
 
 @router.delete("/auth/apikey/me")
 async def delete_key(request: Request) -> Response:
-    """There is no key to delete: saying it was would be untrue, as it goes on being accepted."""
+    """Refused: the key would still be accepted afterwards."""
     raise NotFoundError("this server keeps no API keys, so there is none to delete")

@@ -1,6 +1,7 @@
-"""Files to download, by signed addresses that need no key: external weights, and traces of sessions.
+"""Files to download by signed URLs, without an API key: external weights, and traces of sessions.
 
-A signature covers the place of the files, so an address ends with the checkpoint that it was made for.
+A signature covers the directory of the files, so a URL is no longer valid once its checkpoint is deleted, even if another gets the same
+name.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ _TRACE = "trace"
 
 @router.get(f"{CHECKPOINT}/external_weights_urls")
 async def external_weights_urls(request: Request, run_id: str, segment: str, name: str) -> Response:
-    """An address for each file of external weights."""
+    """A URL for each file of external weights."""
     hub = hub_of(request)
     parse_query(Query, request.query_params)
     checkpoint = await _external(hub, path_of(run_id, segment, name))
@@ -40,7 +41,7 @@ async def external_weights_urls(request: Request, run_id: str, segment: str, nam
     for file in sizes:
         signature = hub.signer.sign(expires, checkpoint.directory, file)
         place = f"download/{quote(run_id)}/{quote(name)}/{quote(file)}"
-        urls[file] = _address(request, place, expires, signature)
+        urls[file] = _url(request, place, expires, signature)
     return json_reply({"urls": urls, "expires": timestamp(expires)})
 
 
@@ -56,7 +57,7 @@ async def archive(run_id: str, segment: str, name: str) -> Response:
 
 @router.get("/download/{run_id}/{name}/{file:path}")
 async def download(request: Request, run_id: str, name: str, file: str) -> Response:
-    """One file, as it is read from its store."""
+    """One file, or the part of it that the Range header asks for."""
     hub = hub_of(request)
     asked = parse_query(DownloadQuery, request.query_params)
     checkpoint = await _external(hub, path_of(run_id, "external_weights", name))
@@ -86,14 +87,14 @@ async def _external(hub: Hub, path: str) -> Checkpoint:
 
 @router.get("/sessions/{session_id}/trace_export")
 async def trace_export(request: Request, session_id: str) -> Response:
-    """An address of the session's trace, which is made when it is fetched."""
+    """A URL of the session's trace, which is computed when it is fetched."""
     hub = hub_of(request)
     parse_query(Query, request.query_params)
     if await hub.store.read(Store.session, session_id) is None:
         raise NotFoundError(f"session {session_id!r} does not exist")
     expires = int(time.time()) + hub.config.server.download_ttl_s
     signature = hub.signer.sign(expires, _TRACE, session_id)
-    url = _address(request, f"trace/{quote(session_id)}", expires, signature)
+    url = _url(request, f"trace/{quote(session_id)}", expires, signature)
     return json_reply({"status": "ready", "url": url})
 
 
@@ -107,6 +108,6 @@ async def trace(request: Request, session_id: str) -> Response:
     return await asyncio.to_thread(lambda: json_reply(trace_of(operations)))
 
 
-def _address(request: Request, place: str, expires: int, signature: str) -> str:
-    """The address by which this client reaches the server, also through a proxy that keeps the Host header."""
+def _url(request: Request, place: str, expires: int, signature: str) -> str:
+    """A URL with the host by which this client reaches the server, also through a proxy that keeps the Host header."""
     return f"{request.base_url}api/v1/{place}?expires={expires}&signature={signature}"

@@ -22,12 +22,12 @@ router = APIRouter()
 
 _MAX_BODY_BYTES = 64 * 1024
 _MAX_POLL_BYTES = 4 * 2**20
-"""Of a poll that acknowledges samples: some 50,000 of them."""
+"""Limit of the body of a poll: enough to acknowledge some 50,000 samples."""
 
 
 @router.post("/retrieve_future")
 async def retrieve_future(request: Request) -> Response:
-    """The outcome, waited for up to `long_poll_s`; then 408, which makes the SDK ask again at once."""
+    """The outcome of an operation or a sample. If there is none after `long_poll_s`, 408, upon which the SDK asks again at once."""
     hub = hub_of(request)
     request_id = parse_json(RetrieveFutureRequest, await read_body(request, _MAX_BODY_BYTES)).request_id
     hub.lifetimes.saw(request_id)
@@ -44,7 +44,7 @@ async def retrieve_future(request: Request) -> Response:
 
 @router.post("/retrieve_futures")
 async def retrieve_futures(request: Request) -> Response:
-    """Which samples of a client have ended since it last asked, waited for up to `long_poll_s`. The results are fetched one by one."""
+    """Which samples of a client have ended since it last asked, after up to `long_poll_s`. The client then fetches each result."""
     hub = hub_of(request)
     asked = parse_json(RetrieveFuturesRequest, await read_body(request, _MAX_POLL_BYTES))
     client = asked.target.sampling_session_id, asked.target.cloned_sampler_id
@@ -60,7 +60,7 @@ async def retrieve_futures(request: Request) -> Response:
 
 @router.post("/cancel_future")
 async def cancel_future(request: Request) -> Response:
-    """Stop a sample that nobody waits for. What has ended, or is no sample, is left as it is."""
+    """Stop a sample that its client no longer wants. What has ended, or is not a sample, is left as it is."""
     hub = hub_of(request)
     request_id = parse_json(CancelFutureRequest, await read_body(request, _MAX_BODY_BYTES)).request_id
     sample = hub.samples.find(request_id)
@@ -71,7 +71,7 @@ async def cancel_future(request: Request) -> Response:
 
 
 async def _forget(hub: Hub, sampling_session_id: str, request_id: str) -> None:
-    """The client needs this sample of its session no more. One that still runs is given up."""
+    """The client no longer needs this sample of its session. If it still runs, it is cancelled."""
     if ids.parse_request_id(request_id) is None or request_id.rpartition("/")[0] != sampling_session_id:
         return
     sample = hub.samples.remove(request_id)
@@ -121,7 +121,7 @@ def _sample_reply(ended: SampleDone | SampleFailed) -> Response:
 
 
 async def _reason_unknown(hub: Hub, request_id: str) -> Exception:
-    """404 if the weights are gone: 410 would make the SDK submit the sample for ever."""
+    """Why a sample is unknown. If its weights are gone this is a 404: after a 410 the SDK would submit the sample again and again."""
     key = ids.parse_request_id(request_id)
     if key is None:
         return NotFoundError(f"request_id={request_id!r} does not exist")

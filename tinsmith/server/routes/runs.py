@@ -1,4 +1,4 @@
-"""Routes of training runs: every model that was ever created here, and what was saved of it."""
+"""Routes of training runs: every model that was created here, and its checkpoints."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Routes of sampling sessions and samples. What is wrong with a sample is answered at once; nothing else waits for it."""
+"""Routes of sampling sessions and samples. A wrong sample is refused at once: unlike an operation it has no place in a sequence."""
 
 from fastapi import APIRouter, Request, Response
 
@@ -28,7 +28,7 @@ def _require_sampler(hub: Hub) -> None:
 
 @router.post("/create_sampling_session")
 async def create_sampling_session(request: Request) -> Response:
-    """A series of samples from a base model or a checkpoint. A repeat with the same number gets the same session."""
+    """A new sampling session of a base model or a checkpoint. A repeat with the same number gets the same session."""
     hub = hub_of(request)
     asked = parse_json(CreateSamplingSessionRequest, await read_body(request, _SMALL_BODY_BYTES))
     _require_sampler(hub)
@@ -46,7 +46,7 @@ async def create_sampling_session(request: Request) -> Response:
 
 @router.post("/join_sampling_session")
 async def join_sampling_session(request: Request) -> Response:
-    """A number for one more client of a sampling session, so that its samples have ids of their own."""
+    """A number for one more client of a sampling session, from which the ids of its samples are counted."""
     hub = hub_of(request)
     asked = parse_json(JoinSamplingSessionRequest, await read_body(request, _SMALL_BODY_BYTES))
     await hub.sampling_sessions.find(asked.sampling_session_id)
@@ -55,7 +55,7 @@ async def join_sampling_session(request: Request) -> Response:
 
 
 async def _base_model_of(hub: Hub, asked: CreateSamplingSessionRequest) -> str:
-    """The base model that the request names, or its checkpoint does. Raises UserError or NotFoundError if either cannot be sampled."""
+    """The base model that the request or its checkpoint names. Raises UserError or NotFoundError if one of them cannot be sampled."""
     checkpoint = None if asked.model_path is None else await hub.store.read(Store.require_checkpoint, asked.model_path, "sampler")
     name = asked.base_model or (checkpoint.base_model if checkpoint else "")
     facts = hub.base_models.find(name)
@@ -74,7 +74,7 @@ async def _check_repeat(hub: Hub, session: SamplingSession) -> None:
 
 @router.get("/samplers/{sampling_session_id}")
 async def get_sampler(request: Request, sampling_session_id: str) -> Response:
-    """What a sampling session samples from."""
+    """The weights that a sampling session samples from."""
     session = await hub_of(request).sampling_sessions.find(sampling_session_id)
     path = {} if session.model_path is None else {"model_path": session.model_path}
     return json_reply({"sampler_id": sampling_session_id, "base_model": session.base_model, **path})
@@ -82,7 +82,7 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
 
 @router.post("/asample")
 async def asample(request: Request) -> Response:
-    """Start a sample. A repeat of the same (sampling_session_id, seq_id) is answered as the first was and not run again."""
+    """Start a sample. A repeat with the same (sampling_session_id, seq_id) gets the same answer and starts nothing."""
     hub = hub_of(request)
     _require_sampler(hub)
     limits = hub.config.requests

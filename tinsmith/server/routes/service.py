@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 router = APIRouter()
 
 _TELEMETRY_BYTES = 8 * 2**20
-"""Limit of a body that is not parsed."""
+"""Limit of a telemetry body, which is not parsed."""
 
 
 async def _body(request: Request) -> bytes:
@@ -28,7 +28,7 @@ async def _body(request: Request) -> bytes:
 
 @router.get("/livez")
 async def livez() -> Response:
-    """200: the server process answers. Whether it can take work is for `readyz` to say."""
+    """200: the server process answers. `readyz` says whether it can take work."""
     return json_reply({"status": "ok"})
 
 
@@ -47,7 +47,7 @@ async def readyz(request: Request) -> Response:
 
 @router.post("/client/config")
 async def client_config(request: Request) -> Response:
-    """The optional parts of the protocol that the SDK should use with this server."""
+    """Which optional parts of the protocol the SDK is to use with this server."""
     config = hub_of(request).config.server
     return json_reply(
         {
@@ -62,7 +62,7 @@ async def client_config(request: Request) -> Response:
 
 @router.post("/client/dynamic_config")
 async def client_dynamic_config(request: Request) -> Response:
-    """Flags that the SDK asks for again from time to time: samples can be cancelled."""
+    """Flags that the SDK reads again from time to time. They say that samples can be cancelled."""
     return json_reply({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
 
@@ -80,14 +80,14 @@ async def get_server_capabilities(request: Request) -> Response:
 
 @router.post("/telemetry")
 async def telemetry(request: Request) -> Response:
-    """What the SDK reports about itself is read and not kept."""
+    """Accept what the SDK reports about itself, and drop it."""
     await read_body(request, _TELEMETRY_BYTES)
     return json_reply({"status": "accepted"})
 
 
 @router.post("/create_session")
 async def create_session(request: Request) -> Response:
-    """A new session. A client of a version that does not work is told so, which the SDK logs as an error."""
+    """A new session. A client whose version does not work with this server is told so, and the SDK logs that as an error."""
     description = parse_json(CreateSessionRequest, await _body(request))
     session_id = str(uuid.uuid4())
     await hub_of(request).store.write(Store.create_session, session_id, description.model_dump())
@@ -98,7 +98,7 @@ async def create_session(request: Request) -> Response:
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(request: Request) -> Response:
-    """A sign of life. 410 tells the client that the session is over."""
+    """A heartbeat of a session. 410 tells its client that the session has ended."""
     heartbeat = parse_json(SessionHeartbeatRequest, await _body(request))
     hub = hub_of(request)
     if not await hub.lifetimes.is_open(heartbeat.session_id):

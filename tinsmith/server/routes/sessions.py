@@ -27,7 +27,7 @@ async def list_sessions(request: Request) -> Response:
 
 @router.get("/sessions/{session_id}")
 async def get_session(request: Request, session_id: str) -> Response:
-    """What belongs to a session."""
+    """The models and sampling sessions of a session."""
     parse_query(ScopeQuery, request.query_params)
     found = await hub_of(request).store.read(session_catalog.describe_session, session_id)
     return json_reply(
@@ -42,7 +42,7 @@ async def get_session(request: Request, session_id: str) -> Response:
 
 @router.put("/sessions/{session_id}/project")
 async def assign_project(request: Request, session_id: str) -> Response:
-    """Put a session into a project. Projects are names only, and need not be made first."""
+    """Put a session into a project. A project is only a name and need not be created first."""
     asked = parse_json(AssignProjectRequest, await read_body(request, _MAX_BODY_BYTES))
     await hub_of(request).store.write(session_catalog.assign_project, session_id, asked.project_id)
     return json_reply({})

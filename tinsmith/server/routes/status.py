@@ -1,4 +1,4 @@
-"""What a running server does, for people: not part of the Tinker API."""
+"""What the server is doing, for people. Not part of the Tinker API."""
 
 from fastapi import APIRouter, Request, Response
 

@@ -1,7 +1,7 @@
 """Routes of models and training operations.
 
-An operation whose model_id and seq_id can be read always gets a request_id; what else is wrong with it is found by the engine and
-comes through its future. A rejected submit would leave a hole in the sequence.
+An operation whose model_id and seq_id can be read always gets a request_id. The engine finds what else is wrong with it, and its future
+then says so. If the operation were refused here, the sequence would have a hole that the engine waits for.
 """
 
 import logging
@@ -32,7 +32,7 @@ async def _body(request: Request, hub: Hub) -> bytes:
 
 
 async def _submit(hub: Hub, command: NewCommand) -> Response:
-    """Put an operation into the log and tell the engine. The reply does not wait for anything that comes before it."""
+    """Append an operation to the log and tell the engine. The reply does not wait for any earlier operation."""
     hub.lifetimes.saw(command.model_id)
     if command.model is None:
         await hub.require_model(command.model_id)
@@ -55,7 +55,7 @@ async def _submit(hub: Hub, command: NewCommand) -> Response:
 
 @router.post("/create_model")
 async def create_model(request: Request) -> Response:
-    """A new model. Nothing can wait for it yet, so what is wrong is answered at once."""
+    """A new model. No operation waits for it yet, so a wrong request is refused at once."""
     hub = hub_of(request)
     body = await _body(request, hub)
     asked = parse_json(CreateModelRequest, body)
@@ -111,7 +111,7 @@ async def forward_backward(request: Request) -> Response:
 
 @router.post("/create_custom_loss")
 async def create_custom_loss() -> Response:
-    """Refused: the SDK computes a custom loss in the client, as long as client/config does not ask for uploads."""
+    """Refused: the SDK computes custom losses in the client unless client/config asks for uploads, which it does not."""
     raise NotBuiltError(
         "create_custom_loss: losses are not uploaded here; pass the function itself to forward_backward_custom, "
         "and the SDK computes it in the client"
@@ -146,7 +146,7 @@ async def _submit_json(hub: Hub, kind: CommandKind, body: bytes) -> Response:
 
 @router.post("/load_weights")
 async def load_weights(request: Request) -> Response:
-    """Saved weights: as a new model, or, as older clients ask, into one that was just created."""
+    """Load a checkpoint: into a new model, or, as older clients ask, into one that was just created."""
     hub = hub_of(request)
     body = await _body(request, hub)
     if parse_json(LoadWeightsAddress, body).model_id is not None:
@@ -171,8 +171,8 @@ async def load_weights(request: Request) -> Response:
 async def save_weights_for_sampler(request: Request) -> Response:
     """Weights to sample from: a checkpoint, or a snapshot.
 
-    A snapshot's sampling session comes into being with the command, under the id that the first such request asks for: a retry of the SDK
-    asks for another one, gets the same request_id, and learns the first id from its result.
+    The sampling session of a snapshot is created together with the command, under the id that the first request asks for. A retry of the
+    SDK asks for another id; it gets the same request_id and finds the first id in the result.
     """
     hub = hub_of(request)
     body = await _body(request, hub)
