@@ -1,4 +1,4 @@
-"""What there is: runs and checkpoints as the REST part of the API lists and manages them. Each function is one transaction."""
+"""Lists and manages runs and checkpoints, as the REST part of the API does. Each function is one transaction."""
 
 import time
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ _CHECKPOINTS = select(*rows.COLUMNS).where(rows.ALIVE).order_by(checkpoints.c.cr
 
 @dataclass(frozen=True)
 class Page:
-    """Which part of a list: `limit` entries from the `offset`-th."""
+    """A part of a list: `limit` entries from number `offset` on."""
 
     limit: int
     offset: int
@@ -102,7 +102,7 @@ def publish_checkpoint(store: Store, tinker_path: str, public: bool) -> None:
 
 
 def set_checkpoint_ttl(store: Store, tinker_path: str, ttl_seconds: float | None) -> None:
-    """Let a checkpoint expire so many seconds from now; None keeps it for ever. Raises NotFoundError."""
+    """Let a checkpoint expire in `ttl_seconds` from now, or never for None. Raises NotFoundError."""
     now = time.time()
     with store.writing_durably() as connection:
         if not rows.set_expiry(connection, tinker_path, None if ttl_seconds is None else now + ttl_seconds, now):
@@ -110,7 +110,7 @@ def set_checkpoint_ttl(store: Store, tinker_path: str, ttl_seconds: float | None
 
 
 def delete_checkpoint(store: Store, tinker_path: str) -> None:
-    """Remove a checkpoint; its files are to be deleted if no copy has them. Raises NotFoundError."""
+    """Remove a checkpoint. Its files are discarded, unless a copy uses them. Raises NotFoundError."""
     with store.writing_durably() as connection:
         if not rows.drop(connection, tinker_path, time.time()):
             raise absent(tinker_path)
@@ -145,24 +145,24 @@ def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: in
 
 
 def every_checkpoint(store: Store) -> list[Checkpoint]:
-    """All checkpoints, oldest first, also those that have expired and not been deleted yet."""
+    """All checkpoints, oldest first, including those that have expired and are not deleted yet."""
     with store.reading() as connection:
         return rows.every(connection)
 
 
 def drop_checkpoints_in(store: Store, directory: str) -> None:
-    """Remove the checkpoints whose files lie in a directory that is not there."""
+    """Remove the checkpoints of a directory that does not exist."""
     with store.writing_durably() as connection:
         rows.drop_in(connection, directory)
 
 
 def move_checkpoints_in(store: Store, directory: str, to: str) -> None:
-    """The files in a directory lie elsewhere now."""
+    """Note that the files of a directory are in another one now."""
     with store.writing_durably() as connection:
         rows.move_in(connection, directory, to)
 
 
 def forget_discarded(store: Store) -> None:
-    """Let no directory be deleted that was noted for it."""
+    """Forget all directories that saves have begun or that are to be deleted."""
     with store.writing_durably() as connection:
         rows.forget_all(connection)

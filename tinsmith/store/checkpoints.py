@@ -17,7 +17,7 @@ from tinsmith.store.schema import begun_directories, checkpoints, discarded_dire
 
 COLUMNS = [checkpoints.c[name] for name in Checkpoint.__dataclass_fields__]
 ALIVE = or_(checkpoints.c.expires_at.is_(None), checkpoints.c.expires_at > bindparam("now"))
-"""Which rows exist for clients; takes `now`."""
+"""The condition for rows that have not expired; takes `now`."""
 
 _BY_PATH = checkpoints.c.tinker_path == bindparam("key")
 _FIND = select(*COLUMNS).where(_BY_PATH, ALIVE)
@@ -81,12 +81,12 @@ def drop(connection: Connection, tinker_path: str, now: float) -> bool:
 
 
 def find_expired(connection: Connection, now: float) -> list[Checkpoint]:
-    """The rows whose time is over, oldest first."""
+    """The rows of expired checkpoints, oldest first."""
     return [Checkpoint(*row) for row in connection.execute(_FIND_EXPIRED, {"now": now})]
 
 
 def drop_expired(connection: Connection, now: float) -> list[Checkpoint]:
-    """Remove the rows whose time is over and return them."""
+    """Remove the rows of expired checkpoints and return them."""
     expired = [Checkpoint(*row) for row in connection.execute(_DROP_EXPIRED, {"now": now})]
     _discard_unused(connection, [checkpoint.directory for checkpoint in expired], now)
     return expired
@@ -114,7 +114,7 @@ def known(connection: Connection) -> set[str]:
 
 
 def forget(connection: Connection, directory: str) -> None:
-    """A directory has got a row, or its files are deleted."""
+    """Note that a directory has a row now, or that its files are deleted."""
     for statement in _FORGET:
         connection.execute(statement, {"key": directory})
 
@@ -125,17 +125,17 @@ def every(connection: Connection) -> list[Checkpoint]:
 
 
 def drop_in(connection: Connection, directory: str) -> None:
-    """Remove the rows of a directory that is not there."""
+    """Remove all rows that name a directory."""
     connection.execute(_DROP_IN, {"key": directory})
 
 
 def move_in(connection: Connection, directory: str, to: str) -> None:
-    """The files of a directory lie elsewhere now."""
+    """Let all rows that name a directory name another one."""
     connection.execute(_MOVE_IN, {"key": directory, "to": to})
 
 
 def forget_all(connection: Connection) -> None:
-    """Neither delete a directory that is noted, nor take one for begun."""
+    """Forget all directories that are begun or discarded."""
     for statement in _FORGET_ALL:
         connection.execute(statement)
 

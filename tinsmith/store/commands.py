@@ -1,7 +1,7 @@
 """The command log in SQL: training operations, their results, and which images they need. Each function is part of a transaction.
 
-What an operation was sent with, its payload and its images, goes when its outcome is recorded, or stays as long as there is room for it:
-`kept_bytes` of a finished command is what it takes, and null if nothing of it is there any more.
+The payload and the images of an operation are dropped when its outcome is recorded, or kept up to a limit. `kept_bytes` is the size of what
+is kept of a finished command, and null if nothing is.
 """
 
 import json
@@ -157,12 +157,12 @@ def payload(connection: Connection, command_id: int) -> bytes | None:
 
 @dataclass(frozen=True)
 class Released:
-    """What finishing commands leaves of what they were sent with."""
+    """What happened to the payloads and images of commands."""
 
     kept_bytes: int = 0
-    """What stays."""
+    """Bytes that are kept."""
     digests: Sequence[bytes] = ()
-    """Of images that these commands need no longer; others may."""
+    """Digests of images that these commands no longer need; other commands may need them."""
 
 
 def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep: bool) -> Released:
@@ -195,7 +195,7 @@ def record(connection: Connection, outcomes: Iterable[Outcome], now: float, keep
 
 
 def _finished(outcome: Outcome, model_id: str, seq_id: int, now: float) -> dict[str, Any]:
-    """What the row of a command takes when it has ended, and its key."""
+    """The key of a command, and the values of its row once it has ended."""
     return {
         "model": model_id,
         "seq": seq_id,
@@ -214,7 +214,7 @@ def _drop_references(connection: Connection, command_id: int) -> Sequence[bytes]
 
 
 def kept_bytes(connection: Connection) -> int:
-    """What the payloads and images of finished commands take. An image that several of them have counts for each."""
+    """Bytes that are kept of finished commands. An image that several of them have counts for each."""
     return int(connection.execute(_ALL_KEPT).scalar_one())
 
 

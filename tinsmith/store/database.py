@@ -1,11 +1,11 @@
-"""Opening the SQLite file: its modes, its transactions, and its version: an older one is migrated.
+"""Opens the SQLite file, sets its modes, and brings an older schema version up to date.
 
-WAL lets server and engine read while the other writes. A transaction that will write says so when it begins (BEGIN IMMEDIATE): it then
-waits for its turn instead of failing halfway.
+In WAL mode several processes can read while one writes. A transaction that is going to write says so when it begins (BEGIN IMMEDIATE), so
+that it waits for its turn instead of failing halfway.
 
-A commit with synchronous=NORMAL survives the death of any process, and a power cut may undo it. That is enough for commands: their engine
-does not survive the cut either. One with synchronous=FULL is on the disk when it returns, and with it all that was committed before. What
-says that a checkpoint exists, or that its files may be deleted, is committed so.
+A commit with synchronous=NORMAL survives the death of any process, but a power cut may undo it. That is enough for commands, because the
+models that they are for do not survive a power cut either. A commit with synchronous=FULL is on the disk when it returns, together with
+everything that was committed before. It is used for rows which say that a checkpoint exists or that its files may be deleted.
 """
 
 import json
@@ -26,7 +26,7 @@ FILE_NAME = "tinsmith.db"
 
 _PRAGMAS = ("journal_mode=WAL", "foreign_keys=ON")
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-"""Primary error codes of SQLite for a file whose content makes no sense."""
+"""Primary error codes of SQLite for a damaged file."""
 
 BUSY_S = 30.0
 """How long a transaction waits while another connection holds the lock."""
@@ -41,12 +41,12 @@ _REMEDY = {
     sqlite3.SQLITE_PROTOCOL: "another program has locked it: let that end (a backup?)",
     sqlite3.SQLITE_NOMEM: "free memory",
 }
-"""By primary error code of SQLite: what goes away by itself or by somebody's help, and how."""
+"""What to do, by primary error code of SQLite, about errors that are no fault of the statement."""
 
 
 @dataclass(frozen=True)
 class Database:
-    """The same SQLite file, with the two kinds of commits. Give `write=True` as execution option to transactions that write."""
+    """One SQLite file, with two kinds of commits. Transactions that write need the execution option `write=True`."""
 
     normal: Engine
     """synchronous=NORMAL."""
@@ -60,7 +60,7 @@ class Database:
 
 
 def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
-    """The database in `data_dir`, both made if they do not exist.
+    """Open the database in `data_dir`; create both if they do not exist.
 
     A database of an older version is migrated. Raises ConfigError: the directory or file cannot be used, is damaged, or is of a newer
     version. Later, transactions raise StoreUnavailableError after waiting `busy_s` seconds for the lock, or if the disk is full or fails.
@@ -93,7 +93,7 @@ def check(database: Database) -> None:
 
 def _engine(path: Path, synchronous: Literal["NORMAL", "FULL"], busy_s: float) -> Engine:
     def prepare(connection: sqlite3.Connection, _record: Any) -> None:
-        connection.isolation_level = None  # transactions begin in `_begin`, not when the driver thinks so
+        connection.isolation_level = None  # transactions begin in `_begin`, not implicitly in the driver
         for pragma in (*_PRAGMAS, f"synchronous={synchronous}"):
             connection.execute(f"PRAGMA {pragma}")
 
@@ -117,7 +117,7 @@ def _engine(path: Path, synchronous: Literal["NORMAL", "FULL"], busy_s: float) -
 
 
 def damaged(path: Path, found: str) -> ConfigError:
-    """The error for a database file whose content makes no sense."""
+    """The error for a damaged database file."""
     return ConfigError(
         f"{path} is damaged: {found}. Put back a copy of the data directory (made by `tinsmith backup`); or move {path.name}* away and "
         f"run `tinsmith recover --data-dir {path.parent}`, which registers the checkpoints again in a new database"
@@ -125,8 +125,8 @@ def damaged(path: Path, found: str) -> ConfigError:
 
 
 def _check_available(error: BaseException) -> None:
-    """Raise StoreUnavailableError if this is an error of SQLite that is not the statement's fault."""
-    code = getattr(error, "sqlite_errorcode", None)  # there is none if the module itself is misused
+    """Raise StoreUnavailableError for an error of SQLite that is no fault of the statement."""
+    code = getattr(error, "sqlite_errorcode", None)  # missing if the module itself was misused
     if isinstance(error, sqlite3.Error) and code is not None and code & 0xFF in _REMEDY:
         raise StoreUnavailableError(
             f"the database takes nothing at the moment: {error} ({error.sqlite_errorname}); {_REMEDY[code & 0xFF]}"

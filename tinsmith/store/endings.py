@@ -1,4 +1,4 @@
-"""How models end, in SQL, and what a client is told that still asks for one. Each function is part of a transaction.
+"""How models end, in SQL, and what a client is told that still uses one. Each function is part of a transaction.
 
 finished  its client has ended its session
 unloaded  the server has unloaded it, and kept its weights as a checkpoint: its session was idle, or the server was stopped
@@ -31,28 +31,28 @@ _LOST = update(models).where(_LIVING).values(status="lost")
 
 
 def end_creation(connection: Connection, model_id: str, succeeded: bool) -> None:
-    """The create_model of a model has ended. A model that was finished meanwhile stays finished."""
+    """Note how the creation of a model ended. If its session was finished in the meantime, the model stays finished."""
     connection.execute(_CREATED, {"model": model_id, "new_status": "ready" if succeeded else "failed"})
 
 
 def unload(connection: Connection, model_id: str) -> None:
-    """The weights of a model are kept as a checkpoint, and it is not in the engine any more."""
+    """Note that a model was saved as a checkpoint and removed from the engine."""
     connection.execute(_UNLOADED, {"model": model_id})
 
 
 def finish(connection: Connection, session_id: str) -> None:
-    """The client has ended the session, and with it its models."""
+    """Note that the client has ended a session, and with it all its models."""
     connection.execute(_FINISHED, {"session": session_id})
 
 
 def lose(connection: Connection) -> None:
-    """The engine is gone, and with it every model that has not ended otherwise."""
+    """Note that the engine has ended, and with it every model that had not ended otherwise."""
     connection.execute(_FINISHED_LONG_AGO)  # by a server that noted this with the session only
     connection.execute(_LOST)
 
 
 def refusal(connection: Connection, model_id: str, now: float) -> tuple[str, Category] | None:
-    """Error and category for a model that takes no operations any more; None for one that does. Raises NotFoundError: no such model."""
+    """Error and category for an operation on a model that has ended; None if the model has not. Raises NotFoundError: no such model."""
     owner = connection.execute(_OWNER, {"model_id": model_id}).first()
     if owner is None:
         raise NotFoundError(f"model {model_id!r} does not exist")
@@ -73,7 +73,7 @@ def refusal(connection: Connection, model_id: str, now: float) -> tuple[str, Cat
 
 
 def how_to_go_on(connection: Connection, model_id: str, now: float) -> str:
-    """The newest checkpoint that training can go on from, as the end of a message, or how to have one the next time."""
+    """The end of a message: the newest checkpoint to continue from, or, if there is none, how to have one next time."""
     path = connection.execute(_NEWEST, {"model_id": model_id, "now": now}).scalar()
     if path is None:
         return "it has no checkpoint to go on from: create a new model, and call save_state from time to time"

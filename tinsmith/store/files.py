@@ -1,7 +1,8 @@
-"""The files of checkpoints: directories that are written once, whole or not at all, below the data directory or in an object store.
+"""The files of checkpoints: directories that are written once, completely or not at all, in the data directory or in an object store.
 
-Where one lies is a text that its row keeps: a name below the data directory's `checkpoints`, or, for a root of one's own, its URL. So the
-data directory can be moved, and checkpoints are found after the root has changed. Everything goes through fsspec.
+The row of a checkpoint says where its directory is, as a text that is called its place here: a name below the data directory's
+`checkpoints`, or the path or URL of a directory below a configured root. So the data directory can be moved, and checkpoints are found
+after the root has changed. All access goes through fsspec.
 """
 
 import re
@@ -21,21 +22,21 @@ from tinsmith.store.manifest import NAME as MANIFEST
 from tinsmith.store.sync import make_directory, sync
 
 CHECKPOINTS_DIR = "checkpoints"
-"""Where files lie below a data directory."""
+"""Directory of checkpoint files, below a data directory."""
 SNAPSHOTS_DIR = "snapshots"
-"""Where an engine puts the snapshots that its memory has no room for, below a data directory."""
+"""Directory of the snapshots for which memory has no room, below a data directory."""
 WRITING_PREFIX = ".writing-"
-"""Begins the names of directories that are not finished, and then goes the name of the one that they are for."""
+"""First part of the name of an unfinished directory. The name of the directory that it will become follows."""
 WRITING_S = 86400.0
-"""Nobody writes or reads a checkpoint for so long: what is not finished then was left behind by a process that died."""
+"""No write or read of a checkpoint takes so many seconds: an unfinished directory that is older was left by a process that died."""
 _NAME = re.compile(r"[0-9a-f]{32}")
-"""What `new_place` makes up."""
+"""The names that `new_place` makes."""
 _BLOCK_BYTES = 2**20
 
 
 @contextmanager
 def whole_directory(directory: Path) -> Iterator[Path]:
-    """A new directory to fill beside the final one; when the body ends it is on the disk under its name, else nothing is there."""
+    """An empty temporary directory to fill. When the body ends, it is synced and renamed to `directory`; if it fails, it is deleted."""
     with tempfile.TemporaryDirectory(
         prefix=f"{WRITING_PREFIX}{directory.name}-", dir=directory.parent, ignore_cleanup_errors=True
     ) as temporary:
@@ -49,21 +50,21 @@ def whole_directory(directory: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A directory that lies in the data directory."""
+    """A directory of checkpoint files in the data directory, finished or not."""
 
     name: str
-    """It is the place to pass to `remove`, too."""
+    """Its own name, which `remove` takes as a place."""
     place: str
-    """What the directory is, or will be once it is finished; empty for one that only serves to read or to send files."""
+    """The place that it is, or that it will become when it is finished; empty for a temporary copy that is read or sent."""
     finished: bool
     modified_at: float
     """Unix time."""
 
 
 def _errors_of(system: AbstractFileSystem) -> tuple[type[Exception], ...]:
-    """What a store raises that refuses something or does not answer."""
+    """The errors with which a file system refuses something or does not answer."""
     if "s3" in system.protocol:
-        from botocore.exceptions import BotoCoreError  # there if s3fs is
+        from botocore.exceptions import BotoCoreError  # s3fs installs it
 
         return OSError, BotoCoreError
     return (OSError,)
@@ -71,7 +72,7 @@ def _errors_of(system: AbstractFileSystem) -> tuple[type[Exception], ...]:
 
 @contextmanager
 def _using(system: AbstractFileSystem, path: str) -> Iterator[None]:
-    """What a store refuses, or that it does not answer, becomes a TinsmithError; that nothing is there stays a FileNotFoundError."""
+    """Turn errors of a file system into a TinsmithError. A FileNotFoundError stays as it is."""
     try:
         yield
     except FileNotFoundError:
@@ -81,10 +82,10 @@ def _using(system: AbstractFileSystem, path: str) -> Iterator[None]:
 
 
 class CheckpointFiles:
-    """Directories of checkpoint files by their place."""
+    """Reads, writes and deletes directories of checkpoint files, given by place."""
 
     def __init__(self, data_dir: Path, root: str = "") -> None:
-        """New directories come below `root`, a directory or a URL of fsspec; an empty one means the data directory.
+        """New directories are made below `root`, a directory or a URL of fsspec; an empty text means the data directory.
 
         Raises ConfigError for a root that cannot be used.
         """
@@ -96,7 +97,7 @@ class CheckpointFiles:
             self._check(root)
 
     def _check(self, root: str) -> None:
-        """Write and delete a small file: better to fail at start than at the first save."""
+        """Write and delete a small file, so that a root which cannot be used is found at the start and not at the first save."""
         if "://" in root and not root.partition("://")[2].strip("/"):
             raise ConfigError(f"checkpoint_root={root!r} names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
         try:
@@ -106,17 +107,17 @@ class CheckpointFiles:
                     make_directory(Path(path).parent)
                 system.pipe_file(path, b"")
                 system.rm_file(path)
-        except (ImportError, FileNotFoundError, ValueError, TinsmithError) as error:  # no such kind of store, or no access to this one
+        except (ImportError, FileNotFoundError, ValueError, TinsmithError) as error:  # an unknown kind of store, or no access
             raise ConfigError(f"checkpoint_root={root!r} cannot be used: {error}") from error
 
     def new_place(self) -> str:
-        """A place that nothing lies at. No client has a say in it."""
+        """A new place, where nothing is. Its name is random: no client chooses it."""
         name = uuid.uuid4().hex
         return f"{self._root}/{name}" if self._root else name
 
     @contextmanager
     def written(self, place: str) -> Iterator[Path]:
-        """An empty local directory to fill. When the body ends, its files are at `place`, also after a power cut; if it fails, none are."""
+        """An empty local directory to fill. When the body ends, its files are at `place` and synced; if it fails, there are none."""
         system, path = self._resolve(place)
         if isinstance(system, LocalFileSystem):
             with whole_directory(Path(path)) as directory:
@@ -130,7 +131,7 @@ class CheckpointFiles:
 
     @contextmanager
     def fetched(self, place: str) -> Iterator[Path]:
-        """A local directory of the files, to read while the body runs. Raises NotFoundError if they were deleted meanwhile."""
+        """A local directory with the files, to be read while the body runs. Raises NotFoundError if they have been deleted."""
         system, path = self._resolve(place)
         try:
             if isinstance(system, LocalFileSystem):
@@ -150,11 +151,11 @@ class CheckpointFiles:
             yield Path(scratch)
 
     def shown(self, place: str) -> str:
-        """The place as a person finds it: a path or a URL."""
+        """The path or URL of a place, for messages."""
         return place if "/" in place else str(self._home / place)
 
     def sizes(self, place: str) -> dict[str, int]:
-        """Bytes of each file by its name, but for the manifest; empty if nothing is there."""
+        """Size in bytes of each file by name, without the manifest; empty if nothing is there."""
         return {name: size for name, size in self._all_sizes(place).items() if name != MANIFEST}
 
     def _all_sizes(self, place: str) -> dict[str, int]:
@@ -164,7 +165,7 @@ class CheckpointFiles:
         return {name.removeprefix(f"{path}/"): info["size"] for name, info in sorted(found.items())}
 
     def read(self, place: str, name: str, wanted: range) -> Iterator[bytes]:
-        """These bytes of one of the files that `sizes` names, in blocks."""
+        """The bytes `wanted` of a file that `sizes` names, in blocks."""
         system, path = self._resolve(place)
         with _using(system, path), system.open(f"{path}/{name}", "rb") as file:
             file.seek(wanted.start)
@@ -174,20 +175,20 @@ class CheckpointFiles:
                 yield block
 
     def remove(self, place: str) -> None:
-        """Delete a directory, and what a process that died left while it wrote it. Nothing being there is right, too."""
+        """Delete a directory, and unfinished ones that were to become it. It may be gone already."""
         system, paths = self._all_of(place)
         for path in paths:
             with suppress(FileNotFoundError), _using(system, path):
                 system.rm(path, recursive=True)
 
     def remaining_bytes(self, place: str) -> int:
-        """What `remove` would free."""
+        """Bytes that `remove` would free."""
         system, paths = self._all_of(place)
         with _using(system, place):
             return sum(info["size"] for path in paths for info in system.find(path, detail=True).values())
 
     def _all_of(self, place: str) -> tuple[AbstractFileSystem, list[str]]:
-        """The file system, and the paths of a directory and of what was begun for it."""
+        """The file system of a place, and the paths of its directory and of unfinished ones that were to become it."""
         system, path = self._resolve(place)
         if not isinstance(system, LocalFileSystem):
             return system, [path]
@@ -195,11 +196,11 @@ class CheckpointFiles:
         return system, [path, *map(str, begun)]
 
     def entries(self) -> list[Entry]:
-        """What lies in the data directory, whether or not a row knows it."""
+        """All directories of checkpoint files in the data directory, with or without a row."""
         return [entry for path in sorted(self._home.iterdir()) if (entry := _entry(path)) is not None]
 
     def finished_places(self) -> list[str]:
-        """Where complete directories lie: in the data directory, and below the root."""
+        """The places of all finished directories, in the data directory and below the root."""
         places = [entry.place for entry in self.entries() if entry.finished]
         if self._root:
             system, path = self._resolve(self._root)
@@ -209,14 +210,14 @@ class CheckpointFiles:
         return places
 
     def _resolve(self, place: str) -> tuple[AbstractFileSystem, str]:
-        """The file system of a place, and the path in it."""
-        # Listings are not cached: the other process writes, too.
+        """The file system of a place, and its path there."""
+        # Listings are not cached, because other processes write as well.
         system, path = url_to_fs(self.shown(place), use_listings_cache=False)
         return system, path
 
 
 def _entry(path: Path) -> Entry | None:
-    """What a path is; None for what is not ours, or has just gone."""
+    """The entry for a path; None if its name is not one of ours, or if it has just been deleted."""
     finished = _NAME.fullmatch(path.name) is not None
     if not finished and not path.name.startswith(WRITING_PREFIX):
         return None

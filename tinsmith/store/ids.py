@@ -1,4 +1,4 @@
-"""The ids that clients see. The SDK builds model ids itself, so their form is part of the wire; the rest is built the same way.
+"""The ids that clients see. The SDK builds model ids itself, so their form is part of the protocol; the others are built the same way.
 
 session            SESSION
 model              SESSION:train:N
@@ -25,17 +25,17 @@ def sampling_session_id(session_id: str, sampling_session_seq_id: int) -> str:
 
 
 def inflight_id(model_id: str) -> str:
-    """What the newest weights that a model has handed to its inflight sampling sessions are called."""
+    """The id of the weights that the inflight sampling sessions of a model use: always its newest ones."""
     return f"{model_id}{_INFLIGHT}"
 
 
 def is_inflight(weights_id: str) -> bool:
-    """Whether weights of this id are replaced by newer ones of their model."""
+    """Whether this is an id of `inflight_id`, whose weights change."""
     return weights_id.endswith(_INFLIGHT)
 
 
 def clone_of(seq_id: int) -> int:
-    """Which of the clients that share a sampling session sent a sample; the one that made the session is 0."""
+    """The number of the client that sent a sample, of those that share its sampling session; the one that created the session is 0."""
     return seq_id // _CLONE
 
 

@@ -1,4 +1,4 @@
-"""One server for one data directory: a second one would fail the operations of the first."""
+"""Lets only one server use a data directory: a second one would fail the operations of the first."""
 
 import fcntl
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ FILE_NAME = "server.lock"
 
 @contextmanager
 def only_user(data_dir: Path) -> Iterator[bool]:
-    """Hold the lock of a data directory while the body runs. Yields False, and holds nothing, if another process has it."""
+    """Hold the lock of a data directory while the body runs. Yields False, without a lock, if another process has it."""
     with (data_dir / FILE_NAME).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""`manifest.json`: what lies in the directory of a checkpoint, beside its files and written last.
+"""`manifest.json`, which describes a checkpoint. It is in the checkpoint's directory and written after all other files.
 
-It holds the checkpoint's row, so that files which the database does not know can be registered again, and digests of every file, so that
-a damaged one is refused when it is read.
+It holds the checkpoint's row, so that `tinsmith recover` can add a checkpoint that is missing in the database, and digests of every file,
+so that a damaged file is refused when it is read.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from tinsmith.store.records import Checkpoint
 from tinsmith.store.sync import sync
 
 NAME = "manifest.json"
-"""A file that clients never see."""
+"""Clients do not see this file."""
 FORMAT_VERSION = 1
 REMEDY = "put back a copy of it (a backup made by `tinsmith backup`), or use another checkpoint"
 """What to do about damaged files, as the end of a message."""
@@ -31,29 +31,29 @@ class FileDigests:
     size: int
     """Bytes."""
     sha256: list[str]
-    """Of each block of BLOCK_BYTES, in hexadecimal."""
+    """Digest of each block of BLOCK_BYTES, in hexadecimal."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says."""
+    """The content of a manifest."""
 
     checkpoint: dict[str, Any]
-    """The fields of the row when it was saved, but for the directory."""
+    """The fields of the row when it was saved, without the directory."""
     files: dict[str, FileDigests]
     """By name relative to the directory."""
 
     def row(self, directory: str) -> Checkpoint:
-        """The row of a checkpoint whose files lie there."""
+        """The row of the checkpoint, with its files in `directory`."""
         return Checkpoint(**self.checkpoint, directory=directory)
 
 
 def write_manifest(directory: Path, checkpoint: Checkpoint) -> None:
-    """Describe `directory`, which holds all files of this checkpoint. Raises OSError."""
+    """Write the manifest of `directory`, which holds all files of this checkpoint, and sync these. Raises OSError."""
     row = {name: value for name, value in asdict(checkpoint).items() if name != "directory"}
     found = sorted(file for file in directory.rglob("*") if file.is_file())
     sizes = {file: file.stat().st_size for file in found}
-    with ThreadPoolExecutor(1) as beside:  # the disk is busy with one while a processor is with the other
+    with ThreadPoolExecutor(1) as beside:  # digests keep a processor busy, and syncing the disk
         flushing = beside.submit(_sync_all, found)
         digests = iter(digests_of([block for file in found for block in blocks_of(file, 0, sizes[file])]))
         flushing.result()

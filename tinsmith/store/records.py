@@ -1,4 +1,4 @@
-"""What goes into the store and comes out of it, as plain data."""
+"""The dataclasses that the store takes and returns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,16 +27,16 @@ SESSION_END = "session-end"
 """Name of the checkpoint that the server makes of a model when it unloads it: its session was idle, or the server is stopped."""
 
 CLIENT_REASONS = ("success", "errored", "interrupted")
-"""How a client says that its session ended."""
+"""The reasons that a client can give for the end of its session."""
 
 ModelStatus = Literal["creating", "ready", "failed", "finished", "unloaded", "lost", "copied"]
-"""See `endings.py`. A copied model only holds the copies of checkpoints; it was never loaded."""
+"""`endings.py` says what each means. A copied model was never loaded: it only holds copies of checkpoints."""
 Category = Literal["user", "server"]
 
 
 @dataclass(frozen=True)
 class Session:
-    """One client's stay."""
+    """A session of a client."""
 
     session_id: str
     created_at: float
@@ -67,21 +67,21 @@ class Model:
 
 @dataclass(frozen=True)
 class SamplingSession:
-    """What a series of samples is drawn from."""
+    """The weights that a series of samples is drawn from."""
 
     sampling_session_id: str
     session_id: str
     base_model: str
     snapshot_id: str | None = None
-    """The snapshot of an adapter: request id of the save that made it. None samples the base weights."""
+    """The snapshot to sample from: request id of the save that made it. None if there is none."""
     model_id: str | None = None
-    """The model that the snapshot was taken of."""
+    """The model that the snapshot is of."""
     model_path: str | None = None
     """The saved checkpoint to sample from, instead of a snapshot."""
     gone: str | None = None
-    """Why its weights no longer exist; None while they do."""
+    """Why its weights no longer exist; None while they exist."""
     inflight: bool = False
-    """It samples the newest weights that its model has handed over, and not only those of `snapshot_id`."""
+    """Whether it samples the newest weights of its model, instead of those of `snapshot_id` only."""
 
     @property
     def weights_id(self) -> str | None:
@@ -98,25 +98,25 @@ class Checkpoint:
     kind: CheckpointKind
     name: str
     directory: str
-    """Where its files are: a name below the data directory's `checkpoints`, or a URL. A copy shares it with its source."""
+    """Where its files are: a name below the data directory's `checkpoints`, or a path or URL. A copy has the directory of its source."""
     base_model: str
     """Name of the base model as it was configured."""
     architecture: str
     lora_config: dict[str, Any]
     has_optimizer: bool
-    """Whether the optimizer's state lies beside the weights."""
+    """Whether the files include the state of the optimizer."""
     size_bytes: int
     user_metadata: dict[str, str] | None
     created_at: float
     expires_at: float | None
-    """None keeps it for ever."""
+    """None if it never expires."""
     public: bool = False
-    """What publish and unpublish set. There is one owner, so nobody else is let in by it."""
+    """Set by publish and unpublish. It gives nobody access: the server has a single user."""
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A model, in training or gone, as the training runs of the API show it."""
+    """A model, in training or ended, as the API lists it."""
 
     model: Model
     last_request_at: float
@@ -147,7 +147,7 @@ class Command:
     """A training operation that waits to be run. Its payload stays in the store until then (`Store.payload`)."""
 
     id: int
-    """Position in the log, over all models."""
+    """Position in the log over all models. A lower id may become visible after a higher one."""
     model_id: str
     seq_id: int
     kind: CommandKind

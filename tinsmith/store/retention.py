@@ -1,7 +1,7 @@
-"""What is forgotten, and when: the oldest of what has a limit in bytes, and sessions that ended long ago.
+"""What is deleted after some time: the oldest of what has a limit in bytes, and sessions that ended long ago.
 
-Of a session its operations, sampling sessions, and models without checkpoints go. A model that has checkpoints stays, as the run that they
-belong to, with its last operation, which says when it was last used.
+With a session go its operations, its sampling sessions and its models without checkpoints. A model that has checkpoints stays as the run
+that they belong to, and with it its last operation, whose time says when it was last used.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from tinsmith.store.schema import checkpoints, command_images, commands, models,
 Key = TypeVar("Key")
 
 MOST_COMMANDS = 10_000
-"""Operations deleted in one transaction: others wait for it."""
+"""Maximum number of operations that one transaction deletes, because other transactions wait for it."""
 
 _OVER = select(sessions.c.session_id).where(sessions.c.finished_at < bindparam("before"))
 _MODELS_OVER = select(models.c.model_id).where(models.c.session_id.in_(_OVER))
@@ -41,9 +41,9 @@ _FORGET_SESSIONS = delete(sessions).where(
 
 
 def oldest_beyond(most_bytes: int, all_bytes: int, oldest_first: Iterable[tuple[Key, int]]) -> Iterator[Key]:
-    """What has to go so that at most `most_bytes` are left: the keys of the oldest entries, given with their bytes.
+    """Keys of the oldest entries, as many as have to go so that at most `most_bytes` are left. Entries are (key, bytes).
 
-    `all_bytes` are those of all entries.
+    `all_bytes` is the sum over all entries.
     """
     for key, size in oldest_first:
         if all_bytes <= most_bytes:
@@ -53,11 +53,11 @@ def oldest_beyond(most_bytes: int, all_bytes: int, oldest_first: Iterable[tuple[
 
 
 def images_of_ended(connection: Connection, before: float) -> list[bytes]:
-    """Digests of the images that operations of sessions have which were finished before then (Unix time)."""
+    """Digests of the images of all operations of sessions that were finished before then (Unix time)."""
     return list(connection.execute(_IMAGES_OVER, {"before": before}).scalars())
 
 
 def forget_ended(connection: Connection, before: float, most: int = MOST_COMMANDS) -> int:
-    """Delete the rows of sessions that were finished before then (Unix time), of operations at most `most`; returns how many."""
+    """Delete rows of sessions that were finished before then (Unix time), of operations at most `most`; returns how many were deleted."""
     steps = (_FORGET_COMMANDS, _FORGET_SAMPLING, _FORGET_MODELS, _FORGET_SESSIONS)
     return sum(connection.execute(step, {"before": before, "most": most}).rowcount for step in steps)

@@ -102,7 +102,7 @@ commands = Table(
     sqlite_autoincrement=True,
 )
 
-# Which commands need which image. The images themselves are files (`blobs.py`); one goes when nothing refers to it any more.
+# Which commands need which image. The images themselves are files (`blobs.py`); one is deleted when nothing refers to it.
 command_images = Table(
     "command_images",
     metadata,

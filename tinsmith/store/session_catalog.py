@@ -1,4 +1,4 @@
-"""What there is: sessions as the REST part of the API lists, searches and describes them. Each function is one transaction."""
+"""Lists, searches and describes sessions, as the REST part of the API does. Each function is one transaction."""
 
 import json
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _SAVED = (
 
 @dataclass(frozen=True)
 class SessionDetail:
-    """A session and what belongs to it."""
+    """A session, with its models and sampling sessions."""
 
     session_id: str
     user_metadata: dict[str, Any] | None
@@ -37,7 +37,7 @@ class SessionDetail:
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """One find of a search."""
+    """One session that a search has found."""
 
     session_id: str
     created_at: float
@@ -46,7 +46,7 @@ class SessionSummary:
     user_metadata: dict[str, Any] | None
     finished_at: float | None
     finish_reason: str | None
-    """What the client said, or why the server ended it; None while it is open."""
+    """The reason that the client gave, or why the server ended the session; None while it is open."""
     finish_detail: str | None
     checkpoints: int
     checkpoint_bytes: int
@@ -54,19 +54,19 @@ class SessionSummary:
 
 @dataclass(frozen=True)
 class SessionFilter:
-    """What to look for. None, or an empty mapping, does not restrict."""
+    """The conditions of a search. None, or an empty mapping, is no condition."""
 
     session_id: str | None = None
-    """With `display_name`, a session that matches either is found."""
+    """If `display_name` is given too, sessions that match either are found."""
     display_name: str | None = None
-    """Words that must all occur in the name, in any case."""
+    """Words that must all occur in the name, in upper or lower case."""
     project_ids: Sequence[str | None] | None = None
-    """None in it means the sessions of no project."""
+    """None as an element means sessions without a project."""
     user_metadata: dict[str, str] | None = None
     statuses: Sequence[tuple[str, Sequence[str] | None]] | None = None
-    """("active", None), or ("client_finished", the reasons that count, None for all). Others find nothing."""
+    """("active", None), or ("client_finished", reasons), where None stands for all reasons. Any other status matches nothing."""
     before: tuple[float, str] | None = None
-    """created_at and session_id of the last session of the page before."""
+    """created_at and session_id of the last session on the previous page."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,13 @@ def _conditions(wanted: SessionFilter) -> list[ColumnElement[bool]]:
 
 
 def _place(created_at: float, session_id: str) -> Tuple:
-    """A place in the order of sessions. The time that a client hands back is rounded to microseconds; the session knows its own."""
+    """A position in the order of sessions. The client's created_at is rounded to microseconds, so the one of the session is used."""
     exact = select(sessions.c.created_at).where(sessions.c.session_id == session_id).scalar_subquery()
     return tuple_(func.coalesce(exact, created_at), session_id)
 
 
 def _has(key: str, value: str) -> ColumnElement[bool]:
-    # What older versions stored may be no JSON: they took NaN.
+    # Older versions accepted NaN, so what they stored may not be JSON.
     readable = case((func.json_valid(sessions.c.user_metadata), sessions.c.user_metadata))
     pairs = func.json_each(readable).table_valued("key", "value")
     return exists(select(1).select_from(pairs).where(pairs.c.key == key, pairs.c.value == value))

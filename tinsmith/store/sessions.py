@@ -67,7 +67,7 @@ def session(connection: Connection, session_id: str) -> Session | None:
 def finish_session(connection: Connection, session_id: str, reason: str, detail: str | None, now: float) -> bool:
     """End a session and its sampling sessions, and its models if its client ends it. False if it was finished before or is unknown.
 
-    The models of a session that the server ends are unloaded by the engine, which keeps their weights first.
+    If the server ends the session, the engine saves its models and then unloads them.
     """
     finished = connection.execute(_FINISH, {"key": session_id, "now": now, "reason": reason, "detail": detail}).rowcount == 1
     if finished:

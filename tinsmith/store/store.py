@@ -46,9 +46,9 @@ class Store:
         self._blobs = blobs
         self._keep_bytes = keep_bytes
         self._kept_bytes: int | None = None
-        """What is kept of finished operations, as far as this process knows; None before it has looked."""
+        """Bytes that are kept of finished operations, as this process counts them; None before it has counted."""
         self._unused: set[bytes] = set()
-        """Digests of blobs that may have become unused and are still to be deleted."""
+        """Digests of images that may be unused and are still to be deleted."""
         self._read = database.normal
         self._write = database.normal.execution_options(write=True)
         self._durable = database.durable.execution_options(write=True)
@@ -79,7 +79,7 @@ class Store:
         return self._write.begin()
 
     def writing_durably(self) -> AbstractContextManager[Connection]:
-        """A transaction that is on the disk when it ends, for what `catalog.py` changes of checkpoints."""
+        """A transaction that survives a power cut once it has ended, for the changes that `catalog.py` makes to checkpoints."""
         return self._durable.begin()
 
     # ---- The command log
@@ -87,7 +87,7 @@ class Store:
     def append(self, new: Sequence[NewCommand]) -> list[bool]:
         """Append commands in one transaction; True for each that is queued now. One whose (model_id, seq_id) is in the log changes nothing.
 
-        An operation on a model that takes none any more (see `endings.py`) is recorded as failed, not queued.
+        An operation on a model that has ended is recorded as failed, not queued (`endings.py`).
         Raises NotFoundError, and appends none, if a model does not exist.
         """
         now = time.time()
@@ -210,7 +210,7 @@ class Store:
             return commands.outcome(connection, request_id)
 
     def drop_results(self, before: float, ended_before: float) -> None:
-        """Forget results from before then (Unix time), and those of sessions that were finished before `ended_before`. Errors stay."""
+        """Drop results from before `before` (Unix time), and all of sessions that were finished before `ended_before`. Errors stay."""
         with self._write.begin() as connection:
             commands.drop_results(connection, before, ended_before)
 
@@ -223,7 +223,7 @@ class Store:
         return forgotten
 
     def status(self, request_id: str) -> str | None:
-        """queued, done, failed or dropped (its result is forgotten); None if the operation is not in the log."""
+        """queued, done, failed or dropped (done, and its result was dropped); None if the operation is not in the log."""
         with self._read.begin() as connection:
             return commands.status(connection, request_id)
 
@@ -282,7 +282,7 @@ class Store:
             return sessions.model(connection, model_id)
 
     def unload_model(self, model_id: str) -> None:
-        """The weights of a model are kept as a checkpoint, and it is not in the engine any more."""
+        """Note that a model was saved as a checkpoint and removed from the engine."""
         with self._write.begin() as connection:
             endings.unload(connection, model_id)
 
@@ -338,12 +338,12 @@ class Store:
         return checkpoint
 
     def expired_checkpoints(self) -> list[Checkpoint]:
-        """The checkpoints whose time is over and whose rows are still there."""
+        """Checkpoints that have expired and whose rows are not removed yet."""
         with self._read.begin() as connection:
             return checkpoints.find_expired(connection, time.time())
 
     def drop_expired_checkpoints(self) -> list[Checkpoint]:
-        """Remove the rows of checkpoints whose time is over and return them. Their files are to be deleted."""
+        """Remove the rows of expired checkpoints and return them. Their files are discarded."""
         with self._durable.begin() as connection:
             return checkpoints.drop_expired(connection, time.time())
 
@@ -358,12 +358,12 @@ class Store:
             return checkpoints.living(connection, time.time())
 
     def known_directories(self) -> set[str]:
-        """The directories of all checkpoints, those to delete, and those being written."""
+        """The directories of all checkpoints, of saves that have begun, and those that are to be deleted."""
         with self._read.begin() as connection:
             return checkpoints.known(connection)
 
     def forget_directory(self, directory: str) -> None:
-        """A discarded directory is deleted."""
+        """Note that the files in a discarded directory are deleted."""
         with self._write.begin() as connection:
             checkpoints.forget(connection, directory)
 

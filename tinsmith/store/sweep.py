@@ -1,8 +1,8 @@
-"""Deleting what nobody can reach any more: checkpoints whose time is over, and files that belong to none.
+"""Deletes what is no longer used: expired checkpoints, and files of checkpoints that no row names.
 
-It may run beside a server and more than once at a time: rows go first, and only files that no row can come to have are deleted. That a row
-is gone is on the disk before its files go, so no power cut brings back a checkpoint without files. Complete files that the database does
-not know are deleted only if a person asks for it: the database may be an old copy, and `tinsmith recover` registers them.
+It may run while a server uses the data directory, and several times at once: rows are deleted first, and then only files that no row can
+ever name. The deletion of a row is on the disk before its files are deleted, so no power cut brings back a checkpoint without files.
+Complete files that are not in the database are deleted only on request: the database may be an old copy, and `tinsmith recover` adds them.
 """
 
 import logging
@@ -18,16 +18,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Garbage:
-    """Something that can be deleted."""
+    """Something that is no longer used, as `tinsmith gc` lists it."""
 
     what: str
     reason: str
     size_bytes: int
-    """What it frees; 0 for a checkpoint whose files another one has, too."""
+    """Bytes that deleting it frees; 0 for a checkpoint whose files another one uses."""
 
 
 def find_garbage(store: Store, files: CheckpointFiles) -> list[Garbage]:
-    """What a `sweep` would delete now."""
+    """What `sweep` would delete now."""
     unused = [(place, "no checkpoint has them any more") for place in store.discarded_directories()]
     unfinished = [(entry.name, "they were never finished") for entry in _strays(store, files) if not entry.finished]
     left = [Garbage(f"files of {place}", reason, files.remaining_bytes(place)) for place, reason in unused + unfinished]
@@ -35,20 +35,20 @@ def find_garbage(store: Store, files: CheckpointFiles) -> list[Garbage]:
 
 
 def find_unknown(store: Store, files: CheckpointFiles) -> list[Garbage]:
-    """Complete files in the data directory that the database does not know: what a `sweep` deletes only with `unknown`."""
+    """Complete files in the data directory that are not in the database, which `sweep` deletes only with `unknown`."""
     places = [entry.name for entry in _strays(store, files) if entry.finished]
     return [Garbage(f"files of {place}", "the database does not know them", files.remaining_bytes(place)) for place in places]
 
 
 def unknown_places(store: Store, files: CheckpointFiles) -> list[str]:
-    """Where complete files lie that the database does not know: in the data directory, and below the root of `files`."""
-    places = files.finished_places()  # before the rows: whatever comes into being is noted first
+    """The places of complete files that are not in the database: in the data directory, and below the root of `files`."""
+    places = files.finished_places()  # listed before the rows are read: a save is noted in the database before it writes
     known = _known(store)
     return [place for place in places if place.rpartition("/")[2] not in known]
 
 
 def sweep(store: Store, files: CheckpointFiles, unknown: bool = False) -> None:
-    """Delete what nobody can reach; complete files that the database does not know only with `unknown`."""
+    """Delete what is no longer used; with `unknown` also complete files that are not in the database."""
     for checkpoint in store.drop_expired_checkpoints():
         log.info("%s has expired and is deleted", checkpoint.tinker_path)
     for directory in store.discarded_directories():
@@ -69,8 +69,8 @@ def _expired(store: Store) -> Iterator[Garbage]:
 
 
 def _strays(store: Store, files: CheckpointFiles) -> Iterator[Entry]:
-    """What lies in the data directory and is neither a checkpoint's nor noted as discarded or being written."""
-    entries = files.entries()  # before the rows: whatever comes into being is noted first
+    """Directories in the data directory that are not in the database: neither of a checkpoint, nor begun, nor discarded."""
+    entries = files.entries()  # listed before the rows are read: a save is noted in the database before it writes
     known = _known(store)
     before = time.time() - WRITING_S
     for entry in entries:
@@ -79,5 +79,5 @@ def _strays(store: Store, files: CheckpointFiles) -> Iterator[Entry]:
 
 
 def _known(store: Store) -> set[str]:
-    """The last parts of all directories that the database knows. They are unique, and a root may be another way to write a directory."""
+    """The last parts of all directories in the database. They are unique, while one directory may be written in several ways."""
     return {place.rpartition("/")[2] for place in store.known_directories()}

@@ -1,11 +1,11 @@
-"""Making the disk hold what was written: a power cut then takes nothing of it."""
+"""Syncs files and directories to the disk, so that they survive a power cut."""
 
 import os
 from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """The content of a file, or the names in a directory: what was made, renamed or deleted there. Raises OSError."""
+    """Sync the content of a file, or the names in a directory: what was created, renamed or deleted there. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -14,7 +14,7 @@ def sync(path: Path) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make a directory and its parents, on the disk, unless it is there. Raises OSError."""
+    """Create a directory and its parents, synced to the disk, unless they exist. Raises OSError."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:
