@@ -6,9 +6,13 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
+import zstandard
+
 from tests.server.serving import served
 from tests.server.test_training import PROTOBUF, forward_backward_body
 from tinsmith.store.store import Store
+from tinsmith.wire.forward_backward import decode_stored
 
 PARTS, PART_BYTES = 6, 32 * 1024
 
@@ -48,6 +52,26 @@ def test_large_bodies_are_read_in_turns_and_one_that_stops_keeps_no_other_waitin
             others = [so_far[other] for other in range(2, 10)]
             assert max(others) - min(others) <= 2
     assert so_far[1] == 1
+
+
+def test_what_is_small_once_decompressed_does_not_wait_for_what_is_large(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            model_id = await server.new_model(await server.new_session())
+            headers = PROTOBUF | {"Content-Encoding": "zstd"}
+            padding = b"\x2a\x00" * 10_000
+            small, rest = zstandard.compress(forward_backward_body(model_id, 1)), zstandard.compress(padding)
+            for seq_id, body, children in ((1, small, 0), (2, zstandard.compress(forward_backward_body(model_id, 2)) + rest, 1)):
+                reply = await server.client.post("/api/v1/forward_backward", content=body, headers=headers)
+                assert reply.json()["request_id"] == f"{model_id}/{seq_id}"
+                assert len(psutil.Process().children()) == children
+            command = server.store.read_new(0)[-1]
+            stored = decode_stored(server.store.payload(command), command.image_digests)
+            assert stored.loss_fn_config == {"": 0.0}  # from the second frame
+            broken = await server.client.post("/api/v1/forward_backward", content=small[:-1], headers=headers)
+            assert (broken.status_code, broken.json()["detail"]) == (400, "the zstd body ends in the middle of a frame")
+
+    asyncio.run(run())
 
 
 def test_a_heartbeat_waits_for_nothing_that_is_written(tmp_path: Path) -> None:

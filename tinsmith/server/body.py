@@ -10,7 +10,7 @@ from fastapi import Request
 
 from tinsmith.errors import UserError
 from tinsmith.server.parser_process import ParserProcess
-from tinsmith.wire.compression import TooLargeError, decompress
+from tinsmith.wire.compression import TooLargeError, decompress, stated_size
 
 _SMALL_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop: it takes milliseconds at worst."""
@@ -45,14 +45,15 @@ class LargeBodies:
     async def read_parsed(
         self, request: Request, max_bytes: int, setting: str | None, media_type: str, parse: Callable[..., Result], *args: object
     ) -> Result:
-        """`parse(body, *args)` of the whole body, decompressed. What is large or compressed is parsed by `ParserProcess.run`.
+        """`parse(body, *args)` of the whole body, decompressed. What is not small is parsed by `ParserProcess.run`.
 
         Raises as `read_body`, `parse` and `ParserProcess.run` do.
         """
         encoding = _encoding(request, media_type)
         body = await _received(request, max_bytes, setting, self._turn)
-        if encoding == "identity" and len(body) <= _SMALL_BYTES:
-            return parse(body, *args)
+        plain = _small(body, encoding)
+        if plain is not None:
+            return parse(plain, *args)
         return await self.parser.run(parse, body, encoding, max_bytes, *args)
 
     async def _turn(self) -> None:
@@ -72,6 +73,21 @@ class LargeBodies:
                 turn.set_result(None)
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._give_turns)
+
+
+def _small(body: bytes, encoding: str) -> bytes | None:
+    """The body, decompressed, if it is small then; None if it is not, or may not be."""
+    if len(body) > _SMALL_BYTES:
+        return None
+    if encoding == "identity":
+        return body
+    size = stated_size(body)
+    if size is None or size > _SMALL_BYTES:
+        return None
+    try:
+        return decompress(body, _SMALL_BYTES)
+    except TooLargeError:  # it is larger than its first frame says
+        return None
 
 
 def _encoding(request: Request, media_type: str) -> str:

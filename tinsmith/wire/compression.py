@@ -15,6 +15,15 @@ class TooLargeError(UserError):
     """The data is larger than the limit (HTTP 413)."""
 
 
+def stated_size(data: bytes) -> int | None:
+    """How many bytes the first zstd frame of `data` says that it expands to, which need not be true; None if it does not say."""
+    try:
+        size = zstandard.frame_content_size(data)
+    except zstandard.ZstdError:
+        return None
+    return None if size < 0 else size
+
+
 def decompress(data: bytes, max_bytes: int) -> bytes:
     """All zstd frames of `data`. Raises UserError for broken or cut data, TooLargeError for more than `max_bytes` of output."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
