@@ -62,7 +62,10 @@ def test_a_killed_run_that_is_started_again_goes_on_and_keeps_its_best_weights(s
     # Killed after the first checkpoint, which default settings save after ten steps.
     again = start(file, plan, dies_in_step=12)
     assert again.returncode == -signal.SIGKILL
-    assert f"the run in {out} ended before its first checkpoint and begins anew; its files were moved to {out / 'ended-1'}" in again.stdout
+    assert (
+        f"the run in {out} ended before its first checkpoint, so a new run begins; its files were moved to {out / 'ended-1'}"
+        in again.stdout
+    )
     assert (out / "ended-1" / "metrics.jsonl").read_text() == lines
     assert state_of(out / "ended-1") == first
     second = state_of(out)

@@ -1,8 +1,8 @@
-"""Calls into an environment's code, which may be anybody's: what it raises, what it returns, and how often it fails.
+"""Calls into an environment's code: what it raises, what it returns, and how often it fails.
 
-Every exception becomes an `EnvError`, and every returned value is checked before anything else uses it: a reward of None or a message
-without a role would otherwise fail far away, in an error that names neither the environment nor the method. A few failed episodes are
-dropped without harm. If most episodes fail, their rewards say nothing about the model, and `FailureCounter` ends the run.
+The code is the user's. Every exception becomes an `EnvError`, and every returned value is checked before anything else uses it: a reward of
+None or a message without a role would otherwise fail far away, in an error that names neither the environment nor the method. A few failed
+episodes are dropped without harm. If most episodes fail, their rewards say nothing about the model, and `FailureCounter` ends the run.
 """
 
 import logging

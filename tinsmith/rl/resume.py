@@ -176,7 +176,7 @@ def starting_state(config: RlConfig, console: Console) -> RunState:
         raise ConfigError(f"output: directory={str(directory)!r} holds a run, and resume is false; name another directory")
     if state is None or not state.step:
         moved_to = _move_aside(directory)
-        message = f"the run in {directory} ended before its first checkpoint and begins anew; its files were moved to {moved_to}"
+        message = f"the run in {directory} ended before its first checkpoint, so a new run begins; its files were moved to {moved_to}"
         console.print(Text(message), soft_wrap=True)
         return RunState()
     _check_same_settings(directory, state.step, settings, config.output.allow_changes)

@@ -75,7 +75,7 @@ def _train(config: RlConfig, console: Console) -> RunState:
 
 def _prepared_run(
     config: RlConfig, service: tinker.ServiceClient, workers: Workers, state: RunState, trackers: Sequence[Tracker], console: Console
-) -> "RlRun":
+) -> "TrainingLoop":
     """Everything that a run needs to continue from `state`. The model of a new run is warmed up."""
     client = open_training_client(service, config.model, state.weights)
     template = chat_template(config.model, load_tokenizer(config.model.tokenizer) if config.model.tokenizer else client.get_tokenizer())
@@ -93,12 +93,12 @@ def _prepared_run(
     state = replace(state, tokenizer=str(template.tokenizer.name_or_path))
     learner = Learner(client, config.training, reference)
     failures = FailureCounter(config.env.name, config.env.max_failed_share, config.env.max_failed_groups)
-    return RlRun(config, client, template, rollouts, prompts, learner, evaluator, checkpoints, trackers, failures, state)
+    return TrainingLoop(config, client, template, rollouts, prompts, learner, evaluator, checkpoints, trackers, failures, state)
 
 
 @dataclass
-class RlRun:
-    """A run and everything that it works with."""
+class TrainingLoop:
+    """The loop of a run, and everything that it works with."""
 
     config: RlConfig
     client: tinker.TrainingClient

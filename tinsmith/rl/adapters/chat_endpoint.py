@@ -79,13 +79,13 @@ class ChatEndpoint:
         """Status and body of the reply to a request. Waits for the answer."""
         chat = self._chats.get(name or "")
         if chat is None or not path.endswith("/chat/completions"):
-            return 404, _error(f"nobody answers at {path} for {self.header}={name!r}")
+            return 404, _error(f"there is no conversation {self.header}={name!r} at {path}")
         try:
             text = chat.ask(body)
         except UserError as error:
             chat.refusal = str(error)
             return 400, _error(str(error))
-        return (200, _completion(str(body.get("model")), text)) if text is not None else (410, _error("nobody answers any more"))
+        return (200, _completion(str(body.get("model")), text)) if text is not None else (410, _error("the conversation has ended"))
 
 
 def _handler_of(endpoint: ChatEndpoint) -> type[BaseHTTPRequestHandler]:
