@@ -16,7 +16,7 @@ from tinsmith.protocol.serving import Done
 from tinsmith.server.app import create_app
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.hub import Hub
-from tinsmith.store.records import Outcome
+from tinsmith.store.records import Command, Outcome
 from tinsmith.store.store import Store
 
 FACTS = ModelFacts(
@@ -36,6 +36,11 @@ class Served:
         """End an operation as an engine does: in the log first, then by message."""
         self.store.record([outcome])
         self.hub.take(Done.of(outcome))
+
+    def queued(self) -> list[Command]:
+        """The queued commands of all models, in the order in which they came."""
+        commands = [command for model_id in self.store.queued_models() for command in self.store.queued(model_id)]
+        return sorted(commands, key=lambda command: command.id)
 
     async def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """POST JSON to a path below /api/v1."""

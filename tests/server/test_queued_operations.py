@@ -101,7 +101,7 @@ def test_an_operation_that_has_to_wait_is_answered_429_and_taken_later_in_its_pl
             assert (await submit(server, model_id, 2, 0.9)).status_code == 200  # nor is a repeat
             server.finish(Outcome(f"{model_id}/1", b"{}", "json", None, None))
             assert (await submit(server, model_id, 3, 0.9)).json()["request_id"] == f"{model_id}/3"
-            assert [c.seq_id for c in server.store.read_new(0) if c.model_id == model_id] == [0, 2, 3]
+            assert [c.seq_id for c in server.queued() if c.model_id == model_id] == [0, 2, 3]
 
     asyncio.run(run())
 

@@ -51,9 +51,9 @@ def test_operations_are_logged_under_their_key_whatever_order_they_come_in(tmp_p
             body = forward_backward_body(model_id, 1)
             reply = await server.client.post("/api/v1/forward_backward", content=body, headers=PROTOBUF)
             assert reply.json()["request_id"] == f"{model_id}/1"
-            kinds = [(c.seq_id, c.kind) for c in server.store.read_new(0)]
+            kinds = [(c.seq_id, c.kind) for c in server.queued()]
             assert kinds == [(0, "create_model"), (2, "optim_step"), (1, "forward_backward")]
-            command = server.store.read_new(0)[2]
+            command = server.queued()[2]
             chunk = decode_stored(server.store.payload(command), command.image_digests).data[0].chunks[1]
             assert isinstance(chunk, ImageChunk)
             assert server.store.read_blob(chunk.sha256) == b"not decoded here"
@@ -71,7 +71,7 @@ def test_the_same_post_twice_is_one_operation(tmp_path: Path) -> None:
             zstd = server.client.post("/api/v1/forward_backward", content=packed, headers=PROTOBUF | {"Content-Encoding": "zstd"})
             first, second = await asyncio.gather(plain, zstd)
             assert first.json() == second.json()
-            assert [c.seq_id for c in server.store.read_new(0)] == [0, 1]
+            assert [c.seq_id for c in server.queued()] == [0, 1]
 
     asyncio.run(run())
 
@@ -83,7 +83,7 @@ def test_many_operations_at_once_are_all_logged(tmp_path: Path) -> None:
             steps = [{"model_id": model_id, "seq_id": n, "adam_params": {}} for n in range(1, 65)]
             replies = await asyncio.gather(*(server.post("optim_step", step) for step in steps))
             assert [reply.json()["request_id"] for reply in replies] == [f"{model_id}/{n}" for n in range(1, 65)]
-            assert sorted(c.seq_id for c in server.store.read_new(0)) == list(range(65))
+            assert sorted(c.seq_id for c in server.queued()) == list(range(65))
 
     asyncio.run(run())
 
@@ -105,7 +105,7 @@ def test_a_wrong_operation_keeps_its_place_in_the_sequence(tmp_path: Path, path:
             model_id = await server.new_model(await server.new_session())
             reply = await server.post(path, {"model_id": model_id, "seq_id": 1} | body)
             assert reply.json()["request_id"] == f"{model_id}/1"
-            command = server.store.read_new(0)[-1]
+            command = server.queued()[-1]
             assert (command.seq_id, command.kind) == (1, path)
             assert json.loads(server.store.payload(command)) == {"model_id": model_id, "seq_id": 1} | body
 
@@ -120,7 +120,7 @@ def test_a_model_from_a_checkpoint_that_is_not_there_is_refused_at_once(tmp_path
             assert reply.status_code == 404
             assert "tinker://x/weights/y does not exist" in reply.json()["detail"]
             wrong = await server.post("load_weights", body | {"path": "tinker://x/sampler_weights/y"})
-            assert (wrong.status_code, server.store.read_new(0)) == (400, [])
+            assert (wrong.status_code, server.queued()) == (400, [])
 
     asyncio.run(run())
 
@@ -150,7 +150,7 @@ def test_create_model_is_checked_at_once(tmp_path: Path) -> None:
             dimuon = good | {"optimizer_config": {"type": "dimuon", "version": 1}}
             assert "'dimuon' is not built" in await detail_of(server, "create_model", dimuon, 400)
             assert "lora_config.rank" in await detail_of(server, "create_model", good | {"lora_config": {"rank": -1}}, 400)
-            assert server.store.read_new(0) == []
+            assert server.queued() == []
 
     asyncio.run(run())
 
@@ -196,7 +196,7 @@ def test_a_snapshot_cannot_take_over_a_sampling_session(tmp_path: Path) -> None:
             base = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
             assert (await server.post("create_sampling_session", base)).status_code == 200
             await server.post("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0})
-            assert server.store.read_new(0)[-1].kind == REJECTED
+            assert server.queued()[-1].kind == REJECTED
 
     asyncio.run(run())
 
@@ -245,7 +245,7 @@ def test_a_request_of_too_many_datums_keeps_its_place_in_the_sequence(tmp_path: 
             headers = PROTOBUF | {"Content-Encoding": "zstd"}
             reply = await server.client.post("/api/v1/forward_backward", content=zstandard.compress(body), headers=headers)
             assert reply.json() == {"request_id": f"{model_id}/1", "model_id": model_id}
-            command = server.store.read_new(0)[-1]
+            command = server.queued()[-1]
             assert (command.seq_id, command.kind) == (1, REJECTED)
             assert server.store.payload(command) == b"datum 4096: the request holds more than 4096 datums (max_datums); send smaller ones"
             nameless = await server.client.post("/api/v1/forward_backward", content=b"\x1a\x00" * 5000, headers=PROTOBUF)

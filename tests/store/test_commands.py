@@ -49,16 +49,14 @@ def store(tmp_path: Path) -> Store:
 def test_commands_come_out_as_they_went_in(store: Store) -> None:
     before = time.time()
     assert store.append([step(3, b"c"), step(1, b"a")]) == [True, True]
-    commands = store.read_new(after_id=0)
+    commands = store.queued(MODEL)
     assert [(c.model_id, c.seq_id, c.kind, store.payload(c)) for c in commands] == [
         (MODEL, 0, "create_model", b"create"),
-        (MODEL, 3, "optim_step", b"c"),
         (MODEL, 1, "optim_step", b"a"),
+        (MODEL, 3, "optim_step", b"c"),
     ]
-    assert [c.id for c in commands] == sorted(c.id for c in commands)
+    assert [c.seq_id for c in sorted(commands, key=lambda command: command.id)] == [0, 3, 1]
     assert before - 1 < commands[1].created_at < time.time() + 1
-    assert store.read_new(after_id=commands[1].id) == commands[2:]
-    assert store.read_new(after_id=0, limit=1) == commands[:1]
 
 
 def test_queued_commands_are_claimed_per_model_whatever_is_known_already(store: Store) -> None:
@@ -103,7 +101,7 @@ def test_claiming_reads_the_queued_commands_only(store: Store) -> None:
 def test_a_repeat_changes_nothing(store: Store) -> None:
     assert store.append([step(1, b"first"), step(1, b"second")]) == [True, False]
     assert store.append([step(1, b"third")]) == [False]
-    assert [store.payload(c) for c in store.read_new(after_id=1)] == [b"first"]
+    assert [store.payload(c) for c in store.queued(MODEL, known=[0])] == [b"first"]
 
 
 def test_an_outcome_is_recorded_once(store: Store) -> None:
@@ -116,7 +114,7 @@ def test_an_outcome_is_recorded_once(store: Store) -> None:
     assert store.outcome(f"{MODEL}/1") == done(1, b'{"metrics":{}}')
     assert store.outcome(f"{MODEL}/2") == failed
     assert [store.status(f"{MODEL}/{n}") for n in (1, 2, 3)] == ["done", "failed", None]
-    assert [c.seq_id for c in store.read_new(after_id=0)] == [0]
+    assert [c.seq_id for c in store.queued(MODEL)] == [0]
 
 
 def applied(store: Store) -> int | None:
@@ -199,7 +197,7 @@ def test_operations_on_dead_models_fail_at_once(store: Store) -> None:
     assert outcome is not None
     assert outcome.category == "user"
     assert "is unloaded: the server was stopped" in str(outcome.error)
-    assert store.read_new(after_id=0) == []
+    assert store.queued(MODEL) == []
 
 
 def test_operations_of_a_finished_session_fail_at_once(store: Store) -> None:
@@ -252,7 +250,7 @@ def test_a_sampling_session_id_that_is_taken_rejects_the_command_but_keeps_its_p
     store.create_sampling_session(SamplingSession("s:sample:4", SESSION, "tiny"))
     taken = SamplingSession("s:sample:4", SESSION, "tiny", f"{MODEL}/1", MODEL)
     store.append([NewCommand(MODEL, 1, "save_weights_for_sampler", b"4", sampling_session=taken)])
-    command = store.read_new(after_id=0)[-1]
+    command = store.queued(MODEL)[-1]
     assert (command.seq_id, command.kind) == (1, REJECTED)
     assert "s:sample:4 exists already" in store.payload(command).decode()
     kept = store.sampling_session("s:sample:4")
@@ -263,7 +261,7 @@ def test_a_sampling_session_id_that_is_taken_rejects_the_command_but_keeps_its_p
 def test_a_queue_of_large_payloads_is_read_without_them(store: Store) -> None:
     store.append([step(number, bytes(2**20)) for number in range(1, 65)])
     tracemalloc.start()
-    queued = store.read_new(after_id=1)
+    queued = store.queued(MODEL, known=[0])
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20  # less than a single payload
