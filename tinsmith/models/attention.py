@@ -59,7 +59,6 @@ class PackedPlan:
             self.cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """See `AttentionPlan.attend`."""
         if self.cu_seqlens is not None:
             return varlen_attention(query, key, value, self.cu_seqlens, self.max_length, scale, window)
         sizes = [run.count * run.length for run in self.runs]

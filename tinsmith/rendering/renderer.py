@@ -59,7 +59,6 @@ class LocalProcessor:
         self.processor: Any = AutoImageProcessor.from_pretrained(base.tokenizer_id, backend="pil")
 
     def __call__(self, sha256: bytes, image: Image) -> PictureInput:
-        """See `Processor`."""
         output = self.processor(images=[image], return_tensors="pt")
         time, height, width = output["image_grid_thw"][0].tolist()
         tokens = time * height * width // self.merge_size**2

@@ -1,61 +1,35 @@
-"""Training on one base model: the `Backend` interface and its implementation in one process.
+"""Training on one base model: the `Backend` interface, and its implementation in one process (`LocalBackend`).
 
-A pass takes datums of any models, packs them into one row, and computes log-probabilities, losses and gradients. Gradients come from
-`autograd.grad`. They are added to the accumulators last, when everything that can fail has succeeded, so a failed pass leaves no trace.
+It holds the models and their optimizers, and divides work into passes (`packed_pass.py`): a pass that fails is halved until the datum is
+found that fails.
 """
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import NotFoundError, TinsmithError
-from tinsmith.models.attention import PackedPlan
-from tinsmith.models.base import BaseModel, PackedRow
+from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights, new_full_weights, snapshot_bytes, training_bytes
 from tinsmith.models.lora import new_adapter
 from tinsmith.models.machine import require_memory
 from tinsmith.models.threads import threads_for, threads_for_step
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
-from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
-from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.rendering.packing import shared_rows
 from tinsmith.training.checkpoint import About, SavedState, copy_to_host, weights_from
-from tinsmith.training.logprobs import target_logprobs
-from tinsmith.training.losses import Loss
 from tinsmith.training.optimizer import ModelOptimizer
+from tinsmith.training.packed_pass import DatumResult, DatumWork, run_packed
+
+__all__ = ["Backend", "DatumResult", "DatumWork", "LocalBackend", "PassError", "PassResult", "is_out_of_memory"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class DatumWork:
-    """One datum of one model, checked and ready to compute."""
-
-    model_id: str
-    rendered: RenderedInput
-    target_tokens: NDArray[np.int64]
-    """[N] or [N, K], N the length of `rendered`."""
-    loss: Loss
-    loss_inputs: Mapping[str, NDArray[np.float32]]
-    """What the loss reads besides target_tokens, each of the shape of `target_tokens`."""
-
-
-@dataclass(frozen=True, eq=False)
-class DatumResult:
-    """What a pass gives for one datum."""
-
-    logprobs: NDArray[np.float32]
-    """Of the target tokens, in their shape."""
-    loss: float
 
 
 @dataclass(frozen=True)
@@ -136,7 +110,6 @@ class LocalBackend:
         self.optimizers: dict[str, ModelOptimizer] = {}
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
-        """See `Backend`."""
         base = self.base
         weights: Weights
         if shape.rank == 0:
@@ -147,11 +120,9 @@ class LocalBackend:
         self.optimizers[model_id] = ModelOptimizer(weights)
 
     def delete_model(self, model_id: str) -> None:
-        """See `Backend`."""
         self.optimizers.pop(model_id, None)
 
     def optim_step(self, model_id: str, settings: AdamSettings) -> dict[str, float]:
-        """See `Backend`."""
         optimizer = self._optimizer(model_id)
         try:
             with threads_for_step(optimizer.weights.parameter_count):
@@ -165,12 +136,10 @@ class LocalBackend:
             ) from error
 
     def clear_gradients(self, model_id: str) -> None:
-        """See `Backend`."""
         if model_id in self.optimizers:
             self.optimizers[model_id].clear()
 
     def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
-        """See `Backend`."""
         weights = self._optimizer(model_id).weights
         if isinstance(weights, FullWeights):
             size = snapshot_bytes(weights.parameter_count, weights.dtype)
@@ -178,7 +147,6 @@ class LocalBackend:
         return weights.snapshot(ref)
 
     def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
-        """See `Backend`."""
         model = self._optimizer(model_id)
         moments = model.moments() if optimizer else None
         size = sum(tensor.nbytes for tensor in (*model.weights.tensors(), *(moments or {}).values()))
@@ -186,7 +154,6 @@ class LocalBackend:
         return copy_to_host(About.of(self.base, model.weights.shape), model.weights, moments)
 
     def restore(self, model_id: str, state: SavedState) -> None:
-        """See `Backend`."""
         if state.about.shape.rank > 0 or model_id not in self.optimizers:
             self._load(model_id, state)
             return
@@ -205,7 +172,7 @@ class LocalBackend:
         self.optimizers[model_id] = ModelOptimizer(weights_from(state, self.base), moments)
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
-        """See `Backend`.
+        """Run the work in as many passes as it takes.
 
         Full weights have passes of their own. Work that fails is halved until what fails is a single datum: one that is bad, or that
         needs more memory than there is.
@@ -241,6 +208,10 @@ class LocalBackend:
             log.warning("a pass of %d datums failed", len(work), exc_info=len(work) == 1)
             return PassError(f"{type(error).__name__}: {error}", out_of_memory=False)
 
+    def _run(self, work: Sequence[DatumWork], backward: bool) -> list[DatumResult]:
+        optimizers = [self._optimizer(datum.model_id) for datum in work]
+        return run_packed(self.base, work, optimizers, backward, self.config.logits_chunk)
+
     def _reason(self, datum: DatumWork, error: PassError) -> str:
         if not error.out_of_memory:
             return f"the pass failed: {error.reason}"
@@ -270,52 +241,6 @@ class LocalBackend:
         promised = sum(model.unclaimed for model in self.optimizers.values()) if device == self.base.device else 0
         require_memory(purpose, needed, device, promised)
 
-    def _run(self, work: Sequence[DatumWork], backward: bool) -> list[DatumResult]:
-        optimizers = [self._optimizer(datum.model_id) for datum in work]
-        owners = [optimizer.weights for optimizer in optimizers]
-        order = packing_order([len(datum.rendered) for datum in work], owners)
-        row = pack([work[i].rendered for i in order], [owners[i] for i in order], self.base.device)
-        with torch.set_grad_enabled(backward):
-            parts = self._logprobs(row, [work[i] for i in order], [owners[i] for i in order])
-            losses = torch.stack([work[i].loss.compute(part, self._inputs(work[i])) for i, part in zip(order, parts, strict=True)])
-        ready = self._contributions(losses.sum(), list(dict.fromkeys(optimizers))) if backward else []
-        results: dict[int, DatumResult] = {}
-        for i, logprobs, loss in zip(order, _to_numpy(parts), losses.tolist(), strict=True):
-            results[i] = DatumResult(logprobs, loss)
-        in_order = [results[i] for i in range(len(work))]
-        for add in ready:  # from here on nothing allocates: all models get their gradients, or none does
-            add()
-        return in_order
-
-    def _logprobs(self, row: PackedRow, work: Sequence[DatumWork], owners: Sequence[Weights]) -> list[Tensor]:
-        """Of each datum of the row, in the shape of its targets.
-
-        Neighbours of one K are scored together, whoever owns them. None is filled up to the K of another, which may be in the millions.
-        """
-        hidden = self.base.hidden_states(row, PackedPlan(row.lengths, self.base.device, self.base.dtype))
-        head, chunk = self.base.head(owners[0]), self.config.logits_chunk  # whoever has a head of his own is alone in the row
-        parts: list[Tensor] = []
-        start = 0
-        for _, group in groupby(zip(work, owners, strict=True), key=lambda pair: _width(pair[0])):
-            datums, theirs = zip(*group, strict=True)
-            lengths = [len(datum.rendered) for datum in datums]
-            columns = np.concatenate([datum.target_tokens.reshape(len(datum.rendered), -1) for datum in datums])
-            targets = torch.from_numpy(columns).to(self.base.device)
-            rows = hidden if len(targets) == len(hidden) else hidden[start : start + len(targets)]  # the whole row needs no cut
-            scored = target_logprobs(rows, head, targets, segments_of(lengths, theirs), chunk, keep=len(hidden) <= chunk)
-            parts += [part.view(datum.target_tokens.shape) for datum, part in zip(datums, scored.split(lengths), strict=True)]
-            start += len(targets)
-        return parts
-
-    def _inputs(self, datum: DatumWork) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(array).to(self.base.device) for name, array in datum.loss_inputs.items()}
-
-    def _contributions(self, loss: Tensor, optimizers: list[ModelOptimizer]) -> list[Callable[[], None]]:
-        """The gradients of the loss for each model: what adds them to those that the model has."""
-        leaves = [leaf for optimizer in optimizers for leaf in optimizer.weights.leaves()]
-        gradients = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
-        return [optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]
-
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error of torch or numpy means that an allocation failed, on any device."""
@@ -326,15 +251,3 @@ def _half(work: Sequence[DatumWork]) -> int:
     """Where to cut work into two parts of about equal tokens, neither of them empty."""
     before = np.cumsum([0, *(len(datum.rendered) for datum in work)])
     return min(max(1, int((before[:-1] < before[-1] / 2).sum())), len(work) - 1)
-
-
-def _width(datum: DatumWork) -> int:
-    """Targets a position."""
-    return datum.target_tokens.shape[1] if datum.target_tokens.ndim == 2 else 1
-
-
-def _to_numpy(parts: Sequence[Tensor]) -> list[NDArray[np.float32]]:
-    """All parts on the CPU, in one transfer."""
-    flat = torch.cat([part.detach().flatten() for part in parts]).cpu()
-    cut = flat.split([part.numel() for part in parts])
-    return [values.view(part.shape).numpy() for values, part in zip(cut, parts, strict=True)]
