@@ -1,6 +1,6 @@
 """Attention over packed rows, as one function that transformers calls and a plan that says what it should do.
 
-The language model of every family runs with `attn_implementation=ATTENTION`; whoever calls it passes `attention=<plan>` as a keyword, which
+The language model of every family runs with `attn_implementation=ATTENTION`; its caller passes `attention=<plan>` as a keyword, which
 transformers hands through to each layer. `PackedPlan` (here) serves training and prompts without a cache; the sampler's plans keep a cache
 (`sampling/kv_cache.py`). The vision tower is never switched to this function: it would be called without its own `cu_seqlens`.
 """

@@ -270,7 +270,7 @@ def use_attention(network: Any, family: Family, implementation: str) -> None:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device of the knob `device`. Raises ConfigError when it is not on this machine."""
+    """The device that the setting `device` names. Raises ConfigError if this machine does not have it."""
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -285,7 +285,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """The precision of the knob `dtype` on a device."""
+    """The precision that the setting `dtype` means on a device."""
     if wanted == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]

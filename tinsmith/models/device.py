@@ -8,7 +8,7 @@ from tinsmith.errors import DeviceLostError
 def require_device(device: torch.device) -> None:
     """Raise DeviceLostError if `device` does not compute any more.
 
-    After an assertion in a kernel or an illegal access every later operation of the process on that GPU fails, whoever asks for it. No
+    After an assertion in a kernel or an illegal access every later operation of the process on that GPU fails. No
     list of error messages tells this from an error of one operation, so an operation is tried that cannot fail by itself. Running out of
     memory passes: the device computes again when memory is free.
     """

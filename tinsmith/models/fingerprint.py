@@ -86,7 +86,7 @@ def compute_fingerprint(source: str) -> Future[str]:
             result.set_result(fingerprint_of(_existing_directory(source)))
         except ConfigError as error:
             result.set_exception(error)
-        except Exception as error:  # a bug, or no memory: whoever asks would wait for ever without a result
+        except Exception as error:  # a bug, or no memory: without a result, those that wait for it would wait forever
             log.exception("the fingerprint of %s cannot be computed", source)
             result.set_exception(error)
         else:

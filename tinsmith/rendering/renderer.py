@@ -84,7 +84,7 @@ class Renderer:
         self.limits = limits
         self.read_blob = read_blob
         self.local = LocalProcessor(base) if base.family.takes_images else None
-        """Counts the tokens of every picture, whoever processes it."""
+        """Counts the tokens of every picture, also of those that `processor` processes."""
         self.processor: Processor | None = processor or self.local
         self.placeholder = int(base.config.image_token_id) if base.family.takes_images else -1
         self.cache = PictureCache(limits.image_cache_mib * 2**19)
