@@ -66,7 +66,7 @@ def serve(config: Path | None, **options: Any) -> None:
     """
     configuration = _configuration(config, options)
     base_model_sources(configuration)
-    from tinsmith.sampling.vllm.installed import require_vllm
+    from tinsmith.sampling.vllm.options import require_vllm
 
     require_vllm(configuration)  # before the next import, which takes a second
     from tinsmith.server.main import run_server

@@ -31,8 +31,7 @@ from tinsmith.models.lora import LoraPair
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Processor, Renderer
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, ref_of
-from tinsmith.sampling.vllm.sampler import VLLMSampler
-from tinsmith.sampling.vllm.start import start_vllm_sampler
+from tinsmith.sampling.vllm.sampler import VLLMSampler, start_vllm_sampler
 from tinsmith.wire.chunks import Chunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule

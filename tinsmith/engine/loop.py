@@ -270,7 +270,7 @@ class Engine:
         if self.config.sampling.sampler == "none":
             return {}
         if self.config.sampling.sampler == "vllm":
-            from tinsmith.sampling.vllm.start import start_vllm_sampler  # needs packages that are not there without vLLM
+            from tinsmith.sampling.vllm.sampler import start_vllm_sampler  # needs packages that are not there without vLLM
 
             return {
                 name: Sampled(start_vllm_sampler(base, renderers[name], self.config, self.link.wake), renderers[name])

@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 from tinsmith.sampling.randomness import uniforms
 
 COLDEST = float(np.finfo(np.float32).tiny)
-"""The lowest temperature but 0: smaller numbers are 0 to a device that has no subnormal ones, and 0 / 0 is NaN."""
+"""The lowest temperature above 0: devices without subnormal numbers take smaller ones for 0, and 0 / 0 is NaN."""
 ROWS = 64
-"""Sequences that are chosen for at a time: with a large vocabulary their float64 probabilities take more memory than the logits."""
+"""Sequences whose tokens are chosen at a time: with a large vocabulary float64 probabilities take more memory than the logits."""
 BRANCHES = 16
 """Children of a node of the tree by which a token is drawn."""
 
@@ -142,6 +142,6 @@ def draw(logprobs: Tensor, u: NDArray[np.float64]) -> Tensor:
 
 
 def _filled(level: Tensor) -> Tensor:
-    """With nodes of no probability behind the last one, so that each parent has all its children."""
+    """The level padded with nodes of probability 0, so that each parent has all its children."""
     missing = -level.shape[1] % BRANCHES
     return pad(level, (0, missing)) if missing else level

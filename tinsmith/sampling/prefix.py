@@ -1,4 +1,4 @@
-"""What a cache block holds, as a key: two sequences that begin alike have equal keys for the blocks that they have in common.
+"""Keys of cache blocks: sequences that begin alike have equal keys for the blocks that they have in common.
 
 The key of a block is a hash over the key of the block before it, its tokens, and the pictures that reach into it by their content's hash.
 The first block follows the key of the weights, so nothing is ever shared between two versions of a model.
@@ -19,17 +19,17 @@ BLOCK = 16
 
 
 def weights_key(ref: WeightsRef) -> bytes:
-    """What the first block of a sequence follows: 32 bytes that stand for its weights."""
+    """The key [32 bytes] that the first block of a sequence follows: it stands for the weights."""
     return hashlib.blake2b(ref.key.encode(), digest_size=32).digest()
 
 
 def block_key(previous: bytes, tokens: NDArray[np.int32], pictures: bytes) -> bytes:
-    """The key [32 bytes] of a block of `BLOCK` tokens behind the block `previous`; `pictures` as `pictures_in` gives them."""
+    """The key [32 bytes] of a block of `BLOCK` tokens after the block with the key `previous`; `pictures` come from `pictures_in`."""
     return hashlib.blake2b(previous + tokens.tobytes() + pictures, digest_size=32).digest()
 
 
 def pictures_in(rendered: RenderedInput, start: int) -> bytes:
-    """Content hash and place, relative to `start`, of the pictures that reach into the block beginning there; empty without any."""
+    """Content hash and offset, relative to `start`, of the pictures that reach into the block at `start`; empty if there are none."""
     parts = [
         picture.sha256 + struct.pack("<q", span.offset - start)
         for span, picture in zip(rendered.spans, rendered.pictures, strict=True)
@@ -39,7 +39,7 @@ def pictures_in(rendered: RenderedInput, start: int) -> bytes:
 
 
 def prompt_keys(first: bytes, rendered: RenderedInput, answer: Sequence[int], known: list[bytes], blocks: int) -> list[bytes]:
-    """The keys of the first `blocks` full blocks of a prompt followed by `answer`, of which `known` have been computed before."""
+    """The keys of the first `blocks` full blocks of a prompt followed by `answer`; the first of them are `known` already."""
     keys = list(known)
     prompt = len(rendered)
     for block in range(len(keys), blocks):

@@ -1,4 +1,4 @@
-"""What a request wants to know about its own prompt: filled in window by window, as the prompt's positions are computed.
+"""The answers about a request's own prompt, filled in window by window as the prompt's positions are computed.
 
 The hidden state of position p - 1 scores position p. Image positions have no scores of their own: there the log-probability is 0.0, the
 alternative is the placeholder itself, and the top-k is empty.
@@ -49,22 +49,22 @@ class PromptScores:
             alternatives=self._blank_alternatives() if asked.alternatives else None,
         )
         self.needed_from = self._first_needed()
-        """The first position whose hidden state is still wanted."""
+        """The first position whose hidden state is still needed."""
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is wanted any more."""
+        """Whether all answers are there."""
         return self.needed_from >= len(self.token_ids) - 1
 
     @property
     def cost(self) -> int:
-        """The time to compute and score one position, in that of a prompt token of which nothing is asked."""
+        """The time to compute and score one position, relative to a prompt token of which nothing is asked."""
         return 1 + self.asked.alternatives // DRAWS_PER_TOKEN
 
     def add(self, start: int, hidden: Tensor, logits: Logits, chunk: int) -> None:
         """Take the hidden states [n, hidden] of positions [start, start + n), of which `chunk` at a time become logits.
 
-        What is known already is not computed again.
+        Positions that were answered before are not computed again.
         """
         first, last = max(start, self.needed_from), min(start + len(hidden), len(self.token_ids) - 1)
         for low, high in pairwise([*range(first, last, chunk), last] if first < last else []):
@@ -72,7 +72,7 @@ class PromptScores:
         self.needed_from = max(self.needed_from, last)
 
     def _score(self, position: int, logits: Tensor) -> None:
-        """Answer for the positions from `position` on, which `logits` [n, vocabulary] predict."""
+        """Answer for the n positions from `position` on, whose tokens `logits` [n, vocabulary] predict."""
         logprobs = logits.log_softmax(-1)
         places = np.arange(position, position + len(logits))
         scored = torch.from_numpy(np.flatnonzero(self.text[places] & (places >= self.scored_from)))

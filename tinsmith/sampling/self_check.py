@@ -59,11 +59,11 @@ PIXELS = 64
 EXACT = 1e-4
 """Largest difference of any log-probability in float32."""
 ROUNDED = 0.05
-"""Difference in bfloat16 that needs no reason: the mean over a sequence. Logits between 16 and 32 are rounded to multiples of 0.125."""
+"""Mean difference over a sequence that is normal in bfloat16: logits between 16 and 32 are rounded to multiples of 0.125."""
 NOISE = 3.0
 """In bfloat16 a deep model may differ by this many times what it differs between two of transformers' own attention functions."""
 HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-"""What configurations call a function between the output projection and the logits."""
+"""Names in configurations of functions between the output projection and the logits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class Probe:
 @torch.no_grad()
 def check_base_model(base: BaseModel, samples: bool) -> None:
     """Raise ConfigError unless `base` computes the same numbers in every way that we compute it; with `samples` the sampler's too."""
-    base = replace(base, max_context=max(base.max_context, ROOM))  # the network is shared; the knob is no matter here
+    base = replace(base, max_context=max(base.max_context, ROOM))  # the network is shared; the configured context does not matter here
     try:
         with _short_windows(base):
             _check(base, _probes(base), samples)
@@ -192,7 +192,6 @@ class LayerCheck:
         self.layers: list[int] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """See `AttentionPlan.attend`."""
         self.layers.append(layer)
         expected = self.shape.kv_heads, self.shape.head_dim
         for name, tensor in (("keys", key), ("values", value)):
@@ -202,7 +201,7 @@ class LayerCheck:
 
 
 def _check_layers(base: BaseModel, probe: Probe) -> None:
-    """Every layer must attend once through our function: what goes past it would mix neighbours of a packed row."""
+    """Every layer must attend once through our function: attention that bypasses it would mix neighbours of a packed row."""
     row = pack([probe.rendered], [probe.adapter], base.device)
     shape = CacheShape.of(base.text_config, base.dtype, base.device)
     plan = LayerCheck(PackedPlan(row.lengths, base.device, base.dtype), shape)

@@ -1,4 +1,4 @@
-"""What waits, by session: sessions take turns, and each is served in its own order, so that none waits behind all that another sent."""
+"""Queues by session: sessions take turns, each in its own order, so that none waits behind everything that another sent."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ class Turns(Generic[Item]):
     """A queue for each session, served round robin. An item is told from others by identity."""
 
     def __init__(self) -> None:
-        """Nothing waits yet."""
+        """An empty queue."""
         self._queues: dict[str, deque[Item]] = {}
         """Only sessions with items; the first is the next to be served."""
 
@@ -37,7 +37,7 @@ class Turns(Generic[Item]):
         return list(self._queues)
 
     def first(self, session: str) -> Item:
-        """What that session is served next. Raises KeyError if nothing of it waits."""
+        """The next item of that session. Raises KeyError if it has none."""
         return self._queues[session][0]
 
     def add(self, session: str, item: Item) -> None:
@@ -49,7 +49,7 @@ class Turns(Generic[Item]):
         self._queues.setdefault(session, deque()).appendleft(item)
 
     def take(self, session: str, item: Item) -> None:
-        """The item is served, and it is the turn of the other sessions. Raises KeyError or ValueError if it does not wait."""
+        """Remove an item that is served; it is the turn of the other sessions then. Raises KeyError or ValueError if it is not there."""
         queue = self._queues.pop(session)
         queue.remove(item)
         if queue:
@@ -64,5 +64,5 @@ class Turns(Generic[Item]):
         return dropped
 
     def clear(self) -> None:
-        """Nothing waits any more."""
+        """Remove all items."""
         self._queues.clear()

@@ -34,10 +34,10 @@ def ask(params: SamplingParams = PARAMS, num_samples: int = 1, prompt_logprobs: 
     return SampleRequest("s:sample:0", 0, num_samples, [], params, PromptQuestions(logprobs=prompt_logprobs))
 
 
-def sampler_of(base: BaseModel, blocks: int = 400, **knobs: Any) -> LocalSampler:
+def sampler_of(base: BaseModel, blocks: int = 400, **settings: Any) -> LocalSampler:
     """A sampler with that many cache blocks."""
     shape = CacheShape.of(base.text_config, base.dtype, base.device)
-    return LocalSampler(base, SamplingConfig(kv_cache_gib=blocks * shape.block_bytes / 2**30, **knobs), logits_chunk=16)
+    return LocalSampler(base, SamplingConfig(kv_cache_gib=blocks * shape.block_bytes / 2**30, **settings), logits_chunk=16)
 
 
 def run(sampler: LocalSampler) -> dict[str, SampleResult]:

@@ -1,4 +1,4 @@
-"""A process that answers as a vLLM server does to those who ask whether it lives: `python stub_server.py --uds SOCKET`."""
+"""A process that answers as a vLLM server does to those who ask whether it instances: `python stub_server.py --uds SOCKET`."""
 
 import asyncio
 import os

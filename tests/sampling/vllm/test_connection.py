@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,21 @@ async def answer(request: web.Request) -> web.Response:
     return web.json_response({"mode": request.query["mode"], "body": await request.json()})
 
 
+async def stream(request: web.Request) -> web.StreamResponse:
+    """As many numbers as it is asked for, and then what `last` says."""
+    asked = await request.json()
+    reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await reply.prepare(request)
+    for number in range(asked["numbers"]):
+        await reply.write(b'data: {"number": %d}\n\n' % number)
+    if asked["last"] == "abort":
+        assert request.transport is not None
+        request.transport.abort()
+    elif asked["last"]:
+        await reply.write(b"data: %b\n\n" % asked["last"].encode())
+    return reply
+
+
 async def say_ok(_: web.Request) -> web.Response:
     return web.Response(text="Success: LoRA adapter loaded.")
 
@@ -37,8 +53,9 @@ def with_server(directory: Path, story: Callable[[Connection], Awaitable[None]])
 
     async def tell() -> None:
         app = web.Application()
-        for path, handler in (("/refuse", refuse), ("/fail", fail), ("/vanish", vanish), ("/answer", answer), ("/ok", say_ok)):
-            app.router.add_post(path, handler)
+        handlers = {"refuse": refuse, "fail": fail, "vanish": vanish, "answer": answer, "ok": say_ok, "stream": stream}
+        for path, handler in handlers.items():
+            app.router.add_post(f"/{path}", handler)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.UnixSite(runner, str(directory / "vllm")).start()
@@ -77,5 +94,39 @@ def test_a_server_that_goes_away_is_lost_and_so_is_what_comes_after(tmp_path: Pa
         await connection.close()
         with pytest.raises(ServerLostError, match="before it was asked"):
             await connection.post("/ok")
+
+    with_server(tmp_path, story)
+
+
+def test_a_stream_is_read_event_by_event(tmp_path: Path) -> None:
+    async def story(connection: Connection) -> None:
+        async with aclosing(connection.stream("/stream", {"numbers": 3, "last": "[DONE]"})) as events:
+            assert [event["number"] async for event in events] == [0, 1, 2]
+
+    with_server(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    ("last", "error", "message"),
+    [
+        ("abort", ServerLostError, "went away"),
+        ("", ServerLostError, "ended an answer before it was whole"),
+        ('{"error": {"message": "no memory left"}}', ServerFailedError, "while it answered /stream: no memory left"),
+    ],
+)
+def test_a_stream_that_breaks_off_gives_what_came_before(tmp_path: Path, last: str, error: type[Exception], message: str) -> None:
+    async def story(connection: Connection) -> None:
+        async with aclosing(connection.stream("/stream", {"numbers": 2, "last": last})) as events:
+            assert [await anext(events), await anext(events)] == [{"number": 0}, {"number": 1}]
+            with pytest.raises(error, match=message):
+                await anext(events)
+
+    with_server(tmp_path, story)
+
+
+def test_a_stream_that_is_refused_says_why(tmp_path: Path) -> None:
+    async def story(connection: Connection) -> None:
+        with pytest.raises(RefusedError, match="no such model"):
+            await anext(connection.stream("/refuse", {}))
 
     with_server(tmp_path, story)

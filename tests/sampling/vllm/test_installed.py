@@ -8,7 +8,7 @@ import pytest
 
 from tinsmith.config import load
 from tinsmith.errors import ConfigError
-from tinsmith.sampling.vllm.installed import require_vllm
+from tinsmith.sampling.vllm.options import require_vllm
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tinsmith.config import Config, load
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.layout import empty_network, layout_of
-from tinsmith.sampling.vllm.longest import longest_sequence
+from tinsmith.sampling.vllm.launch import longest_sequence
 
 GIB = 2**30
 CONTEXT = 262_144

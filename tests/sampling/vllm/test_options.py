@@ -6,8 +6,7 @@ import pytest
 
 from tinsmith.config import load
 from tinsmith.errors import ConfigError
-from tinsmith.sampling.vllm.installed import require_vllm
-from tinsmith.sampling.vllm.options import check_options, share_of, value_of
+from tinsmith.sampling.vllm.options import check_options, require_vllm, share_of, value_of
 
 
 @pytest.mark.parametrize(

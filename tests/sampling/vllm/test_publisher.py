@@ -16,24 +16,21 @@ from tinsmith.models.full import new_full_weights
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.sampling.sampler import ref_of
-from tinsmith.sampling.vllm.canary import Canary
+from tinsmith.sampling.vllm.canary import Canary, ServedWeights
 from tinsmith.sampling.vllm.connection import Connection
-from tinsmith.sampling.vllm.gate import BASE, UNKNOWN
 from tinsmith.sampling.vllm.generate import generate
+from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance, Slots
 from tinsmith.sampling.vllm.parameters import scoring_params
 from tinsmith.sampling.vllm.publisher import Publisher
-from tinsmith.sampling.vllm.servers import Life
-from tinsmith.sampling.vllm.slots import Slots
-from tinsmith.sampling.vllm.version import Version
 from tinsmith.sampling.vllm.weights import WeightFiles
 
 
 class Stub:
     """A server that computes what the trainer does."""
 
-    def __init__(self, canary: Canary, version: Version) -> None:
+    def __init__(self, canary: Canary, served: ServedWeights) -> None:
         self.canary = canary
-        self.version = version
+        self.served = served
         self.asked: list[str] = []
         """The paths that it was asked for."""
         self.answers = asyncio.Event()
@@ -58,29 +55,29 @@ class Stub:
         body = await request.json()
         ids = body["token_ids"]
         values = np.zeros(len(ids))
-        values[self.canary.text] = self.version.canary
+        values[self.canary.text] = self.served.canary
         scores: list[Any] = [None, *({str(token): {"logprob": value}} for token, value in zip(ids[1:], values[1:].tolist(), strict=True))]
         return web.json_response({"choices": [], "prompt_logprobs": scores, "model": self.name or body["model"]})
 
 
-def with_publisher(base: BaseModel, directory: Path, story: Callable[[Publisher, Life, Version, Stub], Awaitable[None]]) -> None:
-    """Tell the story to a publisher and the life of a server that has a single slot."""
+def with_publisher(base: BaseModel, directory: Path, story: Callable[[Publisher, Instance, ServedWeights, Stub], Awaitable[None]]) -> None:
+    """Tell the story to a publisher and the instance of a server that has a single slot."""
 
     async def tell() -> None:
         canary = Canary(base, renderer(base))
-        version = Version(None, canary.expected(None), WeightsRef.of_base("tiny"))
-        stub = Stub(canary, version)
+        served = ServedWeights(None, canary.expected(None), WeightsRef.of_base("tiny"))
+        stub = Stub(canary, served)
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", stub.answer)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.UnixSite(runner, str(directory / "socket")).start()
-        life = Life(Connection(f"unix:{directory / 'socket'}"), Slots(1), 1, True, "file")
+        instance = Instance(Connection(f"unix:{directory / 'socket'}"), Slots(1), 1, True, "file")
         files = WeightFiles(base, str(directory))
         try:
-            await story(Publisher(files, canary), life, version, stub)
+            await story(Publisher(files, canary), instance, served, stub)
         finally:
-            await life.connection.close()
+            await instance.connection.close()
             await runner.cleanup()
             files.close()
 
@@ -91,8 +88,8 @@ def with_publisher(base: BaseModel, directory: Path, story: Callable[[Publisher,
 def test_new_weights_are_compared_while_samples_fill_all_slots(base: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """They would wait for samples that wait for them. With pictures, one goes ahead."""
 
-    async def story(publisher: Publisher, life: Life, version: Version, stub: Stub) -> None:
-        async with life.slots.some(1), asyncio.timeout(600), publisher.serving(life, version):
+    async def story(publisher: Publisher, instance: Instance, served: ServedWeights, stub: Stub) -> None:
+        async with instance.slots.reserve(1), asyncio.timeout(600), publisher.serving(instance, served):
             pass
         assert stub.asked == ["/weight_info", *["/inference/v1/generate"] * (2 if base == "vision_base" else 1)]
 
@@ -102,13 +99,13 @@ def test_new_weights_are_compared_while_samples_fill_all_slots(base: str, tmp_pa
 def test_after_a_transfer_everything_is_compared_anew(text_base: BaseModel, tmp_path: Path) -> None:
     """Adapters too: they lie over what has come."""
 
-    async def story(publisher: Publisher, life: Life, version: Version, stub: Stub) -> None:
-        async with publisher.serving(life, version):
+    async def story(publisher: Publisher, instance: Instance, served: ServedWeights, stub: Stub) -> None:
+        async with publisher.serving(instance, served):
             pass
-        life.checks["m/1"] = life.checks[BASE]
-        life.gate.weights = UNKNOWN
-        async with publisher.serving(life, version):
-            assert "m/1" not in life.checks
+        instance.checks["m/1"] = instance.checks[BASE]
+        instance.weights_lock.weights = UNKNOWN
+        async with publisher.serving(instance, served):
+            assert "m/1" not in instance.checks
         assert stub.asked.count("/update_weights") == 1
         assert stub.asked.count("/inference/v1/generate") == 2
 
@@ -118,26 +115,26 @@ def test_after_a_transfer_everything_is_compared_anew(text_base: BaseModel, tmp_
 def test_a_comparison_that_nobody_waits_for_any_more_keeps_its_weights(text_base: BaseModel, tmp_path: Path) -> None:
     """Else it would be computed with what comes next."""
 
-    async def story(publisher: Publisher, life: Life, version: Version, stub: Stub) -> None:
+    async def story(publisher: Publisher, instance: Instance, served: ServedWeights, stub: Stub) -> None:
         stub.answers.clear()
 
-        async def sample(of: Version) -> None:
-            async with publisher.serving(life, of):
+        async def sample(of: ServedWeights) -> None:
+            async with publisher.serving(instance, of):
                 pass
 
-        given_up = asyncio.create_task(sample(version))
+        given_up = asyncio.create_task(sample(served))
         await stub.is_asked.wait()
         given_up.cancel()
         await asyncio.wait([given_up])
         weights = new_full_weights(LoraShape(rank=0, seed=0), text_base.full_targets(LoraShape(rank=0, seed=0)), text_base.dtype)
-        next_one = asyncio.create_task(sample(Version(weights, version.canary, new_ref())))
-        await life.connection.get("/health")  # what would have come before has come
+        next_one = asyncio.create_task(sample(ServedWeights(weights, served.canary, new_ref())))
+        await instance.connection.get("/health")  # what would have come before has come
         assert stub.asked == ["/weight_info", "/inference/v1/generate", "/health"]
-        assert len(life.gate.line) == 1
+        assert len(instance.weights_lock.queue) == 1
         stub.answers.set()
         await next_one
         assert stub.asked.count("/update_weights") == 1
-        assert life.gate.running == 0
+        assert instance.weights_lock.running == 0
 
     with_publisher(text_base, tmp_path, story)
 
@@ -145,28 +142,29 @@ def test_a_comparison_that_nobody_waits_for_any_more_keeps_its_weights(text_base
 def test_a_reply_with_another_adapter_is_an_error(text_base: BaseModel, tmp_path: Path) -> None:
     """Its name says which weights it was computed with: the identity of these stands at its end."""
 
-    async def story(publisher: Publisher, life: Life, version: Version, stub: Stub) -> None:
+    async def story(publisher: Publisher, instance: Instance, served: ServedWeights, stub: Stub) -> None:
         adapter = random_adapter(text_base, seed=1)
-        mine = Version(adapter, version.canary, ref_of(adapter, "tiny"))
-        async with publisher.serving(life, mine) as name:
+        mine = ServedWeights(adapter, served.canary, ref_of(adapter, "tiny"))
+        async with publisher.serving(instance, mine) as serving:
+            name = serving.model
             assert name is not None
             assert name.endswith(f"-{publisher.files.identity(adapter)}")
             rendered = publisher.canary.rendered
             stub.name = name[:-1] + ("0" if name[-1] != "0" else "1")
             with pytest.raises(TinsmithError, match=f"asked for the adapter {name} and answered with {stub.name}"):
-                await generate(life, rendered, scoring_params(0), name)
+                await generate(instance, rendered, scoring_params(0), name)
             stub.name = None
-            await generate(life, rendered, scoring_params(0), name)
+            await generate(instance, rendered, scoring_params(0), name)
 
     with_publisher(text_base, tmp_path, story)
 
 
 def test_a_server_that_does_not_compare_adapters_is_not_sampled(text_base: BaseModel, tmp_path: Path) -> None:
-    async def story(publisher: Publisher, life: Life, version: Version, stub: Stub) -> None:
+    async def story(publisher: Publisher, instance: Instance, served: ServedWeights, stub: Stub) -> None:
         stub.compares = False
         adapter = random_adapter(text_base, seed=1)
         with pytest.raises(TinsmithError, match="does not compare adapters with the trainer's; start it with --worker-extension-cls"):
-            async with publisher.serving(life, Version(adapter, version.canary, ref_of(adapter, "tiny"))):
+            async with publisher.serving(instance, ServedWeights(adapter, served.canary, ref_of(adapter, "tiny"))):
                 raise AssertionError
         assert stub.asked == ["/weight_info", "/v1/load_lora_adapter", "/collective_rpc", "/v1/unload_lora_adapter"]
 

@@ -13,8 +13,7 @@ from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.sampling.sampler import SampleFailure
 from tinsmith.sampling.vllm import servers
-from tinsmith.sampling.vllm.sampler import VLLMSampler
-from tinsmith.sampling.vllm.start import start_vllm_sampler
+from tinsmith.sampling.vllm.sampler import VLLMSampler, start_vllm_sampler
 from tinsmith.wire.sample import SampleRequest, parse_sample_request
 
 NOBODY = "http://127.0.0.1:9"
@@ -47,8 +46,9 @@ def test_without_a_server_each_sample_fails_and_says_why(sampler: VLLMSampler, t
     rendered = renderer(text_base).render(request().prompt)
     for name in ("a", "b"):
         sampler.add(name, request(), rendered, None)
+    assert sampler.load == (0, 2)
+    assert sampler.step() == []
     assert sampler.load == (2, 0)
-    assert not sampler.has_work
     failures: list[Any] = []
     while len(failures) < 2:
         assert awake.wait(600)
@@ -61,6 +61,7 @@ def test_without_a_server_each_sample_fails_and_says_why(sampler: VLLMSampler, t
 
 def test_a_cancelled_sample_is_forgotten(sampler: VLLMSampler, text_base: BaseModel, awake: threading.Event) -> None:
     sampler.add("a", request(), renderer(text_base).render(request().prompt), None)
+    sampler.step()
     sampler.cancel("a")
     sampler.cancel("a")
     assert awake.wait(600)
@@ -77,14 +78,14 @@ def test_what_can_never_run_is_refused_at_once(sampler: VLLMSampler, text_base: 
     assert sampler.load == (0, 0)
 
 
-def test_addresses_belong_to_one_base_model(text_base: BaseModel) -> None:
+def test_urls_belong_to_one_base_model(text_base: BaseModel) -> None:
     config = load(options={"base_models": ["a", "b"], "vllm_urls": [NOBODY]})
     with pytest.raises(ConfigError, match="serve one"):
         start_vllm_sampler(text_base, renderer(text_base), config, lambda: None)
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:8000/v1", "http:///"])
-def test_an_address_that_is_none_is_refused(text_base: BaseModel, url: str) -> None:
+def test_a_malformed_url_is_refused(text_base: BaseModel, url: str) -> None:
     config = load(options={"base_models": ["a"], "vllm_urls": [url]})
     with pytest.raises(ConfigError, match=f"--vllm-url {url}: give scheme, host and port"):
         start_vllm_sampler(text_base, renderer(text_base), config, lambda: None)

@@ -13,8 +13,8 @@ from tests.sampling.vllm import stub_server
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.vllm import servers as room
 from tinsmith.sampling.vllm.connection import ServerLostError
-from tinsmith.sampling.vllm.last_words import last_words
-from tinsmith.sampling.vllm.servers import Launch, Life, Server, Servers
+from tinsmith.sampling.vllm.instance import Instance
+from tinsmith.sampling.vllm.servers import Launch, Server, Servers, log_excerpt
 
 AWAY = 16
 HUNG_S = 0.5
@@ -41,12 +41,12 @@ def with_servers(directory: Path, count: int, story: Callable[[Servers], Awaitab
     asyncio.run(tell())
 
 
-async def ready(server: Server, after: Life | None = None) -> Life:
-    """The server's life, as soon as it is ready and has begun another than `after`."""
+async def ready(server: Server, after: Instance | None = None) -> Instance:
+    """The server's instance, as soon as it is ready and has begun another than `after`."""
     async with asyncio.timeout(600), server.changed:
-        await server.changed.wait_for(lambda: server.state == "ready" and server.life is not after)
-    assert server.life is not None
-    return server.life
+        await server.changed.wait_for(lambda: server.state == "ready" and server.instance is not after)
+    assert server.instance is not None
+    return server.instance
 
 
 def pid_of(server: Server) -> int:
@@ -79,16 +79,16 @@ def test_prompts_go_where_they_began_unless_much_less_is_done_elsewhere(tmp_path
 def test_one_of_two_dies_and_comes_back(tmp_path: Path) -> None:
     async def story(servers: Servers) -> None:
         first, second = servers.all
-        life = await ready(first)
+        instance = await ready(first)
         assert (await servers.pick([b"a"], AWAY))[0] is first
-        answer = asyncio.create_task(life.connection.get("/long"))
+        answer = asyncio.create_task(instance.connection.get("/long"))
         await asyncio.sleep(0.2)
         os.kill(pid_of(first), signal.SIGKILL)
         with pytest.raises(ServerLostError):
             await answer
-        first.doubt(life, "it went away")
+        first.suspect(instance, "it went away")
         assert (await servers.pick([b"a"], AWAY))[0] is second
-        assert await (await ready(first, after=life)).answers()
+        assert await (await ready(first, after=instance)).answers()
 
     with_servers(tmp_path, 2, story)
 
@@ -103,9 +103,9 @@ def test_every_start_draws_other_samples(tmp_path: Path) -> None:
     async def story(servers: Servers) -> None:
         first, second = servers.all
         seeds = {seed(first), seed(second)}
-        life = await ready(first)
+        instance = await ready(first)
         os.kill(pid_of(first), signal.SIGKILL)
-        await ready(first, after=life)
+        await ready(first, after=instance)
         assert len({*seeds, seed(first)}) == 3
 
     with_servers(tmp_path, 2, story)
@@ -123,13 +123,13 @@ def test_a_given_server_that_goes_while_idle_and_comes_back_begins_a_new_life(tm
         given = Server(f"unix:{socket}", 8, HUNG_S, changed)
         servers = Servers([given], changed)
         try:
-            life = await ready(given)
+            instance = await ready(given)
             process.kill()
             await process.wait()
             async with asyncio.timeout(600), changed:
                 await changed.wait_for(lambda: given.state != "ready")
             process = await asyncio.create_subprocess_exec(*command)
-            assert (await ready(given, after=life)).number != life.number
+            assert (await ready(given, after=instance)).number != instance.number
         finally:
             process.kill()
             for task in servers.tasks:
@@ -145,18 +145,18 @@ def test_a_server_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.Mon
 
     async def story(servers: Servers) -> None:
         idle, busy = servers.all
-        lives = [await ready(server) for server in servers.all]
+        instances = [await ready(server) for server in servers.all]
         busy.load = 1
         for server in servers.all:
             os.kill(pid_of(server), signal.SIGSTOP)
-        asked = asyncio.create_task(lives[1].connection.get("/health"))
+        asked = asyncio.create_task(instances[1].connection.get("/health"))
         stopped = pid_of(busy)
-        await ready(busy, after=lives[1])
+        await ready(busy, after=instances[1])
         with pytest.raises(ServerLostError):
             await asked
         with pytest.raises(ProcessLookupError):
             os.kill(stopped, 0)
-        assert idle.life is lives[0]
+        assert idle.instance is instances[0]
 
     with_servers(tmp_path, 2, story)
 
@@ -166,10 +166,10 @@ def test_a_long_answer_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     async def story(servers: Servers) -> None:
         (server,) = servers.all
-        life = await ready(server)
+        instance = await ready(server)
         server.load = 1
-        assert await life.connection.get("/long") == {"took": "long"}  # four times as long as a hung one may be silent
-        assert server.life is life
+        assert await instance.connection.get("/long") == {"took": "long"}  # four times as long as a hung one may be silent
+        assert server.instance is instance
 
     with_servers(tmp_path, 1, story)
 
@@ -180,10 +180,10 @@ def test_the_reason_is_shown_of_a_server_that_ends(tmp_path: Path) -> None:
 (APIServer pid=7) ERROR 11-22 08:20:58 [registry.py:1122] RuntimeError: operator torchvision::nms does not exist
 """
     rest = b"and so on\n" * 1000
-    words = last_words(log + rest)
+    words = log_excerpt(log + rest)
     assert words.startswith("RuntimeError: operator torchvision::nms does not exist\n...\nand so on\n")
     assert words.endswith("and so on")
-    assert last_words(log) == log.decode().strip()
+    assert log_excerpt(log) == log.decode().strip()
 
 
 def test_a_server_that_ends_while_it_starts_says_why(tmp_path: Path) -> None:

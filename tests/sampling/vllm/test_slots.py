@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from tinsmith.sampling.vllm.slots import Slots
+from tinsmith.sampling.vllm.instance import Slots
 
 
 def told(story: Callable[[Slots], Awaitable[None]], count: int = 4) -> None:
@@ -12,7 +12,7 @@ def told(story: Callable[[Slots], Awaitable[None]], count: int = 4) -> None:
     async def tell() -> None:
         slots = Slots(count)
         await story(slots)
-        assert (slots.free, len(slots.line)) == (count, 0)
+        assert (slots.free, len(slots.queue)) == (count, 0)
 
     asyncio.run(tell())
 
@@ -23,7 +23,7 @@ def test_sequences_are_counted_and_those_that_wait_get_one_each_in_turn() -> Non
         ends = {name: asyncio.Event() for name in "abcd"}
 
         async def hold(name: str, at_most: int) -> None:
-            async with slots.some(at_most) as count:
+            async with slots.reserve(at_most) as count:
                 begun.append((name, count))
                 await ends[name].wait()
 
@@ -48,10 +48,10 @@ def test_sequences_are_counted_and_those_that_wait_get_one_each_in_turn() -> Non
 def test_who_gives_up_waiting_takes_none_along() -> None:
     async def story(slots: Slots) -> None:
         async def wait() -> None:
-            async with slots.some(1):
+            async with slots.reserve(1):
                 raise AssertionError
 
-        async with slots.some(4) as count:
+        async with slots.reserve(4) as count:
             assert count == 4
             early, late = (asyncio.create_task(wait()) for _ in range(2))
             await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from aiohttp import web
 from tinsmith.sampling.inside_vllm import process_pair
 from tinsmith.sampling.inside_vllm.process_pair import WORKER, ProcessPair
 from tinsmith.sampling.vllm.connection import Connection, RefusedError
-from tinsmith.sampling.vllm.transfers import BroadcastTransfer
+from tinsmith.sampling.vllm.weights import BroadcastTransfer
 
 CPU = torch.device("cpu")
 PATIENCE_S = 3

@@ -1,8 +1,8 @@
-"""Whether vLLM holds the adapter that it is asked for. Runs inside of vLLM's worker processes.
+"""A check that vLLM holds the adapter that it is asked for. It runs inside vLLM's worker processes.
 
 The name of an adapter ends with the identity of its weights, as the trainer computes it (`identity.py`). Whenever a worker has loaded an
-adapter from its files, what now lies in its slot of each layer must have that identity; otherwise the adapter is given up, with an error.
-Replies name the adapter, and so the weights, that they were computed with.
+adapter from its files, what now lies in its slot of each layer must have that identity; otherwise the adapter is removed, and loading it is
+an error. Replies name the adapter, and so the weights, that they were computed with.
 """
 
 import re
@@ -23,14 +23,14 @@ _CHECKED: set[str] = set()
 
 
 def check_adapters_that_are_loaded() -> None:
-    """Let vLLM compare each adapter whose name has an identity after loading it, also when it comes back after others took its room."""
+    """Let vLLM compare each adapter whose name has an identity whenever it has loaded it, also after it was evicted for others."""
     original = LRUCacheWorkerLoRAManager.add_adapter
 
-    def add_adapter(self: Any, request: Any) -> bool:
-        is_there = request.lora_int_id in self.list_adapters() and not getattr(request, "load_inplace", False)
-        loaded: bool = original(self, request)
-        if not is_there and (expected := _IDENTITY.search(request.lora_name)):
-            _compare(self._adapter_manager, request, expected[1])
+    def add_adapter(self: Any, lora_request: Any) -> bool:
+        is_there = lora_request.lora_int_id in self.list_adapters() and not getattr(lora_request, "load_inplace", False)
+        loaded: bool = original(self, lora_request)
+        if not is_there and (expected := _IDENTITY.search(lora_request.lora_name)):
+            _compare(self._adapter_manager, lora_request, expected[1])
         return loaded
 
     LRUCacheWorkerLoRAManager.add_adapter = add_adapter
@@ -42,7 +42,7 @@ def was_checked(name: str) -> bool:
 
 
 def _compare(manager: Any, request: Any, expected: str) -> None:
-    """Raise ValueError, and forget the adapter, if its slot holds other weights than its name says."""
+    """Raise ValueError, and remove the adapter, if its slot holds other weights than its name says."""
     found = identity(_in_slot(manager, request).items())
     if found != expected:
         manager.remove_adapter(request.lora_int_id)
@@ -51,14 +51,14 @@ def _compare(manager: Any, request: Any, expected: str) -> None:
 
 
 def _in_slot(manager: Any, request: Any) -> dict[str, Tensor]:
-    """The matrices in the adapter's slot, zeros around them, by the names that `WeightFiles` gives them."""
+    """The matrices in the adapter's slot, padded with zeros, by the names that `WeightFiles` gives them."""
     slot = manager.lora_index_to_id.index(request.lora_int_id)
     names = _names_in_file(manager.model, Path(request.lora_path))
     tensors: dict[str, Tensor] = {}
     for layer, module in manager.modules.items():
         a, b = _slices(module.lora_a_stacked, slot), _slices(module.lora_b_stacked, slot)
         parts = manager.packed_modules.get(layer, [layer])
-        if len(parts) != len(b):  # a fused layer that the adapter knows as one
+        if len(parts) != len(b):  # a fused layer that is a single module in the adapter
             parts, a, b = [layer], a[:1], [torch.cat(b)]
         for part, *pair in zip(parts, a, b, strict=True):
             if part in names:

@@ -1,7 +1,7 @@
-"""LoRA products for vLLM on a CPU: adapter by adapter.
+"""LoRA products for vLLM on a CPU, adapter by adapter.
 
-vLLM's own gather the matrices of an adapter once for every token, which takes the time and the memory of all of them, and take a token
-without an adapter (slot -1) for one of the last slot's. Runs inside of vLLM; on a GPU it is not used.
+vLLM's own products copy an adapter's matrices for every token, which costs time and memory, and apply the last slot's adapter to a token
+without one (slot -1). These run inside vLLM; on a GPU they are not used.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def shrink(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, scali
 
 
 def expand(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, add_inputs: bool = True) -> None:
-    """Add inputs [tokens, rank] · weights[slot]ᵀ to `output` [tokens, out]. Without `add_inputs` what was there counts as 0."""
+    """Add inputs [tokens, rank] · weights[slot]ᵀ to `output` [tokens, out], which is set to 0 before unless `add_inputs`."""
     columns = min(weights.shape[-2], output.shape[1])  # they are padded differently
     expand_slice(inputs, weights, output, slots, 0, columns, add_inputs)
 
@@ -39,7 +39,7 @@ def expand_slice(
 
 
 def _groups(slots: Tensor, tokens: int) -> Iterator[tuple[int, Tensor | slice]]:
-    """The slots that are used, and the tokens that use each."""
+    """The slots that are in use, and the tokens that use each."""
     used = slots.unique().tolist()
     for slot in used:
         if slot >= 0:

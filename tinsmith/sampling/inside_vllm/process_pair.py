@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 TRAINER, WORKER = 0, 1
 """Their ranks."""
 _LONGEST = timedelta(minutes=5)
-"""How long one end waits for the other."""
+"""How long one end waits for the other, with NCCL."""
 _LONGEST_WITH_GLOO = timedelta(seconds=30)
 """The same for each tensor with Gloo, which cannot be told to give up."""
 
@@ -52,7 +52,7 @@ class ProcessPair:
         self._finish()
 
     def abort(self) -> None:
-        """Give up what is under way: the thread that waits for it gets an error, with Gloo when its time is over. No tensor can follow."""
+        """End what is under way: the thread that waits for it gets an error, with Gloo after its time-out. It is the end of the pair."""
         self._group.abort()
 
     def _broadcast(self, tensor: Tensor) -> None:

@@ -1,6 +1,6 @@
-"""The server's side of getting full weights into vLLM (`transfers.py` has the trainer's): its weight transfer engines, in our ways.
+"""The server's side of sending full weights to vLLM: a weight transfer engine for each way (`vllm/weights.py` has our side).
 
-Runs inside of vLLM's worker processes. All of them take tensors under the names of the model's checkpoint and load them layer by layer.
+They run inside vLLM's worker processes, take tensors under the names of the model's checkpoint, and load them layer by layer.
 """
 
 import base64
@@ -31,15 +31,15 @@ _DEVICE_ARGUMENT = 6
 
 @dataclass
 class NoPreparation(WeightTransferInitInfo):
-    """Nothing has to be said before the first update."""
+    """The first update needs no preparation."""
 
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """What is said of each update."""
+    """What the trainer says about an update."""
 
     identity: str
-    """Of all its tensors, by their names in the checkpoint (`identity.py`)."""
+    """The identity of all its tensors, by their names in the checkpoint (`identity.py`)."""
 
 
 @dataclass
@@ -66,33 +66,33 @@ class MeetingPoint(WeightTransferInitInfo):
 
 @dataclass
 class BroadcastUpdate(Update):
-    """What the trainer is about to send."""
+    """The tensors that the trainer is about to send."""
 
     outline: list[tuple[str, list[int], str]]
     """(name, shape, dtype) of each tensor, in order."""
 
 
 class _LayerByLayer(WeightTransferEngine[Any, Any]):
-    """What all receivers share. `receive_weights` is what differs."""
+    """What all receivers share; they differ in `receive_weights`."""
 
     init_info_cls = NoPreparation
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Nothing to do."""
+        pass
 
     def start_weight_update(self) -> None:
         """Make ready to load layer by layer."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load one update. vLLM's own version synchronizes an accelerator, which a CPU has none of.
+        """Load one update. vLLM's own version synchronizes an accelerator, which fails on a CPU.
 
         Raises ValueError if other weights have come than were sent.
         """
         try:
             self._receive(self.parse_update_info(update_info))
         except BaseException:
-            self.finish_weight_update()  # else the next update would take what was loaded of this one for its own
+            self.finish_weight_update()  # otherwise the layers loaded so far would count for the next update
             raise
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -120,12 +120,12 @@ class _LayerByLayer(WeightTransferEngine[Any, Any]):
             _repack_heads(self.model)
 
     def shutdown(self) -> None:
-        """Nothing to do."""
+        pass
 
     @staticmethod
     def trainer_send_weights(iterator: Iterable[Any], trainer_args: Any) -> None:
-        """Wanted by vLLM 0.26; our trainer does not send through vLLM."""
-        raise NotImplementedError("tinsmith/sampling/vllm/transfers.py sends")
+        """An abstract method of vLLM 0.26; our trainer does not send through vLLM."""
+        raise NotImplementedError("tinsmith/sampling/vllm/weights.py sends")
 
 
 class FileReceiver(_LayerByLayer):
@@ -145,7 +145,7 @@ class IpcReceiver(_LayerByLayer):
     update_info_cls = IpcUpdate
 
     def receive_weights(self, update_info: IpcUpdate) -> None:
-        """Load what the trainer has lent."""
+        """Load tensors from the trainer's memory."""
         handles = pickle.loads(base64.b64decode(update_info.handles))
         self.load((name, self._tensor(arguments)) for name, arguments in handles.items())
 
@@ -174,14 +174,14 @@ class BroadcastReceiver(_LayerByLayer):
 
 
 def _wrapped(model: torch.nn.Module) -> frozenset[str]:
-    """What the checkpoint calls the layers that vLLM has put a wrapper for adapters around: the last part of their names."""
+    """The last part of the checkpoint's names of layers that vLLM has wrapped for adapters."""
     packed = getattr(model, "packed_modules_mapping", {})
     leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, BaseLayerWithLoRA)}
     return frozenset(part for leaf in leaves for part in packed.get(leaf, [leaf]))
 
 
 def _inside(name: str, wrapped: frozenset[str]) -> str:
-    """The name of a parameter, which may be inside of a wrapper."""
+    """The name of a parameter in vLLM's model, where it may be inside a wrapper."""
     layer, _, parameter = name.rpartition(".")
     return f"{layer}.base_layer.{parameter}" if layer.rpartition(".")[2] in wrapped else name
 

@@ -1,7 +1,7 @@
-"""What runs inside of vLLM's worker processes: receivers of full weights, a check of adapters, and repairs to how they are applied.
+"""What runs inside vLLM's worker processes: receivers of full weights, a check of adapters, and repairs to how they are applied.
 
 vLLM imports this module (`--worker-extension-cls`) before it loads the model. Only this one, `adapter_check.py` and `receivers.py` import
-vLLM's inside.
+vLLM's internals; `tests/with_vllm/test_inside_vllm.py` lists them.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def map_prompt_logprobs_to_adapters() -> None:
 
 
 def _map_rows_to(runner: Any, request_id: str, scheduled: dict[str, int]) -> None:
-    """Say that all rows of logits which come next belong to this request, as many as it has prompt tokens to score."""
+    """Map the next rows of logits to this request, as many as it has prompt tokens to score."""
     request = runner.requests[request_id]
     left = len(request.prompt_token_ids) - 1 - request.num_computed_tokens
     batch = runner.input_batch
@@ -58,7 +58,7 @@ def replace_cpu_lora() -> None:
 
 
 class WorkerExtension:
-    """What vLLM adds to its worker class. Importing this module does the rest."""
+    """VLLM adds it to its worker class; importing this module does the rest."""
 
     def tinsmith_checked_adapter(self, name: str) -> dict[str, bool]:
         """Whether this worker has compared the adapter of this name with what its name says. Called through /collective_rpc."""

@@ -16,12 +16,12 @@ from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.prefix import BLOCK
 
 NARROW = 16
-"""Blocks that a window's past, and tokens that a window of several, may be filled up to in any case: few large calls beat no padding."""
+"""Windows of up to so many blocks, or of several and up to so many tokens, share a group: few large calls beat a little less padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Tokens [start, end) of a sequence, which a pass computes. `blocks` have room for all of them and hold those before."""
+    """Tokens [start, end) of a sequence, which a pass computes. `blocks` hold the tokens before, and have room for these."""
 
     blocks: list[int]
     start: int
@@ -36,7 +36,7 @@ class Window:
 
 
 class CachedPlan:
-    """Attention over a row of windows, each window's tokens next to each other, in row order."""
+    """The `AttentionPlan` of a row of windows, each window's tokens next to each other, in row order."""
 
     def __init__(self, cache: KVCache, windows: Sequence[Window]) -> None:
         device, dtype = cache.keys.device, cache.keys.dtype
@@ -54,7 +54,6 @@ class CachedPlan:
         self.groups = [CachedGroup([starts[i] for i, _ in group], [window for _, window in group], device) for group in groups]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        """See `AttentionPlan.attend`."""
         self.cache.store(layer, self.slots, key, value)
         if self.packed and not self.groups:
             return self.packed.attend(layer, query, key, value, scale, window)
@@ -69,7 +68,7 @@ class CachedPlan:
 
 
 class CachedGroup:
-    """Windows that continue their sequences, filled up to one width and to one number of blocks.
+    """Windows that continue their sequences, padded to one width and to one number of blocks.
 
     A window that is narrower than the widest repeats its last token, whose result is then written several times.
     """
@@ -105,7 +104,7 @@ class CachedGroup:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2).flatten(0, 1)
 
     def _mask(self, window: int | None) -> Tensor:
-        """[windows, 1, width, cached tokens] True where a token may look; the same for every layer of one window."""
+        """[windows, 1, width, cached tokens] True where a token may attend; the same for every layer with this sliding window."""
         if window not in self.masks:
             places = self.places.unsqueeze(-1)
             seen = self.columns <= places
@@ -116,7 +115,7 @@ class CachedGroup:
 
 
 def group_similar(windows: Sequence[tuple[int, Window]]) -> list[list[tuple[int, Window]]]:
-    """Windows whose number of blocks, and of tokens, differ by a factor of two at most; windows of one token are among themselves."""
+    """Groups of windows whose numbers of blocks, and of tokens, differ by a factor of two at most; windows of one token form their own."""
     groups: dict[Hashable, list[tuple[int, Window]]] = {}
     for index, window in windows:
         width = len(window) if len(window) == 1 else _size_class(len(window))

@@ -1,7 +1,7 @@
-"""The memory of keys and values: blocks of `BLOCK` tokens that sequences own, share, and leave behind for whoever begins alike.
+"""The cache of keys and values: blocks of `BLOCK` tokens that sequences own, share, and leave for others that begin alike.
 
-A block is in use (one or more sequences count on it), idle (nobody does, but it holds tokens under a known key, `sampling/prefix.py`) or
-free. Idle blocks are found again by their key, until their room is needed: then the least recently used goes first.
+A block is in use (by one or more sequences), idle (by none, but it holds tokens under a known key, `sampling/prefix.py`) or free. Idle
+blocks are found again by their key, until their memory is needed: then the least recently used goes first.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ def blocks_for(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one token costs."""
+    """The sizes that determine the memory of one token."""
 
     layers: int
     kv_heads: int
@@ -45,7 +45,7 @@ class CacheShape:
 
 
 class KVCache:
-    """The memory, and what its blocks are used for. One more block than asked for: block 0 is scratch and never given out."""
+    """The cache and the use of its blocks. It has one block more than asked for: block 0 is scratch and never given out."""
 
     def __init__(self, shape: CacheShape, blocks: int) -> None:
         size = (shape.layers, blocks + 1, BLOCK, shape.kv_heads, shape.head_dim)
@@ -55,7 +55,7 @@ class KVCache:
         self.free: list[int] = []
         self.users: list[int] = []
         self.idle: OrderedDict[int, None] = OrderedDict()
-        """Blocks that nobody uses and that hold known tokens, least recently used first."""
+        """Idle blocks, least recently used first."""
         self.block_of: dict[bytes, int] = {}
         """Full blocks by their key."""
         self.key_of: dict[int, bytes] = {}
@@ -75,9 +75,9 @@ class KVCache:
         self.key_of.clear()
 
     def take(self, count: int) -> list[int]:
-        """That many blocks, cleared: attention multiplies what it masks by 0, and a NaN that another model left would come through.
+        """That many blocks, cleared: attention multiplies what it masks by 0, and a NaN that another model left would get through.
 
-        Raises KeyError when there are too few: callers look at `available` first. Out of memory takes none.
+        Raises KeyError when there are too few: callers look at `available` first. If memory runs out, no block is taken.
         """
         while len(self.free) < count:
             block, _ = self.idle.popitem(last=False)
@@ -101,20 +101,20 @@ class KVCache:
         return found
 
     def share(self, block: int) -> int:
-        """The same block for one more sequence."""
+        """Count one more sequence that uses the block, which is returned."""
         self.users[block] += 1
         self.idle.pop(block, None)
         return block
 
     def remember(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """These full blocks hold what their keys say, and will not change. A key that is known already stays with its block."""
+        """Note the keys of full blocks, which will not change any more. A key that is known already stays with its block."""
         for key, block in zip(keys, blocks, strict=True):
             if key not in self.block_of and block not in self.key_of:
                 self.block_of[key] = block
                 self.key_of[block] = key
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """A sequence no longer needs these, in their order: the last becomes the first to be forgotten."""
+        """A sequence no longer needs these blocks, given in its order: the last is the first to be evicted."""
         for block in reversed(blocks):
             self.users[block] -= 1
             if self.users[block] == 0:

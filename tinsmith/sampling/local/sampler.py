@@ -1,7 +1,7 @@
 """The local sampler: continuous batching over the training weights, with a paged cache.
 
 `add` takes requests; each `step` is one pass, which computes the next token of every running sequence and a piece of the prompts that wait,
-whatever models and snapshots they belong to. `sampling/schedule.py` decides what goes into a pass.
+whatever models and snapshots they belong to. `schedule.py` decides what goes into a pass.
 """
 
 import logging
@@ -49,21 +49,18 @@ class LocalSampler:
 
     @property
     def has_work(self) -> bool:
-        """See `Sampler`."""
         return bool(self.schedule.waiting or self.schedule.filling or self.schedule.running)
 
     @property
     def load(self) -> tuple[int, int]:
-        """See `Sampler`."""
         return len(self.schedule.running), sum(1 + s.forks for s in (*self.schedule.filling, *self.schedule.waiting))
 
     @property
     def room(self) -> int:
-        """See `Sampler`: as many may wait as can run."""
+        """As many may wait as can run."""
         return self.schedule.max_running - sum(1 + s.forks for s in self.schedule.waiting)
 
     def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, stream: bool = False) -> None:
-        """See `Sampler`."""
         params = request.params
         request.questions.check(len(rendered), self.base.vocab_size)
         seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -86,7 +83,7 @@ class LocalSampler:
         self.schedule.waiting.add(job.session, job.sequences[0])
 
     def publish(self, weights: Weights) -> None:
-        """See `Sampler`. What the former weights have computed is computed again; answers about a prompt stay, if they are complete."""
+        """What the former weights have computed is computed again; answers about a prompt stay, if they are complete."""
         ref = ref_of(weights, self.base.name)
         if ref.inflight_of is None:
             return
@@ -96,9 +93,9 @@ class LocalSampler:
                 job.scores = PromptScores(job.rendered, job.scores.asked, job.params, job.seed)
 
     def step(self) -> list[SampleEvent]:
-        """See `Sampler`. A pass that runs out of memory leaves no trace, and the next one is smaller.
+        """One pass. If it runs out of memory it leaves no trace, and the next one is smaller.
 
-        Raises what keeps it from composing a pass, for which no request is to blame.
+        Raises errors of composing a pass, for which no single request is responsible.
         """
         windows: list[tuple[Sequence, Window]] = []
         try:
@@ -116,7 +113,7 @@ class LocalSampler:
         return [] if smaller else self._one_by_one(windows)
 
     def _one_by_one(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
-        """A pass of its own for each job, so that only those fail that cannot be computed."""
+        """Compute each job in a pass of its own, so that only jobs fail that cannot be computed."""
         jobs: dict[int, list[tuple[Sequence, Window]]] = {}
         for sequence, window in windows:
             jobs.setdefault(id(sequence.job), []).append((sequence, window))
@@ -131,7 +128,7 @@ class LocalSampler:
         return ended
 
     def _fail(self, job: SampleJob, error: Exception, ended: list[SampleEvent]) -> None:
-        """End a job with what it raised. What is not of our family is logged with its traceback."""
+        """End a job with the error that it raised. An error that is not a TinsmithError is logged with its traceback."""
         if not isinstance(error, TinsmithError):
             log.error("unexpected error in sample=%s", job.request_id, exc_info=error)
             error = TinsmithError(f"internal error: {error!r}")
@@ -140,11 +137,9 @@ class LocalSampler:
         ended.append(SampleFailure(job.request_id, error))
 
     def cancel(self, request_id: str) -> None:
-        """See `Sampler`."""
         self.schedule.drop(lambda sequence: sequence.job.request_id == request_id)
 
     def abandon(self) -> None:
-        """See `Sampler`."""
         self.schedule.clear()
 
     def _max_new(self, prompt: int, wanted: int | None) -> int:
@@ -183,7 +178,7 @@ class LocalSampler:
         return self._append(growing, following)
 
     def _append(self, growing: list[Sequence], following: list[Chosen]) -> list[SampleEvent]:
-        """Give each sequence its next token, and end those that are complete. What one of them raises fails its job alone."""
+        """Give each sequence its next token, and end complete ones. An error of one of them fails its job only."""
         events: list[SampleEvent] = []
         for sequence, token in zip(growing, following, strict=True):
             job = sequence.job
@@ -206,7 +201,7 @@ class LocalSampler:
         return events
 
     def _compute(self, windows: list[tuple[Sequence, Window]]) -> tuple[list[Sequence], Tensor]:
-        """One row of windows -> the sequences that have been computed to their end, and the logits [sequences, vocabulary] behind them."""
+        """Compute a row of windows; returns the sequences that are computed to their end, and the logits [sequences, vocabulary] there."""
         order = packing_order([len(window) for _, window in windows], [s.job.weights for s, _ in windows])
         windows = [windows[i] for i in order]
         row = self._row(windows)
@@ -230,7 +225,7 @@ class LocalSampler:
         return pack([sequence.part(window.start, window.end) for sequence, window in windows], owners, self.base.device)
 
     def _answers_row(self, sequences: list[Sequence], owners: list[Weights | None]) -> PackedRow:
-        """The last token of each sequence: what `pack` would make of most passes, in a fraction of its time."""
+        """A row of the last token of each sequence. It equals the row of `pack`, in a fraction of the time; most passes are so."""
         where = torch.tensor([s.job.rendered.next_position + len(s.tokens) - 1 for s in sequences])
         lengths = [1] * len(sequences)
         return PackedRow(
@@ -244,7 +239,7 @@ class LocalSampler:
         )
 
     def _logits(self, hidden: Tensor, owners: Items[Weights | None]) -> Tensor:
-        """[sequences, vocabulary] float32, each sequence with its own LM head; their owners share a row."""
+        """[sequences, vocabulary] float32, each sequence with the LM head of its owner; the owners may share a row."""
         parts = [self._head_logits(owners[s.start], hidden[s.start : s.end]) for s in segments_of([1] * len(owners), owners)]
         return _joined(parts) if parts else torch.empty(0, self.base.vocab_size, device=hidden.device)
 
@@ -258,5 +253,5 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _for_each(rows: Tensor, counts: list[int]) -> Tensor:
-    """Row i as often as counts[i] says; where each is there once nothing is copied."""
+    """Row i repeated counts[i] times; nothing is copied if all counts are 1."""
     return rows if len(rows) == sum(counts) else rows.repeat_interleave(torch.tensor(counts, device=rows.device), dim=0)

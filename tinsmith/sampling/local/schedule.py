@@ -2,12 +2,13 @@
 
     waiting -> filling (has its blocks; the prompt is computed, perhaps in several passes) -> running (one token a pass) -> ended
 
-A pass takes one token of every running sequence and as many prompt tokens as its budget allows. When blocks run out, a sequence gives its
-own back and waits to be computed again, of which little is left to do if nobody needed its blocks meanwhile.
+A pass takes one token of every running sequence and as many prompt tokens as its budget allows. When blocks run out, a sequence is
+preempted: it gives its blocks back and waits to be computed again, which is little work if nobody needed its blocks meanwhile.
 
-Sessions take turns. One of which nothing is computed gets in at once: the session that holds most gives up its youngest sequence for it.
-Otherwise a client with a short sample would wait until a long one of another client has ended. A session for which there is no room,
-because its prompt takes most of the cache, is overtaken by some sequences of others and no more: then what runs ends, and it is its turn.
+Sessions take turns. A session of which nothing is computed is admitted at once: the session that holds most sequences gives up its youngest
+for it. Otherwise a client with a short sample would wait until a long one of another client has ended. A session for which there is no
+room, because its prompt takes most of the cache, is overtaken by some sequences of others and no more: then nothing else is admitted until
+it fits.
 """
 
 import logging
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _AGE = attrgetter("admitted")
 _OVERTAKES = 32
-"""How many sequences of other sessions get in before a session that comes before them and finds no room."""
+"""How many sequences of other sessions are admitted before a session that was first but finds no room."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,12 +57,12 @@ class Schedule:
         """Oldest first, as `filling`."""
         self.admissions = 0
         self.blocked: Sequence | None = None
-        """What is next of the first session that has nothing here and found no room."""
+        """The next sequence of the first session of which nothing is computed and which found no room."""
         self.overtaken = 0
-        """How many sequences have got in before it."""
+        """How many sequences were admitted before it."""
 
     def next_pass(self) -> list[tuple[Sequence, Window]]:
-        """What to compute now. A sequence whose window ends with it gets its next token."""
+        """What to compute now. A sequence gets its next token if its window reaches its end."""
         self._grow()
         if self.waiting:
             self._admit()
@@ -69,9 +70,9 @@ class Schedule:
         return [(s, _window(s, s.length)) for s in self.running] + self._prompt_windows()
 
     def forks(self, windows: Items[tuple[Sequence, Window]]) -> list[Fork]:
-        """What the pass needs to start the other samples of jobs whose prompt it completed, as many as find room: the rest will wait.
+        """The other samples of jobs whose prompt the pass completed, with their blocks, as many as fit; the rest will wait.
 
-        All that can fail after a pass happens here, and leaves no trace if it does.
+        This is the only step after a pass that can fail, and it leaves no trace if it does.
         """
         for sequence, window in windows:
             if sequence in self.filling:
@@ -95,7 +96,7 @@ class Schedule:
         return forks
 
     def computed(self, windows: Items[tuple[Sequence, Window]], forks: Items[Fork]) -> None:
-        """A pass has computed the windows. From now on what begins like a prompt finds it; a complete one runs, with its forks."""
+        """A pass has computed the windows. From now on prompts that begin alike find their blocks; a complete one runs, with its forks."""
         forked = {id(fork.sequence) for fork in forks}
         for sequence, window in windows:
             sequence.stored = window.end
@@ -114,7 +115,7 @@ class Schedule:
             insort(self.running, fork.sequence, key=_AGE)
 
     def drop(self, gone: Callable[[Sequence], bool]) -> None:
-        """Forget sequences, wherever they are, and free their blocks: what they computed stays in the cache for who begins alike."""
+        """Forget sequences, wherever they are, and free their blocks: what they computed stays in the cache for others that begin alike."""
         for sequence in (*self.running, *self.filling):
             if gone(sequence):
                 self._release(sequence)
@@ -123,7 +124,7 @@ class Schedule:
         self.waiting.drop(gone)
 
     def restart(self, chosen: Callable[[Sequence], bool]) -> list[SampleJob]:
-        """Let sequences wait whose weights are about to be replaced, to be computed from their first token on; returns their jobs."""
+        """Preempt sequences whose weights are about to be replaced: they are computed again from their first token. Returns their jobs."""
         for group in (self.filling, self.running):
             for sequence in [s for s in reversed(group) if chosen(s)]:
                 self._preempt(sequence)
@@ -133,7 +134,7 @@ class Schedule:
         return list({id(sequence.job): sequence.job for sequence in restarted}.values())
 
     def retreat(self, windows: list[tuple[Sequence, Window]]) -> bool:
-        """The pass ran out of memory: take half as much from now on. False if it was as small as can be."""
+        """The pass ran out of memory: take half as much from now on. Returns False if it cannot be smaller."""
         prompts = [(sequence, window) for sequence, window in windows if sequence in self.filling]
         tokens = sum(len(window) for _, window in prompts)
         if tokens + len(self.running) < 2:
@@ -155,7 +156,7 @@ class Schedule:
         self.cache.clear()
 
     def _grow(self) -> None:
-        """Give every running sequence a block for its newest token; when there is none, preempt."""
+        """Give every running sequence a block for its newest token; if none is left, preempt one."""
         for sequence in list(self.running):
             while sequence.blocks and len(sequence.blocks) < blocks_for(sequence.length):
                 if self.cache.available:
@@ -188,10 +189,10 @@ class Schedule:
         sequence.blocks, sequence.stored = [], 0
 
     def _admit(self) -> None:
-        """Let waiting sequences in, in turn, as long as the next pass has prompt tokens, the running set places and the cache blocks left.
+        """Admit waiting sequences, in turn, as long as there are prompt tokens for the next pass, places to run, and cache blocks.
 
-        A job that is larger than the running set or the cache waits until it is alone, and starts what fits. One that begins like a prompt
-        which is being computed waits for its blocks.
+        A job that is larger than all places or the cache waits until it is alone, and starts what fits. A sequence that begins like a
+        prompt that is being computed waits for its blocks.
         """
         tokens = sum(s.length - s.stored for s in self.filling)
         places = len(self.running) + sum(1 + s.forks for s in self.filling)
@@ -214,7 +215,7 @@ class Schedule:
             coming |= set(sequence.keys_of(sequence.length // BLOCK))
 
     def _admit_absent_sessions(self) -> None:
-        """Let in one sequence of each session that waits and of which nothing is computed, in the place of others if need be."""
+        """Admit one sequence of each session that waits and of which nothing is computed, and preempt others for it if need be."""
         held = self._held()
         absent = [session for session in self.waiting.sessions if not held[session]]
         coming = self._coming() if absent else set()
@@ -236,7 +237,7 @@ class Schedule:
         self.blocked = blocked
 
     def _make_room(self, sequence: Sequence, found: list[int], held: Counter[str]) -> bool:
-        """Whether there is room for the sequence, after others have been preempted whose sessions keep at least one each."""
+        """Preempt others until the sequence fits, but none that is the last of its session; returns whether it fits."""
         spare = sum(len(s.blocks) for s in (*self.running, *self.filling) if held[s.job.session] > 1)
         if self._needed(sequence, found) > self.cache.available + spare:
             return False
@@ -254,7 +255,7 @@ class Schedule:
         return {key for s in self.filling for key in s.keys_of(s.length // BLOCK)}
 
     def _found(self, sequence: Sequence, coming: set[bytes]) -> list[int] | None:
-        """The blocks of its beginning that are known; None if a prompt is being computed that makes more of them known."""
+        """The known blocks of its beginning; None if a prompt is being computed that will make more of them known."""
         keys = sequence.keys_of(sequence.needed_from // BLOCK)
         found = self.cache.find(keys)
         return None if len(found) < len(keys) and keys[len(found)] in coming else found
@@ -264,7 +265,7 @@ class Schedule:
         return blocks_for(sequence.length) - sum(1 for block in found if self.cache.users[block])
 
     def _needed(self, sequence: Sequence, found: list[int]) -> int:
-        """How many of the available blocks it takes to compute it, and the next tokens of it and of what is being computed."""
+        """How many available blocks it takes to compute it, with its next token and those of the prompts being computed."""
         return self._taken(sequence, found) + sum(_next_block(s) for s in (sequence, *self.filling))
 
     def _fill(self, sequence: Sequence, found: list[int]) -> None:
@@ -284,7 +285,7 @@ class Schedule:
         self.filling.append(sequence)
 
     def _prompt_windows(self) -> list[tuple[Sequence, Window]]:
-        """Pieces of the prompts that are being computed. Sessions share a pass equally, and what one does not need goes to the others."""
+        """Pieces of the prompts that are being computed. Sessions share a pass equally; what one does not need goes to the others."""
         windows = []
         sessions: dict[str, list[Sequence]] = {}
         for sequence in self.filling:
@@ -303,13 +304,13 @@ class Schedule:
 
 
 def _cost(sequence: Sequence, end: int) -> int:
-    """Of computing the sequence up to `end`, in prompt tokens."""
+    """The cost of computing the sequence up to `end`, in prompt tokens of which nothing is asked."""
     return (end - sequence.stored) * sequence.job.cost_of_prompt_token
 
 
 def _window(sequence: Sequence, end: int) -> Window:
     if sequence.stored >= end:
-        # Its last row would be the row before it, which is another sequence's.
+        # The logits would be taken from the row before its first, which belongs to another sequence.
         raise AssertionError(f"sample={sequence.job.request_id}: all {end} tokens are computed already, nothing follows from them")
     return Window(sequence.blocks[: blocks_for(end)], sequence.stored, end)
 

@@ -1,4 +1,4 @@
-"""What the sampler keeps of a request and of each of its samples while they run, and what it hands back."""
+"""A request and each of its samples, as the sampler keeps them while they run."""
 
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -31,7 +31,7 @@ class SampleJob:
 
     request_id: str
     session: str
-    """Of the client that sent it: sessions take turns."""
+    """The client's session: sessions take turns."""
     rendered: RenderedInput
     weights: Weights | None
     """The snapshot to sample from; None is the bare base."""
@@ -42,7 +42,7 @@ class SampleJob:
     params: SamplingParams
     num_samples: int
     seed: int
-    """Of all samples together; each sample differs by its index."""
+    """Shared by all samples, whose random numbers also depend on their index."""
     max_new: int
     """Longest answer, in tokens."""
     scores: PromptScores | None
@@ -51,14 +51,14 @@ class SampleJob:
     """Likeliest tokens to report at each sampled position."""
     unfinished: int = 0
     failed: bool = False
-    """It has ended in an error: what its other sequences get does not matter any more."""
+    """It has ended in an error: tokens of its other sequences are dropped."""
     cached_tokens: int = 0
     """Prompt tokens that another request had computed before."""
     sequences: list["Sequence"] = field(default_factory=list)
 
     @property
     def cost_of_prompt_token(self) -> int:
-        """The time to compute a prompt token with what is asked about it, in that of a token of which nothing is asked."""
+        """The time to compute and score a prompt token, relative to a token of which nothing is asked."""
         return 1 if self.scores is None or self.scores.complete else self.scores.cost
 
     def result(self) -> SampleResult:
@@ -78,19 +78,19 @@ class Sequence:
     """What it generated so far."""
     logprobs: list[float] = field(default_factory=list)
     starts: list[tuple[str, int]] = field(default_factory=list)
-    """The versions that its tokens come from, in order, and the first token of each."""
+    """The labels of the weights that its tokens come from, in order, and the first token of each."""
     tops: list[tuple[list[int], list[float]]] = field(default_factory=list)
     """The likeliest tokens at each position and their log-probabilities, as many as were asked for."""
     blocks: list[int] = field(default_factory=list)
     """Its cache blocks, in order; empty while it waits."""
     stored: int = 0
-    """Tokens of it whose keys and values lie in `blocks`."""
+    """How many of its tokens have their keys and values in `blocks`."""
     admitted: int = 0
-    """When it was let in, counted over all that were: the youngest is preempted first."""
+    """Its number in the order of admission: the youngest is preempted first."""
     keys: list[bytes] = field(default_factory=list)
-    """Of its first full blocks, as far as they were asked for."""
+    """The keys of its first full blocks, as far as they were needed."""
     reason: Literal["stop", "length"] | None = None
-    """Why it ended; None while it has not."""
+    """Why it ended; None while it runs."""
 
     @property
     def length(self) -> int:
@@ -104,12 +104,12 @@ class Sequence:
 
     @property
     def forks(self) -> int:
-        """Samples that start with it, as soon as their common prompt is computed."""
+        """How many other samples start with it, as soon as their common prompt is computed."""
         return self.job.num_samples - 1 if self.starts_job else 0
 
     @property
     def needed_from(self) -> int:
-        """The first position that has to be computed, whatever is cached: the last one gives the next token."""
+        """The first position that has to be computed even if it is cached: at least the last one, which gives the next token."""
         scores = self.job.scores
         return self.length - 1 if scores is None or scores.complete else scores.needed_from
 
@@ -144,7 +144,7 @@ class Sequence:
             self.reason = "length"
 
     def newest(self) -> TokensSampled:
-        """Its last token, for who reads along."""
+        """The event of its last token."""
         return TokensSampled(self.job.request_id, self.index, self.tokens[-1:], self.logprobs[-1:], self.starts[-1][0])
 
     def sampled(self) -> SampledSequence:

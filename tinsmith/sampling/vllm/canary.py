@@ -1,12 +1,13 @@
-"""The canary: a prompt whose log-probabilities vLLM and the trainer must agree on before a sample leaves.
+"""The canary: a prompt on whose log-probabilities vLLM and the trainer must agree before a client gets a sample.
 
-vLLM leaves out what it does not know how to apply, pixel values may be normalized twice, a transfer may be half done: none of it is an
-error there, all of it shows here.
+vLLM leaves out parts of an adapter that it cannot apply, pixel values may be normalized twice, a transfer may be half done: to vLLM none of
+that is an error, but it changes these log-probabilities.
 """
 
 import hashlib
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,14 +19,15 @@ from PIL import Image
 from tinsmith.errors import TinsmithError
 from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel
-from tinsmith.models.full import Weights
+from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter
 from tinsmith.models.threads import threads_for
+from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.prompt_scores import PromptScores
-from tinsmith.sampling.vllm.answers import prompt_answers
+from tinsmith.sampling.vllm.replies import prompt_answers
 from tinsmith.training.logprobs import head_logits, head_lora
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
@@ -34,13 +36,38 @@ from tinsmith.wire.sample import SamplingParams, StopRule
 _TOKENS = 12
 """Text tokens before the picture, and behind it."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest mean difference. Random tokens are unlikely ones, where bfloat16 rounds coarsely."""
+"""Largest mean difference in nats. Random tokens are unlikely, and there bfloat16 rounds coarsely."""
 _QUESTIONS = PromptQuestions(logprobs=True)
 _PARAMS = SamplingParams(None, 1.0, 1.0, -1, 0, StopRule(eos=False, strings=(), token_ids=()))
 
 
+@dataclass(frozen=True, eq=False)
+class ServedWeights:
+    """Weights that vLLM servers are asked to sample from."""
+
+    weights: Weights | None
+    """None are the base's."""
+    canary: NDArray[np.float32]
+    """The trainer's log-probabilities of the canary with them."""
+    ref: WeightsRef
+
+    @property
+    def full(self) -> FullWeights | None:
+        """The full weights that replace the base's, if these are of that kind."""
+        return self.weights if isinstance(self.weights, FullWeights) else None
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that is applied to the base's weights, if these are of that kind."""
+        return self.weights if isinstance(self.weights, Adapter) else None
+
+    def __str__(self) -> str:
+        kind = {Adapter: "adapter", FullWeights: "full weights"}.get(type(self.weights))
+        return f"{kind} {self.ref.label}" if kind else "the base weights"
+
+
 def score_prompt(base: BaseModel, rendered: RenderedInput, weights: Weights | None, scores: PromptScores, chunk: int) -> None:
-    """Let the trainer's own model answer what `scores` asks about a prompt. `chunk` positions at a time become logits."""
+    """Let the trainer's own model answer what `scores` asks about a prompt. Logits exist for `chunk` positions at a time."""
     with torch.no_grad(), threads_for(base, len(rendered)):
         row = pack([rendered], [weights], base.device)
         hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
@@ -64,14 +91,14 @@ class Canary:
         self.text[0] = False
 
     def expected(self, weights: Weights | None) -> NDArray[np.float32]:
-        """The trainer's log-probabilities of the text tokens but the first. To be called where the trainer runs."""
+        """The trainer's log-probabilities [text tokens but the first] of the canary. To be called in the trainer's thread."""
         scores = PromptScores(self.rendered, _QUESTIONS, _PARAMS, 0)
         score_prompt(self.base, self.rendered, weights, scores, len(self.rendered))
         assert scores.answers.logprobs is not None
         return scores.answers.logprobs[self.text]
 
     def compare(self, scores: Sequence[dict[str, Any] | None], expected: NDArray[np.float32], what: str) -> None:
-        """Raise TinsmithError if vLLM's prompt_logprobs of the canary are others than the trainer's for the weights `what`."""
+        """Compare vLLM's prompt_logprobs of the canary with the trainer's, for the weights `what`. Raises TinsmithError if they differ."""
         got = prompt_answers(scores, self.rendered, _QUESTIONS).logprobs
         assert got is not None
         difference = float(np.abs(got[self.text] - expected).mean())

@@ -1,13 +1,13 @@
-"""The client of one base model's vLLM servers: an event loop in a thread of its own, in which all samples run side by side.
+"""The client of one base model's vLLM servers: an event loop in a thread of its own, in which all requests run side by side.
 
-A sample goes to one server. If that is lost the sample is sent to another, or to the same one once it is back with the weights it needs.
+A request goes to one server. If that is lost, it is sent to another, or to the same one once that is back with the weights it needs.
 """
 
 import asyncio
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -16,13 +16,13 @@ import uvloop
 
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.sampler import SampleResult
+from tinsmith.sampling.vllm.canary import ServedWeights
 from tinsmith.sampling.vllm.connection import ServerFailedError, ServerLostError
-from tinsmith.sampling.vllm.following import Line, follow
-from tinsmith.sampling.vllm.job import Job
+from tinsmith.sampling.vllm.instance import Instance
+from tinsmith.sampling.vllm.job import Job, sample
+from tinsmith.sampling.vllm.pieces import NewestWeights, sample_in_pieces
 from tinsmith.sampling.vllm.publisher import Publisher
-from tinsmith.sampling.vllm.sampling import sample
-from tinsmith.sampling.vllm.servers import Launch, Life, Server, Servers
-from tinsmith.sampling.vllm.version import Version
+from tinsmith.sampling.vllm.servers import Launch, Server, Servers
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +32,9 @@ _STOPS_WITHIN_S = 5.0
 """How long the interpreter waits for the loop before it ends."""
 
 _ATTEMPTS = 5
-"""A sample that loses so many servers is likely to be the reason."""
-_AWAY_FROM_HOME = 16
-"""How many more sequences a server may have to do than the idlest, before prompts go elsewhere that begin like earlier ones there."""
+"""A request that loses so many servers is likely to be the reason."""
+_MAX_LEAD = 16
+"""Sequences that a server may have to compute beyond the idlest, and still get prompts that begin like earlier ones there."""
 
 
 class VLLMClient:
@@ -43,8 +43,8 @@ class VLLMClient:
     def __init__(self, sources: list[Launch | str], slots: int, hung_s: float, publisher: Publisher) -> None:
         """Each source is a server to start, or the URL of one that runs. See `Server` for `slots` and `hung_s`."""
         self.publisher = publisher
-        self.lines: WeakValueDictionary[str, Line] = WeakValueDictionary()
-        """Of inflight weights from which something is being sampled."""
+        self.newest: WeakValueDictionary[str, NewestWeights] = WeakValueDictionary()
+        """By model id, of inflight weights from which something is being sampled."""
         self.loop = uvloop.new_event_loop()
         thread = threading.Thread(target=self.loop.run_forever, name="vllm", daemon=True)
         thread.start()
@@ -55,15 +55,13 @@ class VLLMClient:
         """Run something in the client's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def submit(self, job: Job, done: Callable[["Future[SampleResult]"], None]) -> "Future[SampleResult]":
-        """Start a job; `done` is called in the client's thread."""
-        future = self.run(self._sample(job))
-        future.add_done_callback(done)
-        return future
+    def run_job(self, job: Job) -> "Future[SampleResult]":
+        """Start a job."""
+        return self.run(self._sample(job))
 
-    def publish(self, version: Version) -> None:
-        """Let the samples that follow the same model go on with this version, and make servers ready for it that can be."""
-        self.run(self._publish(version))
+    def publish(self, served: ServedWeights) -> None:
+        """Let samples that follow the same model go on with these weights, and prepare the servers that are ready."""
+        self.run(self._publish(served))
 
     def forget(self, key: str) -> None:
         """Nothing refers to the weights of this key any more."""
@@ -74,45 +72,45 @@ class VLLMClient:
         return Servers([Server(source, slots, hung_s, changed) for source in sources], changed)
 
     async def _sample(self, job: Job) -> SampleResult:
-        lost, line = "", self._line(job)
+        lost, newest = "", self._newest(job)
         for _ in range(_ATTEMPTS):
-            server, life = await self.servers.pick(job.keys, _AWAY_FROM_HOME)
+            server, instance = await self.servers.pick(job.keys, _MAX_LEAD)
             server.load += job.request.num_samples
             try:
-                return await self._sample_on(life, job, line)
+                return await self._sample_on(instance, job, newest)
             except (ServerLostError, ServerFailedError) as error:
-                if isinstance(error, ServerFailedError) and await life.answers():
+                if isinstance(error, ServerFailedError) and await instance.answers():
                     raise
                 lost = str(error)
-                server.doubt(life, lost)
+                server.suspect(instance, lost)
                 log.warning("sample=%s is sent again: %s", job.request_id, lost)
             finally:
                 server.load -= job.request.num_samples
         raise TinsmithError(f"{_ATTEMPTS} vLLM servers in a row were lost with this sample: {lost}")
 
-    async def _sample_on(self, life: Life, job: Job, line: Line | None) -> SampleResult:
-        if line is None:
-            return await sample(self.publisher, life, job)
-        return await follow(self.publisher, life, job, line)
+    async def _sample_on(self, instance: Instance, job: Job, newest: NewestWeights | None) -> SampleResult:
+        if newest is None:
+            return await sample(self.publisher, instance, job)
+        return await sample_in_pieces(self.publisher, instance, job, newest)
 
-    def _line(self, job: Job) -> Line | None:
-        """The line that the job follows: others may be on it already."""
-        model_id = job.version.ref.inflight_of
+    def _newest(self, job: Job) -> NewestWeights | None:
+        """The weights that the job follows, as others may do; its own if its tokens are read as they come; None if it needs no pieces."""
+        model_id = job.served.ref.inflight_of
         if model_id is None:
-            return None
-        line = self.lines.get(model_id)
-        if line is None:
-            line = self.lines[model_id] = Line(job.version)
-        return line
+            return None if job.tell is None else NewestWeights(job.served)
+        newest = self.newest.get(model_id)
+        if newest is None:
+            newest = self.newest[model_id] = NewestWeights(job.served)
+        return newest
 
-    async def _publish(self, version: Version) -> None:
-        lives = [server.life for server in self.servers.all if server.state == "ready" and server.life is not None]
-        model_id = version.ref.inflight_of
-        if model_id is not None and model_id in self.lines:
-            self.lines[model_id].renew(version)
-        for prepared in await asyncio.gather(*(self.publisher.prepare(life, version) for life in lives), return_exceptions=True):
-            if prepared is not None:
-                log.info("%s is not ready yet on a vLLM server: %s", version, prepared)
+    async def _publish(self, served: ServedWeights) -> None:
+        instances = [server.instance for server in self.servers.all if server.state == "ready" and server.instance is not None]
+        model_id = served.ref.inflight_of
+        if model_id is not None and model_id in self.newest:
+            self.newest[model_id].replace(served)
+        for failed in await asyncio.gather(*(self.publisher.prepare(instance, served) for instance in instances), return_exceptions=True):
+            if failed is not None:
+                log.info("%s is not ready yet on a vLLM server: %s", served, failed)
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:

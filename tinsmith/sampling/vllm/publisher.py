@@ -1,40 +1,65 @@
-"""Getting weights onto a server before a request that needs them, and off again when nothing refers to them any more.
+"""Getting weights onto a server before a request that needs them, comparing them, and taking them off when nothing refers to them any more.
 
-Adapters lie side by side, each under a name of its own, over the base's weights. Full weights take the place of the base's: requests that
-need others wait until those that run have ended, in the order in which they came.
+Adapters lie side by side on a server, each under a name of its own, over the base's weights. Full weights replace the base's: requests that
+need others wait until those that run have ended, in the order in which they came (`WeightsLock`).
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, MutableMapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from tinsmith.errors import TinsmithError
 from tinsmith.models.full import FullWeights
 from tinsmith.models.lora import Adapter
 from tinsmith.sampling.inside_vllm.identity import identity
-from tinsmith.sampling.vllm.canary import Canary
+from tinsmith.sampling.vllm.canary import Canary, ServedWeights
 from tinsmith.sampling.vllm.connection import RefusedError, ServerFailedError
-from tinsmith.sampling.vllm.gate import BASE, UNKNOWN
 from tinsmith.sampling.vllm.generate import score
+from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance
 from tinsmith.sampling.vllm.parameters import scoring_params
-from tinsmith.sampling.vllm.servers import Life, Server
-from tinsmith.sampling.vllm.tasks import once
-from tinsmith.sampling.vllm.transfers import Tensors, Transfer, new_transfer
-from tinsmith.sampling.vllm.version import Version
-from tinsmith.sampling.vllm.weights import WeightFiles
+from tinsmith.sampling.vllm.servers import Server
+from tinsmith.sampling.vllm.weights import Tensors, Transfer, WeightFiles, new_transfer
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _LABEL = "tinsmith:"
-"""How the names begin by which servers call the weights that we have given them."""
+"""The beginning of the names by which servers call full weights that we have sent them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Serving:
+    """Weights that a server computes with as long as they are held."""
+
+    model: str | None
+    """The name to ask the server for; None means what it computes with by itself."""
+    compared: "asyncio.Future[None]"
+    """Done when the canary was compared. Raises TinsmithError if vLLM computes something else than the trainer."""
+
+
+def once(tasks: "MutableMapping[str, asyncio.Task[T]]", key: str, work: Callable[[], Coroutine[Any, Any, T]]) -> "asyncio.Future[T]":
+    """The result of work that all callers with this key share. It goes on if they give up; if it fails, the next caller tries again."""
+    task = tasks.get(key)
+    if task is None:
+        task = tasks[key] = asyncio.create_task(work())
+        task.add_done_callback(partial(_forget_failure, tasks, key))
+    return asyncio.shield(task)
+
+
+def _forget_failure(tasks: "MutableMapping[str, asyncio.Task[T]]", key: str, task: "asyncio.Task[T]") -> None:
+    if (task.cancelled() or task.exception() is not None) and tasks.get(key) is task:
+        del tasks[key]
 
 
 class Publisher:
-    """Publishes the weights of one base model. Used in one event loop."""
+    """Publishes the weights of one base model. For one event loop."""
 
     def __init__(self, files: WeightFiles, canary: Canary) -> None:
         self.files = files
@@ -45,35 +70,35 @@ class Publisher:
         """By the key of an adapter: writes its files, and gives their directory."""
 
     @asynccontextmanager
-    async def serving(self, life: Life, version: Version) -> AsyncIterator[str | None]:
-        """The name to ask a server for while the body runs: None means what the server itself computes with.
+    async def serving(self, instance: Instance, served: ServedWeights) -> AsyncIterator[Serving]:
+        """Run the body while the server computes with these weights; the canary is compared at the same time.
 
-        The canary is compared meanwhile. Raises TinsmithError if the server refuses the weights, and afterwards, so that nothing that the
-        body has got may be used, if it computes something else with them than the trainer does.
+        Raises TinsmithError if the server refuses the weights. It also does after the body, which then must not use what it has got, if the
+        server computes something else with them than the trainer does.
         """
-        await self._identify(life)
-        async with life.gate.passing(_full_key(version), partial(self._transfer, life, version.full)):
+        await self._learn_label(instance)
+        async with instance.weights_lock.holding(_full_key(served), partial(self._transfer, instance, served.full)):
             name = None
-            if version.adapter is not None:
-                name = await self._loaded(life, version.ref.key, version.adapter)
-            checked = self._checked(life, version, name)
+            if served.adapter is not None:
+                name = await self._loaded(instance, served.ref.key, served.adapter)
+            compared = self._compared(instance, served, name)
             try:
-                yield name
+                yield Serving(name, compared)
             except TinsmithError:
-                await checked  # wrong weights are taken off the server at once: then that is the error
+                await compared  # wrong weights are taken off the server at once: then that is the error
                 raise
-            await checked
+            await compared
 
-    async def prepare(self, life: Life, version: Version) -> None:
-        """Load an adapter and compare it before a request asks, as far as nobody has to wait for that. Raises as `serving`."""
-        if version.adapter is None:
+    async def prepare(self, instance: Instance, served: ServedWeights) -> None:
+        """Load an adapter, and compare it if nobody has to wait for that, before a request needs it. Raises as `serving`."""
+        if served.adapter is None:
             return
-        await self._identify(life)
-        if life.gate.weights == BASE and not life.gate.line:
-            async with self.serving(life, version):
+        await self._learn_label(instance)
+        if instance.weights_lock.weights == BASE and not instance.weights_lock.queue:
+            async with self.serving(instance, served):
                 pass
         else:
-            await self._loaded(life, version.ref.key, version.adapter)
+            await self._loaded(instance, served.ref.key, served.adapter)
 
     async def forget(self, servers: list[Server], key: str) -> None:
         """Take an adapter off all servers and delete its files: nothing samples from it any more.
@@ -81,109 +106,112 @@ class Publisher:
         If it is sampled from again later it gets other files, and so another name on the servers.
         """
         folder = self.folders.pop(key, None)
-        lives = [server.life for server in servers if server.life is not None]
-        for life in lives:
-            life.checks.pop(key, None)
-        for life, task in [(life, life.adapters.pop(key)) for life in lives if key in life.adapters]:
+        instances = [server.instance for server in servers if server.instance is not None]
+        for instance in instances:
+            instance.checks.pop(key, None)
+        for instance, task in [(instance, instance.adapters.pop(key)) for instance in instances if key in instance.adapters]:
             try:
-                await self._unload(life, await task)
+                await self._unload(instance, await task)
             except TinsmithError as error:
                 log.warning("adapter %s stays on a vLLM server: %s", key, error)
         if folder is not None:
-            await asyncio.to_thread(self.files.remove, await folder)
+            with suppress(TinsmithError):  # they could not be written
+                await asyncio.to_thread(self.files.remove, await folder)
 
-    async def _identify(self, life: Life) -> None:
-        """Ask a server once what it calls its weights. vLLM 0.26 cannot say."""
-        if life.identified:
+    async def _learn_label(self, instance: Instance) -> None:
+        """Ask a server once what it calls its full weights. vLLM 0.26 cannot say."""
+        if instance.label_known:
             return
         label = None
         with suppress(RefusedError):
-            label = (await life.connection.get("/weight_info"))["weight_version"]
-        if not life.identified:
-            life.identified, life.label = True, label
-            if not life.is_ours and (label is None or label.startswith(_LABEL)):  # perhaps an engine before us has left its weights there
-                life.gate.weights = UNKNOWN
+            label = (await instance.connection.get("/weight_info"))["weight_version"]
+        if not instance.label_known:
+            instance.label_known, instance.label = True, label
+            if not instance.started_by_us and (label is None or label.startswith(_LABEL)):
+                # A process before this one may have left its weights there.
+                instance.weights_lock.weights = UNKNOWN
 
-    def _checked(self, life: Life, version: Version, name: str | None) -> "asyncio.Future[None]":
-        """The comparison of the canary, which all who sample from these weights share. The weights stay until it has ended."""
-        is_new = version.ref.key not in life.checks
-        checked = once(life.checks, version.ref.key, partial(self._check, life, version, name))
+    def _compared(self, instance: Instance, served: ServedWeights, name: str | None) -> "asyncio.Future[None]":
+        """The comparison of the canary, which all requests for these weights share. The weights stay on the server until it has ended."""
+        is_new = served.ref.key not in instance.checks
+        compared = once(instance.checks, served.ref.key, partial(self._compare, instance, served, name))
         if is_new:
-            leave = life.gate.stay()
-            life.checks[version.ref.key].add_done_callback(lambda _: leave())
-        return checked
+            leave = instance.weights_lock.keep()
+            instance.checks[served.ref.key].add_done_callback(lambda _: leave())
+        return compared
 
-    async def _check(self, life: Life, version: Version, name: str | None) -> None:
-        reply = await score(life, self.canary.rendered, scoring_params(0), name)
+    async def _compare(self, instance: Instance, served: ServedWeights, name: str | None) -> None:
+        reply = await score(instance, self.canary.rendered, scoring_params(0), name)
         try:
-            self.canary.compare(reply["prompt_logprobs"], version.canary, str(version))
+            self.canary.compare(reply["prompt_logprobs"], served.canary, str(served))
         except TinsmithError:
-            if life.adapters.pop(version.ref.key, None) is not None and name is not None:
-                await self._unload(life, name)
+            if instance.adapters.pop(served.ref.key, None) is not None and name is not None:
+                await self._unload(instance, name)
             raise
 
-    async def _loaded(self, life: Life, key: str, adapter: Adapter) -> str:
+    async def _loaded(self, instance: Instance, key: str, adapter: Adapter) -> str:
         """The name of an adapter that is on the server now."""
-        return await once(life.adapters, key, partial(self._load, life, key, adapter))
+        return await once(instance.adapters, key, partial(self._load, instance, key, adapter))
 
-    async def _load(self, life: Life, key: str, adapter: Adapter) -> str:
+    async def _load(self, instance: Instance, key: str, adapter: Adapter) -> str:
         path = await once(self.folders, key, partial(asyncio.to_thread, self.files.write, adapter))
-        # A server that is not ours may know the adapter from another life. It compares what it has loaded with the identity at the end.
-        name = f"{self.files.root.name}-{life.number}-{path.name}-{await asyncio.to_thread(self.files.identity, adapter)}"
-        await life.connection.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
-        if not await _has_compared(life, name):
-            await self._unload(life, name)
+        # Another name for every instance, because a server that we did not start may have the adapter of a former one. The server compares
+        # what it has loaded with the identity at the end.
+        name = f"{self.files.root.name}-{instance.number}-{path.name}-{await asyncio.to_thread(self.files.identity, adapter)}"
+        await instance.connection.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+        if not await _has_compared(instance, name):
+            await self._unload(instance, name)
             raise TinsmithError(
-                f"the vLLM server at {life.connection.address} does not compare adapters with the trainer's; start it with "
+                f"the vLLM server at {instance.connection.url} does not compare adapters with the trainer's; start it with "
                 "--worker-extension-cls tinsmith.sampling.inside_vllm.worker.WorkerExtension of this version of Tinsmith"
             )
         return name
 
-    async def _unload(self, life: Life, name: str) -> None:
-        await life.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
+    async def _unload(self, instance: Instance, name: str) -> None:
+        await instance.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def _transfer(self, life: Life, weights: FullWeights | None) -> None:
+    async def _transfer(self, instance: Instance, weights: FullWeights | None) -> None:
         """Replace the weights that the server computes with. Nothing runs there meanwhile.
 
         After a failure the server holds nothing that could be sampled from, but the next attempt can begin.
         """
-        transfer = life.transfer or await self._opened(life)
-        life.transfer = None
-        await life.connection.post("/pause", mode="wait", clear_cache="false")  # pictures stay; prefixes are reset below
+        transfer = instance.transfer or await self._opened(instance)
+        instance.transfer = None
+        await instance.connection.post("/pause", mode="wait", clear_cache="false")  # pictures stay; prefixes are reset below
         try:
-            await self._send(life, transfer, self.files.tensors(weights), f"{_LABEL}{self.files.root.name}-{next(self._transfers)}")
-            life.transfer = transfer
+            await self._send(instance, transfer, self.files.tensors(weights), f"{_LABEL}{self.files.root.name}-{next(self._transfers)}")
+            instance.transfer = transfer
         finally:
-            if life.transfer is None:
+            if instance.transfer is None:
                 with suppress(RefusedError, ServerFailedError):  # there may be nothing to finish
-                    await life.connection.post("/finish_weight_update", {})
-            await life.connection.post("/resume")
-        life.checks.clear()  # adapters too are computed over what has just come
+                    await instance.connection.post("/finish_weight_update", {})
+            await instance.connection.post("/resume")
+        instance.checks.clear()  # adapters too are computed over what has just come
 
-    async def _opened(self, life: Life) -> Transfer:
-        transfer = new_transfer(life.transfer_kind, self.files.root, self.device)
-        await transfer.open(life.connection)
+    async def _opened(self, instance: Instance) -> Transfer:
+        transfer = new_transfer(instance.transfer_kind, self.files.root, self.device)
+        await transfer.open(instance.connection)
         return transfer
 
-    async def _send(self, life: Life, transfer: Transfer, tensors: Tensors, label: str) -> None:
-        post = life.connection.post
+    async def _send(self, instance: Instance, transfer: Transfer, tensors: Tensors, label: str) -> None:
+        post = instance.connection.post
         await post("/start_weight_update")
-        await transfer.send(life.connection, tensors, await asyncio.to_thread(identity, tensors.items()))
+        await transfer.send(instance.connection, tensors, await asyncio.to_thread(identity, tensors.items()))
         await post("/finish_weight_update", {"weight_version": label})
         await post("/reset_prefix_cache", reset_running_requests="true")
-        if life.label is not None:
-            life.label = label
+        if instance.label is not None:
+            instance.label = label
 
 
-async def _has_compared(life: Life, name: str) -> bool:
+async def _has_compared(instance: Instance, name: str) -> bool:
     """Whether all workers of a server have compared an adapter (`adapter_check.py`)."""
     try:
-        reply = await life.connection.post("/collective_rpc", {"method": "tinsmith_checked_adapter", "args": [name]})
+        reply = await instance.connection.post("/collective_rpc", {"method": "tinsmith_checked_adapter", "args": [name]})
     except (RefusedError, ServerFailedError):  # it has no such method
         return False
     return all(result["checked"] for result in reply["results"])
 
 
-def _full_key(version: Version) -> str:
-    """The key of the full weights that a version takes, which for an adapter are the base's."""
-    return version.ref.key if version.full is not None else BASE
+def _full_key(served: ServedWeights) -> str:
+    """The key of the full weights that a server must compute with; for an adapter they are the base's."""
+    return served.ref.key if served.full is not None else BASE

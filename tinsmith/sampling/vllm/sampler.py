@@ -1,41 +1,74 @@
 """The `Sampler` of one base model whose samples vLLM servers compute.
 
-`add` hands a request to the client's thread, `step` takes what has come back. Only what needs the trainer's own model happens in the
-engine's thread: the canary of weights that are new, and what a request asks about its prompt that vLLM cannot answer.
+Requests go to the client's thread, and `step` returns what has come back from it. Only what needs the trainer's own model happens in the
+sampler's thread, in `step`, one piece of work at a time: the canary of weights that are new, and answers about a prompt that vLLM cannot
+give.
 """
 
+import atexit
 import logging
 import secrets
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from urllib.parse import urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinsmith.errors import TinsmithError
+from tinsmith.config import Config
+from tinsmith.errors import ConfigError, DeviceLostError, TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
 from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.prefix import BLOCK, prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled, ref_of
-from tinsmith.sampling.vllm.canary import Canary, score_prompt
+from tinsmith.sampling.vllm.canary import Canary, ServedWeights, score_prompt
 from tinsmith.sampling.vllm.client import VLLMClient
 from tinsmith.sampling.vllm.job import Draft, Job
+from tinsmith.sampling.vllm.launch import launches
 from tinsmith.sampling.vllm.parameters import check_parameters, longest_answer
-from tinsmith.sampling.vllm.version import Version
-from tinsmith.wire.prompt_scores import PromptAnswers
+from tinsmith.sampling.vllm.publisher import Publisher
+from tinsmith.sampling.vllm.servers import Launch
+from tinsmith.sampling.vllm.weights import WeightFiles
+from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions
 from tinsmith.wire.sample import SampleRequest
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class _Pending:
+    """A request that has not ended."""
+
+    request_id: str
+    request: SampleRequest
+    rendered: RenderedInput
+    weights: Weights | None
+    stream: bool
+    max_tokens: int
+    future: "Future[SampleResult] | None" = None
+    """None until the client has it."""
+
+    @property
+    def local_questions(self) -> PromptQuestions:
+        """What it asks about its prompt that vLLM cannot answer: log-probabilities of ids of the client's choice, alternative tokens."""
+        return replace(self.request.questions, logprobs=False, topk=0, last_n=None)
+
+    def taken_future(self) -> "Future[SampleResult]":
+        """The future, which it forgets: each holds the other, and so the weights, longer than they are needed."""
+        future, self.future = self.future, None
+        assert future is not None, "it was submitted"
+        return future
+
+
 class VLLMSampler:
-    """See `Sampler` (`sampling/local.py`)."""
+    """The `Sampler` of one base model at its vLLM servers."""
 
     def __init__(
         self, base: BaseModel, canary: Canary, client: VLLMClient, longest: int, logits_chunk: int, wake: Callable[[], None]
@@ -49,9 +82,11 @@ class VLLMSampler:
         self.wake = wake
         self.pending: dict[str, _Pending] = {}
         """By request id."""
-        self.ended: deque[tuple[str, Future[SampleResult]]] = deque()
-        """Filled by the client's thread."""
+        self.new: deque[_Pending] = deque()
+        """Requests that the client does not have yet."""
         self.published: deque[Weights] = deque()
+        self.came: deque[tuple[_Pending, TokensSampled | None]] = deque()
+        """Requests with their new tokens, None if they have ended. Filled by the client's thread."""
         self.canaries: dict[str, NDArray[np.float32]] = {}
         """The trainer's log-probabilities of the canary, by the key of the weights, as long as these are in memory."""
         self.copies: dict[str, set[int]] = {}
@@ -61,76 +96,133 @@ class VLLMSampler:
 
     @property
     def has_work(self) -> bool:
-        """See `Sampler`: what vLLM computes is no work for this process."""
-        return bool(self.ended or self.published or self.gone)
+        return bool(self.came or self.new or self.published or self.gone)
 
     @property
     def load(self) -> tuple[int, int]:
-        """See `Sampler`. Which of them wait only vLLM knows."""
-        return sum(pending.num_samples for pending in self.pending.values()), 0
+        waiting = sum(pending.request.num_samples for pending in self.new)
+        return sum(pending.request.num_samples for pending in self.pending.values()) - waiting, waiting
 
     @property
     def room(self) -> int:
-        """See `Sampler`: as many may wait for a server as it computes at a time."""
-        return 2 * sum(server.slots for server in self.client.servers.all) - self.load[0]
+        """As many may wait for a server as it computes at a time."""
+        return 2 * sum(server.slots for server in self.client.servers.all) - sum(self.load)
 
     def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, stream: bool = False) -> None:
-        """See `Sampler`."""
         check_parameters(request)
         request.questions.check(len(rendered), self.base.vocab_size)
-        version = self._version(weights)
-        blocks = len(rendered) // BLOCK
-        job = Job(
-            request_id=request_id,
-            request=request,
-            rendered=rendered,
-            version=version,
-            max_tokens=longest_answer(request, len(rendered), self.longest),
-            eos=self.base.eos_token_ids(),
-            vocab_size=self.base.vocab_size,
-            tokenizer=self.base.tokenizer,
-            keys=prompt_keys(weights_key(version.ref), rendered, [], [], blocks),
-            answers=self._local_answers(request, rendered, weights),
-            drafts=[Draft() for _ in range(request.num_samples)],
-        )
-        self.pending[request_id] = _Pending(request.num_samples, stream, self.client.submit(job, partial(self._end, request_id)))
+        ref_of(weights, self.base.name)
+        longest = longest_answer(request, len(rendered), self.longest)
+        self.pending[request_id] = _Pending(request_id, request, rendered, weights, stream, longest)
+        self.new.append(self.pending[request_id])
 
     def publish(self, weights: Weights) -> None:
-        """See `Sampler`. The next `step` does it, so that who saves them need not wait."""
         self.published.append(weights)
 
     def step(self) -> list[SampleEvent]:
-        """See `Sampler`."""
         self._forget_unused()
-        while self.published:
-            self.client.publish(self._version(self.published.popleft()))
         events: list[SampleEvent] = []
-        while self.ended:
-            request_id, future = self.ended.popleft()
-            pending = self.pending.get(request_id)
-            if pending is not None and pending.future is future:  # or it was cancelled, and perhaps came again
-                del self.pending[request_id]
-                outcome = _outcome(request_id, future)
-                if pending.stream and isinstance(outcome, SampleResult):
-                    events += _tokens_of(outcome)
-                events.append(outcome)
+        while self.came:
+            pending, tokens = self.came.popleft()
+            if self.pending.get(pending.request_id) is not pending:  # it was cancelled, and the id may have come again
+                continue
+            if tokens is not None:
+                events.append(tokens)
+                continue
+            del self.pending[pending.request_id]
+            events.append(_outcome(pending.request_id, pending.taken_future()))
+        self._prepare(events)
         return events
 
     def cancel(self, request_id: str) -> None:
-        """See `Sampler`. vLLM gives up what nobody listens to."""
-        if request_id in self.pending:
-            self.pending.pop(request_id).future.cancel()
+        pending = self.pending.pop(request_id, None)
+        if pending is None:
+            return
+        if pending.future is None:
+            self.new.remove(pending)
+        else:
+            pending.taken_future().cancel()  # vLLM aborts a request when its connection is closed
 
     def abandon(self) -> None:
-        """See `Sampler`."""
         for request_id in list(self.pending):
             self.cancel(request_id)
 
-    def _end(self, request_id: str, future: "Future[SampleResult]") -> None:
-        self.ended.append((request_id, future))
+    # What needs the trainer's model
+
+    def _prepare(self, events: list[SampleEvent]) -> None:
+        """Hand published weights and new requests to the client, up to the second of them that has to be computed for."""
+        computed = False
+        while self.published:
+            must_compute = not self._is_known(self.published[0])
+            if must_compute and computed:
+                return
+            computed |= must_compute
+            self._publish(self.published.popleft())
+        while self.new:
+            pending = self.new[0]
+            must_compute = not self._is_known(pending.weights) or bool(pending.local_questions)
+            if must_compute and computed:
+                return
+            computed |= must_compute
+            self._submit(self.new.popleft(), events)
+
+    def _publish(self, weights: Weights) -> None:
+        """What is wrong with the weights is told to the requests that sample from them."""
+        try:
+            self.client.publish(self._served(weights))
+        except Exception as error:
+            if isinstance(error, DeviceLostError):
+                raise
+            log.warning("the canary of published weights could not be computed: %s", error)
+
+    def _submit(self, pending: _Pending, events: list[SampleEvent]) -> None:
+        try:
+            job = self._job(pending)
+        except Exception as error:
+            if isinstance(error, DeviceLostError):
+                raise
+            del self.pending[pending.request_id]
+            events.append(SampleFailure(pending.request_id, _of_our_family(pending.request_id, error)))
+        else:
+            pending.future = self.client.run_job(job)
+            pending.future.add_done_callback(partial(self._take, pending, None))
+
+    def _job(self, pending: _Pending) -> Job:
+        served = self._served(pending.weights)
+        return Job(
+            request_id=pending.request_id,
+            request=pending.request,
+            rendered=pending.rendered,
+            served=served,
+            max_tokens=pending.max_tokens,
+            eos=self.base.eos_token_ids(),
+            vocab_size=self.base.vocab_size,
+            tokenizer=self.base.tokenizer,
+            keys=prompt_keys(weights_key(served.ref), pending.rendered, [], [], len(pending.rendered) // BLOCK),
+            answers=self._local_answers(pending),
+            tell=partial(self._take, pending) if pending.stream else None,
+            drafts=[Draft() for _ in range(pending.request.num_samples)],
+        )
+
+    def _take(self, pending: _Pending, tokens: TokensSampled | None, _: object = None) -> None:
+        """New tokens of a request, or its end. Called in the client's thread."""
+        self.came.append((pending, tokens))
         self.wake()
 
-    def _version(self, weights: Weights | None) -> Version:
+    def _local_answers(self, pending: _Pending) -> PromptAnswers:
+        asked, params = pending.local_questions, pending.request.params
+        if not asked:
+            return PromptAnswers()
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        scores = PromptScores(pending.rendered, asked, params, seed)
+        score_prompt(self.base, pending.rendered, pending.weights, scores, self.logits_chunk)
+        return scores.answers
+
+    def _is_known(self, weights: Weights | None) -> bool:
+        """Whether the canary was computed with these weights."""
+        return ref_of(weights, self.base.name).key in self.canaries
+
+    def _served(self, weights: Weights | None) -> ServedWeights:
         self._forget_unused()
         ref = ref_of(weights, self.base.name)
         if ref.key not in self.canaries:
@@ -139,7 +231,7 @@ class VLLMSampler:
         if weights is not None and id(weights) not in copies:
             copies.add(id(weights))
             weakref.finalize(weights, self.gone.append, (ref.key, id(weights))).atexit = False
-        return Version(weights, self.canaries[ref.key], ref)
+        return ServedWeights(weights, self.canaries[ref.key], ref)
 
     def _forget_unused(self) -> None:
         """Take weights off the servers that no object in memory holds any more. Those that left it and came back have another object."""
@@ -150,41 +242,44 @@ class VLLMSampler:
                 del self.copies[key], self.canaries[key]
                 self.client.forget(key)
 
-    def _local_answers(self, request: SampleRequest, rendered: RenderedInput, weights: Weights | None) -> PromptAnswers:
-        """Log-probabilities of ids of the client's choice, and alternative tokens: vLLM has neither."""
-        asked = replace(request.questions, logprobs=False, topk=0, last_n=None)
-        if not asked:
-            return PromptAnswers()
-        seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
-        scores = PromptScores(rendered, asked, request.params, seed)
-        score_prompt(self.base, rendered, weights, scores, self.logits_chunk)
-        return scores.answers
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A request that the client has."""
-
-    num_samples: int
-    stream: bool
-    future: Future[SampleResult]
-
-
-def _tokens_of(result: SampleResult) -> Iterator[TokensSampled]:
-    """All tokens of a result, as events."""
-    for index, sequence in enumerate(result.sequences):
-        for span in sequence.versions:
-            part = slice(span.start, span.end)
-            yield TokensSampled(result.request_id, index, sequence.tokens[part], sequence.logprobs[part], span.version)
-
 
 def _outcome(request_id: str, future: "Future[SampleResult]") -> SampleEvent:
     if future.cancelled():
         return SampleFailure(request_id, TinsmithError("the sample was given up, because the server stops"))
     error = future.exception()
-    if error is None:
-        return future.result()
+    return future.result() if error is None else SampleFailure(request_id, _of_our_family(request_id, error))
+
+
+def _of_our_family(request_id: str, error: BaseException) -> TinsmithError:
     if isinstance(error, TinsmithError):
-        return SampleFailure(request_id, error)
-    log.error("unexpected error", exc_info=error)
-    return SampleFailure(request_id, TinsmithError(f"internal error: {error!r}"))
+        return error
+    log.error("unexpected error in sample=%s", request_id, exc_info=error)
+    return TinsmithError(f"internal error: {error!r}")
+
+
+def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake: Callable[[], None]) -> VLLMSampler:
+    """Start the servers of a base model, or connect to those of --vllm-url, and return at once.
+
+    `renderer` makes the canary's prompt. `wake` is called in another thread when the sampler's `step` has something to return. Raises
+    ConfigError for a configuration that cannot work.
+    """
+    if config.vllm.vllm_urls and len(config.base_models) > 1:
+        raise ConfigError("--vllm-url names the servers of one base model; serve one, or let Tinsmith start the vLLM servers")
+    for url in config.vllm.vllm_urls:
+        _check_url(url)
+    files = WeightFiles(base, config.vllm.vllm_dir)
+    atexit.register(files.close)
+    canary = Canary(base, renderer)
+    sources: list[Launch | str] = [*config.vllm.vllm_urls]
+    longest = base.max_context
+    if not sources:
+        started, longest = launches(base, config, files.root)
+        sources += started
+    client = VLLMClient(sources, config.sampling.max_running, config.vllm.vllm_hung_s, Publisher(files, canary))
+    return VLLMSampler(base, canary, client, longest, config.training.logits_chunk, wake)
+
+
+def _check_url(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme != "unix" and (parts.scheme not in ("http", "https") or not parts.netloc or parts.path.strip("/")):
+        raise ConfigError(f"--vllm-url {url}: give scheme, host and port, as in http://127.0.0.1:8001, or unix: and the path of a socket")

@@ -1,37 +1,54 @@
-"""Weights as vLLM servers take them: adapters as PEFT folders, which stay as long as the weights, and full weights by checkpoint name.
+"""Weights on their way to vLLM servers: adapters as PEFT directories, full weights through a transfer into the running server.
 
-The files lie in memory where the system has a file system for that. Every version has a directory of its own: vLLM takes what it computed
-under an adapter's name and path for good.
+Files lie in memory where the system has a file system for that. Every adapter has a directory of its own, because vLLM caches what it
+computes under an adapter's name and path and never expects other weights there. `inside_vllm/receivers.py` has the other ends of the
+transfers.
 """
 
+import asyncio
+import base64
 import itertools
 import os
+import pickle
 import shutil
 import tempfile
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
+from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights
 from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import LoraShape
+from tinsmith.sampling.inside_vllm import TransferKind
 from tinsmith.sampling.inside_vllm.identity import Identity
+from tinsmith.sampling.inside_vllm.process_pair import TRAINER, ProcessPair
+from tinsmith.sampling.vllm.connection import Connection
 from tinsmith.training.peft_format import write_peft
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "tinsmith-weights-"
+
+Tensors = Mapping[str, Tensor]
+"""By their names in the model's checkpoint. They must not change before `Transfer.send` has returned."""
 
 
 class WeightFiles:
     """The files of one base model's weights. Used from several threads."""
 
     def __init__(self, base: BaseModel, directory: str) -> None:
-        """Files go below `directory`; an empty text takes one in memory. What engines that died have left there is deleted."""
+        """Files go below `directory`; an empty text chooses one in memory. What dead processes have left there is deleted."""
         self.base = base
-        # Taken now: a pass with full weights puts these into the base's place while it runs, in another thread than ours.
+        # Read now: while a pass with full weights runs, in another thread, these stand where the base's parameters are looked up.
         self.parameters = base.full_targets(LoraShape(rank=0, seed=0))
         parent = Path(directory or (_MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()))
         _delete_leftovers(parent)
@@ -39,14 +56,14 @@ class WeightFiles:
         self._count = itertools.count(1)
 
     def write(self, adapter: Adapter) -> Path:
-        """The directory of an adapter that was just written. It is another one at each call."""
+        """Write an adapter to a new directory, which is returned."""
         directory = self.root / str(next(self._count))
         write_peft(adapter, self.base.layout, self.base.tokenizer_id, directory)
         return directory
 
     @torch.no_grad()
     def identity(self, adapter: Adapter) -> str:
-        """The identity of an adapter as vLLM's layers hold it: in the dtype of the base, B multiplied by the scale."""
+        """The identity of an adapter as vLLM's layers hold it: in the dtype of the base, with B multiplied by the scale."""
         whole = Identity()
         for name, pair in adapter.working.items():
             module = self.base.layout.module_name(name)
@@ -55,7 +72,7 @@ class WeightFiles:
         return str(whole)
 
     def tensors(self, weights: FullWeights | None) -> dict[str, Tensor]:
-        """What full-parameter training can change, by checkpoint name: of `weights` what they have, of the base the rest. No copies."""
+        """All that full-parameter training can change, by checkpoint name, not copied: from `weights`, and from the base what they lack."""
         own = weights.working if weights is not None else {}
         return {self.base.layout.parameter_name(name): own.get(name, parameter) for name, parameter in self.parameters.items()}
 
@@ -69,8 +86,101 @@ class WeightFiles:
 
 
 def _delete_leftovers(parent: Path) -> None:
-    """Delete the directories of processes that have ended. One whose name has no process id is not ours."""
+    """Delete the directories of processes that have ended. A directory whose name has no process id is not ours."""
     for directory in parent.glob(f"{_PREFIX}*"):
         pid = directory.name.removeprefix(_PREFIX).partition("-")[0]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(directory, ignore_errors=True)
+
+
+# Full weights into a running server
+
+
+class Transfer(Protocol):
+    """A way for full weights into one instance of a server."""
+
+    async def open(self, server: Connection) -> None:
+        """Prepare both ends, once, before the first `send`."""
+
+    async def send(self, server: Connection, tensors: Tensors, identity: str) -> None:
+        """Send all tensors of one update; the server compares them with their identity. Raises as `Connection.post`."""
+
+
+class FileTransfer:
+    """Through a safetensors file. Works everywhere, and copies most; meanwhile the file takes the memory of a whole model."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    async def open(self, server: Connection) -> None:
+        pass
+
+    async def send(self, server: Connection, tensors: Tensors, identity: str) -> None:
+        file = self.directory / f"{uuid.uuid4().hex}.safetensors"
+        try:
+            await asyncio.to_thread(_write, tensors, file)
+            await server.post("/update_weights", {"update_info": {"path": str(file), "identity": identity}})
+        finally:
+            file.unlink(missing_ok=True)
+
+
+class IpcTransfer:
+    """The server reads the trainer's own memory, on the GPU that both use. It copies the weights once."""
+
+    async def open(self, server: Connection) -> None:
+        pass
+
+    async def send(self, server: Connection, tensors: Tensors, identity: str) -> None:
+        shared = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        handles = {name: reduce_tensor(tensor)[1] for name, tensor in shared.items()}
+        encoded = base64.b64encode(pickle.dumps(handles)).decode()
+        await server.post("/update_weights", {"update_info": {"handles": encoded, "identity": identity}})
+        torch.cuda.ipc_collect()
+
+
+class BroadcastTransfer:
+    """From the trainer's GPU to the server's, tensor by tensor (`process_pair.py`)."""
+
+    def __init__(self, directory: Path, device: torch.device) -> None:
+        """Both ends find each other through a file in `directory`, which only the user can enter."""
+        self.meeting_point = directory / f"{uuid.uuid4().hex}.pair"
+        self.device = device
+        self._pair: ProcessPair | None = None
+
+    async def open(self, server: Connection) -> None:
+        """Join the server's worker in a process group."""
+        path = str(self.meeting_point)
+        joined = server.post("/init_weight_transfer_engine", {"init_info": {"meeting_point": path}})
+        self._pair, _ = await asyncio.gather(asyncio.to_thread(ProcessPair, path, TRAINER, self.device), joined)
+
+    async def send(self, server: Connection, tensors: Tensors, identity: str) -> None:
+        assert self._pair is not None, "open comes first"
+        outline = [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
+        sending = asyncio.create_task(asyncio.to_thread(self._pair.send, tensors.values()))
+        try:
+            await server.post("/update_weights", {"update_info": {"outline": outline, "identity": identity}})
+        except BaseException:
+            self._pair.abort()  # nobody receives any more, and the sending thread would wait for that
+            await asyncio.wait([sending])
+            raise
+        await sending
+
+
+def new_transfer(kind: TransferKind, directory: Path, device: torch.device) -> Transfer:
+    """A way into one server, which can read `directory`. The trainer's tensors are on `device`."""
+    match kind:
+        case "file":
+            return FileTransfer(directory)
+        case "ipc":
+            return IpcTransfer()
+        case "broadcast":
+            return BroadcastTransfer(directory, device)
+
+
+def _write(tensors: Tensors, file: Path) -> None:
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a file system that is full
+        raise TinsmithError(
+            f"weights for vLLM do not fit into {file.parent}: {error}; make room there, or name another --vllm-dir"
+        ) from error

@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.bases import picture_chunks, renderer
 from tinsmith.models.base import BaseModel
-from tinsmith.sampling.vllm.features import encode_picture, features_of
+from tinsmith.sampling.vllm.generate import encode_picture, features_of
 
 
 def test_pixel_values_travel_as_they_are(vision_base: BaseModel) -> None:

@@ -6,8 +6,7 @@ import torch
 from tinsmith.config import Config, load
 from tinsmith.errors import ConfigError
 from tinsmith.sampling.inside_vllm import TransferKind
-from tinsmith.sampling.vllm.launches import transfer_kind
-from tinsmith.sampling.vllm.placing import gpus_of
+from tinsmith.sampling.vllm.launch import gpus_of, transfer_kind
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from tinsmith.sampling.vllm.answers import sequences_of
 from tinsmith.sampling.vllm.connection import ServerFailedError
-from tinsmith.sampling.vllm.older import modern
+from tinsmith.sampling.vllm.replies import in_new_form, sequences_of
 
 
 def reply() -> dict[str, Any]:
@@ -19,7 +18,7 @@ def reply() -> dict[str, Any]:
 
 
 def test_an_older_reply_is_read() -> None:
-    (sequence,) = sequences_of(modern(reply()), 1, 1, None, "m/3")
+    (sequence,) = sequences_of(in_new_form(reply()), 1, 1, None, "m/3")
     assert sequence.tokens == [5, 7]
     assert sequence.logprobs == [-5.0, -7.0]
     assert sequence.topk is not None
@@ -27,21 +26,21 @@ def test_an_older_reply_is_read() -> None:
 
 
 def test_a_newer_reply_stays_as_it_is() -> None:
-    newer = modern(reply())
+    newer = in_new_form(reply())
     newer["choices"][0]["weight_versions"] = [{"version": "a", "start": 0, "end": 2}]
     before = repr(newer)
-    assert repr(modern(newer)) == before
+    assert repr(in_new_form(newer)) == before
 
 
 def test_logprobs_of_other_tokens_are_noticed() -> None:
     older = reply()
     older["choices"][0]["token_ids"] = [5, 8]
     with pytest.raises(Exception, match="other tokens than it sampled"):
-        sequences_of(modern(older), 1, 0, None, "m/3")
+        sequences_of(in_new_form(older), 1, 0, None, "m/3")
 
 
 def test_a_request_that_failed_is_an_error() -> None:
     failed = reply()
     failed["choices"][0] |= {"finish_reason": "error", "token_ids": [], "logprobs": None}
     with pytest.raises(ServerFailedError):
-        modern(failed)
+        in_new_form(failed)

@@ -1,18 +1,19 @@
 """Requests for different full weights of one server: who runs beside whom, and who waits."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
-from tinsmith.sampling.vllm.gate import BASE, UNKNOWN, Gate
+from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, WeightsLock
 
 
 class Story:
-    """What happened at a gate, in order."""
+    """What happened at a lock, in order."""
 
     def __init__(self) -> None:
-        self.gate = Gate()
+        self.lock = WeightsLock()
         self.events: list[str] = []
         self.switching_began = asyncio.Event()
         self.may_switch = asyncio.Event()
@@ -20,15 +21,15 @@ class Story:
         self.may_switch.set()
 
     async def run(self, key: str, name: str) -> None:
-        async with self.gate.passing(key, self.switching(key)):
+        async with self.lock.holding(key, self.switching(key)):
             self.events.append(f"{name} begins")
-            assert self.gate.weights == key
+            assert self.lock.weights == key
             await asyncio.sleep(0)
             self.events.append(f"{name} ends")
 
-    def switching(self, key: str) -> Callable[[], Awaitable[None]]:
+    def switching(self, key: str) -> Callable[[], Coroutine[Any, Any, None]]:
         async def switch() -> None:
-            assert self.gate.running == 1
+            assert self.lock.running == 1
             self.events.append(f"to {key}")
             self.switching_began.set()
             await self.may_switch.wait()
@@ -40,7 +41,7 @@ def test_requests_for_the_same_weights_run_together_and_others_wait() -> None:
     async def tell() -> list[str]:
         story = Story()
         await asyncio.gather(*(story.run(key, name) for key, name in ((BASE, "a"), ("7", "b"), (BASE, "c"), ("7", "d"))))
-        assert (story.gate.running, len(story.gate.line)) == (0, 0)
+        assert (story.lock.running, len(story.lock.queue)) == (0, 0)
         return story.events
 
     assert asyncio.run(tell()) == [
@@ -58,7 +59,7 @@ def test_a_switch_that_fails_fails_one_and_the_next_switches_again() -> None:
 
         async def fails() -> None:
             with pytest.raises(OSError, match="no"):
-                async with story.gate.passing("7", broken):
+                async with story.lock.holding("7", broken):
                     raise AssertionError
             story.events.append("failed")
 
@@ -74,7 +75,7 @@ def test_who_gives_up_waiting_holds_nobody_up() -> None:
         done = asyncio.Event()
 
         async def stay() -> None:
-            async with story.gate.passing(BASE, story.switching(BASE)):
+            async with story.lock.holding(BASE, story.switching(BASE)):
                 await done.wait()
             story.events.append("the first leaves")
 
@@ -87,7 +88,7 @@ def test_who_gives_up_waiting_holds_nobody_up() -> None:
         await third
         done.set()
         await asyncio.gather(first, second, return_exceptions=True)
-        assert story.gate.weights == BASE
+        assert story.lock.weights == BASE
         return story.events
 
     assert asyncio.run(tell()) == ["c begins", "c ends", "the first leaves"]
@@ -96,7 +97,7 @@ def test_who_gives_up_waiting_holds_nobody_up() -> None:
 def test_an_unknown_state_is_left_by_a_switch() -> None:
     async def tell() -> list[str]:
         story = Story()
-        story.gate.weights = UNKNOWN
+        story.lock.weights = UNKNOWN
         await story.run(BASE, "a")
         return story.events
 

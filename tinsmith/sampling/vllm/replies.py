@@ -1,4 +1,8 @@
-"""vLLM's replies as the sampler's results. What does not fit together is an error, never a result."""
+"""vLLM's replies as the sampler's results. A reply that contradicts itself or the request is an error, never a result.
+
+vLLM 0.26, the newest for PyTorch 2.11, answers in another form than 0.32, and does not say which weights or which adapter it computed with:
+there, that the weights have arrived, and the canary, are the checks.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,28 +12,63 @@ import numpy as np
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.vllm.connection import ServerLostError
+from tinsmith.sampling.vllm.connection import ServerFailedError, ServerLostError
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, VersionSpan
 
+_TOKEN_ID = "token_id:"
+
+
+def in_new_form(reply: dict[str, Any]) -> dict[str, Any]:
+    """A reply of the generate endpoint in the form of vLLM 0.32, changed in place if it is one of 0.26.
+
+    Raises ServerFailedError where 0.32 answers 500, for a picture that it has forgotten, say.
+    """
+    if any(choice["finish_reason"] == "error" for choice in reply["choices"]):
+        raise ServerFailedError("vLLM could not compute a request; its log says why")
+    reply.setdefault("model", None)
+    for choice in reply["choices"]:
+        if "weight_versions" not in choice:
+            choice["weight_versions"] = None
+            for entry in (choice["logprobs"] or {"content": []})["content"]:
+                for scored in (entry, *entry["top_logprobs"]):
+                    scored["token_id"] = int(scored["token"].removeprefix(_TOKEN_ID))
+    return reply
+
+
+def joined_stream(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The chunks of a stream with one sample, as the reply that would have come without streaming.
+
+    The last chunk carries the usage. A stream does not name the adapter, and has no scores of the prompt. Raises ServerLostError if it
+    ended before the sample did.
+    """
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    if not choices or choices[-1]["finish_reason"] is None:
+        raise ServerLostError("vLLM ended a stream before its sample had ended")
+    whole = choices[-1] | {
+        "token_ids": [token for choice in choices for token in choice["token_ids"]],
+        "logprobs": {"content": [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]},
+    }
+    return {"model": None, "choices": [whole], "prompt_logprobs": None, "usage": chunks[-1]["usage"] or {}}
+
 
 def sequences_of(
-    reply: dict[str, Any], count: int, topk: int, label: str | None, version: str, may_be_cut: bool = False
+    reply: dict[str, Any], count: int, topk: int, label: str | None, version: str, may_be_aborted: bool = False
 ) -> list[SampledSequence]:
     """The samples of a reply from the weights that clients call `version`, with the `topk` likeliest tokens of each position.
 
-    `label` is what the server calls the weights that were asked for; None checks nothing. Raises TinsmithError for other weights,
-    ServerLostError for a sample that the server gave up, unless it `may_be_cut`.
+    `label` is what the server calls the full weights that were asked for; None checks nothing. Raises TinsmithError for other weights, and
+    ServerLostError for a sample that the server aborted, unless it `may_be_aborted`.
     """
     choices = sorted(reply["choices"], key=lambda choice: choice["index"])
     if len(choices) != count:
         raise TinsmithError(f"vLLM answered {len(choices)} samples where {count} were asked for")
-    return [_sequence(choice, topk, label, version, may_be_cut) for choice in choices]
+    return [_sequence(choice, topk, label, version, may_be_aborted) for choice in choices]
 
 
-def _sequence(choice: dict[str, Any], topk: int, label: str | None, version: str, may_be_cut: bool) -> SampledSequence:
+def _sequence(choice: dict[str, Any], topk: int, label: str | None, version: str, may_be_aborted: bool) -> SampledSequence:
     reason, tokens = choice["finish_reason"], choice["token_ids"]
-    if may_be_cut and reason == "abort":
+    if may_be_aborted and reason == "abort":
         reason = "length"
     if reason not in ("stop", "length"):
         raise ServerLostError(f"vLLM ended a sample with finish_reason={reason!r}")
@@ -49,14 +88,14 @@ def _sequence(choice: dict[str, Any], topk: int, label: str | None, version: str
 
 
 def _fill(top: TopLogprobs, row: int, logprobs: dict[int, float], k: int) -> None:
-    """The k likeliest of a position; among equals the first id, as it is with the local sampler."""
+    """Write the k likeliest tokens of a position; of equally likely ones the lowest id comes first, as with the local sampler."""
     best = sorted(logprobs.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
     top.token_ids[row, : len(best)] = [token for token, _ in best]
     top.logprobs[row, : len(best)] = [logprob for _, logprob in best]
 
 
 def rescored(sequence: SampledSequence, scores: Sequence[dict[str, Any]], topk: int) -> SampledSequence:
-    """A sample with the log-probabilities that it has as the end of a prompt: `scores` are vLLM's prompt_logprobs of its positions."""
+    """A sample with new log-probabilities: `scores` are vLLM's prompt_logprobs of its positions, from a request with it in the prompt."""
     logprobs = [entry[str(token)]["logprob"] for entry, token in zip(scores, sequence.tokens, strict=True)]
     top = None
     if topk:
@@ -71,7 +110,7 @@ def _by_token(entry: dict[str, Any]) -> dict[int, float]:
 
 
 def prompt_answers(scores: Sequence[dict[str, Any] | None], rendered: RenderedInput, questions: PromptQuestions) -> PromptAnswers:
-    """What was asked about the prompt's own tokens, from vLLM's prompt_logprobs [prompt tokens], whose first is None."""
+    """The answers about the prompt's own tokens, from vLLM's prompt_logprobs [prompt tokens], of which the first is None."""
     length = len(rendered)
     if len(scores) != length:
         raise TinsmithError(f"vLLM scored {len(scores)} positions of a prompt of {length} tokens")

@@ -1,0 +1,345 @@
+"""What we touch of vLLM beside its documented interface: a new version is checked against these lists first.
+
+They must say exactly what the code uses, and vLLM's source must have it. Nothing of vLLM is imported here.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tinsmith
+from tests.with_vllm.serving import PYTHON
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.sampling.vllm import generate, parameters
+from tinsmith.wire.prompt_scores import PromptQuestions
+from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
+
+SAMPLING = Path(tinsmith.__file__).parent / "sampling"
+INSIDE = [SAMPLING / "inside_vllm" / f"{name}.py" for name in ("adapter_check", "launcher", "receivers", "worker")]
+"""The modules that import vLLM."""
+
+IMPORTS = {
+    "vllm": None,
+    "vllm.distributed.weight_transfer.base.WeightTransferEngine": None,
+    "vllm.distributed.weight_transfer.base.WeightTransferInitInfo": None,
+    "vllm.distributed.weight_transfer.base.WeightTransferUpdateInfo": None,
+    "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory": None,
+    "vllm.entrypoints.launchers.api_server.entry.main": (),
+    "vllm.lora.layers.base.BaseLayerWithLoRA": None,
+    "vllm.lora.ops.torch_ops.lora_ops": None,
+    "vllm.lora.punica_wrapper.punica_cpu": None,
+    "vllm.lora.utils.parse_fine_tuned_lora_name": ("name", "weights_mapper"),
+    "vllm.lora.worker_manager.LRUCacheWorkerLoRAManager": None,
+    "vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead": None,
+    "vllm.model_executor.model_loader.reload.finalize_layerwise_reload": None,
+    "vllm.model_executor.model_loader.reload.initialize_layerwise_reload": None,
+    "vllm.platforms.current_platform": None,
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": None,
+}
+"""What we import, and for a function its parameters."""
+
+ATTRIBUTES: dict[str, dict[str, tuple[str, ...] | None]] = {
+    "vllm.distributed.weight_transfer.base.WeightTransferEngine": {
+        "device": None,
+        "finish_weight_update": (),
+        "init_info_cls": None,
+        "init_transfer_engine": ("init_info",),
+        "model": None,
+        "model_config": None,
+        "parse_update_info": ("update_dict",),
+        "receive_weights": ("update_info",),
+        "shutdown": (),
+        "start_weight_update": (),
+        "update_info_cls": None,
+        "update_weights": ("update_info",),
+    },
+    "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory": {
+        "register_engine": ("name", "module_path_or_cls", "class_name"),
+    },
+    "vllm.lora.layers.base.BaseLayerWithLoRA": {"load_weights": ("weights",)},
+    "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA": {"lora_a_stacked": None, "lora_b_stacked": None},
+    "vllm.lora.model_manager.LoRAModelManager": {
+        "lora_index_to_id": None,
+        "modules": None,
+        "packed_modules": None,
+        "remove_adapter": ("adapter_id",),
+    },
+    "vllm.lora.ops.torch_ops.lora_ops": {
+        "bgmv_expand": ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "add_inputs"),
+        "bgmv_expand_slice": (
+            "inputs",
+            "lora_b_weights",
+            "output_tensor",
+            "lora_indices_tensor",
+            "slice_offset",
+            "slice_size",
+            "add_inputs",
+        ),
+        "bgmv_shrink": ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "scaling"),
+    },
+    "vllm.lora.request.LoRARequest": {"load_inplace": None, "lora_int_id": None, "lora_name": None, "lora_path": None},
+    "vllm.lora.worker_manager.LRUCacheWorkerLoRAManager": {"_adapter_manager": None, "add_adapter": ("lora_request",)},
+    "vllm.lora.worker_manager.WorkerLoRAManager": {"list_adapters": ()},
+    "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod": {"process_weights_after_loading": ("layer",)},
+    "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding": {"quant_method": None},
+    "vllm.model_executor.models.interfaces.SupportsLoRA": {"packed_modules_mapping": None},
+    "vllm.model_executor.models.interfaces.SupportsQuant": {"hf_to_vllm_mapper": None},
+    "vllm.model_executor.models.utils.WeightsMapper": {"get_rename_mapper": ()},
+    "vllm.platforms.interface.Platform": {"is_cpu": ()},
+    "vllm.v1.worker.gpu_input_batch.CachedRequestState": {"num_computed_tokens": None, "prompt_token_ids": None},
+    "vllm.v1.worker.gpu_input_batch.InputBatch": {"num_reqs": (), "req_id_to_index": None, "req_ids": ()},
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": {
+        "_get_prompt_logprobs_dict": ("hidden_states", "num_scheduled_tokens"),
+        "input_batch": None,
+        "lora_config": None,
+        "num_prompt_logprobs": None,
+        "requests": None,
+    },
+    "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin": {
+        "set_active_loras": ("input_batch", "num_scheduled_tokens", "num_sampled_tokens", "mapping_type"),
+    },
+    "vllm.version": {"__version__": None},
+}
+"""What we use of vLLM's classes and modules, by where it is defined, and for a function its parameters (without `self`)."""
+
+ONLY_IN_0_26 = {"get_unstacked_mapper", "trainer_send_weights"}
+"""Names that vLLM 0.26 has, and 0.32 no more."""
+
+NOT_VLLMS = {
+    *("Module", "SIGKILL", "SIGTERM", "Size", "Tensor", "Thread", "_counted", "_receive", "_tensor", "accelerator", "add", "argv"),
+    *("array", "b64decode", "cat", "check_adapters_that_are_loaded", "compile", "expand", "expand_slice", "fileno", "get"),
+    *("get_tensor", "getpgid", "getpid", "handles", "identity", "index", "int32", "items", "kill", "killpg", "load", "loads"),
+    *("meeting_point", "named_modules", "nn", "offset_keys", "outline", "pair", "path", "read", "receive", "received"),
+    *("register", "rpartition", "run_module", "search", "setpgrp", "shrink", "sleep", "split", "start", "stdin", "synchronize"),
+    *("type", "was_checked", "zeros"),
+}
+"""Names of attributes in these modules that are Python's, PyTorch's, NumPy's or ours."""
+
+PATHS = {
+    "/abort_requests",
+    "/collective_rpc",
+    "/finish_weight_update",
+    "/health",
+    "/inference/v1/generate",
+    "/init_weight_transfer_engine",
+    "/is_paused",
+    "/pause",
+    "/reset_prefix_cache",
+    "/resume",
+    "/start_weight_update",
+    "/update_weights",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/weight_info",
+}
+"""Of HTTP, that the client uses."""
+
+FIELDS = {
+    "init_info",
+    "lora_name",
+    "lora_path",
+    "method",
+    "args",
+    "request_ids",
+    "update_info",
+    "weight_version",
+    "mode",
+    "clear_cache",
+    "reset_running_requests",
+}
+"""Keys of bodies and queries, of all paths but the one for generating."""
+
+GENERATE_FIELDS = {"features", "model", "request_id", "sampling_params", "stream", "stream_options", "token_ids"}
+
+ENVIRONMENT = {
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_HOST_IP",
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_SERVER_DEV_MODE",
+    "VLLM_USE_V2_MODEL_RUNNER",
+}
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Path:
+    """VLLM's source."""
+    return next((PYTHON.parent.parent / "lib").glob("python3*/site-packages/vllm"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def nodes(paths: list[Path]) -> Iterator[ast.AST]:
+    for path in paths:
+        yield from ast.walk(tree(path))
+
+
+def definitions(parent: ast.AST) -> dict[str, ast.AST]:
+    """What a module or a class defines, by name; of a class also what its methods set on `self`."""
+    found: dict[str, ast.AST] = {}
+    for node in ast.walk(parent) if isinstance(parent, ast.ClassDef) else getattr(parent, "body", []):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.setdefault(name, node)
+            case ast.Assign() | ast.AnnAssign():
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    if isinstance(target, ast.Name):
+                        found.setdefault(target.id, node)
+                    elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+                        found.setdefault(target.attr, node)
+            case ast.ImportFrom() | ast.Import():
+                found |= {alias.asname or alias.name: node for alias in node.names}
+            case ast.If() | ast.Try():  # names that exist for type checkers, or from a file that the build makes
+                found = definitions(node) | found
+    return found
+
+
+def located(vllm: Path, dotted: str) -> ast.AST | None:
+    """The node that defines a module, or a name in one; None if vLLM does not have it."""
+    parts = dotted.split(".")[1:]
+    for depth in range(len(parts), -1, -1):
+        place = vllm.joinpath(*parts[:depth])
+        file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+        if file.is_file():
+            node: ast.AST | None = tree(file)
+            for name in parts[depth:]:
+                node = definitions(node).get(name) if node is not None else None
+            return node
+    return None
+
+
+def parameters_of(node: ast.AST) -> tuple[str, ...] | None:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    arguments = node.args
+    return tuple(a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs) if a.arg not in ("self", "cls"))
+
+
+def test_what_is_imported_is_listed_and_there(vllm: Path) -> None:
+    used = set()
+    for node in nodes(list(SAMPLING.rglob("*.py"))):
+        if isinstance(node, ast.Import):
+            used |= {alias.name for alias in node.names if alias.name.split(".")[0] == "vllm"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            used |= {f"{node.module}.{alias.name}" for alias in node.names}
+    assert used == set(IMPORTS)
+    for dotted, expected in IMPORTS.items():
+        found = located(vllm, dotted)
+        assert found is not None, f"vLLM has no {dotted}"
+        assert expected is None or parameters_of(found) == expected, dotted
+
+
+def test_attributes_are_listed_and_there(vllm: Path) -> None:
+    """Each name in our modules is in one of the lists, and each name in the lists is in our modules."""
+    used = {node.attr for node in nodes(INSIDE) if isinstance(node, ast.Attribute)}
+    used |= {name for node in nodes(INSIDE) for name in looked_up(node)}
+    own = {node.name for node in nodes(INSIDE) if isinstance(node, ast.FunctionDef)}
+    set_by_us = {
+        target.id for node in nodes(INSIDE) if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)
+    }
+    listed = {name for attributes in ATTRIBUTES.values() for name in attributes}
+    assert used - NOT_VLLMS - ONLY_IN_0_26 <= listed
+    assert listed <= used | own | set_by_us
+    assert used | own >= NOT_VLLMS | ONLY_IN_0_26
+    for owner, attributes in ATTRIBUTES.items():
+        found = located(vllm, owner)
+        assert found is not None, f"vLLM has no {owner}"
+        there = definitions(found)
+        for name, expected in attributes.items():
+            assert name in there, f"{owner} has no {name}"
+            assert parameters_of(there[name]) == expected, f"{owner}.{name}"
+    newer = [vllm / "model_executor" / "models" / "utils.py", vllm / "distributed" / "weight_transfer" / "base.py"]
+    assert not ONLY_IN_0_26 & {name for node in nodes(newer) for name in definitions(node)}
+
+
+def looked_up(node: ast.AST) -> list[str]:
+    """The name that a call of getattr or hasattr names."""
+    match node:
+        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
+            return [name]
+    return []
+
+
+def test_what_we_put_in_the_place_of_vllms_takes_what_vllm_gives(vllm: Path) -> None:
+    """VLLM may name arguments when it calls our methods, and names some when it calls our products."""
+    methods = {name: expected for attributes in ATTRIBUTES.values() for name, expected in attributes.items() if expected is not None}
+    for node in nodes([path for path in INSIDE if path.stem != "worker"]):
+        if isinstance(node, ast.FunctionDef) and node.name in methods:
+            assert parameters_of(node) == methods[node.name], node.name
+    products = {"bgmv_shrink": "shrink", "bgmv_expand": "expand", "bgmv_expand_slice": "expand_slice"}
+    ours = definitions(tree(SAMPLING / "inside_vllm" / "cpu_lora.py"))
+    for node in nodes([vllm / "lora" / "punica_wrapper" / "punica_cpu.py"]):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in products:
+            taken = parameters_of(ours[products[node.func.id]])
+            assert taken is not None
+            assert {keyword.arg for keyword in node.keywords} <= set(taken)
+            assert len(node.args) + len(node.keywords) <= len(taken)
+
+
+def strings(paths: list[Path]) -> set[str]:
+    return {node.value for node in nodes(paths) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def test_paths_fields_and_environment_are_listed_and_there(vllm: Path) -> None:
+    client = list((SAMPLING / "vllm").glob("*.py"))
+    told = strings(client)
+    assert {text for text in told if text.startswith("/") and text not in ("/", "/dev/shm")} == PATHS
+    assert {text for text in told if text.startswith("VLLM_")} == ENVIRONMENT
+    assert fields_of(client) == FIELDS
+    source = strings([*vllm.joinpath("entrypoints").rglob("*.py"), vllm / "envs.py"])
+    assert source >= PATHS | ENVIRONMENT
+
+
+def fields_of(paths: list[Path]) -> set[str]:
+    """Keys that are given to `Connection.post` in a dictionary or by name."""
+    found: set[str] = set()
+    for node in nodes(paths):
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.Call) and (getattr(called, "attr", None) == "post" or getattr(called, "id", None) == "post"):
+            found |= {keyword.arg for keyword in node.keywords if keyword.arg}
+            keys = [key for each in node.args if isinstance(each, ast.Dict) for key in each.keys]
+            found |= {str(key.value) for key in keys if isinstance(key, ast.Constant)}
+    return found
+
+
+def test_options_of_the_command_line_are_there(vllm: Path) -> None:
+    """As an option, or as the field of a configuration that vLLM makes one of."""
+    asked = {text.removeprefix("--") for text in strings([SAMPLING / "vllm" / "launch.py"]) if text.startswith("--") and " " not in text}
+    asked = {text.removeprefix("no-").replace("-", "_") for text in asked if "=" not in text}
+    assert len(asked) > 15
+    names = {"uds", "seed"}
+    for path in [
+        vllm / "engine" / "arg_utils.py",
+        *vllm.joinpath("entrypoints").rglob("cli_args.py"),
+        *vllm.joinpath("config").glob("*.py"),
+    ]:
+        names |= {text.removeprefix("--").replace("-", "_") for text in strings([path]) if text.startswith("--")}
+        names |= {node.target.id for node in nodes([path]) if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    assert asked <= names
+
+
+def test_fields_of_a_generate_request_are_there(vllm: Path) -> None:
+    request = located(vllm, "vllm.entrypoints.scale_out.token_in_token_out.protocol.GenerateRequest")
+    assert request is not None
+    nothing = RenderedInput(np.zeros(0, dtype=np.int32), (), (), torch.zeros(1, 0, dtype=torch.int64))
+    body = generate._body(nothing, {}, None, ()) | generate._STREAM | {"features": None, "request_id": "x"}
+    assert set(body) == GENERATE_FIELDS
+    assert set(definitions(request)) >= GENERATE_FIELDS
+    taken = located(vllm, "vllm.sampling_params.SamplingParams")
+    assert taken is not None
+    assert set(definitions(taken)) >= {*sampling_fields(), *parameters.scoring_params(1), *generate._ONE_TOKEN}
+
+
+def sampling_fields() -> dict[str, Any]:
+    stop = StopRule(eos=True, strings=("x",), token_ids=(1,))
+    asked = SampleRequest("s", 0, 1, [], SamplingParams(1, 1.0, 1.0, -1, 0, stop), PromptQuestions(logprobs=True))
+    return parameters.sampling_params(asked, 1, (1,), 100, 0, 1)

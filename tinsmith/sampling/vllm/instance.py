@@ -1,0 +1,214 @@
+"""One instance of a vLLM server: from one start of its process to the end, what it holds, and who may use it.
+
+A server that is restarted is a new instance, which knows nothing of the weights and pictures that the former had. Everything here belongs
+to one event loop.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from cachetools import LRUCache
+
+from tinsmith.sampling.inside_vllm import TransferKind
+from tinsmith.sampling.vllm.connection import Connection, RefusedError, ServerFailedError, ServerLostError
+from tinsmith.sampling.vllm.weights import Transfer
+
+BASE = ""
+"""The key of the base's own weights."""
+UNKNOWN = None
+"""Stands for the weights of a server while they are being replaced, and after that has failed."""
+
+_PICTURE_CACHE = 2**31
+"""Bytes of pixel values that we expect a server to remember; vLLM's own limit is 4 GiB."""
+
+
+class Slots:
+    """The sequences that a server may compute side by side: one slot for each."""
+
+    def __init__(self, count: int) -> None:
+        self.free = count
+        self.queue: deque[asyncio.Future[None]] = deque()
+        """Each waits for one slot, in order of arrival."""
+
+    @asynccontextmanager
+    async def reserve(self, at_most: int) -> AsyncIterator[int]:
+        """Hold slots while the body runs, which is told how many.
+
+        If nobody waits, that is `at_most`, or as many as are free. Otherwise it is one: several are returned together, when the longest of
+        their sequences has ended, and until then those who wait could have used the others.
+        """
+        count = await self._take(at_most)
+        try:
+            yield count
+        finally:
+            self._give_back(count)
+
+    async def _take(self, at_most: int) -> int:
+        if self.free and not self.queue:
+            count = min(self.free, at_most)
+            self.free -= count
+            return count
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.queue.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it got a slot at the same moment
+                self._give_back(1)
+            raise
+        return 1
+
+    def _give_back(self, count: int) -> None:
+        self.free += count
+        while self.free and self.queue:
+            turn = self.queue.popleft()
+            if not turn.cancelled():
+                self.free -= 1
+                turn.set_result(None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    key: str
+    turn: "asyncio.Future[bool]"
+    """Done when it may run; the result says whether it has to replace the weights first."""
+
+
+class WeightsLock:
+    """Who may use a server that computes with one set of full weights at a time.
+
+    Requests for the weights that are there run side by side. A request for others waits until those that run have ended, replaces the
+    weights, and lets all run that wait for the same. Requests that came after it do not overtake it.
+    """
+
+    def __init__(self) -> None:
+        self.weights: str | None = BASE
+        """Key of the weights that are there."""
+        self.running = 0
+        self.queue: deque[_Waiting] = deque()
+
+    @asynccontextmanager
+    async def holding(self, key: str, replace: Callable[[], Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+        """Run the body while the server computes with the weights of that key. If others are there, `replace` is called before, alone."""
+        must_replace = await self._wait(key)
+        try:
+            if must_replace:
+                await _to_its_end(self._replace(key, replace))
+                for other in [waiting for waiting in self.queue if waiting.key == key]:
+                    self._let_in(other)
+            yield
+        finally:
+            self._leave()
+
+    def keep(self) -> Callable[[], None]:
+        """Let the weights stay until the returned function is called. For holders who start work that may outlast them."""
+        assert self.running, "nobody holds the weights"
+        self.running += 1
+        return self._leave
+
+    async def _replace(self, key: str, replace: Callable[[], Awaitable[None]]) -> None:
+        await replace()
+        self.weights = key
+
+    async def _wait(self, key: str) -> bool:
+        waiting = _Waiting(key, asyncio.get_running_loop().create_future())
+        self.queue.append(waiting)
+        self._advance()
+        try:
+            return await waiting.turn
+        except asyncio.CancelledError:
+            if waiting in self.queue:
+                self.queue.remove(waiting)
+                self._advance()
+            elif not waiting.turn.cancelled():  # it was let in at the same moment
+                self._leave()
+            raise
+
+    def _advance(self) -> None:
+        while self.queue and (self.queue[0].key == self.weights or not self.running):
+            self._let_in(self.queue[0])
+
+    def _let_in(self, waiting: _Waiting) -> None:
+        self.queue.remove(waiting)
+        if waiting.turn.cancelled():
+            return
+        must_replace = waiting.key != self.weights
+        if must_replace:
+            self.weights = UNKNOWN
+        self.running += 1
+        waiting.turn.set_result(must_replace)
+
+    def _leave(self) -> None:
+        self.running -= 1
+        self._advance()
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for work that must not stop half-way: a caller that is cancelled is told so when the work has ended."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):  # it may be cancelled more than once
+                await asyncio.wait([task])
+        raise
+
+
+@dataclass(eq=False)
+class Instance:
+    """A server from one start to its end."""
+
+    connection: Connection
+    slots: Slots
+    """For samples."""
+    spare_slot: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """One more, in which new weights are compared."""
+    samples_per_request: int
+    """Most samples of one prompt in one request. vLLM refuses more than it computes side by side."""
+    started_by_us: bool
+    """Whether we have started it, so that it begins with the base's weights."""
+    transfer_kind: TransferKind
+    transfer: Transfer | None = None
+    """The way in for full weights, once some have been sent."""
+    adapters: dict[str, "asyncio.Task[str]"] = field(default_factory=dict)
+    """By the key of the weights: loads the adapter, and gives the name that it has there."""
+    checks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    """By the key of the weights: compares the canary."""
+    weights_lock: WeightsLock = field(default_factory=WeightsLock)
+    label: str | None = None
+    """What the server calls its full weights in replies; None if it does not say, or was not asked yet."""
+    label_known: bool = False
+    """Whether it was asked for its label."""
+    number: int = field(default_factory=itertools.count().__next__)
+    """Different for every instance."""
+    running: set[str] = field(default_factory=set)
+    """Names of requests that have been sent with a name, by which the server can be told to abort them."""
+    pictures: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_PICTURE_CACHE, getsizeof=lambda size: size))
+    """Size in bytes, by hash, of the pictures that the server has seen."""
+    arriving: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    """By hash: sends a picture there."""
+
+    async def answers(self) -> bool:
+        """Whether the server says that it and its engine are alive."""
+        try:
+            await self.connection.get("/health")
+        except (ServerLostError, RefusedError, ServerFailedError):
+            return False
+        return True
+
+    async def is_silent(self, for_s: float) -> bool:
+        """Whether its engine, which answers between two steps, says nothing for that long. A server that hangs still takes requests."""
+        try:
+            async with asyncio.timeout(for_s):
+                await self.connection.get("/is_paused")
+        except TimeoutError:
+            return True
+        except (ServerLostError, RefusedError, ServerFailedError):  # its samples notice that themselves
+            return False
+        return False

@@ -1,0 +1,254 @@
+"""How our own vLLM servers are started: on which GPU, for how long sequences, with which options and environment.
+
+vLLM does not start if its cache has no room for one sequence of the greatest length, so that length is what fits into its memory beside the
+weights, if that is less than the model's context.
+"""
+
+import json
+import logging
+import os
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tinsmith
+from tinsmith.config import Config, base_model_sources
+from tinsmith.errors import ConfigError
+from tinsmith.models.base import BaseModel
+from tinsmith.protocol.shapes import LoraShape
+from tinsmith.sampling.inside_vllm import TransferKind, backend_of
+from tinsmith.sampling.vllm.options import share_of, value_of
+from tinsmith.sampling.vllm.servers import Launch
+from tinsmith.wire.prompt_scores import MAX_TOPK
+
+log = logging.getLogger(__name__)
+
+MAX_LORAS = 4
+"""Adapters that a server computes side by side by default."""
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM accepts for --max-lora-rank."""
+
+_FOR_PASSES = 0.15
+"""Part of a server's memory that is left for activations and CUDA graphs. An estimate."""
+_SHORTEST = 1024
+"""Tokens. A server with less room than that is not worth starting."""
+_UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
+"""As vLLM reads them."""
+_GIB = 2**30
+_LONGEST_SOCKET = 80
+"""Bytes of the longest directory name in which the path of a Unix socket still fits into the system's limit."""
+
+
+def launches(base: BaseModel, config: Config, directory: Path) -> tuple[list[Launch], int]:
+    """The servers to start for a base model, and how many tokens the longest sequence may have there.
+
+    Their sockets go to `directory`, which only the user can enter. Raises ConfigError if vLLM cannot serve the configuration.
+    """
+    if len(os.fsencode(directory)) > _LONGEST_SOCKET:
+        raise ConfigError(f"the directory {directory} is too long for sockets in it; choose a shorter vllm_dir")
+    gpus = gpus_of(base.name, config, base.device, torch.cuda.device_count())
+    longest = longest_sequence(base, config, gpus[0])
+    logs = Path(config.data_dir).resolve() / "vllm"
+    package = Path(tinsmith.__file__).parent
+    directory.joinpath("tinsmith").symlink_to(package)
+    directory.joinpath("sitecustomize.py").symlink_to(package / "sampling" / "inside_vllm" / "every_process.py")
+    found = []
+    for index, gpu in enumerate(gpus):
+        name = f"{_file_name(base.name)}-{index}"
+        kind = transfer_kind(config.vllm.vllm_transfer, base.device, gpu)
+        command, environment = _command(base, config, kind, longest), _environment(config, directory, gpu)
+        found.append(Launch(command, environment, directory, name, logs / f"{name}.log", kind))
+    return found, longest
+
+
+def transfer_kind(wanted: str, trainer: torch.device, gpu: int | None) -> TransferKind:
+    """How full weights get to a server on this GPU, None for a CPU. Raises ConfigError if `wanted` cannot work there."""
+    shared = gpu is not None and gpu == (trainer.index or 0)
+    match wanted:
+        case "auto":
+            return "file" if gpu is None else "ipc" if shared else "broadcast"
+        case "ipc" if not shared:
+            raise ConfigError(f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {_place(gpu)}. Use auto")
+        case "broadcast" if shared:
+            raise ConfigError("vllm_transfer=broadcast needs a GPU of its own for each server; here one shares the trainer's. Use auto")
+        case "file" | "ipc" | "broadcast":
+            return wanted
+        case _:
+            raise ConfigError(f"vllm_transfer={wanted!r} must be auto, file, ipc or broadcast")
+
+
+def _place(gpu: int | None) -> str:
+    return "no GPU" if gpu is None else f"GPU {gpu}"
+
+
+def _file_name(text: str) -> str:
+    return "".join(character if character.isalnum() or character in "-." else "_" for character in text)[-20:]
+
+
+def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int) -> list[str]:
+    options = [
+        *("--model", base.tokenizer_id, "--dtype", str(base.dtype).removeprefix("torch.")),
+        # One more than there are slots: new weights are compared while samples fill all of them.
+        *("--max-model-len", str(longest), "--max-num-seqs", str(config.sampling.max_running + 1)),
+        "--enable-scale-out",  # the generate and render endpoints
+        *(
+            "--enable-lora",
+            "--max-lora-rank",
+            str(lora_rank(config.models.max_lora_rank)),
+            "--max-loras",
+            str(MAX_LORAS),
+            "--max-cpu-loras",
+            "16",
+        ),
+        *("--worker-extension-cls", "tinsmith.sampling.inside_vllm.worker.WorkerExtension"),
+        *("--weight-transfer-config", json.dumps({"backend": backend_of(kind)})),
+        # Log-probabilities at the temperature of the request; one more than the likeliest, because the sampled token counts as one.
+        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_TOPK + 1)),
+        *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
+    ]
+    if base.family.takes_images:
+        options.append("--no-mm-device-do-normalize")  # pixel values come normalized, as the trainer's are
+    if base.device.type == "cpu":
+        # A seeded request whose prompt is cut into pieces ends vLLM's engine on a CPU; without pieces a step must hold a whole prompt.
+        options += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(4096, longest))]
+    return [config.vllm.vllm_python or sys.executable, "-m", "tinsmith.sampling.inside_vllm.launcher", *options, *config.vllm.vllm_args]
+
+
+def _environment(config: Config, directory: Path, gpu: int | None) -> dict[str, str]:
+    environment = os.environ | {
+        "PYTHONPATH": str(directory),  # our package, and no other of this environment; and `every_process.py`
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer; the socket keeps them to this user
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",  # what its processes have to say to each other stays on this machine
+        # The newer runner applies adapters wrongly where it scores a prompt's tokens, and `worker.py` repairs the other one only.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }
+    if gpu is None:
+        # Compiling takes 20 seconds at the first request, for functions that take microseconds.
+        return environment | {"VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gib(config)), "TORCHDYNAMO_DISABLE": "1"}
+    if torch.cuda.device_count() > 1:
+        environment["CUDA_VISIBLE_DEVICES"] = _visible_name(gpu)
+    return environment
+
+
+def _visible_name(gpu: int) -> str:
+    """A GPU of this process, as CUDA_VISIBLE_DEVICES names it in another."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[gpu] if visible else str(gpu)
+
+
+# On which GPU
+
+
+def gpus_of(base_name: str, config: Config, trainer: torch.device, gpus: int) -> list[int | None]:
+    """The GPU of each server of one base model, numbered as this process sees them; None on a CPU.
+
+    Servers of all base models are counted together, from the GPU after the trainer's on, which comes last. Raises ConfigError if servers
+    would share a GPU that has no room for both.
+    """
+    names = list(base_model_sources(config))
+    servers = config.vllm.vllm_servers
+    places = [_gpu_of(trainer, gpus, index) for index in range(len(names) * servers)]
+    share = share_of(config.vllm.vllm_args)
+    for gpu, count in Counter(places).items():
+        if gpu is not None and count * share > 1:
+            raise ConfigError(
+                f"{servers} vLLM servers each for {len(names)} base models on {gpus} GPUs: {count} would share GPU {gpu}, and each takes "
+                f"{share:g} of its memory; lower --vllm-servers, or pass --vllm-arg=--gpu-memory-utilization={0.9 / count:.2f}"
+            )
+    first = names.index(base_name) * servers
+    return places[first : first + servers]
+
+
+def _gpu_of(trainer: torch.device, gpus: int, index: int) -> int | None:
+    return None if trainer.type == "cpu" else ((trainer.index or 0) + 1 + index) % gpus
+
+
+# For how long sequences
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The memory that a base model takes at a server, in bytes."""
+
+    weights: int
+    cache_per_token: int
+    """Keys and values of one token in all layers."""
+    per_lora_rank: int
+    """One rank of one adapter on all modules that LoRA can train."""
+
+
+def sizes_of(text_config: Any, parameters: int, per_lora_rank: int, dtype: torch.dtype) -> Sizes:
+    """The sizes of a model with that many parameters, to which one rank of an adapter adds `per_lora_rank`."""
+    heads = text_config.num_attention_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    cache = 2 * text_config.num_hidden_layers * kv_heads * head_dim
+    return Sizes(parameters * dtype.itemsize, cache * dtype.itemsize, per_lora_rank * dtype.itemsize)
+
+
+def longest_sequence(base: BaseModel, config: Config, gpu: int | None) -> int:
+    """Most tokens of prompt and answer together at servers of a base model on this GPU, None for a CPU.
+
+    If they are fewer than the model's context, the log says so. Raises ConfigError if there is too little room, or if --vllm-arg asks for
+    more than the model's context.
+    """
+    options = config.vllm.vllm_args
+    asked = value_of(options, "--max-model-len")
+    if asked is not None:
+        return _asked_for(asked, base.max_context)
+    parameters, per_rank = sum(p.numel() for p in base.network.parameters()), base.layout.lora_parameters(LoraShape(rank=1, seed=0))
+    sizes = sizes_of(base.text_config, parameters, per_rank, base.dtype)
+    if gpu is None:
+        memory = cpu_cache_gib(config) * _GIB
+        fits, room = memory // sizes.cache_per_token, f"a cache of {memory / _GIB:g} GiB (--kv-cache-gib)"
+    else:
+        memory = int(share_of(options) * torch.cuda.get_device_properties(gpu).total_memory)
+        fits = tokens_that_fit(sizes, memory, config)
+        room = (
+            f"{memory / _GIB:.1f} GiB of a GPU (--vllm-arg=--gpu-memory-utilization) with {sizes.weights / _GIB:.1f} GiB of weights and "
+            "adapters (--max-lora-rank, --vllm-arg=--max-loras)"
+        )
+    if fits < min(_SHORTEST, base.max_context):
+        raise ConfigError(f"a vLLM server of {base.name} has {room}: no sequence of {_SHORTEST} tokens fits in; give it more")
+    if fits >= base.max_context:
+        return base.max_context
+    longest = fits // _SHORTEST * _SHORTEST
+    log.info(
+        "vLLM servers of %s take sequences of up to %d of %d tokens: more do not fit into %s", base.name, longest, base.max_context, room
+    )
+    return longest
+
+
+def tokens_that_fit(sizes: Sizes, memory: int, config: Config) -> int:
+    """Tokens whose keys and values fit into so many bytes of a GPU, beside weights, adapters and activations."""
+    adapters = int(value_of(config.vllm.vllm_args, "--max-loras") or MAX_LORAS) * lora_rank(config.models.max_lora_rank)
+    left = memory * (1 - _FOR_PASSES) - sizes.weights - adapters * sizes.per_lora_rank
+    return int(left // sizes.cache_per_token)
+
+
+def lora_rank(largest: int) -> int:
+    """The rank of vLLM's slots for adapters whose rank is at most `largest`. Raises ConfigError if that is more than vLLM has."""
+    for rank in RANKS:
+        if largest <= rank:
+            return rank
+    raise ConfigError(f"max_lora_rank={largest} is more than vLLM can serve; it ends at {RANKS[-1]}")
+
+
+def cpu_cache_gib(config: Config) -> int:
+    """Memory of a server's cache without a GPU: vLLM takes whole GiB."""
+    return max(1, round(config.sampling.kv_cache_gib))
+
+
+def _asked_for(text: str, context: int) -> int:
+    match = re.fullmatch(r"(\d+)([kKmM]?)", text)
+    tokens = int(match[1]) * _UNITS[match[2]] if match else 0
+    if not 0 < tokens <= context:
+        raise ConfigError(f"--vllm-arg=--max-model-len={text}: give a number of tokens from 1 to the model's context of {context}")
+    return tokens
