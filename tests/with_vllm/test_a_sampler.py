@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ class Bench:
     proxies: list[Proxy]
     """The way to each of its servers: the same real one, but it does not know."""
     awake: threading.Event
+    came: dict[str, SampleEvent] = field(default_factory=dict)
+    """The requests that have ended and were not asked for yet."""
 
     @property
     def proxy(self) -> Proxy:
@@ -66,15 +68,26 @@ class Bench:
         """One request."""
         asked = SampleRequest("s:sample:0", 0, n, [], replace(PARAMS, **params), PromptQuestions())
         self.sampler.add(name, asked, rendered, weights, stream)
+        self.step()
+
+    def publish(self, weights: Any) -> None:
+        """Let inflight samples go on with new weights."""
+        self.sampler.publish(weights)
+        self.step()
+
+    def step(self) -> None:
+        """All work that needs the trainer's model: then the client has every request."""
+        while self.sampler.has_work:
+            self.came |= {event.request_id: event for event in self.sampler.step()}
 
     def results(self, count: int) -> dict[str, SampleEvent]:
         """The next requests that end."""
-        ended: dict[str, SampleEvent] = {}
         deadline = time.monotonic() + WAIT_S
-        while len(ended) < count and time.monotonic() < deadline:
+        while len(self.came) < count and time.monotonic() < deadline:
             self.awake.wait(0.05)
             self.awake.clear()
-            ended |= {result.request_id: result for result in self.sampler.step()}
+            self.step()
+        ended, self.came = self.came, {}
         assert len(ended) == count
         return ended
 
@@ -175,7 +188,7 @@ def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench
         return expected(weights) - (0.01 if weights is second else 0.0)
 
     monkeypatch.setattr(bench.sampler.canary, "expected", wrong)
-    bench.sampler.publish(second)
+    bench.publish(second)
     ended = bench.results(3)
     failure = ended["follows"]
     assert isinstance(failure, SampleFailure)
@@ -225,8 +238,7 @@ def test_samples_of_a_lost_server_go_on_at_another(socket: str, vision_dir: Path
             conversation.append(random_tokens(20 + turn, 20))
         begins = conversation[0].tokens.tolist()
         assert sorted(sum(asked["token_ids"][:40] == begins for asked in proxy.generates) for proxy in bench.proxies) == [0, 4]
-        bench.sampler.publish(second)
-        bench.sampler.step()
+        bench.publish(second)
         (lost,) = [proxy for proxy in bench.proxies if any(asked["max_tokens"] == LONG for asked in params_of(proxy))]
         wait_until(lambda: any(0 < LONG - asked["max_tokens"] < LONG for asked in params_of(lost)))
         for i in range(12):

@@ -117,6 +117,10 @@ class VLLMSampler:
         self.new.append(self.pending[request_id])
 
     def publish(self, weights: Weights) -> None:
+        model_id = ref_of(weights, self.base.name).inflight_of
+        for pending in self.new:
+            if model_id is not None and ref_of(pending.weights, self.base.name).inflight_of == model_id:
+                pending.weights = weights
         self.published.append(weights)
 
     def step(self) -> list[SampleEvent]:
