@@ -87,7 +87,7 @@ class Canary:
         tokens = np.random.default_rng(0).integers(0, base.vocab_size, 2 * _TOKENS).astype(np.int32)
         picture: list[Chunk] = [_picture()] if base.family.takes_images else []
         self.rendered = renderer.render([TextChunk(tokens[:_TOKENS]), *picture, TextChunk(tokens[_TOKENS:])])
-        self.text = self.rendered.is_text
+        self.text = self.rendered.is_text.copy()
         self.text[0] = False
 
     def expected(self, weights: Weights | None) -> NDArray[np.float32]:
