@@ -1,4 +1,4 @@
-"""What an idle server costs: CPU time of its two processes over 20 seconds without a request, with one model loaded, in percent of a core.
+"""What an idle server costs: CPU time of its processes over 20 seconds without a request, with one model loaded, in percent of a core.
 
 Run it with: taskset -c 0,1 python -m benchmarks.idle
 """
@@ -32,7 +32,7 @@ def main() -> None:
             with training_client(server.url):
                 pass  # the session is finished and its client gone: no heartbeat reaches the server while we watch
             time.sleep(SETTLE_S)
-            pids = {"server": server.process.pid, "engine": server.engine_pid()}
+            pids = {"server": server.process.pid, "engine": server.engine_pid(), "worker": server.worker_pid()}
             before = {name: cpu_seconds(pid) for name, pid in pids.items()}
             time.sleep(WATCH_S)
             shares = {name: 100 * (cpu_seconds(pid) - before[name]) / WATCH_S for name, pid in pids.items()}

@@ -85,6 +85,11 @@ class Server:
         (engine,) = (child for child in psutil.Process(self.process.pid).children() if "tinsmith.engine" in child.cmdline())
         return engine.pid
 
+    def worker_pid(self) -> int:
+        """The worker is the engine's only child."""
+        (worker,) = psutil.Process(self.engine_pid()).children()
+        return worker.pid
+
     def _wait_for(self, look: Callable[[], T | None]) -> T:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self.process.poll() is None:

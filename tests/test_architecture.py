@@ -45,6 +45,9 @@ MAY_IMPORT_TORCH = {"models", "rendering", "training", "sampling", "worker"}
 RL_MAY_IMPORT = {"rl", "errors", "config_values"}
 """The client side talks to any Tinker server through the SDK, and needs nothing else of the package."""
 
+ENGINE_MAY_IMPORT = {"engine", "errors", "logs", "config", "wire", "store", "protocol"}
+"""The engine orders what workers do, and talks to them with messages only: it outlives them."""
+
 TRANSFORMERS_NAMES = {
     "AttentionInterface",
     "AutoConfig",
@@ -107,6 +110,7 @@ def test_rooms_import_one_way(path: Path) -> None:
         if module.startswith("tinsmith."):
             other = room_of(module)
             assert other == room or RANKS[other] < RANKS[room], f"{path.name} of {room} imports {module}"
+            assert room != "engine" or other in ENGINE_MAY_IMPORT, f"{path.name} of engine imports {module}"
             assert room != "rl" or other in RL_MAY_IMPORT, f"{path.name} of rl imports {module}"
         package = module.split(".")[0]
         if package in ("torch", "transformers", "tokenizers"):
@@ -135,8 +139,17 @@ def test_what_we_touch_of_transformers_is_listed_and_there(vision_base: BaseMode
 
 @pytest.mark.parametrize(
     "module",
-    ["tinsmith.cli", "tinsmith.server.main", "tinsmith.protocol.link", "tinsmith.wire.sample", "tinsmith.store.store", "tinsmith.rl.reach"],
+    [
+        "tinsmith.cli",
+        "tinsmith.server.main",
+        "tinsmith.engine.loop",
+        "tinsmith.engine.__main__",
+        "tinsmith.protocol.link",
+        "tinsmith.wire.sample",
+        "tinsmith.store.store",
+        "tinsmith.rl.reach",
+    ],
 )
-def test_the_http_side_never_loads_torch(module: str) -> None:
+def test_the_http_side_and_the_engine_never_load_torch(module: str) -> None:
     code = f"import sys, {module}; assert not {{'torch', 'transformers'}} & set(sys.modules), 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True)

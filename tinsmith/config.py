@@ -92,6 +92,7 @@ class ServerConfig:
         2,
     )
     engine_hung_s: float = setting(120.0, "After this long without a heartbeat, the engine process is killed and restarted", "seconds", 2)
+    worker_hung_s: float = setting(120.0, "After this long without a heartbeat, a worker process is killed and restarted", "seconds", 2)
     shutdown_s: float = setting(
         120.0, "After Ctrl-C, maximum time for the pass under way, and the same again for saving each model", "seconds", 0.1
     )

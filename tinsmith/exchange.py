@@ -6,22 +6,26 @@ Both work beside a running server: the files of a checkpoint are written once an
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
 from tinsmith.config import Config, base_model_sources
-from tinsmith.engine.checkpoints import Checkpoints
+from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.fingerprint import check_fingerprint, fingerprint_of, holds_weights, local_directory
 from tinsmith.models.full import FullWeights
 from tinsmith.models.layout import read_layout
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
 from tinsmith.training.checkpoint import About, SavedState, read_about, stored_weights, write_state
 from tinsmith.training.peft_format import read_peft, write_merged, write_peft
 from tinsmith.wire.paths import CheckpointKind, CheckpointPath, check_name, parse_path
+from tinsmith.worker.checkpoint_files import opened_files, write_files
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +44,11 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
     kind = parse_path(path).kind
     if kind == "external":
         raise UserError(f"{path} holds files to download: tinker checkpoint download; export a path of weights or sampler_weights")
-    with _opened(data_dir) as checkpoints, checkpoints.opened(path, kind) as (_, files):
-        about = read_about(files)
-        weights = stored_weights(files, about)
+    with _opened(data_dir) as checkpoints:
+        found = checkpoints.find(path, kind)
+        with opened_files(checkpoints.files, path, found.directory, optimizer=False) as files:
+            about = read_about(files)
+            weights = stored_weights(files, about)
     source = base_source or about.base_source
     base = read_layout(source)
     if base.family.model_type != about.architecture:
@@ -75,17 +81,15 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
     about = About(base_name, source, base.family.model_type, adapter.shape, fingerprint)
     kinds: tuple[CheckpointKind, ...] = ("training", "sampler")
     paths = [CheckpointPath(IMPORTED, kind, name) for kind in kinds]
-
-    def write(directory: Path) -> About:
-        write_state(SavedState(about, adapter.named_tensors()), directory)
-        return about
-
+    write = partial(write_state, SavedState(about, adapter.named_tensors()))
     with _opened(data_dir) as checkpoints:
         taken = [str(path) for path in paths if checkpoints.store.checkpoint(str(path)) is not None]
         if taken:
             raise UserError(f"NAME={name!r}: {' and '.join(taken)} exist already; import under another name, or delete what is there first")
         for path in paths:
-            checkpoints.add(path, write)
+            row = checkpoints.announce(path, base_name, about.architecture, asdict(adapter.shape))
+            found = write_files(checkpoints.files, row, write)
+            checkpoints.store.put_checkpoint(Checkpoint(**row, **found))
     return [str(path) for path in paths]
 
 
@@ -102,8 +106,8 @@ def _fingerprint(source: str, fetch: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def _opened(data_dir: Path) -> Iterator[Checkpoints]:
+def _opened(data_dir: Path) -> Iterator[CheckpointRows]:
     if not (data_dir / FILE_NAME).is_file():
         raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it)")
     with contextlib.closing(Store.open(data_dir)) as store:
-        yield Checkpoints(store, CheckpointFiles(data_dir))
+        yield CheckpointRows(store, CheckpointFiles(data_dir))

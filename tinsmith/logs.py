@@ -7,7 +7,7 @@ LEVELS = ("debug", "info", "warning", "error")
 """The values of `--log-level`, from most lines to fewest."""
 
 
-def start_logging(process: Literal["server", "parser", "engine"], level: str = "info") -> None:
+def start_logging(process: Literal["server", "parser", "engine", "worker"], level: str = "info") -> None:
     """Log to standard error: our own lines from `level` on, and warnings and errors of libraries. A second call only changes the level."""
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s %(levelname)s {process}: %(message)s")
     logging.getLogger("tinsmith").setLevel(level.upper())

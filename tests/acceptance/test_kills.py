@@ -1,4 +1,4 @@
-"""What dies in the middle: servers and engines while they save, clients while they send or wait; and disks without room."""
+"""What dies in the middle: servers, engines and workers while they save, clients while they send or wait; and disks without room."""
 
 import asyncio
 import json
@@ -73,7 +73,7 @@ def wait_until(seen: Callable[[Path], bool], directory: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", [is_being_written, is_in_place])
-@pytest.mark.parametrize("victim", ["engine", "server"])
+@pytest.mark.parametrize("victim", ["worker", "engine", "server"])
 def test_a_save_that_is_cut_off_leaves_a_whole_checkpoint_or_none(
     text_only: list[str], tmp_path: Path, victim: str, moment: Callable[[Path], bool]
 ) -> None:
@@ -82,10 +82,11 @@ def test_a_save_that_is_cut_off_leaves_a_whole_checkpoint_or_none(
         with client_of(server) as http:
             model = trained(http)
             expected = scores(model, 4)
+            pids = {"worker": server.worker_pid(), "engine": server.engine_pid(), "server": server.process.pid}
             cut = model.save(5, "cut")
             wait_until(moment, tmp_path / "data" / "checkpoints")
-            os.kill(server.engine_pid() if victim == "engine" else server.process.pid, signal.SIGKILL)
-        if victim == "engine":
+            os.kill(pids[victim], signal.SIGKILL)
+        if victim != "server":
             server.wait_for_health(503)
             assert_whole_or_absent(server, model.model_id, cut, expected)
     if victim == "server":
@@ -112,13 +113,13 @@ def test_a_disk_without_room_fails_the_save_and_nothing_else(text_only: list[str
         server.wait_for_health()
         with client_of(server) as http:
             model = trained(http)
-            expected, engine = scores(model, 4), server.engine_pid()
-            _, hard = resource.prlimit(engine, resource.RLIMIT_FSIZE)
-            resource.prlimit(engine, resource.RLIMIT_FSIZE, (6 * 2**20, hard))
+            expected, worker = scores(model, 4), server.worker_pid()
+            _, hard = resource.prlimit(worker, resource.RLIMIT_FSIZE)
+            resource.prlimit(worker, resource.RLIMIT_FSIZE, (6 * 2**20, hard))
             failed = model.result(model.save(5, "none"))
             assert failed["category"] == "server"
             assert "could not be written" in str(failed["error"])
-            resource.prlimit(engine, resource.RLIMIT_FSIZE, (hard, hard))
+            resource.prlimit(worker, resource.RLIMIT_FSIZE, (hard, hard))
             assert scores(model, 6) == expected
             saved = model.result(model.save(7, "none"))
             assert scores(RawModel(http, "text", path=str(saved["path"])), 1) == expected

@@ -1,4 +1,4 @@
-"""Samples whose engine or server is killed are sent again by the SDK, which polls for all of them at once, and come out the same."""
+"""Samples whose worker, engine or server is killed are sent again by the SDK, which polls for all at once, and come out the same."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ def wait_until_samples_run(server: Server) -> None:
     server.wait_for_status(lambda status: status["samples"]["running"] > 0)
 
 
-def test_samples_outlive_their_engine_and_their_server(models: list[str], tmp_path: Path) -> None:
+def test_samples_outlive_their_worker_their_engine_and_their_server(models: list[str], tmp_path: Path) -> None:
     prompts = [text_input(n, 5) for n in range(4)]
     params = types.SamplingParams(max_tokens=800, temperature=0.0, stop=[])
 
@@ -29,10 +29,11 @@ def test_samples_outlive_their_engine_and_their_server(models: list[str], tmp_pa
         sampler = service.create_sampling_client(base_model="text").result()
         expected = tokens([sampler.sample(prompt, 1, params) for prompt in prompts])
 
-        asked = [sampler.sample(prompt, 1, params) for prompt in prompts]
-        wait_until_samples_run(first)
-        os.kill(first.engine_pid(), signal.SIGKILL)
-        assert tokens(asked) == expected
+        for process in (first.worker_pid, first.engine_pid):
+            asked = [sampler.sample(prompt, 1, params) for prompt in prompts]
+            wait_until_samples_run(first)
+            os.kill(process(), signal.SIGKILL)
+            assert tokens(asked) == expected
 
         asked = [sampler.sample(prompt, 1, params) for prompt in prompts]
         wait_until_samples_run(first)

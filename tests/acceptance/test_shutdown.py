@@ -15,7 +15,7 @@ from tests.acceptance.conftest import API_KEY
 from tests.acceptance.talking import RAW_STEP, datum, scores, text_input, train
 from tests.running import START_S, serving
 
-LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING|ERROR) (server|engine): \S")
+LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING|ERROR) (server|engine|worker): \S")
 """One format, whoever writes."""
 
 ITEM = datum(text_input(5, 12), 5)
@@ -60,15 +60,16 @@ def test_ctrl_c_saves_live_models_and_each_model_is_called_what_became_of_it(fam
                 sampler.sample(text_input(seed, 5), 1, types.SamplingParams(max_tokens=4, stop=[])).result()
             expected = {lost.model_id: ("lost", True), unsaved.model_id: ("lost", True), finished.model_id: ("finished", False)}
             assert statuses(http) == expected | {client.model_id: ("ready", False) for client in live}
-        os.kill(first.engine_pid(), signal.SIGINT)  # from a terminal, Ctrl-C reaches both processes
-        os.kill(first.engine_pid(), signal.SIGTERM)  # and a service manager sends it to both
+        for pid in (first.worker_pid(), first.engine_pid()):
+            os.kill(pid, signal.SIGINT)  # from a terminal, Ctrl-C reaches all processes
+            os.kill(pid, signal.SIGTERM)  # and a service manager sends it to all
         first.process.send_signal(signal.SIGINT)
         assert first.process.wait(timeout=START_S) == 0
         log = first.log.read_text()
         assert [line for line in log.splitlines() if not LOG_LINE.match(line)] == []
         assert "server: the engine starts: it imports its libraries and loads text=" in log
-        assert "engine: loading text from " in log
-        assert sum(map(int, re.findall(r"engine: samples: (\d+) finished", log))) == 3
+        assert "worker: loading text from " in log
+        assert sum(map(int, re.findall(r"worker: samples: (\d+) finished", log))) == 3
         assert " sample=" not in log  # one line for each is for debugging
         kept = [f"tinker://{client.model_id}/weights/session-end" for client in live]
         told = re.findall(r"model \S+ is kept as (\S+) for 7 days; go on with create_training_client_from_state_with_opt", log)

@@ -16,8 +16,9 @@ from tests.acceptance.conftest import API_KEY
 from tests.acceptance.talking import RAW_STEP, datum, text_input, train
 from tests.running import Server, serving
 
-WITHIN_S = 8.0
-"""How long others may take beside a save that is held. The test takes all of it while it is expected to fail; then it may be long."""
+WITHIN_S = 120.0
+"""How long others may take beside a save that is held for as long as the test wants: one that they had to wait for would take all of it. So
+it may be long, which it must on a busy machine."""
 
 
 class Gate:
@@ -75,9 +76,6 @@ def save_external(client: tinker.TrainingClient) -> Any:
     return client.save_weights_external("held")
 
 
-@pytest.mark.xfail(
-    raises=TimeoutError, strict=True, reason="the engine's one thread saves, trains and samples; worker processes will turn this on"
-)
 @pytest.mark.parametrize("save", [save_state, save_external])
 def test_a_save_that_takes_its_time_stalls_nobody_else(
     slow_server: Server, gate: Gate, save: Callable[[tinker.TrainingClient], Any]

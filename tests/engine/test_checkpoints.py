@@ -13,19 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.bases import load as load_base
+from tests.checkpoints import Checkpoints, find
 from tests.training.test_checkpoint import advance
 from tinsmith.config import TrainingConfig
-from tinsmith.engine.checkpoints import Checkpoints
-from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.store.catalog import delete_checkpoint, list_run_checkpoints
-from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
-from tinsmith.training.checkpoint import About, read_about, read_state
+from tinsmith.training.checkpoint import read_about, read_state
 from tinsmith.wire.paths import CheckpointPath
+from tinsmith.worker.snapshots import Snapshots
 
 TRAINING = CheckpointPath("m", "training", "a")
 SAMPLER = CheckpointPath("m", "sampler", "a")
@@ -41,7 +39,11 @@ def backend(text_base: BaseModel) -> LocalBackend:
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(Store.open(tmp_path), CheckpointFiles(tmp_path))
+    return Checkpoints(tmp_path)
+
+
+def snapshots_of(checkpoints: Checkpoints, base: BaseModel, directory: Path) -> Snapshots:
+    return Snapshots({"tiny": base}, checkpoints.store, checkpoints.files, directory / "snapshots", 2**30)
 
 
 def directories(checkpoints: Checkpoints) -> list[str]:
@@ -73,14 +75,14 @@ def test_what_is_replaced_is_to_be_deleted(backend: LocalBackend, checkpoints: C
 def test_an_expired_checkpoint_is_refused_at_once(
     backend: LocalBackend, checkpoints: Checkpoints, text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    snapshots = Snapshots({"tiny": text_base}, checkpoints, tmp_path / "snapshots", 2**30)
+    snapshots = snapshots_of(checkpoints, text_base, tmp_path)
     path = checkpoints.save(SAMPLER, backend, ttl_seconds=3600)
-    snapshots.find("tiny", path)
+    find(snapshots, path)
     later = time.time() + 3601
     monkeypatch.setattr(time, "time", lambda: later)
     for _ in range(2):
         with pytest.raises(NotFoundError, match="expired"):
-            snapshots.find("tiny", path)
+            find(snapshots, path)
     with pytest.raises(NotFoundError, match="has expired"), checkpoints.opened(path, "sampler"):
         pass
 
@@ -88,14 +90,14 @@ def test_an_expired_checkpoint_is_refused_at_once(
 def test_a_deleted_checkpoint_is_sampled_from_memory_until_it_is_forgotten(
     backend: LocalBackend, checkpoints: Checkpoints, text_base: BaseModel, tmp_path: Path
 ) -> None:
-    snapshots = Snapshots({"tiny": text_base}, checkpoints, tmp_path / "snapshots", 2**30)
+    snapshots = snapshots_of(checkpoints, text_base, tmp_path)
     path = checkpoints.save(SAMPLER, backend)
-    snapshots.find("tiny", path)
+    find(snapshots, path)
     delete_checkpoint(checkpoints.store, path)
-    snapshots.find("tiny", path)
+    find(snapshots, path)
     snapshots.forget(path)
     with pytest.raises(NotFoundError, match="was deleted"):
-        snapshots.find("tiny", path)
+        find(snapshots, path)
 
 
 def test_a_checkpoint_whose_files_go_while_it_is_read_is_not_found(backend: LocalBackend, checkpoints: Checkpoints) -> None:
@@ -110,13 +112,22 @@ def test_a_checkpoint_whose_files_go_while_it_is_read_is_not_found(backend: Loca
         read()
 
 
+def test_a_checkpoint_that_was_deleted_is_not_called_damaged(backend: LocalBackend, checkpoints: Checkpoints) -> None:
+    """Its row goes first, then its files, which a worker may be reading."""
+    path = checkpoints.save(TRAINING, backend)
+    damaged = TinsmithError("adapter.safetensors is missing")
+    assert checkpoints.rows.why_not_read(path, damaged) is damaged
+    delete_checkpoint(checkpoints.store, path)
+    assert isinstance(checkpoints.rows.why_not_read(path, damaged), NotFoundError)
+
+
 def test_a_save_that_fails_leaves_nothing(checkpoints: Checkpoints) -> None:
-    def write(directory: Path) -> About:
+    def write(directory: Path) -> None:
         (directory / "half").write_text("x")
         raise TinsmithError("the disk is full")
 
     with pytest.raises(TinsmithError, match="the disk is full"):
-        checkpoints.add(TRAINING, write)
+        checkpoints.add(TRAINING, write, {"rank": 4})
     assert checkpoints.store.checkpoint(str(TRAINING)) is None
     assert checkpoints.store.discarded_directories() == []  # it may be written for a day
 
@@ -124,7 +135,7 @@ def test_a_save_that_fails_leaves_nothing(checkpoints: Checkpoints) -> None:
 def test_a_disk_that_takes_no_more_is_named(checkpoints: Checkpoints, tmp_path: Path) -> None:
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def write(directory: Path) -> About:
+    def write(directory: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
         try:
             save_file({"a": torch.zeros(1000)}, directory / "a")
@@ -133,7 +144,7 @@ def test_a_disk_that_takes_no_more_is_named(checkpoints: Checkpoints, tmp_path: 
         raise AssertionError("4000 bytes went into a file of at most 1000")
 
     with pytest.raises(TinsmithError, match=r"tinker://m/weights/a could not be written: .*File too large"):
-        checkpoints.add(TRAINING, write)
+        checkpoints.add(TRAINING, write, {"rank": 4})
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -209,9 +220,9 @@ def test_other_weights_of_the_base_are_refused_to_train_and_to_sample(
     with pytest.raises(UserError, match=refusal):
         load(other, checkpoints, checkpoints.save(TRAINING, backend))
     assert other.optimizers == {}
-    snapshots = Snapshots({"tiny": other_base}, checkpoints, tmp_path / "snapshots", 2**30)
+    snapshots = snapshots_of(checkpoints, other_base, tmp_path)
     with pytest.raises(UserError, match=refusal):
-        snapshots.find("tiny", checkpoints.save(SAMPLER, backend))
+        find(snapshots, checkpoints.save(SAMPLER, backend))
 
 
 def make_old(directory: Path) -> None:

@@ -10,46 +10,40 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-import orjson
 import pytest
 import torch
 
 from tests.bases import png
-from tests.engine.test_loop import MODEL, engine, step
-from tinsmith.engine.loop import Engine
+from tests.engine.here import Here
 from tinsmith.engine.trainer import SAVE_AGAIN_S
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Done, EndSession, Saving
+from tinsmith.protocol.serving import Bye, Done, EndSession, Saving, Shutdown
 from tinsmith.store.database import FILE_NAME
-from tinsmith.store.files import SNAPSHOTS_DIR
-from tinsmith.store.records import Model, NewCommand
+from tinsmith.store.files import CHECKPOINTS_DIR, SNAPSHOTS_DIR
+from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
-from tinsmith.training.backend import LocalBackend
-from tinsmith.wire import tinker_pb2
-from tinsmith.wire.forward_backward import move_images_out
+from tinsmith.training.checkpoint import write_state
 
-LONG_S = 120.0
-"""How long anything here may take on a busy machine."""
+MODEL = "s:train:a"
 
 
 @pytest.fixture
-def made(family_dir: Callable[[str], Path], vision_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """An engine with one model that is ready; nobody runs its loop. The base model has passed its self-check elsewhere."""
+def here(vision_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
+    """One model that is ready."""
     monkeypatch.setattr("tinsmith.engine.loop.DATABASE_BUSY_S", 0.05)
-    monkeypatch.setattr("tinsmith.engine.loop.load_bases", lambda config: {"tiny": vision_base})
-    monkeypatch.setattr("tinsmith.engine.loop.check_base_model", lambda base, samples: None)
-    with engine(family_dir("qwen3_vl"), tmp_path) as running:
-        turn(running)
-        assert running.store.status(f"{MODEL}/0") == "done"
-        yield running
+    made = Here({"tiny": vision_base}, tmp_path)
+    made.create("a")
+    made.settle()
+    assert made.store.status(f"{MODEL}/0") == "done"
+    return made
 
 
 @contextmanager
-def locked(made: Engine) -> Iterator[sqlite3.Connection]:
+def locked(here: Here) -> Iterator[sqlite3.Connection]:
     """Another connection holds the lock, as a backup does."""
-    other = sqlite3.connect(Path(made.config.data_dir) / FILE_NAME, isolation_level=None)
+    other = sqlite3.connect(Path(here.config.data_dir) / FILE_NAME, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     try:
         yield other
@@ -58,9 +52,9 @@ def locked(made: Engine) -> Iterator[sqlite3.Connection]:
 
 
 @contextmanager
-def full(made: Engine) -> Iterator[None]:
+def full(here: Here) -> Iterator[None]:
     """No file can grow beyond the size of the database's journal, as on a disk without space."""
-    journal = Path(made.config.data_dir) / f"{FILE_NAME}-wal"
+    journal = Path(here.config.data_dir) / f"{FILE_NAME}-wal"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (journal.stat().st_size, limits[1]))
     try:
@@ -70,9 +64,10 @@ def full(made: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def unreadable(made: Engine) -> Iterator[None]:
+def unreadable(here: Here) -> Iterator[None]:
     """The database cannot be opened: the process may open no more files."""
-    made.store.close()
+    here.store.close()
+    here.worker.store.close()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
@@ -81,233 +76,297 @@ def unreadable(made: Engine) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def turn(made: Engine) -> None:
-    """Once through the loop."""
-    made._take_commands()
-    made.recorder.flush()
-    if made._may_train:
-        made.trainer.turn()
-
-
-def until(made: Engine, seen: Callable[[], object]) -> None:
-    """Go through the loop until that is true, sleeping as the loop does."""
-    deadline = time.monotonic() + LONG_S
-    while not seen():
-        assert time.monotonic() < deadline
-        time.sleep(made._patience())
-        turn(made)
-
-
-def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(made: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its session has ended by itself, so no client is there to save it again."""
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    with monkeypatch.context() as patch:
-        patch.setattr("tinsmith.training.checkpoint.save_file", no_space_left)
-        made._handle(EndSession("s", save=True))
-        turn(made)
-        assert not made.trainer.has_work  # it does not try again and again, which would stall all others
-        now += SAVE_AGAIN_S + 1
-        assert made.trainer.has_work
-        turn(made)
-    assert list(made.trainer.operations.models) == [MODEL]
-    now += SAVE_AGAIN_S + 1
-    turn(made)
-    assert not made.trainer.operations.models
-    assert not made.trainer.has_work
-    assert made.store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None
-
-
 def no_space_left(*_arguments: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def forward_backward(seq_id: int, length: int = 4, image: bytes | None = None) -> NewCommand:
-    message = tinker_pb2.ForwardBackwardRequest(model_id=MODEL, seq_id=seq_id, loss_fn="cross_entropy")
-    datum = message.data.add()
-    datum.model_input.add().encoded_text.tokens = b"\1\0\0\0" * length
-    if image is not None:
-        picture = datum.model_input.add().image
-        picture.data, picture.format = image, "png"
-        length += 6
-    target = datum.loss_fn_inputs["target_tokens"]
-    target.dense, target.dtype = b"\1\0\0\0\0\0\0\0" * length, tinker_pb2.DTYPE_INT64
-    target.shape.append(length)
-    stored = move_images_out(message)
-    return NewCommand(MODEL, seq_id, "forward_backward", stored.payload, stored.image_digests, stored.images)
-
-
-def steps_taken(made: Engine) -> float:
+def steps_taken(here: Here) -> float:
     """What the optimizer has counted."""
-    backend = made.trainer.operations.model(MODEL).served.backend
-    assert isinstance(backend, LocalBackend)
-    optimizer = backend.optimizers[MODEL]
+    optimizer = here.backend().optimizers[MODEL]
     return float(optimizer.adamw.state[optimizer.weights.tensors()[0]]["step"])
 
 
-def everything_ran(made: Engine) -> bool:
-    return not made.trainer.has_work and not made.trainer.put_off and not made.reading.is_failing
+def everything_ran(here: Here) -> bool:
+    """Whether nothing is left but to record outcomes."""
+    engine = here.engine
+    return not engine.unread and not engine.trainer.passes and engine.trainer.is_idle and here.process.is_resting
+
+
+def files_of_checkpoints(here: Here) -> list[Path]:
+    return list((Path(here.config.data_dir) / CHECKPOINTS_DIR).iterdir())
+
+
+def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its session has ended by itself, so no client is there to save it again."""
+    passed, now = 0.0, time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + passed)
+    attempts = 0
+
+    def counting(*_arguments: object) -> None:
+        nonlocal attempts
+        attempts += 1
+        no_space_left()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tinsmith.training.checkpoint.save_file", counting)
+        here.say(EndSession("s", save=True))
+        here.settle()
+        assert attempts == 1
+        assert SAVE_AGAIN_S - 30 < here.engine.trainer.wait_s <= SAVE_AGAIN_S  # not again and again
+        passed += SAVE_AGAIN_S + 1
+        here.until(lambda: attempts == 2)
+        here.settle()
+    assert list(here.engine.trainer.operations.models) == [MODEL]
+    passed += SAVE_AGAIN_S + 1
+    here.settle()
+    assert not here.engine.trainer.operations.models
+    assert here.store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None
 
 
 @pytest.mark.parametrize("trouble", [locked, full])
 def test_a_step_that_was_applied_is_reported_as_applied_once_the_database_takes_it(
-    made: Engine, trouble: Callable[[Engine], AbstractContextManager[object]]
+    here: Here, trouble: Callable[[Here], AbstractContextManager[object]]
 ) -> None:
-    sent: list[Message] = []
-    made.recorder.send = sent.append
+    told = len(here.told)
     requests = [f"{MODEL}/{seq_id}" for seq_id in range(1, 5)]
-    made.store.append([step(1), forward_backward(2, length=500), forward_backward(3, length=500), step(4)])
-    with trouble(made):
-        turn(made)
-        until(made, lambda: everything_ran(made))
-        assert [outcome.request_id for outcome in made.recorder.waiting] == requests
-        assert steps_taken(made) == 1
-        assert sent == []
-        assert [made.store.status(request) for request in requests] == ["queued"] * 4
-    until(made, lambda: not made.recorder.waiting)
-    assert [message.request_id for message in sent if isinstance(message, Done)] == requests
-    assert [outcome.error for request in requests if (outcome := made.store.outcome(request))] == [None] * 4
-    assert steps_taken(made) == 1
+    here.optim("a", 1)
+    for seq_id in (2, 3):
+        here.forward("a", seq_id, [500])
+    here.optim("a", 4)
+    with trouble(here):
+        here.until(lambda: everything_ran(here))
+        assert [outcome.request_id for outcome in here.engine.recorder.waiting] == requests
+        assert steps_taken(here) == 1
+        assert here.told[told:] == []
+        assert [here.store.status(request) for request in requests] == ["queued"] * 4
+    here.settle()
+    assert here.told[told:] == requests
+    assert [here.error("a", seq_id) for seq_id in range(1, 5)] == [None] * 4
+    assert steps_taken(here) == 1
 
 
-def test_failures_wait_for_the_database_too_and_are_told_once(made: Engine) -> None:
-    sent: list[Message] = []
-    made.recorder.send = sent.append
-    body = {"model_id": MODEL, "seq_id": 1, "adam_params": {"learning_rate": -1.0}}
-    made.store.append([NewCommand(MODEL, 1, "optim_step", orjson.dumps(body)), step(2)])
-    with locked(made):
-        turn(made)
-        assert sent == []
-    until(made, lambda: not made.recorder.waiting)
-    assert [isinstance(message, Done) and message.error is not None for message in sent] == [True, False]
+def test_failures_wait_for_the_database_too_and_are_told_once(here: Here) -> None:
+    told = len(here.told)
+    here.optim("a", 1, learning_rate=-1.0)
+    here.optim("a", 2)
+    with locked(here):
+        here.until(lambda: everything_ran(here))
+        assert here.told[told:] == []
+    here.settle()
+    assert here.told[told:] == [f"{MODEL}/1", f"{MODEL}/2"]
+    assert [here.error("a", seq_id) is not None for seq_id in (1, 2)] == [True, False]
 
 
-def test_training_stops_when_too_much_waits_for_the_database_and_goes_on_afterwards(made: Engine) -> None:
-    made.recorder.limit_bytes = 1.0
-    made.trainer.tokens_per_pass = made.trainer.operations.bases["tiny"].backend.tokens_per_pass = 1
-    made.store.append([forward_backward(1), forward_backward(2)])
-    with locked(made):
-        turn(made)
-        assert made.trainer.has_work
-        assert made.recorder.is_full
-        turn(made)
-        assert made.trainer.has_work
-        assert made._patience() > 0
-    until(made, lambda: everything_ran(made) and not made.recorder.waiting)
+def test_training_stops_when_too_much_waits_for_the_database_and_goes_on_afterwards(here: Here) -> None:
+    here.engine.recorder.limit_bytes = 1.0
+    here.forward("a", 1, [4])
+    here.forward("a", 3, [4])
+    with locked(here):
+        here.until(lambda: here.engine.recorder.is_full)
+        here.engine.trainer.queue.models[MODEL].next_seq = 3  # the next operation is ready
+        for _ in range(5):
+            here.turn()
+        assert len(here.process.passes) == 1
+        assert here.engine.patience() > 0
+    here.settle()
+    assert len(here.process.passes) == 2
+    assert here.error("a", 3) is None
 
 
-def test_operations_and_pictures_that_cannot_be_read_now_are_read_later(made: Engine) -> None:
-    made.store.append([forward_backward(1, image=png(5)), forward_backward(2)])
-    with unreadable(made):
-        turn(made)
-        assert made.reading.is_failing
-    made._take_commands()
-    with unreadable(made):
-        made.trainer.turn()
-        assert made.trainer.put_off == {MODEL}
-        assert 0 < made._patience() <= 5
-        assert made.recorder.waiting == []
-    until(made, lambda: everything_ran(made) and not made.recorder.waiting)
-    assert [outcome.error for seq_id in (1, 2) if (outcome := made.store.outcome(f"{MODEL}/{seq_id}"))] == [None, None]
+def test_operations_and_pictures_that_cannot_be_read_now_are_read_later(here: Here) -> None:
+    here.forward("a", 1, [4], pictures=[png(5)])
+    here.forward("a", 2, [4])
+    with unreadable(here):
+        here.turn()
+        assert here.engine.reading.is_failing
+    here.engine._read_log()
+    with unreadable(here):
+        here.turn()  # the operations cannot be read
+        assert here.engine.trainer.put_off == {MODEL}
+        assert 0 < here.engine.patience() <= 5
+    here.until(lambda: here.engine.trainer.forward)
+    assert here.engine.recorder.waiting == []
+    here.settle()
+    assert [here.error("a", seq_id) for seq_id in (1, 2)] == [None, None]
 
 
-def test_a_checkpoint_is_saved_once_the_database_takes_it_and_others_do_not_wait(made: Engine) -> None:
-    save = {"model_id": MODEL, "seq_id": 1, "path": "kept"}
-    other = orjson.dumps({"session_id": "s", "model_seq_id": 1, "base_model": "tiny", "lora_config": {"rank": 4}})
-    created = NewCommand("s:train:1", 0, "create_model", other, model=Model("s:train:1", "s", "tiny", {"rank": 4}, {}, None))
-    made.store.append([NewCommand(MODEL, 1, "save_weights", orjson.dumps(save)), step(2), created])
-    with locked(made):
-        turn(made)
-        assert made.trainer.put_off == {MODEL}
-        assert [outcome.request_id for outcome in made.recorder.waiting] == ["s:train:1/0"]
-    until(made, lambda: everything_ran(made) and not made.recorder.waiting)
-    assert [made.store.status(f"{MODEL}/{seq_id}") for seq_id in (1, 2)] == ["done", "done"]
-    assert made.store.checkpoint(f"tinker://{MODEL}/weights/kept") is not None
+def test_pictures_that_the_worker_cannot_read_now_are_read_later(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operations behind theirs wait with them."""
+    reads = 0
+    read = here.worker.store.read_blob
+
+    def reading(digest: bytes) -> bytes | None:
+        nonlocal reads
+        reads += 1
+        if reads > 1:
+            return read(digest)
+        with unreadable(here):
+            return read(digest)
+
+    monkeypatch.setattr(here.worker.store, "read_blob", reading)
+    here.forward("a", 1, [4], pictures=[png(5)])
+    here.forward("a", 2, [4])
+    here.optim("a", 3)
+    here.until(lambda: here.engine.trainer.put_off)
+    here.settle()
+    assert reads >= 2
+    assert [here.error("a", seq_id) for seq_id in (1, 2, 3)] == [None] * 3
+    assert here.told[-3:] == [f"{MODEL}/{seq_id}" for seq_id in (1, 2, 3)]
 
 
-def test_a_session_that_ends_while_the_database_is_away_is_saved_and_unloaded_later(made: Engine) -> None:
-    made.store.append([step(1)])
-    with unreadable(made):
-        made._handle(EndSession("s", save=True))
-        assert made.trainer.ending == {}
-    with locked(made):
-        until(made, lambda: made.trainer.put_off)
-        assert MODEL in made.trainer.operations.models
-    until(made, lambda: everything_ran(made) and not made.recorder.waiting)
-    assert made.trainer.operations.models == {}
-    assert made.store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None
-    cancelled = made.store.outcome(f"{MODEL}/1")
-    assert cancelled is not None
-    assert cancelled.error == "it was cancelled: its session ended before the operation was run"
+def test_a_checkpoint_is_saved_once_the_database_takes_it_and_others_do_not_wait(here: Here) -> None:
+    here.save("a", 1, "kept")
+    here.optim("a", 2)
+    here.create("b")
+    with locked(here):
+        here.until(lambda: here.engine.trainer.put_off and here.engine.recorder.waiting)
+        assert here.engine.trainer.put_off == {MODEL}
+        assert [outcome.request_id for outcome in here.engine.recorder.waiting] == ["s:train:b/0"]
+        assert files_of_checkpoints(here) == []
+    here.settle()
+    assert [here.store.status(f"{MODEL}/{seq_id}") for seq_id in (1, 2)] == ["done", "done"]
+    assert here.store.checkpoint(f"tinker://{MODEL}/weights/kept") is not None
 
 
-def test_files_of_snapshots_that_are_missing_do_not_keep_a_session_from_ending(made: Engine) -> None:
-    made.snapshots.memory_bytes = 0
+def test_a_checkpoint_whose_files_are_written_waits_for_its_row_and_is_not_written_again(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = 0
+
+    def counting(*arguments: object) -> None:
+        nonlocal writes
+        writes += 1
+        write_state(*arguments)  # type: ignore[arg-type]
+
+    attempts, put = 0, here.store.put_checkpoint
+
+    def putting(checkpoint: Checkpoint) -> None:
+        nonlocal attempts
+        attempts += 1
+        put(checkpoint)
+
+    monkeypatch.setattr("tinsmith.worker.models.write_state", counting)
+    monkeypatch.setattr(here.store, "put_checkpoint", putting)
+    here.process.is_stuck = True
+    here.save("a", 1, "kept")
+    here.optim("a", 2)
+    here.until(lambda: here.engine.trainer.running)
+    here.process.is_stuck = False
+    with locked(here):
+        here.until(lambda: here.engine.trainer.put_off)
+        here.until(lambda: attempts >= 3)
+        assert here.engine.recorder.waiting == []  # it has neither failed nor succeeded
+        assert here.store.status(f"{MODEL}/1") == "queued"
+        assert len(files_of_checkpoints(here)) == 1
+    here.settle()
+    assert [here.error("a", seq_id) for seq_id in (1, 2)] == [None, None]
+    assert writes == 1
+    assert [path.name for path in files_of_checkpoints(here)] == [here.store.require_checkpoint(f"tinker://{MODEL}/weights/kept").directory]
+
+
+def test_a_session_that_ends_while_the_database_is_away_is_saved_and_unloaded_later(here: Here) -> None:
+    here.optim("a", 1)
+    with unreadable(here):
+        here.say(EndSession("s", save=True))
+        here.turn()
+        assert here.engine.trainer.ending == {}
+    with locked(here):
+        here.until(lambda: here.engine.trainer.put_off)
+        assert MODEL in here.engine.trainer.operations.models
+    here.settle()
+    assert here.engine.trainer.operations.models == {}
+    assert here.store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None
+    assert here.error("a", 1) == "it was cancelled: its session ended before the operation was run"
+
+
+def test_files_of_snapshots_that_are_missing_do_not_keep_a_session_from_ending(here: Here) -> None:
+    snapshots = here.worker.snapshots
+    snapshots.memory_bytes = 0
     for seq_id in (1, 2, 3):
-        body = {"model_id": MODEL, "seq_id": seq_id, "sampling_session_seq_id": seq_id}
-        made.store.append([NewCommand(MODEL, seq_id, "save_weights_for_sampler", orjson.dumps(body))])
-    turn(made)
-    made.snapshots.spill.settle()
-    for directory in (Path(made.config.data_dir) / SNAPSHOTS_DIR).iterdir():
+        here.snapshot("a", seq_id, number=seq_id)
+    here.settle()
+    snapshots.spill.settle()
+    for directory in (Path(here.config.data_dir) / SNAPSHOTS_DIR).iterdir():
         shutil.rmtree(directory)
-    made._handle(EndSession("s", save=False))
-    turn(made)
-    assert made.trainer.operations.models == {}
-    assert made.snapshots.held == {}
-    assert made.snapshots.spill.keys() == []
+    here.say(EndSession("s", save=False))
+    here.settle()
+    assert here.engine.trainer.operations.models == {}
+    assert snapshots.held == {}
+    assert snapshots.spill.keys() == []
 
 
-def test_a_step_that_was_applied_is_recorded_before_the_engine_stops(made: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Message] = []
-    made.store.append([step(1)])
-    with locked(made) as lock:
-        turn(made)
-        made.stopping = True
+def run_to_the_end(here: Here, monkeypatch: pytest.MonkeyPatch, hear: Callable[[list[Message]], None]) -> list[Message]:
+    """Stop the engine and let it run until it has ended; `hear` gets all it has said so far whenever it says something."""
+    said: list[Message] = []
 
-        def send(message: Message) -> None:
-            told.append(message)
-            if sum(isinstance(message, Saving) for message in told) == 2:  # the first attempt to save has failed
+    def send(message: Message) -> None:
+        said.append(message)
+        hear(said)
+
+    monkeypatch.setattr(here.server, "send", send)
+    here.say(Shutdown())
+    here.engine.run(os.getppid())
+    return said
+
+
+def test_a_step_that_was_applied_is_recorded_before_the_engine_stops(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.optim("a", 1)
+    with locked(here) as lock:
+        here.until(lambda: here.engine.recorder.waiting)
+
+        def hear(said: list[Message]) -> None:
+            if sum(isinstance(message, Saving) for message in said) == 2:  # the first attempt to save has failed
                 lock.close()
 
-        made.recorder.send = send
-        monkeypatch.setattr(made.link, "send", send)
-        made.run(os.getppid())
-    store = Store.open(Path(made.config.data_dir))
+        said = run_to_the_end(here, monkeypatch, hear)
+    store = Store.open(Path(here.config.data_dir))
     assert store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None
     assert store.status(f"{MODEL}/1") == "done"
-    assert [message.request_id for message in told if isinstance(message, Done)] == [f"{MODEL}/1"]
+    assert [message.request_id for message in said if isinstance(message, Done)] == [f"{MODEL}/1"]
 
 
-def test_outcomes_are_recorded_before_the_engine_stops_also_if_no_model_is_left(made: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    made.store.append([step(1)])
-    with locked(made) as lock:
-        turn(made)
-        made.trainer.operations.models.clear()
-        made.stopping = True
-        monkeypatch.setattr(made.link, "send", lambda message: lock.close() if isinstance(message, Saving) else None)
-        made.run(os.getppid())
-    assert Store.open(Path(made.config.data_dir)).status(f"{MODEL}/1") == "done"
+@pytest.mark.parametrize("worker", ["ready", "gone"])
+def test_outcomes_are_recorded_before_the_engine_stops_also_if_no_model_is_left(
+    here: Here, monkeypatch: pytest.MonkeyPatch, worker: str
+) -> None:
+    here.optim("a", 1)
+    with locked(here) as lock:
+        here.until(lambda: here.engine.recorder.waiting)
+        here.engine.trainer.operations.models.clear()
+        here.process.is_ready = worker == "ready"
+
+        def hear(said: list[Message]) -> None:
+            if isinstance(said[-1], Saving):
+                lock.close()
+
+        run_to_the_end(here, monkeypatch, hear)
+    assert Store.open(Path(here.config.data_dir)).status(f"{MODEL}/1") == "done"
 
 
-def test_a_model_whose_load_failed_for_want_of_memory_ends_nothing_else(made: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_model(number: int) -> NewCommand:
-        model_id, lora = f"s:train:{number}", {"rank": 0}
-        body = orjson.dumps({"session_id": "s", "model_seq_id": number, "base_model": "tiny", "lora_config": lora})
-        return NewCommand(model_id, 0, "create_model", body, model=Model(model_id, "s", "tiny", lora, {}, None))
+def test_a_database_that_stays_locked_does_not_keep_the_engine_from_stopping(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith.engine.loop.BUSY_S", 0.5)
+    here.create("b")
+    here.settle()
+    with locked(here):
+        said = run_to_the_end(here, monkeypatch, lambda said: None)
+    assert isinstance(said[-1], Bye)
+    assert Store.open(Path(here.config.data_dir)).checkpoint(f"tinker://{MODEL}/weights/session-end") is None
 
+
+def test_a_model_whose_load_failed_for_want_of_memory_ends_nothing_else(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(purpose: str, needed: int, device: torch.device, promised: int = 0) -> None:
         raise UserError("no memory")
 
-    saved = {"model_id": "s:train:1", "seq_id": 1, "path": "kept"}
-    made.store.append([full_model(1), full_model(2), NewCommand("s:train:1", 1, "save_weights", orjson.dumps(saved))])
-    turn(made)
+    for model in "bc":
+        here.create(model, rank=0)
+    here.save("b", 1, "kept")
+    here.settle()
     monkeypatch.setattr("tinsmith.training.backend.require_memory", refuse)
-    load = {"model_id": "s:train:2", "seq_id": 1, "path": "tinker://s:train:1/weights/kept", "optimizer": False}
-    body = {"model_id": "s:train:2", "seq_id": 2, "adam_params": {}}
-    made.store.append(
-        [NewCommand("s:train:2", 1, "load_weights", orjson.dumps(load)), NewCommand("s:train:2", 2, "optim_step", orjson.dumps(body))]
-    )
-    turn(made)
-    until(made, lambda: everything_ran(made))
-    errors = [outcome.error for seq_id in (1, 2) if (outcome := made.store.outcome(f"s:train:2/{seq_id}"))]
-    assert errors == ["no memory", "model s:train:2 is not loaded; create it anew"]
+    load = {"model_id": "s:train:c", "seq_id": 1, "path": "tinker://s:train:b/weights/kept", "optimizer": False}
+    here.add("c", 1, "load_weights", load)
+    here.optim("c", 2)
+    here.settle()
+    assert [here.error("c", seq_id) for seq_id in (1, 2)] == ["no memory", "model s:train:c is not loaded; create it anew"]
+    here.optim("a", 1)
+    here.settle()
+    assert here.error("a", 1) is None

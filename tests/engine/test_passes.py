@@ -1,93 +1,112 @@
-"""Pictures of an operation: decoded pass by pass, and a broken one found late fails its operation alone."""
+"""What is computed together, and when: pictures pass by pass, and a second pass ahead where that helps."""
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.bases import png
-from tests.engine.test_trainer import Bench
+from tests.engine.here import PICTURE_TOKENS, Here
+from tinsmith.config import ImagesConfig, TrainingConfig
 from tinsmith.models.base import BaseModel
-from tinsmith.wire import tinker_pb2
+from tinsmith.rendering.renderer import Renderer
+from tinsmith.training.backend import DatumWork, PassResult
 
-PICTURE_TOKENS = 6
+PICTURE_DATUM = PICTURE_TOKENS + 1
 
 
-class Gallery:
-    """A bench for a vision model, the pictures that its store holds, and how many are decoded and not computed."""
+def renderer_of(here: Here) -> Renderer:
+    return here.worker.passes.bases["tiny"].renderer
 
-    def __init__(self, base: BaseModel, data_dir: Path) -> None:
-        self.bench = Bench(base, data_dir, tokens_per_pass=2 * (PICTURE_TOKENS + 1))
-        self.blobs: dict[bytes, bytes] = {}
-        self.renderer = self.bench.trainer.operations.bases["tiny"].renderer
-        self.renderer.read_blob = self.blobs.__getitem__
-        self.renderer.cache.clear()
 
-    def forward(self, model: str, seq: int, pictures: list[bytes]) -> None:
-        """One datum for each picture, with a word before it."""
-        message = tinker_pb2.ForwardBackwardRequest(model_id=f"s:train:{model}", seq_id=seq, loss_fn="cross_entropy")
-        for data in pictures:
-            digest = hashlib.sha256(data).digest()
-            self.blobs[digest] = data
-            datum = message.data.add()
-            datum.model_input.add().encoded_text.tokens = np.array([5], dtype="<i4").tobytes()
-            image = datum.model_input.add().image
-            image.data, image.format = digest, "png"
-            targets = datum.loss_fn_inputs["target_tokens"]
-            targets.dense = np.full(PICTURE_TOKENS + 1, 1, dtype="<i8").tobytes()
-            targets.dtype = tinker_pb2.DTYPE_INT64
-        self.bench.add(model, seq, "forward_backward", message.SerializeToString())
+def gallery(base: BaseModel, data_dir: Path, **images: int) -> Here:
+    """An engine for a vision model, two of whose pictures make a pass."""
+    training = TrainingConfig(tokens_per_pass=2 * PICTURE_DATUM)
+    return Here({"tiny": base}, data_dir, training=training, images=ImagesConfig(**images))
 
 
 @pytest.fixture
-def gallery(vision_base: BaseModel, tmp_path: Path) -> Iterator[Gallery]:
-    made = Gallery(vision_base, tmp_path)
-    yield made
-    made.renderer.cache.clear()
+def here(vision_base: BaseModel, tmp_path: Path) -> Here:
+    made = gallery(vision_base, tmp_path)
+    made.create("a")
+    made.settle()
+    return made
 
 
-def test_pictures_are_decoded_as_their_pass_comes(gallery: Gallery) -> None:
-    bench = gallery.bench
-    bench.create("a")
-    bench.settle()
-    gallery.forward("a", 1, [png(seed) for seed in range(5)])
-    for decoded in (2, 4, 5):
-        bench.trainer.turn()
-        assert len(gallery.renderer.cache) == decoded
-    assert bench.error("a", 1) is None
-    assert [tokens for _, tokens, _ in bench.backend.passes] == [14, 14, 7]
+def test_pictures_are_decoded_as_their_pass_comes(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a pass is computed, its own are decoded, and at most those of one more."""
+    backend, cache, decoded = here.backend(), renderer_of(here).cache, list[tuple[int, int]]()
+    run = backend.run_pass
+
+    def noting(work: Sequence[DatumWork], backward: bool) -> PassResult:
+        decoded.append((len(work), len(cache)))
+        return run(work, backward)
+
+    monkeypatch.setattr(backend, "run_pass", noting)
+    here.forward("a", 1, pictures=[png(seed) for seed in range(9)])
+    here.settle()
+    assert here.error("a", 1) is None
+    assert sorted(pictures for pictures, _ in decoded) == [1, 2, 2, 2, 2]
+    before = 0
+    for pictures, count in decoded:
+        assert before + pictures <= count <= before + 4
+        before += pictures
 
 
-def test_a_broken_picture_in_a_late_pass_fails_its_operation_and_step_and_no_other(gallery: Gallery) -> None:
-    bench = gallery.bench
+def test_a_broken_picture_in_a_late_pass_fails_its_operation_and_step_and_no_other(here: Here) -> None:
     whole = png(9)
+    here.create("b")
+    here.forward("a", 1, pictures=[*[png(seed) for seed in range(4)], whole[: len(whole) - 30]])
+    here.forward("b", 1, pictures=[whole])
     for model in "ab":
-        bench.create(model)
-    gallery.forward("a", 1, [*[png(seed) for seed in range(4)], whole[: len(whole) - 30]])
-    gallery.forward("b", 1, [whole])
-    for model in "ab":
-        bench.optim(model, 2)
-    bench.settle()
-    failed = bench.outcomes["s:train:a/1"]
+        here.optim(model, 2)
+    here.settle()
+    failed = here.outcome("a", 1)
     assert failed.category == "user"
     assert failed.error is not None
     assert failed.error.startswith("datum 4: chunk 1: the png image of 96 x 64 pixels is broken")
-    assert "the gradients are cleared" in str(bench.error("a", 2))
-    assert (bench.error("b", 1), bench.error("b", 2)) == (None, None)
+    assert "the gradients are cleared" in str(here.error("a", 2))
+    assert (here.error("b", 1), here.error("b", 2)) == (None, None)
 
 
-def test_a_pass_decodes_no_more_pixels_than_one_picture_may_have(gallery: Gallery, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_decodes_no_more_pixels_than_one_picture_may_have(vision_base: BaseModel, tmp_path: Path) -> None:
     """How many an operation holds is no reason to refuse it: the SDK puts 5 MB of datums into one, and some pictures compress well."""
-    bench = gallery.bench
-    for name in ("max_image_pixels", "max_input_pixels"):
-        monkeypatch.setattr(gallery.renderer.limits, name, 96 * 64)
-    bench.create("a")
-    bench.settle()
-    gallery.forward("a", 1, [png(seed) for seed in range(3)])
-    gallery.forward("a", 2, [png(20)] * 4)
-    bench.settle()
-    assert (bench.error("a", 1), bench.error("a", 2)) == (None, None)
-    assert [tokens for _, tokens, _ in bench.backend.passes] == [7, 7, 7, 14, 14]
-    assert len(gallery.renderer.cache) == 4
+    here = gallery(vision_base, tmp_path, max_image_pixels=96 * 64, max_input_pixels=96 * 64)
+    here.create("a")
+    here.forward("a", 1, pictures=[png(seed) for seed in range(3)])
+    here.forward("a", 2, pictures=[png(20)] * 4)
+    here.settle()
+    assert (here.error("a", 1), here.error("a", 2)) == (None, None)
+    assert sorted(tokens for _, tokens, _ in here.process.computed) == [7, 7, 7, 14, 14]
+    assert len(renderer_of(here).cache) == 4
+
+
+def passes_ahead(here: Here, operations: int) -> int:
+    """How many passes the engine gives a worker that has prepared so many operations, before it has heard of any."""
+    here.process.is_stuck = True
+    here.until(lambda: sum(op.prepared is not None for op in here.engine.trainer.forward.get("s:train:a", ())) == operations)
+    here.turn()
+    sent = len(here.process.passes)
+    here.process.is_stuck = False
+    here.settle()
+    return sent
+
+
+def test_a_pass_with_pictures_is_given_ahead_so_that_they_are_decoded_meanwhile(here: Here) -> None:
+    here.forward("a", 1, [3])
+    here.forward("a", 2, forward_only=True, pictures=[png(1)])
+    assert passes_ahead(here, operations=2) == 2
+    assert [backward for _, _, backward in here.process.computed] == [True, False]
+
+
+def test_a_full_pass_is_given_ahead_so_that_the_device_does_not_wait_for_it(here: Here) -> None:
+    here.forward("a", 1, [14, 14, 14])
+    assert passes_ahead(here, operations=1) == 2
+    assert [tokens for _, tokens, _ in here.process.computed] == [14, 14, 14]
+
+
+def test_a_small_pass_is_not_given_ahead_because_more_may_join_it(here: Here) -> None:
+    for seq in (1, 2, 3):
+        here.forward("a", seq, [3], forward_only=seq == 2)
+    assert passes_ahead(here, operations=3) == 1
+    assert [backward for _, _, backward in here.process.computed] == [True, False, True]

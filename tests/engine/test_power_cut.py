@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoints import Checkpoints
 from tests.store.power_cut import Disk, recorded
 from tests.training.test_checkpoint import advance
 from tinsmith.config import TrainingConfig
-from tinsmith.engine.checkpoints import Checkpoints
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.store.catalog import delete_checkpoint, set_checkpoint_ttl
-from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import read_state
 from tinsmith.wire.paths import CheckpointPath
@@ -38,26 +36,22 @@ def backend(text_base: BaseModel) -> LocalBackend:
     return backend
 
 
-def checkpoints_in(data_dir: Path, root: str = "") -> Checkpoints:
-    return Checkpoints(Store.open(data_dir), CheckpointFiles(data_dir, root))
-
-
 def after_cut(disk: Disk, directory: Path, name: str) -> Checkpoints:
     """The checkpoints that a server finds after the power failed now."""
     disk.cut(directory, directory.parent / name)
-    return checkpoints_in(directory.parent / name / "deep" / "data")
+    return Checkpoints(directory.parent / name / "deep" / "data")
 
 
 @pytest.mark.parametrize("root", ["", "elsewhere/checkpoints"])
 def test_a_checkpoint_that_was_acknowledged_survives(disk: Disk, backend: LocalBackend, tmp_path: Path, root: str) -> None:
     (tmp_path / "disk").mkdir()
     root = root and str(tmp_path / "disk" / root)
-    checkpoints = checkpoints_in(tmp_path / "disk" / "deep" / "data", root)
+    checkpoints = Checkpoints(tmp_path / "disk" / "deep" / "data", root)
     path = checkpoints.save(TRAINING, backend)
     disk.cut(tmp_path / "disk", tmp_path / "left")
     (tmp_path / "disk").rename(tmp_path / "before")
     (tmp_path / "left").rename(tmp_path / "disk")  # so that places outside of the data directory are found
-    again = checkpoints_in(tmp_path / "disk" / "deep" / "data", root)
+    again = Checkpoints(tmp_path / "disk" / "deep" / "data", root)
     with again.opened(path, "training", optimizer=True) as (_, directory):
         backend.restore("n", read_state(directory, backend.base, optimizer=True))
     one, other = (backend.optimizers[name].weights.tensors() for name in "mn")
@@ -66,7 +60,7 @@ def test_a_checkpoint_that_was_acknowledged_survives(disk: Disk, backend: LocalB
 
 def test_what_was_deleted_or_replaced_has_no_row_by_the_time_its_files_may_go(disk: Disk, backend: LocalBackend, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    checkpoints = checkpoints_in(tmp_path / "disk" / "deep" / "data")
+    checkpoints = Checkpoints(tmp_path / "disk" / "deep" / "data")
     path = checkpoints.save(TRAINING, backend)
     delete_checkpoint(checkpoints.store, path)
     assert after_cut(disk, tmp_path / "disk", "deleted").store.checkpoint(path) is None

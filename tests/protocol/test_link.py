@@ -1,19 +1,27 @@
-"""Messages between server and engine over a real socket."""
+"""Messages between a process and its child over real sockets."""
 
 import asyncio
 import stat
+import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tinsmith.errors import EngineUnavailableError
-from tinsmith.protocol.link import EngineLink, ServerLink
+from tinsmith.errors import ConfigError, EngineUnavailableError
+from tinsmith.protocol.heartbeat import Heartbeat
+from tinsmith.protocol.link import ChildLink, ParentLink, ServerLink
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Done, Ready, Sample, SampleDone, Shutdown, Wake
+from tinsmith.protocol.serving import Alive, Done, Ready, Sample, SampleDone, Shutdown, Wake
 
 FOREVER_S = 3600.0
 """A wait of this length would end the test by its time-out."""
+
+LONG_S = 120.0
+"""How long anything here may take on a busy machine."""
 
 DONE = Done("m/1", "protobuf", None, None, b"\x0a\x00")
 
@@ -21,11 +29,11 @@ DONE = Done("m/1", "protobuf", None, None, b"\x0a\x00")
 def test_messages_arrive_in_order_both_ways() -> None:
     async def run() -> None:
         server = ServerLink()
-        engine = EngineLink(server.address)
+        engine = ChildLink(server.address)
         for message in (Ready([{"name": "tiny"}]), DONE, SampleDone("s/0", 7, b"\x00\xff")):
             engine.send(message)
         assert [await server.receive() for _ in range(3)] == [Ready([{"name": "tiny"}]), DONE, SampleDone("s/0", 7, b"\x00\xff")]
-        sent = [Wake(), Sample("s/0", 7, "tiny", None, 1, b"body"), Shutdown()]
+        sent = [Wake(["m", "n"]), Sample("s/0", 7, "tiny", None, 1, False, b"body"), Shutdown()]
         for reply in sent:
             await server.send(reply)
         received: list[Message] = []
@@ -41,7 +49,7 @@ def test_messages_arrive_in_order_both_ways() -> None:
 def test_a_wake_ends_the_wait_and_is_kept_for_the_next() -> None:
     async def run() -> None:
         server = ServerLink()
-        engine = EngineLink(server.address)
+        engine = ChildLink(server.address)
         waiting = asyncio.create_task(asyncio.to_thread(engine.receive, FOREVER_S))
         await asyncio.sleep(0.05)
         engine.wake()
@@ -58,7 +66,7 @@ def test_a_wake_ends_the_wait_and_is_kept_for_the_next() -> None:
 def test_receiving_waits_no_longer_than_asked() -> None:
     async def run() -> None:
         server = ServerLink()
-        engine = EngineLink(server.address)
+        engine = ChildLink(server.address)
         started = time.monotonic()
         assert engine.receive(0.1) == []
         assert time.monotonic() - started > 0.05
@@ -73,7 +81,7 @@ def test_sending_to_nobody_does_not_block() -> None:
     async def run() -> None:
         server = ServerLink()
         with pytest.raises(EngineUnavailableError):
-            await server.send(Wake())
+            await server.send(Wake([]))
         server.close()
 
     asyncio.run(run())
@@ -98,3 +106,120 @@ def test_every_link_has_its_own_address() -> None:
         second.close()
 
     asyncio.run(run())
+
+
+def received(link: ParentLink, count: int) -> list[Message]:
+    """So many messages, when they have arrived."""
+    messages: list[Message] = []
+    deadline = time.monotonic() + LONG_S
+    while len(messages) < count:
+        assert time.monotonic() < deadline, messages
+        messages += link.receive()
+        time.sleep(0.005)
+    return messages
+
+
+@contextmanager
+def parent_and_child() -> Iterator[tuple[ParentLink, ChildLink]]:
+    parent = ParentLink()
+    child = ChildLink(parent.address)
+    yield parent, child
+    child.close()
+    parent.close()
+
+
+def test_a_parent_without_an_event_loop_gets_all_in_order_and_never_waits() -> None:
+    with parent_and_child() as (parent, child):
+        assert parent.receive() == []
+        sent = [Ready([{"name": "tiny"}]), DONE, SampleDone("s/0", 7, b"\x00\xff")]
+        for message in sent:
+            child.send(message)
+        assert received(parent, 3) == sent
+        back = [Wake(["m"]), Shutdown()]
+        for message in back:
+            parent.send(message)
+        arrived: list[Message] = []
+        while len(arrived) < 2:
+            arrived += child.receive(FOREVER_S)
+        assert arrived == back
+
+
+def test_heartbeats_of_a_child_come_on_a_socket_of_their_own() -> None:
+    with parent_and_child() as (parent, child):
+        heartbeat = Heartbeat(parent.address)
+        heartbeat.worker_busy_s = 4.0
+        heartbeat.start()
+        child.send(DONE)
+        deadline = time.monotonic() + LONG_S
+        while not (beats := parent.heartbeats()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert beats[0] == Alive(4.0)
+        assert received(parent, 1) == [DONE]
+
+
+def test_what_is_sent_to_a_child_that_never_came_or_has_gone_is_dropped_and_blocks_nobody() -> None:
+    parent = ParentLink()
+    for _ in range(1000):
+        parent.send(DONE)
+    child = ChildLink(parent.address)
+    child.send(DONE)
+    assert received(parent, 1) == [DONE]
+    child.close()
+    for _ in range(1000):
+        parent.send(DONE)
+    parent.close()
+
+
+def test_a_process_in_the_middle_wakes_up_for_its_parent_and_for_its_child() -> None:
+    """As the engine does, between server and worker: no matter whose message, no wait is longer than that of the first to speak."""
+    with parent_and_child() as (server, engine), parent_and_child() as (worker_link, worker):
+        engine.listen_to(worker_link)
+
+        def spoken_after(speak: Callable[[], None]) -> list[Message]:
+            """What the engine gets of the server when it waits while that is said."""
+            later = threading.Timer(0.05, speak)
+            later.start()
+            try:
+                return engine.receive(FOREVER_S)
+            finally:
+                later.join()
+
+        assert spoken_after(lambda: server.send(DONE)) == [DONE]
+        assert spoken_after(lambda: worker.send(Shutdown())) == []
+        assert received(worker_link, 1) == [Shutdown()]
+        assert spoken_after(engine.wake) == []
+
+        engine.forget(worker_link)
+        worker.send(Shutdown())
+        started = time.monotonic()
+        assert engine.receive(0.2) == []
+        assert time.monotonic() - started > 0.1
+        assert received(worker_link, 1) == [Shutdown()]
+
+
+def test_a_heartbeat_of_a_child_wakes_up_who_listens_to_it() -> None:
+    with parent_and_child() as (_, engine), parent_and_child() as (worker_link, _worker):
+        engine.listen_to(worker_link)
+        Heartbeat(worker_link.address).start()
+        assert engine.receive(FOREVER_S) == []
+        assert len(worker_link.heartbeats()) > 0
+
+
+def test_the_socket_of_a_parent_leaves_nothing_behind_and_is_the_users_alone() -> None:
+    first, second = ParentLink(), ParentLink()
+    assert first.address != second.address
+    for link in (first, second):
+        directory = Path(link.address.removeprefix("ipc://")).parent
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        link.close()
+        assert not directory.exists()
+
+
+def test_a_temporary_directory_whose_path_is_too_long_for_a_socket_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / ("long" * 30)
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    with pytest.raises(ConfigError, match="set TMPDIR to a shorter directory"):
+        ParentLink()
+    assert list(directory.iterdir()) == []

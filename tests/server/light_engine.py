@@ -1,21 +1,22 @@
 """An engine without models, for tests of what the server does with its engine process.
 
-It is ready at once, says for each EndSession that the session has ended, and ends itself for session `lost`, with a reason. It is run as
-the engine is: with the link's address and the server's process id as arguments, and the configuration on standard input.
+It is ready at once, and says for each EndSession that the session has ended. For session `lost` it ends itself, with a reason; for
+`worker lost` it has lost its worker, and for `worker back` it has another. It is run as the engine is: with the link's address and the
+server's process id as arguments, and the configuration on standard input.
 """
 
 import sys
 
 from tinsmith.protocol.heartbeat import Heartbeat
-from tinsmith.protocol.link import EngineLink
-from tinsmith.protocol.serving import Bye, Done, EndSession, Ready, Shutdown
+from tinsmith.protocol.link import ChildLink
+from tinsmith.protocol.serving import Bye, Done, EndSession, Ready, Recovering, Shutdown
 
 REASON = "cuda:0 computes nothing any more"
 
 
 def main() -> None:
     """Answer messages until told to stop."""
-    link = EngineLink(sys.argv[1])
+    link = ChildLink(sys.argv[1])
     Heartbeat(sys.argv[1]).start()
     sys.stdin.read()
     link.send(Ready([]))
@@ -23,6 +24,10 @@ def main() -> None:
         for message in link.receive(1.0):
             if isinstance(message, EndSession):
                 link.send(Done(f"ended {message.session_id}", None, str(message.save), None, b""))
+            if message == EndSession("worker lost", save=False):
+                link.send(Recovering(REASON))
+            if message == EndSession("worker back", save=False):
+                link.send(Ready([]))
             is_lost = message == EndSession("lost", save=False)
             if is_lost or isinstance(message, Shutdown):
                 link.send(Bye(REASON if is_lost else ""))

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from tests.server.light_engine import REASON
-from tests.server.serving import LIGHT_ENGINE, Served, running, served
+from tests.server.serving import FACTS, LIGHT_ENGINE, Served, running, served
 from tinsmith.config import Config, ServerConfig
 from tinsmith.protocol.link import ServerLink
 from tinsmith.protocol.messages import Message
@@ -173,5 +173,40 @@ def test_an_engine_that_loses_its_device_says_so_and_is_restarted(monkeypatch: p
             await until(lambda: len(watched.absences) == 2)
             await until(lambda: watched.engine.is_ready)
         assert watched.absences[1] == f"the engine process ended unexpectedly ({REASON})"
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_lost_its_worker_takes_no_samples_until_it_has_another(tmp_path: Path) -> None:
+    """The same engine goes on: what is only for it still reaches it, and what it was sampling is lost."""
+
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            hub = server.hub
+            hub.engine = EngineProcess(hub.config, hub.take, hub.engine_ready, hub.engine_absent, LIGHT_ENGINE)
+            async with running(hub.engine):
+                await until(lambda: hub.engine.is_ready)
+                pid = pid_of(hub.engine)
+                hub.base_models.replace([FACTS.to_dict()])
+                session_id = await server.new_session()
+                body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
+                sampler = (await server.post("create_sampling_session", body)).json()["sampling_session_id"]
+                prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+                asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 4, "stop": []}}
+                started = await server.post("asample", asked)
+                assert started.status_code == 200, started.text
+                polled = asyncio.create_task(server.post("retrieve_future", {"request_id": started.json()["request_id"]}))
+
+                await hub.engine.send(EndSession("worker lost", save=False))
+                await until(lambda: hub.engine.state == "recovering")
+                assert await health(server) == (200, 503, 503, f"{REASON}; the engine starts another")
+                assert (await polled).status_code == 410  # the SDK sends it again
+                assert (await server.post("asample", asked | {"seq_id": 1})).status_code == 503
+                for session in ("in between", "worker back"):
+                    await hub.engine.notify(EndSession(session, save=False))
+                assert await hub.waiters.wait_for("ended in between", no_outcome, LONG_S) is not None
+                await until(lambda: hub.engine.is_ready)
+                assert pid_of(hub.engine) == pid
+                assert await health(server) == (200, 200, 200, "")
 
     asyncio.run(run())

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.running import START_S, Server, serving
@@ -29,6 +30,21 @@ def new_model(client: httpx.Client) -> tuple[str, str]:
     done = client.post("retrieve_future", json={"request_id": future["request_id"]}).json()
     assert done == {"model_id": f"{session_id}:train:0", "type": "create_model"}
     return session_id, done["model_id"]
+
+
+def is_running(pid: int) -> bool:
+    """A process that has ended may still be listed until somebody collects it: then it has no command line."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + START_S
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def endless_sample(sampler: str) -> dict[str, object]:
@@ -80,44 +96,61 @@ def test_an_engine_that_dies_is_restarted_and_its_work_ends_in_clear_errors(tiny
         assert server.process.wait(timeout=START_S) == 0
 
 
-def test_ctrl_c_releases_polls_and_ends_both_processes(tiny: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_releases_polls_and_ends_all_processes(tiny: list[str], tmp_path: Path) -> None:
     with serving(tmp_path, *tiny) as server, server.client() as client, ThreadPoolExecutor() as threads:
         server.wait_for_health()
         _, model_id = new_model(client)
         held = client.post("optim_step", json={"model_id": model_id, "seq_id": 2, "adam_params": {}}).json()
         poll = threads.submit(client.post, "retrieve_future", json={"request_id": held["request_id"]})
         time.sleep(0.2)
-        engine_pid = server.engine_pid()
+        pids = server.engine_pid(), server.worker_pid()
         server.process.send_signal(signal.SIGINT)
         assert poll.result(timeout=START_S).status_code == 408
         assert server.process.wait(timeout=START_S) == 0
-        assert not Path(f"/proc/{engine_pid}").exists()
+        assert not any(is_running(pid) for pid in pids)
 
 
 def test_a_second_ctrl_c_ends_at_once(tiny: list[str], tmp_path: Path) -> None:
     with serving(tmp_path, *tiny, "--shutdown-s", "3600") as server:
         server.wait_for_health()
-        engine_pid = server.engine_pid()
+        engine_pid, worker_pid = server.engine_pid(), server.worker_pid()
         os.kill(engine_pid, signal.SIGSTOP)  # it never finishes what it is at
         server.process.send_signal(signal.SIGINT)
         server.wait_for_log("a second Ctrl-C ends it at once")
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(timeout=START_S) == 128 + signal.SIGINT
-        assert not Path(f"/proc/{engine_pid}").exists()
+        assert not is_running(engine_pid)
+        wait_for_end(worker_pid)  # it notices that its engine is gone
 
 
-def test_an_engine_whose_server_dies_while_it_loads_ends_too(tiny: list[str], tmp_path: Path) -> None:
+def test_an_engine_whose_server_dies_while_it_loads_ends_too_and_so_does_its_worker(tiny: list[str], tmp_path: Path) -> None:
     with serving(tmp_path, *tiny) as server:
         server.wait_for_health(503)
-        time.sleep(0.5)
-        engine = Path(f"/proc/{server.engine_pid()}")
-        server.process.kill()
-        # A process that has ended may still be listed until somebody collects it: then it has no command line.
+        engine = server.engine_pid()
         deadline = time.monotonic() + START_S
-        while engine.exists() and (engine / "cmdline").read_bytes():
+        while not psutil.Process(engine).children():
             assert time.monotonic() < deadline
-            time.sleep(0.1)
+            time.sleep(0.05)
+        worker = server.worker_pid()
+        server.process.kill()
+        for pid in (engine, worker):
+            wait_for_end(pid)
         assert "is ready" not in server.log.read_text()
+
+
+def test_a_worker_whose_engine_dies_ends_whatever_it_computes(tiny: list[str], tmp_path: Path) -> None:
+    """Its device is needed by the next."""
+    with serving(tmp_path, *tiny) as server, server.client() as client:
+        server.wait_for_health()
+        session_id, _ = new_model(client)
+        body = {"session_id": session_id, "sampling_session_seq_id": 1, "base_model": "tiny"}
+        base = client.post("create_sampling_session", json=body).json()["sampling_session_id"]
+        client.post("asample", json=endless_sample(base))
+        server.wait_for_status(lambda status: status["samples"]["running"] > 0)
+        worker = server.worker_pid()
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        wait_for_end(worker)
+        server.wait_for_health()
 
 
 def test_a_low_limit_of_open_files_is_raised(tiny: list[str], tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def wait_for_vllm(server: Server) -> str:
 
 
 def vllm_pids(server: Server) -> list[int]:
-    """The vLLM servers that the server's engine has started."""
-    threads = Path(f"/proc/{server.engine_pid()}/task").iterdir()
+    """The vLLM servers that the worker has started."""
+    threads = Path(f"/proc/{server.worker_pid()}/task").iterdir()
     return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
 
 

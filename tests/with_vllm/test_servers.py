@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tinker
 from tinker import types
 
@@ -68,7 +69,8 @@ def test_samples_of_a_killed_server_are_sent_again(server: Server, service: tink
     assert sample(samplers[0][1], prompts[0], FREE).sequences[0].tokens
 
 
-def test_nothing_is_left_when_the_engine_is_killed(vision_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["worker", "engine"])
+def test_nothing_is_left_when_the_worker_or_the_engine_is_killed(vision_dir: Path, tmp_path: Path, victim: str) -> None:
     """The vLLM server ends by itself while it is starting: its standard input is closed."""
     with sampling_with_vllm(tmp_path, "--base-model", f"tiny={vision_dir}") as server:
         server.wait_for_health()
@@ -76,7 +78,7 @@ def test_nothing_is_left_when_the_engine_is_killed(vision_dir: Path, tmp_path: P
         while not (pids := vllm_pids(server)) and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(5)
-        os.kill(server.engine_pid(), signal.SIGKILL)
+        os.kill(server.worker_pid() if victim == "worker" else server.engine_pid(), signal.SIGKILL)
         while processes_of(pids[0]) and time.monotonic() < deadline + 30:
             time.sleep(0.1)
         assert not processes_of(pids[0])

@@ -27,12 +27,12 @@ def test_weights_that_do_not_arrive_fail_their_sample_alone(server: Server, serv
     of_full, of_adapter = snapshot(full), snapshot(adapter)
     prompt = image_input(full, 1)
     assert worst_difference(adapter, prompt, sample(of_adapter, prompt)) < 1e-4
-    former = resource.prlimit(server.engine_pid(), resource.RLIMIT_FSIZE, (TOO_SMALL, resource.RLIM_INFINITY))
+    former = resource.prlimit(server.worker_pid(), resource.RLIMIT_FSIZE, (TOO_SMALL, resource.RLIM_INFINITY))
     try:
         with pytest.raises(tinker.RequestFailedError, match="weights for vLLM do not fit into"):
             sample(of_full, prompt)
     finally:
-        resource.prlimit(server.engine_pid(), resource.RLIMIT_FSIZE, former)
+        resource.prlimit(server.worker_pid(), resource.RLIMIT_FSIZE, former)
     assert worst_difference(adapter, text_input(3, 9), sample(of_adapter, text_input(3, 9))) < 1e-4
     assert worst_difference(full, prompt, sample(of_full, prompt)) < 1e-4
 

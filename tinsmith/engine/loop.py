@@ -1,43 +1,48 @@
-"""The engine process: it owns the device and does one thing at a time.
+"""The engine process: it puts the operations of all models in order, gives them to its worker, and records what they came to.
 
-    new messages -> at most one training pass -> decode steps for as long as the pass took -> again
-
-Neither training nor sampling starves the other, and nothing that touches weights needs a lock. With no work it sleeps on the socket.
+It knows models, operations, lengths and versions, never a tensor, and it outlives its worker. It never waits for a device or a file: it
+sleeps on its sockets, and whatever arrives is handled at once.
 """
 
 import logging
 import os
 import time
-from functools import partial
 from pathlib import Path
 
-from tinsmith.config import Config, base_model_sources
+from tinsmith.config import Config
 from tinsmith.engine.backoff import Backoff
-from tinsmith.engine.checkpoints import Checkpoints
+from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.engine.command_queue import CommandQueue
-from tinsmith.engine.operations import Operations, Served
+from tinsmith.engine.operations import Operations
 from tinsmith.engine.recorder import Recorder
-from tinsmith.engine.samples import Sampled, Samples
-from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.status import StatusReporter
 from tinsmith.engine.trainer import Trainer
-from tinsmith.errors import NotFoundError, StoreUnavailableError, TinsmithError
-from tinsmith.models.base import BaseModel, load_base_model
-from tinsmith.models.device import require_device
-from tinsmith.protocol.boundary import failing_into
-from tinsmith.protocol.facts import ModelFacts
+from tinsmith.engine.worker_process import WorkerProcess
+from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.protocol.heartbeat import Heartbeat
-from tinsmith.protocol.link import EngineLink
+from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Bye, CancelSample, EndSession, ForgetCheckpoint, Ready, Sample, SampleFailed, Saving, Shutdown, Wake
-from tinsmith.rendering.renderer import Renderer
-from tinsmith.sampling.local.sampler import LocalSampler
-from tinsmith.sampling.self_check import check_base_model
+from tinsmith.protocol.serving import (
+    Bye,
+    CancelSample,
+    Done,
+    EndSession,
+    ForgetCheckpoint,
+    Ready,
+    Recovering,
+    Sample,
+    SampleDone,
+    SampleEvents,
+    SampleFailed,
+    Saving,
+    Shutdown,
+    Wake,
+)
+from tinsmith.protocol.work import WorkerReady
 from tinsmith.store.database import BUSY_S
-from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
+from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
-from tinsmith.training.backend import LocalBackend
 
 log = logging.getLogger(__name__)
 
@@ -45,179 +50,153 @@ READ_AT_ONCE = 1000
 """Commands taken from the log in one read."""
 
 IDLE_S = 1.0
-"""How long an idle engine sleeps before it looks whether its server still lives."""
+"""How long an idle engine sleeps before it looks whether its server and its worker still live."""
 
 DATABASE_BUSY_S = 0.5
 """How long the engine waits for the lock of the database before it goes on with other work and tries again later."""
 
+WORKER_EXIT_S = 60.0
+"""How long a worker that was told to end may take, in seconds. Its last pass was waited for before; vLLM servers may need a while."""
+
 
 class Engine:
-    """Base models, their trainer and samplers, and the loop that drives them."""
+    """The operations of all models, and the worker that runs them."""
 
-    def __init__(self, config: Config, link: EngineLink, heartbeat: Heartbeat) -> None:
+    def __init__(self, config: Config, link: ChildLink, heartbeat: Heartbeat, worker: WorkerProcess) -> None:
         self.config = config
         self.link = link
         self.heartbeat = heartbeat
+        self.worker = worker
+        heartbeat.worker_busy_s = 0.0
         self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S, config.server.kept_operations_mib * 2**20)
-        self.bases = load_bases(config)
-        for base in self.bases.values():
-            started = time.monotonic()
-            check_base_model(base, samples=config.sampling.sampler == "local")
-            log.info("%s passes its self-check, %.1f s", base.name, time.monotonic() - started)
-        renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
-        checkpoints = Checkpoints(self.store, CheckpointFiles(Path(config.data_dir), config.checkpoint_root))
-        sampling = config.sampling
-        memory, disk, idle_s = sampling.snapshot_gib * 2**30, sampling.snapshot_disk_gib * 2**30, sampling.snapshot_idle_h * 3600
-        snapshots = Snapshots(self.bases, checkpoints, Path(config.data_dir) / SNAPSHOTS_DIR, memory, disk, idle_s)
-        self.snapshots = snapshots
-        self.samples = Samples(self._sampled(renderers), snapshots, self._answer)
-        backends = {name: LocalBackend(base, config.training) for name, base in self.bases.items()}
-        served = {name: Served(name, backends[name], renderers[name]) for name in self.bases}
-        ended_ttl_s = config.training.ended_model_ttl_s
-        operations = Operations(served, config.models.max_lora_rank, checkpoints, snapshots, ended_ttl_s, self.store.payload)
-        queue = CommandQueue(config.training.held_operation_s)
-        self.recorder = Recorder(self.store, link.send, config.training.max_unrecorded_mib * 2**20)
-        self.trainer = Trainer(operations, queue, config.training.tokens_per_pass, self._finish)
-        self.status = StatusReporter(self.trainer, self.samples, link.send)
-        self.last_command = 0
+        training = config.training
+        checkpoints = CheckpointRows(self.store, CheckpointFiles(Path(config.data_dir), config.checkpoint_root))
+        operations = Operations(
+            lambda: self.worker.models,
+            config.models.max_lora_rank,
+            checkpoints,
+            training.ended_model_ttl_s,
+            self.store.payload,
+            self._to_worker,
+        )
+        self.recorder = Recorder(self.store, self._recorded, training.max_unrecorded_mib * 2**20)
+        self.trainer = Trainer(
+            operations,
+            CommandQueue(training.held_operation_s),
+            training.tokens_per_pass,
+            config.images.max_image_pixels,
+            self.recorder.record,
+            self._to_worker,
+        )
+        self.status = StatusReporter(self.trainer, self.worker, link.send)
+        self.filed: dict[str, set[int]] = {}
+        """seq_ids of the commands that are read and not recorded, by model."""
+        self.unread: set[str] = set()
+        """Models that have new commands in the log."""
         self.ended_sessions: list[EndSession] = []
         """Sessions to end once all that is in the log before is filed."""
+        self.lost: tuple[list[str], str] | None = None
+        """Models that a worker took with it, and why it ended, until that is in the log."""
         self.reading = Backoff()
-        """Of reading the log."""
+        """Of reading the log, and of recording what was lost."""
         self.stopping = False
-        self.suspicious = False
-        """Something failed for which no client is to blame, since the devices were last tried."""
 
     def run(self, server_pid: int) -> None:
-        """Serve until told to stop, or until the server process, which is our parent, is gone: perhaps it went while models were loaded.
+        """Serve until told to stop, or until the server process, which is our parent, is gone.
 
-        Raises DeviceLostError if a device computes nothing any more.
+        Raises ConfigError if the first worker ends before it was ready.
         """
-        if os.getppid() != server_pid:
-            return
-        self.link.send(Ready([facts.to_dict() for facts in self.facts()]))
-        self._take_commands()
-        while not self.stopping and os.getppid() == server_pid:
-            self.heartbeat.idle()
-            self._receive(self._patience())
-            self.heartbeat.busy()
-            started = time.monotonic()
-            self.recorder.flush()
-            if self._may_train:
-                self.trainer.turn()
-            self._sample_until(2 * time.monotonic() - started)
-            self._try_devices()
-            self.snapshots.drop_idle()
-            self.status.report()
-        deadline = time.monotonic() + BUSY_S
-        self._record_rest(time.monotonic())
-        if self.stopping:
-            self._keep_models(deadline)
-            self._record_rest(deadline)
-        self.status.sum_up()
+        try:
+            self.unread.update(self.store.queued_models())
+            while not self.stopping and os.getppid() == server_pid:
+                self.receive(self.patience())
+                self.turn()
+            if self.stopping:
+                self._end()
+        finally:
+            self.worker.stop(WORKER_EXIT_S)
         log.info("the engine stops; %d outcomes could not be recorded", len(self.recorder.waiting))
         self.link.send(Bye())
         self.store.close()
 
-    def _record_rest(self, deadline: float) -> None:
-        """Record the outcomes that are left, and wait for a database that is locked until `deadline` (monotonic).
+    # ---- What arrives
 
-        A step that was applied and saved must not be called failed by the next server: its client would repeat it.
-        """
-        self.recorder.backoff.succeeded()  # at least one attempt, however short a while ago the one before was
+    def receive(self, timeout_s: float) -> None:
+        """Take in what server and worker say; wait for it for at most `timeout_s` seconds."""
+        for message in self.link.receive(timeout_s):
+            self.handle(message)
+        for message in self.worker.receive():
+            self.handle_worker(message)
+        self.heartbeat.worker_busy_s = self.worker.busy_s
+        self.worker.watch()
+        reason = self.worker.ended()
+        if reason is not None:
+            for message in self.worker.last_messages:
+                self.handle_worker(message)
+            self._worker_ended(reason)
+        self.worker.start_if_due()
+
+    def handle(self, message: Message) -> None:
+        """Take in one message of the server."""
+        match message:
+            case Wake():
+                self.unread.update(message.models)
+            case Sample() | CancelSample() | ForgetCheckpoint():
+                self._to_worker(message)  # one that has ended gets nothing: `Recovering` tells the server that these samples are lost
+            case EndSession():
+                self._to_worker(message)
+                self.ended_sessions.append(message)
+            case Shutdown():
+                self.stopping = True
+
+    def handle_worker(self, message: Message) -> None:
+        """Take in one message of the worker."""
+        match message:
+            case SampleDone() | SampleFailed() | SampleEvents():
+                self.link.send(message)
+            case WorkerReady():
+                self._tell_ready()
+            case _:
+                self.trainer.take(message)
+
+    def _to_worker(self, message: Message) -> None:
+        self.worker.send(message)
+
+    def _tell_ready(self) -> None:
+        if self.worker.is_ready and self.lost is None:
+            self.link.send(Ready([facts.to_dict() for facts in self.worker.models.values()]))
+
+    # ---- What is due
+
+    def turn(self) -> None:
+        """Read new commands, give the worker what is due, and record what has ended."""
         self.recorder.flush()
-        while self.recorder.waiting and time.monotonic() < deadline:
-            self.link.send(Saving())
-            time.sleep(DATABASE_BUSY_S)
-            self.recorder.backoff.succeeded()
-            self.recorder.flush()
+        self._record_lost()
+        if (self.unread or self.ended_sessions) and self.lost is None and self.reading.wait_s == 0:
+            self._read_log()  # what is lost fails with its model in the log and is not to be filed
+        self.trainer.fail_overdue()
+        if self.worker.is_ready and self.lost is None and not self.recorder.is_full:
+            self.trainer.turn()
+        self.status.report()
 
-    def _keep_models(self, deadline: float) -> None:
-        """Save the models of open sessions, as those of idle ones are: the server is stopped, and its clients are not.
-
-        Those of a locked database wait for it until `deadline` (monotonic).
-        """
-        operations = self.trainer.operations
-        models = [model_id for model_id in operations.models if self.trainer.ending.get(model_id, True)]
-        for number, model_id in enumerate(models, 1):
-            log.info("saving model %s (%d of %d)", model_id, number, len(models))
-            self.link.send(Saving())
-            with failing_into(partial(_log_lost, model_id)):
-                self._keep_by(deadline, model_id)
-
-    def _keep_by(self, deadline: float, model_id: str) -> None:
-        """Save a model, and wait for a database that is locked until `deadline` (monotonic): there is no later."""
-        while True:
-            try:
-                self.trainer.operations.keep(model_id)
-            except StoreUnavailableError:
-                if time.monotonic() >= deadline:
-                    raise
-                self.link.send(Saving())
-                time.sleep(DATABASE_BUSY_S)
-            else:
-                return
-
-    def facts(self) -> list[ModelFacts]:
-        """What the server must know of each base model."""
-        return [
-            ModelFacts(
-                name=base.name,
-                tokenizer_id=base.tokenizer_id,
-                architecture=base.family.model_type,
-                vocab_size=base.vocab_size,
-                max_context=base.max_context,
-                takes_images=base.family.takes_images,
-                max_lora_rank=self.config.models.max_lora_rank,
-            )
-            for base in self.bases.values()
-        ]
-
-    @property
-    def _may_train(self) -> bool:
-        """Whether there is training to do, and room for its results."""
-        return self.trainer.has_work and not self.recorder.is_full
-
-    def _patience(self) -> float:
-        """Seconds to wait for a message: none while there is work, and not past the time of what is to be done by then."""
-        if self._may_train or self.samples.has_work:
-            return 0.0
-        waits = [IDLE_S]
+    def patience(self) -> float:
+        """Seconds to wait for a message: not past the time of what is to be done by then."""
+        waits = [IDLE_S, self.worker.wait_s]
         waits += [self.recorder.backoff.wait_s] if self.recorder.waiting else []
         waits += [self.reading.wait_s] if self.reading.is_failing else []
-        waits += [self.trainer.backoff.wait_s] if self.trainer.put_off and not self.recorder.is_full else []
+        waits += [self.trainer.wait_s] if self.worker.is_ready and not self.recorder.is_full else []
         deadline = self.trainer.queue.next_deadline()
         waits += [] if deadline is None else [max(0.0, deadline - time.monotonic())]
         return min(waits)
 
-    def _receive(self, timeout_s: float) -> None:
-        woken = False
-        for message in self.link.receive(timeout_s):
-            woken |= isinstance(message, Wake)
-            self._handle(message)
-        if woken or (self.reading.is_failing and self.reading.wait_s == 0):
-            self._take_commands()
-        self.trainer.fail_overdue()
-
-    def _handle(self, message: Message) -> None:
-        match message:
-            case Sample():
-                self.samples.add(message)
-            case CancelSample():
-                self.samples.cancel(message.request_id, message.run)
-            case EndSession():
-                self.samples.end_session(message.session_id)
-                self.ended_sessions.append(message)
-                self._take_commands()
-            case ForgetCheckpoint():
-                self.snapshots.forget(message.path)
-            case Shutdown():
-                self.stopping = True
-
-    def _take_commands(self) -> None:
+    def _read_log(self) -> None:
         """File everything that is new in the log, then end the sessions that have ended. If the log cannot be read, that is done later."""
         try:
-            self._read_log()
+            if self.ended_sessions:  # there may be commands in the log whose wake-up is still to come
+                self.unread.update(self.store.queued_models())
+            for model_id in sorted(self.unread):
+                self._read_model(model_id)
+                self.unread.discard(model_id)
         except StoreUnavailableError as error:
             log.warning("new operations wait for the database: %s", error)
             self.reading.failed()
@@ -227,70 +206,67 @@ class Engine:
             self.trainer.end_session(message.session_id, message.save)
         self.ended_sessions.clear()
 
-    def _read_log(self) -> None:
+    def _read_model(self, model_id: str) -> None:
         more = True
         while more:  # a read that is not full was the last: what is appended after it comes with a wake-up of its own
-            commands = self.store.read_new(self.last_command, READ_AT_ONCE)
+            filed = self.filed.get(model_id, set())
+            commands = self.store.queued(model_id, filed, READ_AT_ONCE)
             for command in commands:
+                self.filed.setdefault(model_id, set()).add(command.seq_id)
                 self.trainer.add(command)
-                self.last_command = command.id
             more = len(commands) == READ_AT_ONCE
 
-    def _sample_until(self, deadline: float) -> None:
-        """At least one sampling step, and more until `deadline` (monotonic); new requests join between steps."""
-        while self.samples.has_work and not self.stopping:
-            self.samples.step()
-            if time.monotonic() >= deadline:
-                return
-            self._receive(0.0)
+    def _recorded(self, outcome: Outcome) -> None:
+        """An outcome is in the log: the server may tell it."""
+        model_id, _, seq_id = outcome.request_id.rpartition("/")
+        filed = self.filed.get(model_id)
+        if filed is not None:
+            filed.discard(int(seq_id))
+            if not filed:
+                del self.filed[model_id]
+        self.link.send(Done.of(outcome))
 
-    def _finish(self, outcomes: list[Outcome]) -> None:
-        if outcomes:
-            self.suspicious |= any(outcome.category == "server" for outcome in outcomes)
-            self.recorder.record(outcomes)
+    # ---- A worker's end, and ours
 
-    def _answer(self, message: Message) -> None:
-        self.suspicious |= isinstance(message, SampleFailed) and message.category == "server"
-        self.link.send(message)
+    def _worker_ended(self, reason: str) -> None:
+        if not self.worker.was_ever_ready:
+            raise ConfigError(f"{reason} before it could take work; its output above says why")
+        log.error("%s; another is started in %.0f s", reason, self.worker.wait_s)
+        lost = self.trainer.lose_models()
+        self.lost = ([*(self.lost[0] if self.lost else []), *lost], reason)
+        self.link.send(Recovering(reason))
 
-    def _try_devices(self) -> None:
-        """After a failure that no client is to blame for: it may have left a device on which everything fails from now on."""
-        if self.suspicious:
-            self.suspicious = False
-            for base in self.bases.values():
-                require_device(base.device)
+    def _record_lost(self) -> None:
+        """Write down what a worker took with it, after the outcomes that it had brought about; later, if the database takes nothing."""
+        if self.lost is None or self.recorder.waiting or self.reading.wait_s > 0:
+            return
+        models, reason = self.lost
+        try:
+            failed = self.store.lose_models(models, reason)
+        except StoreUnavailableError as error:
+            log.warning("what the worker had waits for the database: %s", error)
+            self.reading.failed()
+            return
+        self.lost = None
+        for outcome in failed:
+            self._recorded(outcome)
+        self._tell_ready()
 
-    def _read_blob(self, sha256: bytes) -> bytes:
-        data = self.store.read_blob(sha256)
-        if data is None:
-            raise NotFoundError(f"image {sha256.hex()} is not in the store")
-        return data
+    def _end(self) -> None:
+        """Finish the passes that run, save all models as those of idle sessions are, and record the outcomes that are left.
 
-    def _sampled(self, renderers: dict[str, Renderer]) -> dict[str, Sampled]:
-        if self.config.sampling.sampler == "none":
-            return {}
-        if self.config.sampling.sampler == "vllm":
-            from tinsmith.sampling.vllm.sampler import start_vllm_sampler  # needs packages that are not there without vLLM
-
-            return {
-                name: Sampled(start_vllm_sampler(base, renderers[name], self.config, self.link.wake), renderers[name])
-                for name, base in self.bases.items()
-            }
-        chunk = self.config.training.logits_chunk
-        return {name: Sampled(LocalSampler(base, self.config.sampling, chunk), renderers[name]) for name, base in self.bases.items()}
-
-
-def _log_lost(model_id: str, error: TinsmithError) -> None:
-    log.error("model %s could not be saved and is lost: %s", model_id, error)
-
-
-def load_bases(config: Config) -> dict[str, BaseModel]:
-    """Every base model of the configuration, by name. Raises ConfigError as `load_base_model` does."""
-    features = config.images.image_cache_mib * 2**19  # the other half is for pixel values
-    bases: dict[str, BaseModel] = {}
-    for name, source in base_model_sources(config).items():
-        started = time.monotonic()
-        log.info("loading %s from %s ...", name, source)
-        base = bases[name] = load_base_model(name, source, config.models, features)
-        log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)
-    return bases
+        A step that was applied and saved must not be called failed by the next server: its client would repeat it. So a database that is
+        locked is waited for, up to the time that SQLite waits for itself.
+        """
+        deadline = time.monotonic() + BUSY_S
+        told = None
+        self.trainer.begin_to_stop()
+        while (self.worker.is_ready and not self.trainer.is_stopped) or (self.recorder.waiting and time.monotonic() < deadline):
+            if self.worker.is_ready:
+                self.trainer.finish(give_up=time.monotonic() >= deadline)
+            saving = self.trainer.saving
+            if saving != told or self.recorder.waiting or self.trainer.put_off:
+                told = saving
+                self.link.send(Saving())
+            self.receive(min(self.patience(), DATABASE_BUSY_S))
+            self.recorder.flush()

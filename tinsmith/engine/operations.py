@@ -1,24 +1,29 @@
-"""The commands that are not forward work: creating, stepping, saving and loading models. Each runs at once when its turn comes."""
+"""The operations that are not forward work: creating, stepping, saving and loading models. Each is a story of steps (`steps.py`)."""
 
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tinsmith.engine.checkpoints import Checkpoints
-from tinsmith.engine.external import parse_recipients, write_external
-from tinsmith.engine.snapshots import Snapshots
-from tinsmith.errors import NotFoundError, UserError
-from tinsmith.protocol.facts import find_base
+from tinsmith.engine.checkpoints import CheckpointRows
+from tinsmith.engine.steps import Steps, until_stored
+from tinsmith.errors import NotFoundError, TinsmithError, UserError
+from tinsmith.protocol.facts import ModelFacts, find_base
+from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
-from tinsmith.protocol.weights import WeightsRef
-from tinsmith.rendering.renderer import Renderer
+from tinsmith.protocol.work import (
+    ClearGradients,
+    CreateModel,
+    DeleteModel,
+    ExportModel,
+    LoadModel,
+    OptimStep,
+    SaveModel,
+    TakeSnapshot,
+)
 from tinsmith.store import ids
-from tinsmith.store.records import REJECTED, SESSION_END, Command
-from tinsmith.training.backend import Backend
-from tinsmith.training.checkpoint import About, read_state
+from tinsmith.store.records import REJECTED, SESSION_END, Checkpoint, Command
 from tinsmith.wire.checkpoint_requests import (
     CreateFromCheckpointRequest,
     LoadWeightsRequest,
@@ -28,19 +33,10 @@ from tinsmith.wire.checkpoint_requests import (
 )
 from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.operations import OPERATIONS
-from tinsmith.wire.paths import CheckpointPath
+from tinsmith.wire.paths import CheckpointKind, CheckpointPath
 from tinsmith.wire.training_requests import AdamParams, CreateModelRequest, OptimStepRequest
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Served:
-    """A base model's name and what works on it."""
-
-    name: str
-    backend: Backend
-    renderer: Renderer
 
 
 @dataclass
@@ -48,35 +44,46 @@ class LoadedModel:
     """A model between create_model and the end of its session."""
 
     model_id: str
-    served: Served
+    base_model: str
     shape: LoraShape
     spoiled: str | None = None
     """Why the gradients since the last optim_step are not what the client asked for."""
 
 
+@dataclass(frozen=True)
+class Ended:
+    """What an operation came to."""
+
+    result: dict[str, Any]
+    """As the client gets it."""
+    resolved: dict[str, Any] | None = None
+    """What it read or wrote outside of its payload (`Outcome.resolved`)."""
+
+
 class Operations:
-    """Executes commands. What they save goes to `checkpoints`, what they hand to sampling to `snapshots`.
+    """Starts operations. `send` tells the worker; `facts` are those of the base models that it serves.
 
     A model that the server unloads is kept as a checkpoint for `ended_ttl_s` seconds.
     """
 
     def __init__(
         self,
-        bases: Mapping[str, Served],
+        facts: Callable[[], Mapping[str, ModelFacts]],
         max_lora_rank: int,
-        checkpoints: Checkpoints,
-        snapshots: Snapshots,
+        checkpoints: CheckpointRows,
         ended_ttl_s: float,
         read_payload: Callable[[Command], bytes],
+        send: Callable[[Message], None],
     ) -> None:
         """`read_payload` fetches what a command was sent with, when its turn comes."""
-        self.bases = bases
+        self.facts = facts
         self.max_lora_rank = max_lora_rank
         self.checkpoints = checkpoints
-        self.snapshots = snapshots
         self.ended_ttl_s = ended_ttl_s
         self.read_payload = read_payload
+        self.send = send
         self.models: dict[str, LoadedModel] = {}
+        self._numbers = iter(range(1, 2**63))
 
     def model(self, model_id: str) -> LoadedModel:
         """A loaded model. Raises NotFoundError."""
@@ -84,15 +91,19 @@ class Operations:
             raise NotFoundError(f"model {model_id} is not loaded: its create_model failed, or its session is over; create a model")
         return self.models[model_id]
 
-    def execute(self, command: Command) -> dict[str, Any]:
-        """Run a command and return its result as the client gets it. Raises TinsmithError."""
+    def next_number(self) -> int:
+        """A number for a call or a pass, never given twice."""
+        return next(self._numbers)
+
+    def start(self, command: Command) -> Steps[Ended]:
+        """The steps of a command. Raises TinsmithError: now, or from one of its steps."""
         if command.kind == REJECTED:
             raise UserError(self.read_payload(command).decode())
         match parse_json(OPERATIONS[command.kind], self.read_payload(command)):
             case CreateModelRequest() as request:
                 return self._create_model(command.model_id, request)
             case OptimStepRequest() as request:
-                return {"metrics": self._optim_step(command.model_id, request.adam_params)}
+                return self._optim_step(command.model_id, request.adam_params)
             case SaveWeightsRequest() as request:
                 return self._save(request)
             case SaveWeightsForSamplerRequest(path=None) as request:
@@ -114,7 +125,7 @@ class Operations:
             return
         if command.kind == "optim_step":
             model.spoiled = None
-            model.served.backend.clear_gradients(command.model_id)
+            self.send(ClearGradients(model.base_model, command.model_id))
         elif command.kind in ("forward_backward", REJECTED):
             self.spoil_step(command.model_id, f"seq_id {command.seq_id}: {reason}")
 
@@ -123,96 +134,105 @@ class Operations:
         if model_id in self.models:
             self.models[model_id].spoiled = reason
 
-    def keep(self, model_id: str) -> None:
-        """Save a model that the server is going to unload, if it was ever created. Raises TinsmithError."""
-        if model_id in self.models:
-            path = CheckpointPath(model_id, "training", SESSION_END)
-            saved = self.checkpoints.save(path, self.models[model_id].served.backend, self.ended_ttl_s, overwrite=True)
-            self.checkpoints.store.unload_model(model_id)
-            log.info(
-                "model %s is kept as %s for %.3g days; go on with create_training_client_from_state_with_optimizer(%r)",
-                model_id,
-                saved,
-                self.ended_ttl_s / 86400,
-                saved,
-            )
+    def keep(self, model_id: str) -> Steps[Ended]:
+        """Save a model that the server is going to unload, if it was ever created."""
+        if model_id not in self.models:
+            return Ended({})
+        saved = yield from self._written(self.models[model_id], "training", SESSION_END, self.ended_ttl_s, None)
+        yield from until_stored(lambda: self.checkpoints.store.unload_model(model_id))
+        log.info(
+            "model %s is kept as %s for %.3g days; go on with create_training_client_from_state_with_optimizer(%r)",
+            model_id,
+            saved.tinker_path,
+            self.ended_ttl_s / 86400,
+            saved.tinker_path,
+        )
+        return Ended({})
 
     def unload(self, model_id: str) -> None:
         """Free a model, if it was ever created, and its snapshots."""
         model = self.models.pop(model_id, None)
         if model is not None:
-            model.served.backend.delete_model(model_id)
-        self.snapshots.withdraw(model_id)
+            self.send(DeleteModel(model.base_model, model_id))
 
-    def _create_model(self, model_id: str, request: CreateModelRequest) -> dict[str, Any]:
-        served = self.bases[find_base(request.base_model, self.bases)]
+    def _create_model(self, model_id: str, request: CreateModelRequest) -> Steps[Ended]:
+        base_model = find_base(request.base_model, self.facts())
         lora = request.lora_config
         self._check_rank(lora.rank)
         seed = _seed_of(model_id) if lora.seed is None else lora.seed
         shape = LoraShape(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
-        served.backend.create_model(model_id, shape)
-        self.models[model_id] = LoadedModel(model_id, served, shape)
-        return {"model_id": model_id, "type": "create_model"}
+        found = yield CreateModel(self.next_number(), base_model, model_id, asdict(shape))
+        self.models[model_id] = LoadedModel(model_id, base_model, shape)
+        return Ended({"model_id": model_id, "type": "create_model"}, {"seed": seed} | found)
 
     def _check_rank(self, rank: int) -> None:
         if rank > self.max_lora_rank:
             raise UserError(f"lora_config.rank is {rank}; this server allows up to {self.max_lora_rank} (--max-lora-rank)")
 
-    def _optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+    def _optim_step(self, model_id: str, adam: AdamParams) -> Steps[Ended]:
         model = self.model(model_id)
         if model.spoiled:
             reason, model.spoiled = model.spoiled, None
             raise UserError(f"the step was refused and the gradients are cleared, because an operation before it failed: {reason}")
         settings = AdamSettings(adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.grad_clip_norm)
-        return model.served.backend.optim_step(model_id, settings)
+        answer = yield OptimStep(self.next_number(), model.base_model, model_id, asdict(settings))
+        return Ended({"metrics": answer["metrics"]})
 
-    def _snapshot(self, command: Command, request: SaveWeightsForSamplerRequest) -> dict[str, Any]:
+    def _snapshot(self, command: Command, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
         model = self.model(command.model_id)
         inflight = request.kind == "inflight"
-        snapshot_id = ids.inflight_id(command.model_id) if inflight else command.request_id
-        ref = WeightsRef(model.served.name, command.request_id, command.request_id, command.model_id if inflight else None)
-        weights = model.served.backend.snapshot(command.model_id, ref)
-        self.snapshots.publish(model.served.name, snapshot_id, weights)
-        session_id = command.model_id.partition(":train:")[0]
-        return {"sampling_session_id": f"{session_id}:sample:{request.sampling_session_seq_id}"}
+        yield TakeSnapshot(self.next_number(), model.base_model, model.model_id, command.request_id, inflight)
+        session_id = ids.session_of(command.model_id)
+        return Ended({"sampling_session_id": ids.sampling_session_id(session_id, request.sampling_session_seq_id or 0)})
 
-    def _save(self, request: SaveWeightsRequest) -> dict[str, Any]:
-        backend = self.model(request.model_id).served.backend
-        path = CheckpointPath(request.model_id, "training", request.path)
-        saved = self.checkpoints.save(path, backend, request.ttl_seconds, request.overwrite, request.user_metadata)
-        return {"path": saved, "type": "save_weights"}
+    def _save(self, request: SaveWeightsRequest) -> Steps[Ended]:
+        model = self.model(request.model_id)
+        if not request.overwrite:
+            self.checkpoints.check_free(CheckpointPath(model.model_id, "training", request.path))
+        saved = yield from self._written(model, "training", request.path, request.ttl_seconds, request.user_metadata)
+        return Ended({"path": saved.tinker_path, "type": "save_weights"}, {"directory": saved.directory})
 
-    def _save_for_sampler(self, request: SaveWeightsForSamplerRequest) -> dict[str, Any]:
-        backend = self.model(request.model_id).served.backend
-        path = CheckpointPath(request.model_id, "sampler", request.path or "")
-        saved = self.checkpoints.save(path, backend, request.ttl_seconds, user_metadata=request.user_metadata)
-        self.snapshots.forget(saved)
-        return {"path": saved, "type": "save_weights_for_sampler"}
+    def _save_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
+        model, name = self.model(request.model_id), request.path or ""
+        self.checkpoints.check_free(CheckpointPath(model.model_id, "sampler", name))
+        saved = yield from self._written(model, "sampler", name, request.ttl_seconds, request.user_metadata)
+        return Ended({"path": saved.tinker_path, "type": "save_weights_for_sampler"}, {"directory": saved.directory})
 
-    def _save_external(self, request: SaveWeightsExternalRequest) -> dict[str, Any]:
-        backend = self.model(request.model_id).served.backend
-        path = CheckpointPath(request.model_id, "external", request.path)
+    def _save_external(self, request: SaveWeightsExternalRequest) -> Steps[Ended]:
+        model = self.model(request.model_id)
+        path = CheckpointPath(model.model_id, "external", request.path)
         self.checkpoints.check_free(path)
-        recipients = parse_recipients(request.age_encryption_recipients or [])
-        state = backend.copy_state(request.model_id, optimizer=False)
+        row = self._announced(model, path, request.ttl_seconds, None)
+        recipients = list(request.age_encryption_recipients or [])
+        call = ExportModel(self.next_number(), model.base_model, model.model_id, recipients, row)
+        saved = yield from self.checkpoints.written(call)
+        result = {"path": saved.tinker_path, "size_bytes": saved.size_bytes, "type": "save_weights_external"}
+        return Ended(result, {"directory": saved.directory})
 
-        def write(directory: Path) -> About:
-            write_external(state, directory, recipients)
-            return state.about
+    def _written(
+        self, model: LoadedModel, kind: CheckpointKind, name: str, ttl_seconds: float | None, user_metadata: dict[str, str] | None
+    ) -> Steps[Checkpoint]:
+        row = self._announced(model, CheckpointPath(model.model_id, kind, name), ttl_seconds, user_metadata)
+        call = SaveModel(self.next_number(), model.base_model, model.model_id, kind == "training", row)
+        return (yield from self.checkpoints.written(call))
 
-        saved = self.checkpoints.add(path, write, request.ttl_seconds)
-        return {"path": saved.tinker_path, "size_bytes": saved.size_bytes, "type": "save_weights_external"}
+    def _announced(
+        self, model: LoadedModel, path: CheckpointPath, ttl_seconds: float | None, user_metadata: dict[str, str] | None
+    ) -> dict[str, Any]:
+        architecture = self.facts()[model.base_model].architecture
+        return self.checkpoints.announce(path, model.base_model, architecture, asdict(model.shape), ttl_seconds, user_metadata)
 
-    def _create_from_checkpoint(self, model_id: str, request: CreateFromCheckpointRequest) -> dict[str, Any]:
-        with self.checkpoints.opened(request.path, "training", request.optimizer) as (checkpoint, directory):
-            served = self.bases[find_base(request.base_model or checkpoint.base_model, self.bases)]
-            shape = LoraShape(**checkpoint.lora_config)
-            self._check_rank(shape.rank)
-            served.backend.restore(model_id, read_state(directory, served.renderer.base, request.optimizer))
-        self.models[model_id] = LoadedModel(model_id, served, shape)
-        return {"path": request.path, "model_id": model_id, "type": "load_weights"}
+    def _create_from_checkpoint(self, model_id: str, request: CreateFromCheckpointRequest) -> Steps[Ended]:
+        checkpoint = self.checkpoints.find(request.path, "training")
+        base_model = find_base(request.base_model or checkpoint.base_model, self.facts())
+        shape = LoraShape(**checkpoint.lora_config)
+        self._check_rank(shape.rank)
+        yield from self._restored(base_model, model_id, checkpoint, request.optimizer)
+        self.models[model_id] = LoadedModel(model_id, base_model, shape)
+        result = {"path": request.path, "model_id": model_id, "type": "load_weights"}
+        return Ended(result, {"directory": checkpoint.directory})
 
-    def _load(self, request: LoadWeightsRequest) -> dict[str, Any]:
+    def _load(self, request: LoadWeightsRequest) -> Steps[Ended]:
         """Into a model that nothing has happened to yet: its own weights are replaced."""
         model = self.model(request.model_id)
         if request.seq_id != 1:
@@ -220,13 +240,20 @@ class Operations:
                 f"load_weights must be the first request of a model, this one is seq_id {request.seq_id}; "
                 "use create_training_client_from_state, which makes a new model"
             )
-        with self.checkpoints.opened(request.path, "training", request.optimizer) as (checkpoint, directory):
-            saved = LoraShape(**checkpoint.lora_config)
-            if replace(saved, seed=model.shape.seed) != model.shape:
-                raise UserError(f"{request.path} was saved with {saved}, the model was created with {model.shape}; their sizes must agree")
-            state = read_state(directory, model.served.renderer.base, request.optimizer)
-            model.served.backend.restore(request.model_id, state)
-        return {"path": request.path, "model_id": request.model_id, "type": "load_weights"}
+        checkpoint = self.checkpoints.find(request.path, "training")
+        saved = LoraShape(**checkpoint.lora_config)
+        if replace(saved, seed=model.shape.seed) != model.shape:
+            raise UserError(f"{request.path} was saved with {saved}, the model was created with {model.shape}; their sizes must agree")
+        yield from self._restored(model.base_model, model.model_id, checkpoint, request.optimizer)
+        result = {"path": request.path, "model_id": request.model_id, "type": "load_weights"}
+        return Ended(result, {"directory": checkpoint.directory})
+
+    def _restored(self, base_model: str, model_id: str, checkpoint: Checkpoint, optimizer: bool) -> Steps[None]:
+        path = checkpoint.tinker_path
+        try:
+            yield LoadModel(self.next_number(), base_model, model_id, path, checkpoint.directory, optimizer)
+        except TinsmithError as error:
+            raise self.checkpoints.why_not_read(path, error) from error
 
 
 def _seed_of(model_id: str) -> int:

@@ -1,48 +1,79 @@
-"""Forward and forward_backward commands of many models -> packed passes under a token budget.
+"""Forward and forward_backward operations of many models -> passes under a token budget.
 
-A command may need several passes and a pass may serve several commands. Every model gives one datum in turn until the budget is full, so a
-long command of one model does not hold up a short one of another.
+An operation may need several passes and a pass may serve several operations. Every model gives one datum in turn until the budget is full,
+so a long operation of one model does not hold up a short one of another.
 """
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
-from tinsmith.engine.datums import CheckedDatum
+import numpy as np
+from numpy.typing import NDArray
+
 from tinsmith.errors import TinsmithError
-from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.work import Prepared
 from tinsmith.store.records import Command
-from tinsmith.training.backend import Backend, DatumResult, DatumWork
+
+
+@dataclass(frozen=True, eq=False)
+class DatumOutput:
+    """What a pass gives for one datum."""
+
+    logprobs: NDArray[np.float32]
+    """Of the target tokens, in their shape."""
+    loss: float
 
 
 @dataclass(eq=False)
 class ForwardOperation:
-    """A forward or forward_backward command that is being computed."""
+    """A forward or forward_backward operation that is being prepared or computed."""
 
     command: Command
-    work: list[CheckedDatum]
-    backward: bool
-    results: dict[int, DatumResult] = field(default_factory=dict)
-    """Of the datums that are computed, by index in `work`."""
+    base_model: str
+    prepared: Prepared | None = None
+    """What the worker has measured; None while it prepares the operation."""
+    in_pass: set[int] = field(default_factory=set)
+    """Indices of the datums that are in a pass now."""
+    results: dict[int, DatumOutput] = field(default_factory=dict)
+    """Of the datums that are computed, by index."""
+    failures: list[TinsmithError] = field(default_factory=list)
+    """Why datums failed. Then no more of the operation is computed, and it ends when none of it is in a pass any more."""
     started_at: float = field(default_factory=time.monotonic)
     """Monotonic time."""
 
     @property
+    def backward(self) -> bool:
+        """Whether it contributes gradients. So may one that is not prepared, as far as anybody knows."""
+        return self.prepared is None or self.prepared.backward
+
+    @property
     def tokens(self) -> int:
-        """Positions of all its datums."""
-        return sum(len(datum) for datum in self.work)
+        """Tokens of all its datums, once it is prepared."""
+        return 0 if self.prepared is None else sum(self.prepared.lengths)
 
     @property
     def is_complete(self) -> bool:
         """Whether every datum has its result."""
-        return len(self.results) == len(self.work)
+        return self.prepared is not None and len(self.results) == len(self.prepared.lengths)
 
     @property
-    def in_order(self) -> list[DatumResult]:
+    def open(self) -> list[int]:
+        """The datums that are in no pass and still to be computed, by index."""
+        if self.prepared is None or self.failures:
+            return []
+        return [index for index in range(len(self.prepared.lengths)) if index not in self.results and index not in self.in_pass]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any of it is computed, or is being computed now."""
+        return bool(self.results or self.in_pass)
+
+    @property
+    def in_order(self) -> list[DatumOutput]:
         """The results of all datums, once it is complete."""
-        return [self.results[index] for index in range(len(self.work))]
+        return [self.results[index] for index in range(len(self.results))]
 
     @property
     def loss(self) -> float:
@@ -58,83 +89,67 @@ class Piece:
     index: int
 
     @property
-    def datum(self) -> CheckedDatum:
-        """The datum itself."""
-        return self.operation.work[self.index]
+    def tokens(self) -> int:
+        """Its length."""
+        assert self.operation.prepared is not None
+        return self.operation.prepared.lengths[self.index]
+
+    @property
+    def pixels(self) -> dict[str, int]:
+        """Pixels of its pictures that are still to be decoded, by digest."""
+        assert self.operation.prepared is not None
+        return self.operation.prepared.pixels[self.index]
 
 
-Rendered = tuple[Piece, DatumWork]
-"""A piece whose pictures are decoded."""
+def next_pass(queues: Sequence[deque[ForwardOperation]], tokens_per_pass: int, max_pixels: int) -> list[Piece]:
+    """What to compute next: work of the oldest operation that can be computed and whatever fits beside it, all of one direction.
 
-
-def next_pass(queues: Sequence[deque[ForwardOperation]], tokens_per_pass: int) -> list[Piece]:
-    """What to compute next: work of the oldest operation and whatever fits beside it, all of one direction.
-
-    `queues` hold the operations of one model each, in order, all on one backend; none is empty.
+    `queues` hold the operations of one model each, in order, all on one base model; none is empty. Nothing if none can be computed now.
     """
-    oldest_first = sorted(queues, key=lambda queue: queue[0].command.id)
-    backward = oldest_first[0][0].backward
-    return list(_choose([_pieces(queue, backward) for queue in oldest_first], tokens_per_pass))
+    ready = [(queue, operation) for queue in queues if (operation := _first_open(queue)) is not None]
+    ready.sort(key=lambda pair: pair[1].command.id)
+    if not ready:
+        return []
+    backward = ready[0][1].backward
+    return list(_choose([_pieces(queue, backward) for queue, _ in ready], tokens_per_pass, max_pixels))
 
 
-def render(pieces: Sequence[Piece]) -> tuple[list[Rendered], dict[ForwardOperation, TinsmithError]]:
-    """Decode the pictures of one pass. Returns what can be computed, and the error of each operation that has a broken picture."""
-    rendered: list[Rendered] = []
-    broken: dict[ForwardOperation, TinsmithError] = {}
-    for piece in pieces:
-        with failing_into(partial(_note, broken, piece)):
-            rendered.append((piece, piece.datum.work()))
-    return [(piece, work) for piece, work in rendered if piece.operation not in broken], broken
-
-
-def _note(broken: dict[ForwardOperation, TinsmithError], piece: Piece, error: TinsmithError) -> None:
-    broken.setdefault(piece.operation, type(error)(f"datum {piece.index}: {error}"))
-
-
-def run_pass(backend: Backend, rendered: Sequence[Rendered]) -> dict[ForwardOperation, str]:
-    """Compute one pass. Results are added to their operations; returns why an operation failed, naming its datum, for those that did."""
-    outcome = backend.run_pass([work for _, work in rendered], rendered[0][0].operation.backward)
-    failures: defaultdict[ForwardOperation, list[str]] = defaultdict(list)
-    for i, ((piece, _), result) in enumerate(zip(rendered, outcome.results, strict=True)):
-        if result is None:
-            failures[piece.operation].append(f"datum {piece.index}: {outcome.failures[i]}")
-        else:
-            piece.operation.results[piece.index] = result
-    return {operation: _first_of(reasons) for operation, reasons in failures.items()}
-
-
-def _first_of(reasons: list[str]) -> str:
-    return reasons[0] if len(reasons) == 1 else f"{reasons[0]} (and {len(reasons) - 1} more of its datums)"
+def _first_open(queue: deque[ForwardOperation]) -> ForwardOperation | None:
+    """The first operation of a model with a datum that is in no pass; None if one before it is not prepared, or there is none."""
+    for operation in queue:
+        if operation.prepared is None:
+            return None
+        if operation.open:
+            return operation
+    return None
 
 
 def _pieces(queue: deque[ForwardOperation], backward: bool) -> Iterator[Piece]:
-    """What is next of one model: datums of its leading operations of that direction."""
+    """What is next of one model: datums of the operations of that direction that lead those with something to compute."""
     for operation in queue:
-        if operation.backward is not backward:
+        left = operation.open
+        if operation.prepared is None or (left and operation.backward is not backward):
             return
-        for index in range(len(operation.work)):
-            if index not in operation.results:
-                yield Piece(operation, index)
+        yield from (Piece(operation, index) for index in left)
 
 
-def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int) -> Iterator[Piece]:
+def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: int) -> Iterator[Piece]:
     """One datum of each source in turn; a source ends when its next datum no longer fits. The first datum always fits.
 
-    A pass decodes no more pixels than one picture may have, because decoding holds up everybody else; a request may hold more, because a
-    client cannot choose how many datums the SDK puts into it.
+    A pass decodes no more pixels than one picture may have, because pixel values take a hundred times the memory of an encoded picture; a
+    request may hold more, because a client cannot choose how many datums the SDK puts into it.
     """
-    tokens, pixels = 0, dict[bytes, int]()
+    tokens, pixels = 0, dict[str, int]()
     turn = deque(sources)
     while turn:
         source = turn.popleft()
         piece = next(source, None)
         if piece is None:
             continue
-        datum = piece.datum
-        new = datum.undecoded.items() - pixels.items()
-        fits = not new or sum(pixels.values()) + sum(size for _, size in new) <= datum.renderer.limits.max_image_pixels
-        if tokens == 0 or (tokens + len(datum) <= tokens_per_pass and fits):
-            tokens += len(datum)
+        new = piece.pixels.items() - pixels.items()
+        fits = not new or sum(pixels.values()) + sum(size for _, size in new) <= max_pixels
+        if tokens == 0 or (tokens + piece.tokens <= tokens_per_pass and fits):
+            tokens += piece.tokens
             pixels.update(new)
             turn.append(source)
             yield piece

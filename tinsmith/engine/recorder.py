@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 
 from tinsmith.engine.backoff import Backoff
 from tinsmith.errors import StoreUnavailableError
-from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Done
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
@@ -18,12 +16,12 @@ log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Outcomes on their way to the log. The server hears of one when it is there."""
+    """Outcomes on their way to the log. `tell` gets each one that is there, for the server."""
 
-    def __init__(self, store: Store, send: Callable[[Message], None], limit_bytes: float) -> None:
+    def __init__(self, store: Store, tell: Callable[[Outcome], None], limit_bytes: float) -> None:
         """Over `limit_bytes` of results that the database has not taken, `is_full` asks for no more."""
         self.store = store
-        self.send = send
+        self.tell = tell
         self.limit_bytes = limit_bytes
         self.waiting: list[Outcome] = []
         """Outcomes that are not in the log, oldest first."""
@@ -61,7 +59,7 @@ class Recorder:
             self.backoff.succeeded()
             log.info("the database has taken %d outcomes that waited for it", len(recorded))
         for outcome in recorded:
-            self.send(Done.of(outcome))
+            self.tell(outcome)
 
     def _left_over(self, outcomes: list[Outcome]) -> list[Outcome]:
         """Record outcomes in one transaction, or each alone if one of them cannot be; returns those that are not in the log."""

@@ -1,47 +1,92 @@
-"""The training half of the engine: commands in order, forward work merged into passes, results into the log.
+"""The training half of the engine: operations in order, forward work merged into passes, results into the log.
 
-What one command needs of the database may be out of reach for a while: its picture, the checkpoint that it reads or writes. Then nothing of
-it has happened yet; its model waits and is tried again, and all others go on.
+Nothing here computes or waits. What is due is sent to the worker, whose answers come back with `take`, and meanwhile other models go on.
+
+What an operation needs of the database may be out of reach for a while: its payload, its pictures, the row of a checkpoint. Its model then
+waits and is tried again, and all others go on.
 """
 
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import orjson
 
 from tinsmith.engine.backoff import Backoff
 from tinsmith.engine.command_queue import CommandQueue
-from tinsmith.engine.datums import prepare
-from tinsmith.engine.operations import Operations
-from tinsmith.engine.passes import ForwardOperation, next_pass, render, run_pass
+from tinsmith.engine.operations import Ended, Operations
+from tinsmith.engine.passes import DatumOutput, ForwardOperation, Piece, next_pass
+from tinsmith.engine.steps import Steps, Wait
 from tinsmith.errors import StoreUnavailableError, TinsmithError, UserError
 from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.work import Answer, CallFailed, Drop, PassDone, Prepare, Prepared, PrepareFailed, RunPass, error_of
 from tinsmith.store.records import Command, Outcome
-from tinsmith.wire.forward_backward import decode_stored, encode_output
+from tinsmith.wire.forward_backward import encode_output
 
 log = logging.getLogger(__name__)
 
 SAVE_AGAIN_S = 60.0
-"""Time between two attempts to save a model whose session has ended: each writes until the disk is full, while all others wait."""
+"""Time between two attempts to save a model whose session has ended: each writes until the disk is full."""
+
+PREPARED_BYTES = 2**20
+"""Size of a model's operations that are prepared at a time, beside those that are; the last one may go beyond."""
+
+PASSES_AHEAD = 2
+"""Passes that a worker has at most: the one that it computes, and the next, so that its pictures are decoded meanwhile."""
+
+
+@dataclass(eq=False)
+class Running:
+    """An operation that waits for its worker, or for the database."""
+
+    model_id: str
+    steps: Steps[Ended]
+    command: Command | None
+    """None if the server saves a model that it is going to unload."""
+    started_at: float = field(default_factory=time.monotonic)
+    """Monotonic time."""
+    in_call: int | None = None
+    """The number of the call that it waits for; None if it waits for the database."""
+    has_begun: bool = False
+    """Whether it has come to its first call: before that nothing of it has happened."""
 
 
 class Trainer:
-    """Runs the commands of all models. `finish` takes their outcomes; it does not fail (`Recorder.record`)."""
+    """Runs the commands of all models. `record` takes their outcomes and does not fail (`Recorder.record`). `send` tells the worker."""
 
-    def __init__(self, operations: Operations, queue: CommandQueue, tokens_per_pass: int, finish: Callable[[list[Outcome]], None]) -> None:
+    def __init__(
+        self,
+        operations: Operations,
+        queue: CommandQueue,
+        tokens_per_pass: int,
+        max_pixels: int,
+        record: Callable[[list[Outcome]], None],
+        send: Callable[[Message], None],
+    ) -> None:
         self.operations = operations
         self.queue = queue
-        self.tokens_per_pass = tokens_per_pass
-        self.finish = finish
+        self.tokens_per_pass: defaultdict[str, int] = defaultdict(lambda: tokens_per_pass)
+        """Most tokens of a pass on each base model: fewer than configured, after its worker ran out of memory."""
+        self.max_pixels = max_pixels
+        self.record = record
+        self.send = send
         self.trained_tokens: Counter[str] = Counter()
         """Tokens of the forward_backward operations of each loaded model so far."""
         self.trained_before = 0
         """The same of models that are unloaded, together."""
         self.forward: dict[str, deque[ForwardOperation]] = {}
-        """Forward work of each model that was taken from the queue and prepared; a model without any is not in it."""
+        """Forward work of each model that was taken from the queue; a model without any is not in it."""
+        self.running: dict[str, Running] = {}
+        """The operation of each model that runs and is no forward work."""
+        self.passes: dict[int, list[Piece]] = {}
+        """What the worker computes or is going to, by the number of the pass."""
+        self.complete: list[ForwardOperation] = []
+        """Forward work that is computed and has not been recorded."""
         self.ending: dict[str, bool] = {}
         """Models to unload as soon as what they have begun has ended, and whether to save them first."""
         self.unsaved: dict[str, float] = {}
@@ -54,19 +99,27 @@ class Trainer:
     def queued(self, model_id: str) -> int:
         """How many operations of a model have come and are not finished."""
         queue = self.queue.models.get(model_id)
-        return len(self.forward.get(model_id, ())) + (len(queue.held) if queue else 0)
+        running = self.running.get(model_id)
+        here = len(self.forward.get(model_id, ())) + (running is not None and running.command is not None)
+        return here + (len(queue.held) if queue else 0)
 
     @property
-    def has_work(self) -> bool:
-        """Whether a `turn` would do something."""
-        if self.put_off and self.backoff.wait_s == 0:
-            return True
-        return bool(self._to_unload()) or any(model_id not in self.put_off for model_id in (*self.forward, *self.queue.ready()))
+    def is_idle(self) -> bool:
+        """Whether nothing is being computed, and nothing will be before a new command comes."""
+        return not (self.forward or self.running or self.complete or self.put_off or self.queue.ready() or self._to_unload())
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until a `turn` has something to do that no message announces."""
+        waits = [self.backoff.wait_s] if self.put_off else []
+        waits += [max(0.0, due_at - time.monotonic()) for due_at in self.unsaved.values()]
+        return min(waits, default=float("inf"))
 
     def _to_unload(self) -> list[str]:
         """The models that can be unloaded now."""
         now = time.monotonic()
-        busy = self.put_off.union(self.forward, (model_id for model_id, due_at in self.unsaved.items() if due_at > now))
+        unsaved = (model_id for model_id, due_at in self.unsaved.items() if due_at > now)
+        busy = self.put_off.union(self.forward, self.running, unsaved)
         return [model_id for model_id in self.ending if model_id not in busy]
 
     def add(self, command: Command) -> None:
@@ -80,12 +133,14 @@ class Trainer:
 
         An operation of which a part is computed is computed to its end.
         """
-        for model_id in [model_id for model_id in self.queue.models if model_id.startswith(f"{session_id}:train:")]:
+        models = [model_id for model_id in self.queue.models if model_id.startswith(f"{session_id}:train:")]
+        for model_id in models:
             operations = self.forward.pop(model_id, ())
-            begun = deque(operation for operation in operations if operation.results)
+            begun = deque(operation for operation in operations if operation.has_begun)
             if begun:
                 self.forward[model_id] = begun
-            for command in (*(operation.command for operation in operations if not operation.results), *self.queue.cancel(model_id)):
+            self._drop([operation for operation in operations if not operation.has_begun])
+            for command in (*(operation.command for operation in operations if not operation.has_begun), *self.queue.cancel(model_id)):
                 self._cancel(command)
             self.ending[model_id] = save
 
@@ -93,34 +148,98 @@ class Trainer:
         self._fail(command, UserError("it was cancelled: its session ended before the operation was run"))
 
     def turn(self) -> None:
-        """Run what is due: all commands but forward work, then at most one pass."""
+        """Send the worker what is due, then record what it has computed."""
         tried_again = self.put_off if self.backoff.wait_s == 0 else set()
         self.put_off = self.put_off - tried_again
+        for model_id in tried_again & self.running.keys():
+            self._go_on(self.running[model_id], None)
         for model_id in self.queue.ready():
             if model_id not in self.put_off:
                 self._advance(model_id)
-        if any(model_id not in self.put_off for model_id in self.forward):
-            self._pass()
-        for model_id in self._to_unload():
-            self._unload(model_id)
+        self._send_passes()
+        self._record_complete()
+        self._unload_due()
         if tried_again and not tried_again & self.put_off:
             self.backoff.succeeded()
 
+    def _unload_due(self) -> None:
+        """Begin to save, or unload, the models whose sessions have ended."""
+        for model_id in self._to_unload():
+            if self.ending[model_id] and model_id in self.operations.models:
+                self._begin_saving(model_id)
+            else:
+                self._unload(model_id)
+
+    def _begin_saving(self, model_id: str) -> None:
+        self.running[model_id] = Running(model_id, self.operations.keep(model_id), None)
+        self._go_on(self.running[model_id], None)
+
+    # ---- When the server stops
+
+    def begin_to_stop(self) -> None:
+        """From now on `finish` takes the place of `turn`: all models are saved, but for those whose clients ended their sessions."""
+        for model_id in self.operations.models:
+            self.ending.setdefault(model_id, True)
+        self.unsaved.clear()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing is being computed or saved, and no model is left to be saved."""
+        return not (self.passes or self.running or self.complete or self.operations.models)
+
+    @property
+    def saving(self) -> str | None:
+        """The model that is being saved by itself."""
+        return next((model_id for model_id, running in self.running.items() if running.command is None), None)
+
+    def finish(self, give_up: bool) -> None:
+        """Record what the worker has computed, then save the models, one after the other. Nothing else is begun.
+
+        With `give_up` what waits for the database is lost.
+        """
+        self._record_complete()
+        waiting = set[str]()
+        if self.backoff.wait_s == 0 or give_up:
+            waiting, self.put_off = self.put_off, waiting
+            for model_id in waiting & self.running.keys():
+                self._go_on(self.running[model_id], None)
+        if self.passes:
+            return
+        self.forward.clear()  # what is computed in part stays in the log, and fails with what is queued there
+        without_database = (waiting | self.put_off) & self.operations.models.keys() if give_up else set[str]()
+        for model_id in {*self.unsaved, *without_database}:
+            log.error("model %s could not be saved and is lost", model_id)
+            self.running.pop(model_id, None)
+            self.ending[model_id] = False
+        self.unsaved.clear()
+        self.put_off -= {model_id for model_id in self.put_off if not self.ending.get(model_id, True)}
+        for model_id in self._to_unload():
+            if not self.ending[model_id]:
+                self._unload(model_id)
+            elif not self.running:
+                self._begin_saving(model_id)
+
     def _advance(self, model_id: str) -> None:
-        """Take this model's commands in order: forward work until a pass is full, others only when no forward work is before them."""
+        """Take this model's commands in order: forward work until a pass is full, others only when nothing is before them."""
         queue = self.queue.models[model_id]
-        while (command := queue.head()) is not None:
+        while (command := queue.head()) is not None and model_id not in self.running:
             waiting = self.forward.get(model_id, ())
             is_forward = command.kind == "forward_backward"
-            if sum(operation.tokens for operation in waiting) >= self.tokens_per_pass if is_forward else waiting:
+            if self._has_enough(waiting) if is_forward else waiting:
                 return
             queue.take()
             try:
-                (self._prepare if is_forward else self._execute)(command)
+                (self._prepare if is_forward else self._begin)(command)
             except StoreUnavailableError as error:  # nothing of the command has happened
                 queue.put_back(command)
                 self._put_off(model_id, error)
                 return
+
+    def _has_enough(self, waiting: Collection[ForwardOperation]) -> bool:
+        """Whether a model has forward work for a whole pass, or as much as may be prepared at a time."""
+        preparing = sum(operation.command.payload_bytes for operation in waiting if operation.prepared is None)
+        tokens = sum(operation.tokens for operation in waiting)
+        return preparing >= PREPARED_BYTES or any(tokens >= self.tokens_per_pass[operation.base_model] for operation in waiting)
 
     def _put_off(self, model_id: str, error: StoreUnavailableError) -> None:
         log.warning("model %s waits for the database: %s", model_id, error)
@@ -128,68 +247,227 @@ class Trainer:
         if self.backoff.wait_s == 0:  # several models that are tried together are one attempt
             self.backoff.failed()
 
-    def _execute(self, command: Command) -> None:
-        """Run a command. Raises StoreUnavailableError if it could not begin."""
-        started = time.monotonic()
-        result = None
-        with failing_into(lambda error: self._fail(command, error), StoreUnavailableError):
-            result = self.operations.execute(command)
-        if result is not None:  # it has had its effect, and nothing makes a failure of it any more
-            self.finish([Outcome(command.request_id, orjson.dumps(result), "json", None, None)])
-            metrics = " ".join(f"{name}={value:.6g}" for name, value in result.get("metrics", {}).items())
-            log_finished(command, started, tokens=0, detail=metrics)
+    # ---- Operations that are steps
+
+    def _begin(self, command: Command) -> None:
+        """Begin a command. Raises StoreUnavailableError if it could not."""
+        with failing_into(partial(self._fail, command), StoreUnavailableError):
+            steps = self.operations.start(command)
+            self.running[command.model_id] = Running(command.model_id, steps, command)
+        if command.model_id in self.running:
+            self._go_on(self.running[command.model_id], None)
+
+    def _go_on(self, running: Running, answer: "dict[str, object] | TinsmithError | None") -> None:
+        """Take an operation to its next call, or to its end. Raises StoreUnavailableError if it could not begin."""
+        running.in_call = None
+        try:
+            with failing_into(partial(self._failed_running, running), StoreUnavailableError):
+                try:
+                    step = running.steps.throw(answer) if isinstance(answer, TinsmithError) else running.steps.send(answer)
+                except StopIteration as end:
+                    self._end_running(running, end.value)
+                    return
+                running.has_begun = True
+                if isinstance(step, Wait):
+                    self._put_off(running.model_id, step.reason)
+                else:
+                    running.in_call = step.number
+                    self.send(step)
+        except StoreUnavailableError as error:
+            if running.has_begun:
+                self._failed_running(running, error)
+                return
+            del self.running[running.model_id]
+            if running.command is not None:
+                raise
+            self._put_off(running.model_id, error)
+
+    def _end_running(self, running: Running, ended: Ended) -> None:
+        del self.running[running.model_id]
+        if running.command is None:
+            self.unsaved.pop(running.model_id, None)
+            self._unload(running.model_id)
+            return
+        command = running.command
+        self.record([Outcome(command.request_id, orjson.dumps(ended.result), "json", None, None, ended.resolved)])
+        metrics = " ".join(f"{name}={value:.6g}" for name, value in ended.result.get("metrics", {}).items())
+        log_finished(command, running.started_at, tokens=0, detail=metrics)
+
+    def _failed_running(self, running: Running, error: TinsmithError) -> None:
+        del self.running[running.model_id]
+        if running.command is not None:
+            self._fail(running.command, error)
+            return
+        self.unsaved[running.model_id] = time.monotonic() + SAVE_AGAIN_S
+        log.error("model %s stays loaded until it can be saved, tried again in %.0f s: %s", running.model_id, SAVE_AGAIN_S, error)
+
+    # ---- Forward work
 
     def _prepare(self, command: Command) -> None:
-        """Make a forward command ready for passes. Raises StoreUnavailableError if its pictures cannot be read now."""
+        """Let the worker check and measure a forward command. Raises StoreUnavailableError if it cannot be read now."""
         with failing_into(lambda error: self._fail(command, error), StoreUnavailableError):
-            request = decode_stored(self.operations.read_payload(command), command.image_digests)
-            with failing_into(lambda error: self._fail(command, error, touches_step=not request.forward_only), StoreUnavailableError):
-                model = self.operations.model(command.model_id)
-                work = prepare(command.model_id, request, model.served.renderer)
-                self.forward.setdefault(command.model_id, deque()).append(ForwardOperation(command, work, not request.forward_only))
+            payload = self.operations.read_payload(command)
+            model = self.operations.models.get(command.model_id)
+            if model is None:
+                self._fail_unloaded(command)
+                return
+            self.forward.setdefault(command.model_id, deque()).append(ForwardOperation(command, model.base_model))
+            digests = [digest.hex() for digest in command.image_digests]
+            self.send(Prepare(command.request_id, command.model_id, model.base_model, digests, payload))
 
-    def _pass(self) -> None:
-        """One pass on the base model whose work has waited longest."""
+    def _fail_unloaded(self, command: Command) -> None:
+        with failing_into(lambda error: self._fail(command, error)):
+            self.operations.model(command.model_id)
+
+    def _send_passes(self) -> None:
+        """Give the worker passes: one to compute, and another ahead if that one is full or has pictures to decode."""
+        while len(self.passes) < PASSES_AHEAD:
+            pieces = self._next_pass()
+            if not pieces or (self.passes and not self._is_worth_waiting(pieces)):
+                return
+            number = self.operations.next_number()
+            self.passes[number] = pieces
+            for piece in pieces:
+                piece.operation.in_pass.add(piece.index)
+            first = pieces[0].operation
+            named = [(piece.operation.command.request_id, piece.index) for piece in pieces]
+            self.send(RunPass(number, first.base_model, first.backward, named))
+
+    def _is_worth_waiting(self, pieces: list[Piece]) -> bool:
+        """Whether a pass is to wait at the worker for the one before: half full it gains little from what may still come."""
+        full = self.tokens_per_pass[pieces[0].operation.base_model]
+        return 2 * sum(piece.tokens for piece in pieces) > full or any(piece.pixels for piece in pieces)
+
+    def _next_pass(self) -> list[Piece]:
+        """A pass on the base model whose work has waited longest."""
         queues = {model_id: queue for model_id, queue in self.forward.items() if model_id not in self.put_off}
-        oldest = min(queues, key=lambda model_id: queues[model_id][0].command.id)
-        served = self.operations.model(oldest).served
-        mine = {model_id: queue for model_id, queue in queues.items() if self.operations.model(model_id).served is served}
-        work, broken = render(next_pass(list(mine.values()), served.backend.tokens_per_pass))
-        for operation, error in broken.items():
-            if isinstance(error, StoreUnavailableError):
-                self._put_off(operation.command.model_id, error)
-            else:
-                self._fail_operation(operation, error)
-        failures: dict[ForwardOperation, str] = {}
-        if work:
-            with failing_into(lambda error: failures.update({piece.operation: str(error) for piece, _ in work})):
-                failures.update(run_pass(served.backend, work))
-        for operation, reason in failures.items():
-            self._fail_operation(operation, TinsmithError(reason))
-        self._finish_complete(list(mine))
+        bases: dict[str, list[deque[ForwardOperation]]] = {}
+        for queue in sorted(queues.values(), key=lambda queue: queue[0].command.id):
+            bases.setdefault(queue[0].base_model, []).append(queue)
+        passes = (next_pass(of_base, self.tokens_per_pass[name], self.max_pixels) for name, of_base in bases.items())
+        return next((pieces for pieces in passes if pieces), [])
 
-    def _fail_operation(self, operation: ForwardOperation, error: TinsmithError) -> None:
-        """What it has contributed to the gradients is only a part of what the client asked for: the step that it belongs to fails too."""
-        self.forward[operation.command.model_id].remove(operation)
-        self._fail(operation.command, error, touches_step=operation.backward)
+    def take(self, message: Message) -> None:
+        """Take in what the worker says of its work."""
+        match message:
+            case Prepared():
+                operation = self._operation(message.operation)
+                if operation is not None:
+                    operation.prepared = message
+            case PrepareFailed():
+                self._not_prepared(message)
+            case PassDone():
+                self._pass_done(message)
+            case Answer():
+                self._answered(message.number, message.result)
+            case CallFailed():
+                self._answered(message.number, error_of(message.error_type, message.error))
 
-    def _finish_complete(self, model_ids: list[str]) -> None:
-        complete = []
-        for model_id in model_ids:
+    def _answered(self, number: int, answer: "dict[str, object] | TinsmithError") -> None:
+        running = next((running for running in self.running.values() if running.in_call == number), None)
+        if running is not None:
+            self._go_on(running, answer)
+
+    def _operation(self, request_id: str) -> ForwardOperation | None:
+        """Forward work that has not ended."""
+        queue = self.forward.get(request_id.rpartition("/")[0], ())
+        return next((operation for operation in queue if operation.command.request_id == request_id), None)
+
+    def _not_prepared(self, message: PrepareFailed) -> None:
+        operation = self._operation(message.operation)
+        if operation is None:
+            return
+        error = error_of(message.error_type, message.error)
+        if isinstance(error, StoreUnavailableError):
+            self._prepare_again(operation, error)
+        else:
+            self._remove(operation)
+            self._fail(operation.command, error, touches_step=message.backward)
+
+    def _prepare_again(self, operation: ForwardOperation, error: StoreUnavailableError) -> None:
+        """Put an operation, and those of its model that were taken after it, back into the queue until the database can be read."""
+        model_id = operation.command.model_id
+        waiting = self.forward[model_id]
+        back = []
+        while waiting[-1] is not operation:
+            back.append(waiting.pop())
+        back.append(waiting.pop())
+        if not waiting:
+            del self.forward[model_id]
+        self._drop(back[:-1])
+        for taken in back:
+            self.queue.models[model_id].put_back(taken.command)
+        self._put_off(model_id, error)
+
+    def _pass_done(self, message: PassDone) -> None:
+        pieces = self.passes.pop(message.number, ())
+        for piece in pieces:  # those of an operation with a broken picture have neither result nor failure
+            piece.operation.in_pass.discard(piece.index)
+        operations = {piece.operation.command.request_id: piece.operation for piece in pieces}
+        for operation in operations.values():
+            self.tokens_per_pass[operation.base_model] = message.tokens_per_pass
+        losses = np.frombuffer(message.payload, dtype=np.float64, count=len(message.results))
+        offset = losses.nbytes
+        for (request_id, index, shape), loss in zip(message.results, losses.tolist(), strict=True):
+            count = int(np.prod(shape))
+            logprobs = np.frombuffer(message.payload, dtype=np.float32, count=count, offset=offset).reshape(shape)
+            offset += 4 * count
+            if request_id in operations:
+                operations[request_id].results[index] = DatumOutput(logprobs, loss)
+        for request_id, _, error_type, reason in message.failures:
+            if request_id in operations:
+                operations[request_id].failures.append(error_of(error_type, reason))
+        for operation in operations.values():
+            if operation.failures and not operation.in_pass:
+                self._pass_failed(operation)
+        self._collect_complete()
+
+    def _pass_failed(self, operation: ForwardOperation) -> None:
+        """What an operation has contributed is only a part of what its client asked for: the step that it belongs to fails too.
+
+        Nothing of it is left to be computed, so that its gradients are all there when that step clears them.
+        """
+        errors, operation.failures = operation.failures, []
+        unavailable = next((error for error in errors if isinstance(error, StoreUnavailableError)), None)
+        if unavailable is not None:  # its pictures could not be read, and its datums are still there
+            self._put_off(operation.command.model_id, unavailable)
+            return
+        self._remove(operation)
+        self._drop([operation])
+        more = f" (and {len(errors) - 1} more of its datums)" if len(errors) > 1 else ""
+        self._fail(operation.command, type(errors[0])(f"{errors[0]}{more}"), touches_step=operation.backward)
+
+    def _collect_complete(self) -> None:
+        for model_id in list(self.forward):
             queue = self.forward[model_id]
             while queue and queue[0].is_complete:
-                complete.append(queue.popleft())
+                self.complete.append(queue.popleft())
             if not queue:
                 del self.forward[model_id]
+
+    def _record_complete(self) -> None:
+        operations, self.complete = self.complete, []
         encoded: dict[ForwardOperation, Outcome] = {}
-        for operation in complete:
+        for operation in operations:
             with failing_into(partial(self._fail, operation.command, touches_step=operation.backward)):
                 encoded[operation] = _outcome(operation)
-        self.finish(list(encoded.values()))
+        self.record(list(encoded.values()))
         for operation in encoded:
             if operation.backward:
                 self.trained_tokens[operation.command.model_id] += operation.tokens
             log_finished(operation.command, operation.started_at, operation.tokens, f"loss={operation.loss:.6g}")
+
+    def _remove(self, operation: ForwardOperation) -> None:
+        queue = self.forward[operation.command.model_id]
+        queue.remove(operation)
+        if not queue:
+            del self.forward[operation.command.model_id]
+
+    def _drop(self, operations: list[ForwardOperation]) -> None:
+        if operations:
+            self.send(Drop([operation.command.request_id for operation in operations]))
+
+    # ---- Ends
 
     def fail_overdue(self) -> None:
         """Give up on commands that waited too long for their predecessor."""
@@ -204,34 +482,42 @@ class Trainer:
         """Record a failure. `touches_step` is False for what leaves the open step as it is: a forward, or part of an earlier step."""
         if touches_step:
             self.operations.after_failure(command, str(error))
-        self.finish([Outcome(command.request_id, None, None, str(error), error.category)])
+        self.record([Outcome(command.request_id, None, None, str(error), error.category)])
         log.warning("failed model=%s seq_id=%d kind=%s: %s", command.model_id, command.seq_id, command.kind, error)
 
     def _unload(self, model_id: str) -> None:
-        if self.ending[model_id] and not self._saved(model_id):
-            return
-        self.unsaved.pop(model_id, None)
         del self.ending[model_id]
+        self.unsaved.pop(model_id, None)
         for command in self.queue.cancel(model_id):
             self._cancel(command)
+        self.operations.unload(model_id)
+        self._forget(model_id)
+
+    def _forget(self, model_id: str) -> None:
         self.queue.drop(model_id)
         self.trained_before += self.trained_tokens.pop(model_id, 0)
-        with failing_into(lambda error: log.error("something of model %s could not be freed: %s", model_id, error)):
-            self.operations.unload(model_id)
 
-    def _saved(self, model_id: str) -> bool:
-        """Save a model whose session has ended by itself. False if that must be tried again."""
-        failures: list[TinsmithError] = []
-        try:
-            with failing_into(failures.append, StoreUnavailableError):
-                self.operations.keep(model_id)
-        except StoreUnavailableError as unavailable:
-            self._put_off(model_id, unavailable)
-            return False
-        for error in failures:
-            self.unsaved[model_id] = time.monotonic() + SAVE_AGAIN_S
-            log.error("model %s stays loaded until it can be saved, tried again in %.0f s: %s", model_id, SAVE_AGAIN_S, error)
-        return not failures
+    def lose_models(self) -> list[str]:
+        """The worker is gone, and with it all models that it had; returns them. Their commands are not run any more.
+
+        A model that was being created is created again by the next worker: nothing of it was acknowledged.
+        """
+        self._record_complete()
+        lost = list(self.operations.models)
+        for model_id, running in list(self.running.items()):
+            if model_id not in self.operations.models and running.command is not None:
+                self.queue.models[model_id].put_back(running.command)
+        self.running.clear()
+        self.forward.clear()
+        self.passes.clear()
+        self.tokens_per_pass.clear()
+        self.unsaved.clear()
+        for model_id in lost:
+            self.ending.pop(model_id, None)
+            self.put_off.discard(model_id)
+            del self.operations.models[model_id]
+            self._forget(model_id)
+        return lost
 
 
 def _outcome(operation: ForwardOperation) -> Outcome:

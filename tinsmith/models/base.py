@@ -111,6 +111,11 @@ class BaseModel:
         return self.computed_fingerprint.result()
 
     @property
+    def known_fingerprint(self) -> str | None:
+        """The fingerprint, if it is computed by now: nobody waits for it."""
+        return self.fingerprint if self.computed_fingerprint.done() else None
+
+    @property
     def text_config(self) -> Any:
         """The configuration of the language model."""
         return self.config.get_text_config()

@@ -1,10 +1,11 @@
-"""A thread that tells the server, again and again, that the engine's process runs.
+"""A thread that tells the parent, twice a second, that this process runs.
 
-It says nothing about the work: a pass may take a minute on a CPU, and that is no fault. How long the loop has been busy with its current
+It says nothing about the work: a pass may take a minute on a CPU, and that is no fault. How long a worker has been busy with its current
 turn travels along, for people who look at the server. A process that is frozen, or whose machine is, sends nothing.
 """
 
 import contextlib
+import os
 import threading
 import time
 
@@ -17,16 +18,23 @@ BEAT_S = 0.5
 """Seconds from one heartbeat to the next."""
 
 _UNREAD = 10
-"""Heartbeats that may wait for a server that does not read; further ones are not sent."""
+"""Heartbeats that may wait for a parent that does not read; further ones are not sent."""
 
 
 class Heartbeat:
     """The heartbeats of this process, from `start` on until the process ends."""
 
-    def __init__(self, address: str) -> None:
-        """Send to the server that bound the link `address`."""
+    def __init__(self, address: str, parent_pid: int | None = None) -> None:
+        """Send to the parent that bound the link `address`.
+
+        With `parent_pid` this process ends at once when that parent is gone, whatever it computes: nobody waits for it, and the next
+        process needs the device.
+        """
+        self._parent_pid = parent_pid
         self._address = heartbeat_address(address)
         self._busy_since: float | None = time.monotonic()
+        self.worker_busy_s: float | None = None
+        """What an engine tells in the place of its own time: how long its worker has been busy."""
 
     def start(self) -> None:
         """Begin. The thread has a socket of its own: ZeroMQ's sockets belong to one thread."""
@@ -46,7 +54,14 @@ class Heartbeat:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(self._address)
         while True:
-            since = self._busy_since
+            if self._parent_pid is not None and os.getppid() != self._parent_pid:
+                os._exit(1)
             with contextlib.suppress(zmq.Again):
-                socket.send_multipart(Alive(0.0 if since is None else time.monotonic() - since).to_frames(), flags=zmq.NOBLOCK)
+                socket.send_multipart(Alive(self._busy_s()).to_frames(), flags=zmq.NOBLOCK)
             time.sleep(BEAT_S)
+
+    def _busy_s(self) -> float:
+        since = self._busy_since
+        if self.worker_busy_s is not None:
+            return self.worker_busy_s
+        return 0.0 if since is None else time.monotonic() - since

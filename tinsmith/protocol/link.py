@@ -1,13 +1,15 @@
-"""The ZeroMQ sockets between the server and one run of the engine process: one for messages both ways, one for heartbeats.
+"""The ZeroMQ sockets between a process and a child that it starts: one for messages both ways, one for heartbeats.
 
-The server binds a fresh address for every engine that it starts, so nothing meant for a dead engine reaches the next. The socket
-file lies in a directory that only the user of the server can enter. Queues have no limit: who sends must not block.
+The parent binds a new socket for every child, so nothing meant for a dead one reaches the next. The socket file lies in a directory that
+only the user can enter. Queues have no limit, because a sender must not block.
 """
 
 import contextlib
+import math
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import zmq
@@ -28,15 +30,15 @@ _MAX_PATH_BYTES = 100
 
 
 def heartbeat_address(address: str) -> str:
-    """Where heartbeats go to the server that bound `address`."""
+    """Where heartbeats go to the parent that bound `address`."""
     return f"{address}-beat"
 
 
-class EngineLink:
-    """The engine's end. Used by one thread, but for `wake`."""
+class ChildLink:
+    """The child's end. Used by one thread, but for `wake`."""
 
     def __init__(self, address: str) -> None:
-        """Connect to the server that bound `address`."""
+        """Connect to the parent that bound `address`."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
@@ -48,16 +50,22 @@ class EngineLink:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._bell, zmq.POLLIN)
 
+    def listen_to(self, other: "ParentLink") -> None:
+        """End a `receive` that waits also when `other` has something to receive."""
+        for socket in other.sockets:
+            self._poller.register(socket, zmq.POLLIN)
+
+    def forget(self, other: "ParentLink") -> None:
+        """Undo `listen_to`, before `other` is closed."""
+        for socket in other.sockets:
+            self._poller.unregister(socket)
+
     def receive(self, timeout_s: float) -> list[Message]:
         """All messages that have arrived, oldest first; if there is none, wait for one, or for `wake`, for at most `timeout_s` seconds."""
-        messages: list[Message] = []
-        ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
+        ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
         if self._bell in ready:
             os.read(self._bell, _BELL_BYTES)
-        if self._socket in ready:
-            while self._socket.poll(0):
-                messages.append(Message.from_frames(self._socket.recv_multipart()))
-        return messages
+        return list(_arrived(self._socket)) if self._socket in ready else []
 
     def wake(self) -> None:
         """End a `receive` that waits, or else the next one that would. May be called by any thread."""
@@ -65,7 +73,7 @@ class EngineLink:
             os.write(self._rope, b"!")
 
     def send(self, message: Message) -> None:
-        """Queue a message to the server."""
+        """Queue a message to the parent."""
         self._socket.send_multipart(message.to_frames())
 
     def close(self) -> None:
@@ -73,19 +81,54 @@ class EngineLink:
         self._socket.close(linger=_LINGER_MS)
         self._context.term()
         os.close(self._bell)
+        os.close(self._rope)
 
 
-class ServerLink:
-    """The server's end, bound to a new `address`. Iterate it with `async for` to receive."""
+class ParentLink:
+    """The parent's end, bound to a new `address`. For one thread, which `ChildLink.listen_to` wakes up."""
 
     def __init__(self) -> None:
         """Bind. Raises ConfigError if the temporary directory has too long a path for a socket."""
-        self._directory = Path(tempfile.mkdtemp(prefix="tinsmith-"))
-        path = self._directory / "engine"
-        if len(os.fsencode(heartbeat_address(str(path)))) > _MAX_PATH_BYTES:
-            shutil.rmtree(self._directory)
-            raise ConfigError(f"the socket path {path} is longer than {_MAX_PATH_BYTES} bytes; set TMPDIR to a shorter directory")
-        self.address = f"ipc://{path}"
+        self._directory, self.address = _new_address()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.bind(self.address)
+        self._heartbeats = self._context.socket(zmq.PULL)
+        self._heartbeats.bind(heartbeat_address(self.address))
+
+    @property
+    def sockets(self) -> "tuple[zmq.Socket[bytes], ...]":
+        """What to poll."""
+        return self._socket, self._heartbeats
+
+    def receive(self) -> list[Message]:
+        """All messages of the child that have arrived, oldest first."""
+        return list(_arrived(self._socket))
+
+    def heartbeats(self) -> list[Alive]:
+        """All heartbeats that have arrived, oldest first."""
+        return [message for message in _arrived(self._heartbeats) if isinstance(message, Alive)]
+
+    def send(self, message: Message) -> None:
+        """Queue a message to the child. What is sent to one that has died is dropped: who watches it fails what it had."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart(message.to_frames(), flags=zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close at once; messages that have not left are dropped."""
+        self._socket.close(linger=0)
+        self._heartbeats.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class ServerLink:
+    """The parent's end in an event loop, bound to a new `address`."""
+
+    def __init__(self) -> None:
+        """Bind. Raises ConfigError if the temporary directory has too long a path for a socket."""
+        self._directory, self.address = _new_address()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
@@ -94,17 +137,17 @@ class ServerLink:
         self._heartbeats.bind(heartbeat_address(self.address))
 
     async def receive(self) -> Message:
-        """The next message of the engine."""
+        """The next message of the child."""
         return Message.from_frames(await self._socket.recv_multipart())
 
     async def receive_heartbeat(self) -> Alive:
-        """The next heartbeat of the engine."""
+        """The next heartbeat of the child."""
         message = Message.from_frames(await self._heartbeats.recv_multipart())
         assert isinstance(message, Alive)
         return message
 
     async def send(self, message: Message) -> None:
-        """Queue a message to the engine. Raises EngineUnavailableError if none is connected."""
+        """Queue a message to the child. Raises EngineUnavailableError if none is connected."""
         try:
             await self._socket.send_multipart(message.to_frames(), flags=zmq.NOBLOCK, copy=False)
         except zmq.Again as error:
@@ -116,3 +159,19 @@ class ServerLink:
         self._heartbeats.close(linger=0)
         self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _new_address() -> tuple[Path, str]:
+    """A new directory, and the address of a socket in it."""
+    directory = Path(tempfile.mkdtemp(prefix="tinsmith-"))
+    path = directory / "child"
+    if len(os.fsencode(heartbeat_address(str(path)))) > _MAX_PATH_BYTES:
+        shutil.rmtree(directory)
+        raise ConfigError(f"the socket path {path} is longer than {_MAX_PATH_BYTES} bytes; set TMPDIR to a shorter directory")
+    return directory, f"ipc://{path}"
+
+
+def _arrived(socket: "zmq.Socket[bytes]") -> Iterator[Message]:
+    """What a socket has received, oldest first, without waiting."""
+    while socket.poll(0):
+        yield Message.from_frames(socket.recv_multipart())

@@ -1,7 +1,7 @@
 """What server and engine say to each other.
 
 Server to engine: Wake, Sample, CancelSample, EndSession, ForgetCheckpoint, Shutdown.
-Engine to server: Ready, Alive, Done, SampleEvents, SampleDone, SampleFailed, Status, Saving, Bye.
+Engine to server: Ready, Recovering, Alive, Done, SampleEvents, SampleDone, SampleFailed, Status, Saving, Bye.
 Nothing here is needed to recover data: what must last is in the store.
 """
 
@@ -16,6 +16,9 @@ from tinsmith.store.records import Category, Outcome
 class Wake(Message):
     """There are new commands in the log."""
 
+    models: list[str]
+    """Of which models; an engine that has just become ready finds the others in the log by itself."""
+
 
 @dataclass(frozen=True)
 class Sample(Message):
@@ -29,6 +32,8 @@ class Sample(Message):
     weights_id: str | None
     """The ephemeral snapshot, or the path of the checkpoint, to sample from; None samples the base weights."""
     num_samples: int
+    stream: bool
+    """Whether its tokens are told as they come (`SampleEvents`), before it is done."""
     payload: bytes
 
 
@@ -51,7 +56,7 @@ class EndSession(Message):
 
 @dataclass(frozen=True)
 class ForgetCheckpoint(Message):
-    """The checkpoint of this path was deleted, or expires at another time: what is kept of it in memory counts no more."""
+    """The checkpoint of this path was deleted or expires at another time: look it up again before it is sampled."""
 
     path: str
 
@@ -69,8 +74,15 @@ class Ready(Message):
 
 
 @dataclass(frozen=True)
+class Recovering(Message):
+    """A worker has ended. What it had is failed in the log; its samples are lost. `Ready` follows when another has taken its place."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Alive(Message):
-    """The engine's process runs. A thread of its own sends it, on a socket of its own, however long the loop is busy."""
+    """The sender's process runs. A thread of its own sends it, on a socket of its own, however long the loop is busy."""
 
     busy_s: float
     """Seconds that the loop has been in its current turn; 0 while it waits for work."""
@@ -132,13 +144,15 @@ class Status(Message):
 
     models: list[dict[str, Any]]
     """model_id, base_model, queued (operations) and trained_tokens of each loaded model."""
+    workers: list[dict[str, Any]]
+    """pid, device and state of each worker."""
     running_samples: int
     waiting_samples: int
     trained_tokens: int
     """Since the engine started, as `sampled_tokens`."""
     sampled_tokens: int
     memory: dict[str, int]
-    """Bytes that the engine holds, by place."""
+    """Bytes that the workers hold, by place."""
 
 
 @dataclass(frozen=True)

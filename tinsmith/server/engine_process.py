@@ -15,7 +15,7 @@ from tinsmith.config import Config, to_tree
 from tinsmith.errors import ConfigError, EngineUnavailableError, StoreUnavailableError
 from tinsmith.protocol.link import ServerLink
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Bye, Ready, Saving, Shutdown
+from tinsmith.protocol.serving import Bye, Ready, Recovering, Saving, Shutdown
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,9 @@ class EngineProcess:
         """Whether the engine that runs, or has just ended, was ever ready."""
         self._beaten = False
         """Whether a heartbeat came since the watchdog last looked."""
-        self.state: Literal["starting", "ready", "silent", "down"] = "starting"
-        """A silent engine was ready, and has shown no sign of life for `engine_silent_s`."""
+        self.state: Literal["starting", "ready", "recovering", "silent", "down"] = "starting"
+        """One that recovers has lost its worker and starts another. A silent one was ready, and has shown no sign of life for
+        `engine_silent_s`."""
         self.reason = _LOADING
         """Why the engine is not ready, if it is not."""
         self.busy_s = 0.0
@@ -84,8 +85,8 @@ class EngineProcess:
 
     @property
     def takes_messages(self) -> bool:
-        """Whether what is sent reaches an engine that was ready, though it may be silent now."""
-        return self.state in ("ready", "silent")
+        """Whether what is sent reaches an engine that was ready, though it may take no samples now."""
+        return self.state in ("ready", "recovering", "silent")
 
     async def run(self) -> None:
         """Start the engine and restart it until `stop`. Raises ConfigError if the first one ends before it is ready."""
@@ -183,7 +184,9 @@ class EngineProcess:
             self._fault = message.reason
             self._bye.set()
         self._on_message(message)
-        if isinstance(message, Ready) and self.state == "starting":
+        if isinstance(message, Recovering) and self.takes_messages:
+            self.state, self.reason = "recovering", f"{message.reason}; the engine starts another"
+        if isinstance(message, Ready) and self.state in ("starting", "recovering"):
             self.state, self.reason, self._was_ready = "ready", "", True
             log.info("the engine is ready: %s", ", ".join(model["name"] for model in message.models))
             await self._on_ready()

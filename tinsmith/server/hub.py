@@ -8,7 +8,7 @@ from fastapi import Request
 from tinsmith.config import Config
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Done, EndSession, Ready, SampleDone, SampleEvents, SampleFailed, Status, Wake
+from tinsmith.protocol.serving import Done, EndSession, Ready, Recovering, SampleDone, SampleEvents, SampleFailed, Status, Wake
 from tinsmith.server.activity import Activity
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.server.base_models import BaseModels
@@ -64,6 +64,8 @@ class Hub:
             self.activity.take(message)
         elif isinstance(message, SampleEvents):
             self.samples.add_tokens(message.tokens)
+        elif isinstance(message, Recovering):
+            self._lose_samples()
         elif isinstance(message, SampleDone | SampleFailed):
             self._end_sample(message)
 
@@ -78,7 +80,7 @@ class Hub:
 
     async def engine_ready(self) -> None:
         """An engine has begun to take work: it is told of what came in while it was not ready."""
-        await self.engine.notify(Wake())
+        await self.engine.notify(Wake([]))
         await self._tell_ended()
 
     async def engine_absent(self, reason: str) -> None:
@@ -86,6 +88,10 @@ class Hub:
         await self.store.write(Store.fail_unfinished, reason)
         self.queued.clear()
         self.activity.clear()
+        self._lose_samples()
+
+    def _lose_samples(self) -> None:
+        """Who computed samples is gone. Clients send those again whose weights are still there."""
         for request_id in self.samples.lose_running():
             self.sample_reports.add(request_id, "failed")
         self.sampling_sessions.forget_snapshots()

@@ -96,6 +96,9 @@ _DROP_ENDED_REFERENCES = delete(command_images).where(
 _STATUS = select(commands.c.status).where(_BY_KEY)
 _DIGEST_BYTES = 32
 
+_ALL = 2**62
+"""More commands than there are."""
+
 
 def append(connection: Connection, new: NewCommand, now: float) -> bool:
     """Append one command and the rows that come with it; whether it is queued. Nothing changes if its key is in the log.
@@ -292,3 +295,25 @@ def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool)
         .values(gone=reason)
     )
     return failed
+
+
+def lose_models(connection: Connection, model_ids: Collection[str], reason: str, now: float, keep: bool) -> tuple[list[Outcome], Released]:
+    """Fail all that is queued for these models, and give up the models and their snapshots; returns what failed, and what that releases.
+
+    The error of an operation names the newest checkpoint of its model. `keep` is as in `record`.
+    """
+    failed: list[Outcome] = []
+    for model_id in model_ids:
+        error = f"{reason}; {endings.how_to_go_on(connection, model_id, now)}"
+        failed += [Outcome(command.request_id, None, None, error, "server") for command in queued(connection, model_id, (), _ALL)]
+    released = record(connection, failed, now, keep)
+    for model_id in model_ids:
+        endings.lose_model(connection, model_id)
+        connection.execute(
+            update(sampling_sessions)
+            .where(
+                sampling_sessions.c.model_id == model_id, sampling_sessions.c.snapshot_id.is_not(None), sampling_sessions.c.gone.is_(None)
+            )
+            .values(gone=reason)
+        )
+    return failed, released

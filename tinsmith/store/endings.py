@@ -28,6 +28,7 @@ _FINISHED = update(models).where(models.c.session_id == bindparam("session"), _L
 _CLIENT_ENDED = select(sessions.c.session_id).where(sessions.c.finish_reason.in_(CLIENT_REASONS))
 _FINISHED_LONG_AGO = update(models).where(_LIVING, models.c.session_id.in_(_CLIENT_ENDED)).values(status="finished")
 _LOST = update(models).where(_LIVING).values(status="lost")
+_ONE_LOST = update(models).where(models.c.model_id == bindparam("model"), _LIVING).values(status="lost")
 
 
 def end_creation(connection: Connection, model_id: str, succeeded: bool) -> None:
@@ -49,6 +50,12 @@ def lose(connection: Connection) -> None:
     """Note that the engine has ended, and with it every model that had not ended otherwise."""
     connection.execute(_FINISHED_LONG_AGO)  # by a server that noted this with the session only
     connection.execute(_LOST)
+
+
+def lose_model(connection: Connection, model_id: str) -> None:
+    """The worker that had a model is gone, and with it the model, if that has not ended otherwise."""
+    connection.execute(_FINISHED_LONG_AGO)
+    connection.execute(_ONE_LOST, {"model": model_id})
 
 
 def refusal(connection: Connection, model_id: str, now: float) -> tuple[str, Category] | None:

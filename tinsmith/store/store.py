@@ -141,7 +141,11 @@ class Store:
         now, keep = time.time(), self._keep_bytes > 0
         with self._write.begin() as connection:
             released = commands.record(connection, outcomes, now, keep)
-        if keep:
+        self._release(released)
+
+    def _release(self, released: commands.Released) -> None:
+        """Count what finished commands keep, and delete the images that none needs any more."""
+        if self._keep_bytes > 0:
             self._count_kept(released.kept_bytes)
         self.delete_unused_blobs(released.digests)
 
@@ -246,6 +250,16 @@ class Store:
         for file in unused:
             if file.sha256 is None:
                 file.path.unlink(missing_ok=True)
+
+    def lose_models(self, model_ids: Collection[str], reason: str) -> list[Outcome]:
+        """Give up models whose worker is gone: what is queued for them fails (category server), their snapshots are gone.
+
+        Returns the outcomes of what failed.
+        """
+        with self._write.begin() as connection:
+            failed, released = commands.lose_models(connection, model_ids, reason, time.time(), keep=self._keep_bytes > 0)
+        self._release(released)
+        return failed
 
     def read_blob(self, sha256: bytes) -> bytes | None:
         """The encoded image with this digest; None if no command has it.

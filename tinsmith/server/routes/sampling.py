@@ -103,7 +103,9 @@ async def _start(hub: Hub, request_id: str, session: SamplingSession, received: 
     check_sample(received, facts, hub.config.images)
     sample = hub.samples.add(request_id, received.request.num_samples, len(received.body))
     try:
-        await hub.engine.send(Sample(request_id, sample.run, facts.name, session.weights_id, sample.num_samples, received.body))
+        count = sample.num_samples
+        message = Sample(request_id, sample.run, facts.name, session.weights_id, count, stream=False, payload=received.body)
+        await hub.engine.send(message)
     except EngineUnavailableError:
         hub.samples.remove(request_id)
         raise

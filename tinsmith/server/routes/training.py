@@ -47,7 +47,7 @@ async def _submit(hub: Hub, command: NewCommand) -> Response:
         if counted and not queued:
             hub.queued.end(request_id)
     if queued:
-        await hub.engine.notify(Wake())
+        await hub.engine.notify(Wake([command.model_id]))
     else:
         hub.waiters.look_again(request_id)
     return future_reply(request_id, model_id=command.model_id)

@@ -10,11 +10,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from tinsmith.config import TrainingConfig
-from tinsmith.engine.external import encrypt, parse_recipients, write_external
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import LocalBackend
+from tinsmith.worker.exports import encrypt, parse_recipients, write_external
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]
 

@@ -44,7 +44,7 @@ class Spill:
     """Snapshots on disk, by key. For one thread, beside its own."""
 
     def __init__(self, directory: Path) -> None:
-        """What a former engine left in the directory is deleted: its snapshots ended with it."""
+        """What an earlier worker left in the directory is deleted: its snapshots ended with it."""
         self.directory = directory
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)

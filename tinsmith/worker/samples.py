@@ -1,28 +1,39 @@
-"""The sampling half of the engine: requests to the sampler of their base model, with the weights that their session is bound to."""
+"""The sampling half of a worker: requests to the sampler of their base model, with the weights that their session is bound to.
+
+Requests wait as they came, by base model and session. In turn, when their sampler wants more, they are parsed and rendered, large ones in a
+thread, and weights that are not in memory are read in another.
+"""
 
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.models.full import Weights
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Sample, SampleDone, SampleFailed
+from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFailed
+from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
-from tinsmith.sampling.sampler import SampleEvent, SampleFailure, Sampler, SampleResult
+from tinsmith.sampling.sampler import SampleFailure, Sampler, SampleResult, TokensSampled
 from tinsmith.sampling.turns import Turns
 from tinsmith.store import ids
-from tinsmith.wire.sample import encode_sample_response, parse_sample_request
+from tinsmith.wire.sample import SampleRequest, encode_sample_response, parse_sample_request
+from tinsmith.worker.background import Background
+from tinsmith.worker.snapshots import Held, Snapshots
+from tinsmith.worker.spill import Key
 
 log = logging.getLogger(__name__)
 
 STARTED_BYTES = 2**20
-"""Bodies of requests that are parsed and rendered between two steps, in bytes; the last one may go beyond."""
+"""Bodies of requests that are parsed and rendered at a time, in bytes; the last one may go beyond."""
+
+SMALL_BYTES = 64 * 1024
+"""Requests of up to this size are parsed at once: to hand them to a thread and back would take longer. Pictures make larger ones."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +44,42 @@ class Sampled:
     renderer: Renderer
 
 
-@dataclass(frozen=True)
+@dataclass
 class Started:
-    """A sample that its base model's sampler has."""
+    """A sample whose turn has come."""
 
     message: Sample
-    """Without the payload, which nobody needs any more."""
+    """Without the payload, which is needed no more."""
     started_at: float
     """Monotonic time."""
+    in_sampler: bool = False
+    """Its sampler has it. Until then it is rendered, or its weights are read."""
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A request that can be given to its sampler, once its weights are there."""
+
+    message: Sample
+    request: SampleRequest
+    prompt: RenderedInput
 
 
 class Samples:
-    """What is to be sampled. `send` answers the server.
+    """What is to be sampled. `send` answers the engine."""
 
-    Requests wait here as they came, by base model and session. They are parsed and rendered, in turn, when their sampler wants more.
-    """
-
-    def __init__(self, bases: Mapping[str, Sampled], snapshots: Snapshots, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        bases: Mapping[str, Sampled],
+        snapshots: Snapshots,
+        rendering: Background,
+        disk: Background,
+        send: Callable[[Message], None],
+    ) -> None:
         self.bases = bases
         self.snapshots = snapshots
+        self.rendering = rendering
+        self.disk = disk
         self.send = send
         self.waiting: dict[str, Turns[Sample]] = {name: Turns() for name in bases}
         """By base model."""
@@ -59,10 +87,16 @@ class Samples:
         """By the name that the sampler knows them by (`_name`)."""
         self.sessions: dict[str, Counter[str]] = {name: Counter() for name in bases}
         """How many each session has in `started`, by base model."""
+        self.rendering_bytes = 0
+        """Bodies that threads parse and render now."""
+        self.on_the_way: Counter[str] = Counter()
+        """Sequences in `started` that their sampler has not got yet, by base model."""
+        self.needing: dict[Key, list[_Rendered]] = {}
+        """What waits for weights that are being read."""
         self.sampled_tokens = 0
         """Of all requests that are finished."""
         self.finished = 0
-        """How many requests are."""
+        """How many requests are finished."""
         snapshots.watchers.append(self._publish)
         snapshots.in_use = self._weights_in_use
 
@@ -75,6 +109,7 @@ class Samples:
         """How many sequences are being decoded, and how many wait, on all base models."""
         loads = [base.sampler.load for base in self.bases.values()]
         waiting = sum(message.num_samples for turns in self.waiting.values() for message in turns)
+        waiting += self.on_the_way.total()
         return sum(running for running, _ in loads), sum(waiting for _, waiting in loads) + waiting
 
     def add(self, message: Sample) -> None:
@@ -96,9 +131,10 @@ class Samples:
     def _cancel(self, gone: Callable[[Sample], bool]) -> list[Sample]:
         cancelled = [message for turns in self.waiting.values() for message in turns.drop(gone)]
         for name in [name for name, started in self.started.items() if gone(started.message)]:
-            message = self._ended(name).message
-            self.bases[message.base_model].sampler.cancel(name)
-            cancelled.append(message)
+            started = self._ended(name)
+            if started.in_sampler:
+                self.bases[started.message.base_model].sampler.cancel(name)
+            cancelled.append(started.message)
         return cancelled
 
     def step(self) -> None:
@@ -107,66 +143,121 @@ class Samples:
             self._start_some(name)
             if base.sampler.has_work:
                 with failing_into(partial(self._abandon, name)):
-                    for event in base.sampler.step():
-                        self._end(event)
+                    self._take(base.sampler)
+
+    def _take(self, sampler: Sampler) -> None:
+        events: list[tuple[str, int, int, list[int], list[float]]] = []
+        for event in sampler.step():
+            if isinstance(event, TokensSampled):
+                message = self.started[event.request_id].message
+                events.append((message.request_id, message.run, event.index, list(event.tokens), list(event.logprobs)))
+            else:
+                self._end(event)
+        if events:
+            self.send(SampleEvents(events))
+
+    # ---- From a request to its sampler
 
     def _start_some(self, base_model: str) -> None:
         """Start what is next, but no more than can be rendered between two steps without delaying those that run."""
         size = 0
-        while size < STARTED_BYTES and (message := self._next(base_model)) is not None:
+        while size + self.rendering_bytes < STARTED_BYTES and (message := self._next(base_model)) is not None:
             self.waiting[base_model].take(_session(message), message)
-            size += len(message.payload)
-            with failing_into(partial(self._fail, message)):
-                self._start(message)
+            self.started[_name(message)] = Started(replace(message, payload=b""), time.monotonic())
+            self.sessions[base_model][_session(message)] += 1
+            self.on_the_way[base_model] += message.num_samples
+            render = partial(_render, self.bases[base_model].renderer, message)
+            if len(message.payload) > SMALL_BYTES:
+                self.rendering_bytes += len(message.payload)
+                self.rendering.run(render, partial(self._rendered, message))
+            else:
+                size += len(message.payload)
+                with failing_into(partial(self._fail_started, message)):
+                    self._begin(render())
 
     def _next(self, base_model: str) -> Sample | None:
         """What its sampler should get now: the next in turn while it wants more, and in any case one of each session."""
         waiting = self.waiting[base_model]
-        if not waiting:
+        if not waiting or self.rendering_bytes >= STARTED_BYTES:
             return None
-        there = Counter[str]() if self.bases[base_model].sampler.room > 0 else self.sessions[base_model]
+        there = Counter[str]() if self.bases[base_model].sampler.room > self.on_the_way[base_model] else self.sessions[base_model]
         wanted = next((session for session in waiting.sessions if not there[session]), None)
         return None if wanted is None else waiting.first(wanted)
 
-    def _start(self, message: Sample) -> None:
-        base = self.bases[message.base_model]
-        weights = None if message.weights_id is None else self.snapshots.find(message.base_model, message.weights_id)
-        request = parse_sample_request(message.payload)
-        rendered = base.renderer.render(request.prompt)
-        base.sampler.add(_name(message), request, rendered, weights)
-        self.started[_name(message)] = Started(replace(message, payload=b""), time.monotonic())
-        self.sessions[message.base_model][_session(message)] += 1
+    def _rendered(self, message: Sample, ended: "Future[_Rendered]") -> None:
+        self.rendering_bytes -= len(message.payload)
+        with failing_into(partial(self._fail_started, message)):
+            self._begin(ended.result())
+
+    def _begin(self, rendered: _Rendered) -> None:
+        """Give a request to its sampler, or let its weights be read first. One that was cancelled meanwhile is forgotten."""
+        message = rendered.message
+        if _name(message) not in self.started:
+            return
+        weights = None
+        if message.weights_id is not None:
+            key = (message.base_model, message.weights_id)
+            weights = self.snapshots.find(*key)
+            if weights is None:
+                self._read(key, rendered)
+                return
+        self.bases[message.base_model].sampler.add(_name(message), rendered.request, rendered.prompt, weights, stream=message.stream)
+        self.started[_name(message)].in_sampler = True
+        self.on_the_way[message.base_model] -= message.num_samples
+
+    def _read(self, key: Key, rendered: _Rendered) -> None:
+        """Read weights in a thread, once for all that need them. Raises NotFoundError if they are gone."""
+        if key not in self.needing:
+            self.disk.run(self.snapshots.reader(*key), partial(self._read_ended, key))
+        self.needing.setdefault(key, []).append(rendered)
+
+    def _read_ended(self, key: Key, ended: "Future[Held]") -> None:
+        needing = self.needing.pop(key)
+        failures: list[TinsmithError] = []
+        with failing_into(failures.append):
+            self.snapshots.hold(key, ended.result)
+        for rendered in needing:
+            with failing_into(partial(self._fail_started, rendered.message)):
+                if failures:
+                    raise failures[0]
+                self._begin(rendered)
+
+    # ---- Ends
 
     def _ended(self, name: str) -> Started:
         started = self.started.pop(name)
+        if not started.in_sampler:
+            self.on_the_way[started.message.base_model] -= started.message.num_samples
         sessions, session = self.sessions[started.message.base_model], _session(started.message)
         sessions[session] -= 1
         if not sessions[session]:
             del sessions[session]
         return started
 
-    def _weights_in_use(self) -> set[tuple[str, str]]:
+    def _weights_in_use(self) -> set[Key]:
         """Base model and weights id of every request that runs or waits."""
         waiting = [message for turns in self.waiting.values() for message in turns]
         messages = [*waiting, *(started.message for started in self.started.values())]
         return {(message.base_model, message.weights_id) for message in messages if message.weights_id is not None}
 
-    def _publish(self, base_model: str, weights_id: str, weights: Weights) -> None:
+    def _publish(self, base_model: str, weights: Weights) -> None:
         if base_model in self.bases:
             self.bases[base_model].sampler.publish(weights)
 
     def _abandon(self, base_model: str, error: TinsmithError) -> None:
         self.bases[base_model].sampler.abandon()
-        for name in [name for name, started in self.started.items() if started.message.base_model == base_model]:
+        for name in [name for name, started in self.started.items() if started.message.base_model == base_model and started.in_sampler]:
             self._fail(self._ended(name).message, error)
+
+    def _fail_started(self, message: Sample, error: TinsmithError) -> None:
+        if _name(message) in self.started:
+            self._fail(self._ended(_name(message)).message, error)
 
     def _fail(self, message: Sample, error: TinsmithError) -> None:
         self.send(SampleFailed(message.request_id, message.run, str(error), error.category, isinstance(error, NotFoundError)))
         log.warning("failed sample=%s: %s", message.request_id, error)
 
-    def _end(self, event: SampleEvent) -> None:
-        if not isinstance(event, SampleResult | SampleFailure):
-            return  # tokens that come before the end: nobody has asked for them
+    def _end(self, event: SampleResult | SampleFailure) -> None:
         started = self._ended(event.request_id)
         if isinstance(event, SampleFailure):
             self._fail(started.message, event.error)
@@ -189,6 +280,11 @@ class Samples:
             tokens,
             time.monotonic() - started.started_at,
         )
+
+
+def _render(renderer: Renderer, message: Sample) -> _Rendered:
+    request = parse_sample_request(message.payload)
+    return _Rendered(replace(message, payload=b""), request, renderer.render(request.prompt))
 
 
 def _name(message: Sample) -> str:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.bases import random_adapter
-from tinsmith.engine.spill import Key, Spill, Written
 from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import Adapter
 from tinsmith.training.checkpoint import About
+from tinsmith.worker.spill import Key, Spill, Written
 
 ONE, TWO = ("tiny", "m/1"), ("tiny", "m/2")
 

@@ -13,18 +13,21 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from tinsmith.engine.checkpoints import Checkpoints
-from tinsmith.engine.spill import Key, Spill, Written
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights, snapshot_bytes
 from tinsmith.models.machine import require_memory
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.store import ids
+from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.store import Store
 from tinsmith.training.checkpoint import About, read_about, read_state, weights_from
 from tinsmith.wire.paths import is_path
+from tinsmith.worker.checkpoint_files import opened_files
+from tinsmith.worker.spill import Key, Spill, Written
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +50,17 @@ class Snapshots:
     def __init__(
         self,
         bases: Mapping[str, BaseModel],
-        checkpoints: Checkpoints,
+        store: Store,
+        files: CheckpointFiles,
         spill: Path,
         memory_bytes: float,
         disk_bytes: float = math.inf,
         idle_s: float = math.inf,
     ) -> None:
-        """Snapshots that memory has no room for go to the directory `spill`; what a former engine left there is deleted."""
+        """Snapshots that memory has no room for go to the directory `spill`; what an earlier worker left there is deleted."""
         self.bases = bases
-        self.checkpoints = checkpoints
+        self.store = store
+        self.files = files
         self.spill = Spill(spill)
         self.memory_bytes = memory_bytes
         self.disk_bytes = disk_bytes
@@ -68,23 +73,26 @@ class Snapshots:
         """Why a snapshot of a model that is still there was dropped."""
         self.newest: dict[tuple[str, str], Key] = {}
         """The last snapshot of each model, by base model and model id."""
-        self.watchers: list[Callable[[str, str, Weights], None]] = []
-        """Called with base model, id and weights of each publication."""
+        self.watchers: list[Callable[[str, Weights], None]] = []
+        """Called with base model and weights of each publication."""
         self.in_use: Callable[[], Iterable[Key]] = tuple
         """What is being sampled now."""
+        self._reading: set[Key] = set()
+        """Weights that are being read, as long as they have not changed since that began."""
         self._looked_at = time.monotonic()
 
     def publish(self, base_model: str, snapshot_id: str, weights: Weights) -> None:
         """Keep frozen weights for the sampling sessions that are bound to this id, in the place of what they had before."""
         key = (base_model, snapshot_id)
         self.spill.drop(key)
+        self._reading.discard(key)
         self.sampled_at[key] = time.monotonic()
         if not ids.is_inflight(snapshot_id):
             self.newest[base_model, _model_of(snapshot_id)] = key
-        self._hold(key, Held(weights))
+        self._keep(key, Held(weights))
         self._drop_beyond_disk()
         for watch in self.watchers:
-            watch(base_model, snapshot_id, weights)
+            watch(base_model, weights)
 
     def withdraw(self, model_id: str) -> None:
         """Forget the model's snapshots. What is being sampled from them goes on."""
@@ -93,13 +101,12 @@ class Snapshots:
             self.dropped.pop(key, None)
             self.newest.pop((key[0], model_id), None)
 
-    def find(self, base_model: str, weights_id: str) -> Weights:
-        """The weights of that snapshot or path.
-
-        Raises NotFoundError, with the reason, if they are gone, UserError if they fit neither base nor memory.
-        """
+    def find(self, base_model: str, weights_id: str) -> Weights | None:
+        """The weights of that snapshot or path; None if they are to be read first (`reader`). Raises NotFoundError if they have expired."""
         key = (base_model, weights_id)
-        held = self.held.get(key) or self._load(key)
+        held = self.held.get(key)
+        if held is None:
+            return None
         if held.expires_at is not None and held.expires_at <= time.time():
             del self.held[key]
             raise NotFoundError(f"{weights_id} has expired")
@@ -107,6 +114,32 @@ class Snapshots:
         if key in self.sampled_at:
             self.sampled_at[key] = time.monotonic()
         return held.weights
+
+    def reader(self, base_model: str, weights_id: str) -> Callable[[], Held]:
+        """What reads weights that are not in memory. Any thread may call it; what it returns goes to `hold`.
+
+        Raises NotFoundError, with the reason, if they are gone. So may what it returns, and UserError if they fit neither base nor memory.
+        """
+        key = (base_model, weights_id)
+        if is_path(weights_id):
+            self._reading.add(key)
+            return partial(self._read_checkpoint, key)
+        found = self.spill.find(key)
+        if found is None:
+            raise NotFoundError(f"the weights of snapshot {weights_id} are gone{self._reason(key)}; save them again")
+        self._reading.add(key)
+        if isinstance(found, Written):
+            return partial(self._read_spilled, key, found.directory, found.ref)
+        return partial(Held, found)
+
+    def hold(self, key: Key, read: Callable[[], Held]) -> None:
+        """Keep what a `reader` has read. `read` returns that, or raises why it could not be read.
+
+        Neither counts if the weights were published again, withdrawn or forgotten meanwhile: look for them again.
+        """
+        if key in self._reading:
+            self._reading.remove(key)
+            self._keep(key, read())
 
     def drop_idle(self) -> None:
         """Drop the snapshots that nobody has sampled for `idle_s`. Call it often: it looks once a minute."""
@@ -121,32 +154,27 @@ class Snapshots:
 
     def forget(self, path: str) -> None:
         """Look a checkpoint up again when it is next sampled: it was deleted, or expires at another time."""
+        self._reading = {key for key in self._reading if key[1] != path}
         for key in [key for key in self.held if key[1] == path]:
             del self.held[key]
 
-    def _load(self, key: Key) -> Held:
-        weights_id = key[1]
-        if is_path(weights_id):
-            with self.checkpoints.opened(weights_id, "sampler") as (checkpoint, directory):
-                ref = WeightsRef(key[0], checkpoint.directory, weights_id)
-                held = Held(self._read(key, directory, ref), checkpoint.expires_at)
-        else:
-            match self.spill.find(key):
-                case None:
-                    raise NotFoundError(f"the weights of snapshot {weights_id} are gone{self._reason(key)}; save them again")
-                case Written(directory=directory, ref=ref):
-                    held = Held(self._read_spilled(key, directory, ref))
-                case weights:
-                    held = Held(weights)
-        self._hold(key, held)
-        return held
+    def _read_checkpoint(self, key: Key) -> Held:
+        path = key[1]
+        checkpoint = self.store.require_checkpoint(path, "sampler")
+        ref = WeightsRef(key[0], checkpoint.directory, path)
+        try:
+            with opened_files(self.files, path, checkpoint.directory, optimizer=False) as directory:
+                return Held(self._read(key, directory, ref), checkpoint.expires_at)
+        except TinsmithError:
+            self.store.require_checkpoint(path)  # it may have been deleted while its files were read
+            raise
 
     def _reason(self, key: Key) -> str:
         return f": {self.dropped[key]}; weights that are saved under a name are kept" if key in self.dropped else ""
 
-    def _read_spilled(self, key: Key, directory: Path, ref: WeightsRef) -> Weights:
+    def _read_spilled(self, key: Key, directory: Path, ref: WeightsRef) -> Held:
         try:
-            return self._read(key, directory, ref)
+            return Held(self._read(key, directory, ref))
         except FileNotFoundError as error:
             raise NotFoundError(f"the files of snapshot {key[1]} in {directory} were deleted; save the weights again") from error
 
@@ -159,7 +187,8 @@ class Snapshots:
             require_memory(f"sampling from {weights_id}", size, base.device)
         return weights_from(read_state(directory, base), base, ref)
 
-    def _hold(self, key: Key, held: Held) -> None:
+    def _keep(self, key: Key, held: Held) -> None:
+        """Keep weights in memory. Those that were sampled least recently leave it, if there is no room for all."""
         self.held[key] = held
         used = sum(other.weights.nbytes for other in self.held.values())
         for oldest in list(self.held)[:-1]:
@@ -214,6 +243,7 @@ class Snapshots:
     def _remove(self, key: Key) -> None:
         self.sampled_at.pop(key, None)
         self.held.pop(key, None)
+        self._reading.discard(key)
         self.spill.drop(key)
 
 

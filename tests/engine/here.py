@@ -1,0 +1,302 @@
+"""An engine and its worker in this process: real messages between them, real store, real models; only the processes are left out."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tinsmith.config import Config, SamplingConfig
+from tinsmith.engine.loop import Engine
+from tinsmith.engine.worker_process import NO_STATUS
+from tinsmith.errors import DeviceLostError
+from tinsmith.models.base import BaseModel
+from tinsmith.protocol.facts import ModelFacts
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Done
+from tinsmith.protocol.work import RunPass, WorkerReady, WorkerStatus
+from tinsmith.store.records import CommandKind, Model, NewCommand, Outcome
+from tinsmith.store.store import Store
+from tinsmith.training.backend import DatumWork, LocalBackend, PassResult
+from tinsmith.wire import tinker_pb2
+from tinsmith.wire.forward_backward import move_images_out
+from tinsmith.worker.loop import Worker
+from tinsmith.worker.passes import Trained
+
+LONG_S = 120.0
+"""How long anything here may take on a busy machine."""
+
+PICTURE_TOKENS = 6
+"""Of a picture of `bases.png` in the tiny models."""
+
+
+def travelled(message: Message) -> Message:
+    """The message as it arrives in another process."""
+    return Message.from_frames(message.to_frames())
+
+
+class Wire:
+    """In the place of the link of a process: what is sent lies in `sent`, and nothing arrives by itself."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(travelled(message))
+
+    def receive(self, timeout_s: float) -> list[Message]:
+        time.sleep(min(timeout_s, 0.01))
+        return []
+
+    def wake(self) -> None:
+        """Nobody sleeps."""
+
+    def taken(self) -> list[Message]:
+        """What was sent, which is forgotten."""
+        sent, self.sent = self.sent, []
+        return sent
+
+
+class Beat:
+    """In the place of the heartbeat of a process."""
+
+    worker_busy_s: float | None = None
+
+    def busy(self) -> None: ...
+
+    def idle(self) -> None: ...
+
+
+Computed = tuple[list[str], int, bool]
+"""A pass: the model of each datum, tokens, and whether it was backward."""
+
+
+class NotingBackend(LocalBackend):
+    """The real backend, with a note of every pass."""
+
+    def __init__(self, real: LocalBackend, computed: list[Computed]) -> None:
+        super().__init__(real.base, real.config)
+        self.computed = computed
+
+    def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
+        self.computed.append(([datum.model_id for datum in work], sum(len(datum.rendered) for datum in work), backward))
+        return super().run_pass(work, backward)
+
+
+class WorkerHere:
+    """In the place of a `WorkerProcess`: a worker that does its turns when the engine asks what it has said."""
+
+    def __init__(self, config: Config, bases: dict[str, BaseModel]) -> None:
+        self.config = config
+        self.bases = bases
+        self.passes: list[RunPass] = []
+        """All that the engine has asked for."""
+        self.computed: list[Computed] = []
+        """All passes that workers have computed."""
+        self.is_stuck = False
+        """Whether to do nothing that needs the device, as while something takes long on it."""
+        self.was_ever_ready = True
+        self.end: str | None = None
+        """Why it has ended, once it has."""
+        self.status: WorkerStatus = NO_STATUS
+        self.device, self.state, self.pid = "cpu", "ready", 0
+        self.sampled_tokens, self.busy_s, self.wait_s = 0, 0.0, float("inf")
+        self.start()
+        self.models: dict[str, ModelFacts] = {facts.name: facts for facts in self.worker.facts()}
+
+    def start(self) -> WorkerReady:
+        """A worker with nothing but base models, in the place of the one before; what it says first."""
+        self.wire = Wire()
+        self.worker = Worker(self.config, self.bases, self.wire, Beat())  # type: ignore[arg-type]
+        for name, trained in self.worker.passes.bases.items():
+            assert isinstance(trained.backend, LocalBackend)
+            noting = NotingBackend(trained.backend, self.computed)
+            self.worker.models.backends[name] = noting  # type: ignore[index]
+            self.worker.passes.bases[name] = Trained(noting, trained.renderer)  # type: ignore[index]
+        self.last_messages: list[Message] = []
+        self.is_ready = True
+        return WorkerReady([facts.to_dict() for facts in self.worker.facts()], self.device)
+
+    def die(self, reason: str) -> None:
+        """End at once, as a process does that is killed. What it has said before still arrives."""
+        self.is_ready, self.end = False, reason
+        self.worker.rendering.close()
+        self.worker.disk.close()
+        self.worker.store.close()
+
+    def send(self, message: Message) -> None:
+        if self.is_ready:
+            arrived = travelled(message)
+            if isinstance(arrived, RunPass):
+                self.passes.append(arrived)
+            self.worker.handle(arrived)
+
+    def receive(self) -> list[Message]:
+        """Do all that can be done now, and return what it came to."""
+        if self.is_ready:
+            try:
+                self.work()
+            except DeviceLostError as error:
+                self.die(str(error))
+        return [message for message in self.wire.taken() if not isinstance(message, WorkerReady | WorkerStatus)]
+
+    def work(self) -> None:
+        """Do all that can be done now."""
+        self.worker.receive(0.0)
+        while self.worker.has_work and not self.is_stuck:
+            self.worker.turn()
+            self.worker.receive(0.0)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether no thread beside the device is at work."""
+        if not self.is_ready:
+            return not self.wire.sent
+        return not (self.worker.rendering.running or self.worker.disk.running or self.worker.has_work or self.wire.sent)
+
+    def watch(self) -> None: ...
+
+    def start_if_due(self) -> None: ...
+
+    def stop(self, timeout_s: float) -> None: ...
+
+    def ended(self) -> str | None:
+        reason, self.end = self.end, None
+        return reason
+
+
+class Here:
+    """An engine with its worker, and ways to feed it. Models are s:train:NAME."""
+
+    def __init__(self, bases: dict[str, BaseModel], data_dir: Path, **settings: Any) -> None:
+        """`settings` are sections of the configuration."""
+        sections = {"sampling": SamplingConfig(kv_cache_gib=0.01)} | settings
+        self.config = Config([f"{name}=unused" for name in bases], str(data_dir), **sections)
+        store = Store.open(data_dir)
+        if store.session("s") is None:
+            store.create_session("s", {"tags": [], "user_metadata": None, "sdk_version": "0", "project_id": None, "display_name": None})
+        store.close()
+        self.server = Wire()
+        self.process = WorkerHere(self.config, bases)
+        self.engine = Engine(self.config, self.server, Beat(), self.process)  # type: ignore[arg-type]
+        self.store = self.engine.store
+        self.told: list[str] = []
+        """Request ids of the outcomes that the server was told of, in order."""
+        self.said: list[Message] = []
+        """All that the server was told, in order."""
+
+    @property
+    def worker(self) -> Worker:
+        return self.process.worker
+
+    def backend(self, base: str = "tiny") -> LocalBackend:
+        backend = self.worker.models.backends[base]
+        assert isinstance(backend, LocalBackend)
+        return backend
+
+    # ---- Requests
+
+    def add(self, model: str, seq: int, kind: CommandKind, payload: Any, /, **fields: Any) -> None:
+        """Put a command into the log and wake the engine."""
+        body = payload if isinstance(payload, bytes) else orjson.dumps(payload)
+        self.store.append([NewCommand(f"s:train:{model}", seq, kind, body, **fields)])
+        self.engine.unread.add(f"s:train:{model}")
+
+    def create(self, model: str, base_model: str = "tiny", rank: int = 4) -> None:
+        model_id = f"s:train:{model}"
+        body = {"session_id": "s", "model_seq_id": 0, "base_model": base_model, "lora_config": {"rank": rank}}
+        self.add(model, 0, "create_model", body, model=Model(model_id, "s", base_model, {"rank": rank}, {}, None))
+
+    def forward(
+        self,
+        model: str,
+        seq: int,
+        lengths: Sequence[int] = (),
+        forward_only: bool = False,
+        target: int = 1,
+        pictures: Sequence[bytes] = (),
+    ) -> None:
+        """A datum of text for each length, then one for each picture, of `PICTURE_TOKENS` and a word before it."""
+        message = tinker_pb2.ForwardBackwardRequest(model_id=f"s:train:{model}", seq_id=seq, loss_fn="cross_entropy")
+        message.forward_only = forward_only
+        for length in lengths:
+            _add_datum(message, length, length, target)
+        for data in pictures:
+            image = _add_datum(message, 1, 1 + PICTURE_TOKENS, target).model_input.add().image
+            image.data, image.format = data, "png"
+        stored = move_images_out(message)
+        self.add(model, seq, "forward_backward", stored.payload, image_digests=stored.image_digests, images=stored.images)
+
+    def snapshot(self, model: str, seq: int, number: int = 1) -> None:
+        body = {"model_id": f"s:train:{model}", "seq_id": seq, "sampling_session_seq_id": number}
+        self.add(model, seq, "save_weights_for_sampler", body)
+
+    def optim(self, model: str, seq: int, **adam: float) -> None:
+        params = {"learning_rate": 1e-3} | adam
+        self.add(model, seq, "optim_step", {"model_id": f"s:train:{model}", "seq_id": seq, "adam_params": params})
+
+    def save(self, model: str, seq: int, name: str) -> None:
+        self.add(model, seq, "save_weights", {"model_id": f"s:train:{model}", "seq_id": seq, "path": name})
+
+    # ---- Time
+
+    def turn(self) -> None:
+        """Once through the engine's loop: what the worker did before is taken in, then what is due is sent."""
+        self.engine.receive(0.0)
+        self.engine.turn()
+        self._hear()
+
+    def _hear(self) -> None:
+        said = self.server.taken()
+        self.said += said
+        self.told += [message.request_id for message in said if isinstance(message, Done)]
+
+    def settle(self) -> None:
+        """Go on until nothing is left to do."""
+        self.until(lambda: self.is_at_rest)
+
+    @property
+    def is_at_rest(self) -> bool:
+        engine = self.engine
+        waiting = engine.unread or engine.ended_sessions or engine.recorder.waiting or engine.lost
+        return not waiting and not engine.trainer.passes and engine.trainer.is_idle and self.process.is_resting
+
+    def until(self, seen: Callable[[], object]) -> None:
+        """Go through the loop until that is true."""
+        deadline = time.monotonic() + LONG_S
+        self.turn()
+        while not seen():
+            assert time.monotonic() < deadline, "the engine does not come to rest"
+            time.sleep(min(0.005, self.engine.patience()))
+            self.turn()
+
+    def new_worker(self) -> None:
+        """Another worker takes the place of the one that has ended."""
+        self.engine.handle_worker(travelled(self.process.start()))
+
+    def say(self, message: Message) -> None:
+        """What the server says."""
+        self.engine.handle(travelled(message))
+
+    # ---- Outcomes
+
+    def outcome(self, model: str, seq: int) -> Outcome:
+        found = self.store.outcome(f"s:train:{model}/{seq}")
+        assert found is not None, f"operation {seq} of {model} has not ended"
+        return found
+
+    def error(self, model: str, seq: int) -> str | None:
+        return self.outcome(model, seq).error
+
+
+def _add_datum(message: tinker_pb2.ForwardBackwardRequest, words: int, length: int, target: int) -> tinker_pb2.Datum:
+    """A datum that begins with `words` tokens of text and has `length` of all kinds in the end."""
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.arange(words, dtype="<i4").tobytes()
+    tensor = datum.loss_fn_inputs["target_tokens"]
+    tensor.dense = np.full(length, target, dtype="<i8").tobytes()
+    tensor.dtype = tinker_pb2.DTYPE_INT64
+    tensor.shape.append(length)
+    return datum

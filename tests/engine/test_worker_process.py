@@ -1,0 +1,283 @@
+"""A worker as a child process of the engine: started, watched, and started again when it has ended."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.here import Beat
+from tests.engine.light_worker import FACTS, REASON
+from tinsmith.config import Config, ServerConfig
+from tinsmith.engine import worker_process
+from tinsmith.engine.loop import Engine
+from tinsmith.engine.worker_process import WorkerProcess
+from tinsmith.errors import ConfigError
+from tinsmith.protocol.link import ChildLink, ParentLink
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import ForgetCheckpoint, Ready, Recovering, Sample, Shutdown
+from tinsmith.protocol.work import Answer, WorkerReady
+
+LONG_S = 120.0
+"""How long anything here may take on a busy machine."""
+
+
+def light(how: str) -> tuple[str, ...]:
+    """A worker program without models, which behaves so."""
+    return sys.executable, str(Path(__file__).with_name("light_worker.py")), how
+
+
+class Clock:
+    """Time, of which more may pass at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passed_s = 0.0
+        monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + self.passed_s)
+
+
+class Watched:
+    """A worker process, with what it said and why it ended. Its engine's link is real, its engine's loop is `turn`."""
+
+    def __init__(self, link: ChildLink, how: str, **settings: Any) -> None:
+        self.link = link
+        self.process = WorkerProcess(Config(server=ServerConfig(**settings)), link, light(how))
+        self.messages: list[Message] = []
+        self.ends: list[str] = []
+
+    def turn(self) -> None:
+        """Once through what the engine's loop does with its worker, but for starting it."""
+        self.link.receive(0.05)
+        self.messages += self.process.receive()
+        self.process.watch()
+        reason = self.process.ended()
+        self.ends += [] if reason is None else [reason]
+
+    def until(self, seen: Callable[[], object]) -> None:
+        """Go on until that is true."""
+        deadline = time.perf_counter() + LONG_S
+        while not seen():
+            assert time.perf_counter() < deadline, (self.process.state, self.messages, self.ends)
+            self.turn()
+
+    def start(self) -> int:
+        """Start one, and wait until it is ready; its process id."""
+        self.process.start_if_due()
+        self.until(lambda: self.process.is_ready)
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def ask(self, path: str) -> None:
+        self.process.send(ForgetCheckpoint(path))
+
+    @property
+    def answers(self) -> list[str]:
+        return [message.result["path"] for message in self.messages if isinstance(message, Answer)]
+
+
+@contextmanager
+def link_of_an_engine() -> Iterator[tuple[ParentLink, ChildLink]]:
+    """The server's end and the engine's end."""
+    server = ParentLink()
+    engine = ChildLink(server.address)
+    yield server, engine
+    engine.close()
+    server.close()
+
+
+@pytest.fixture
+def watch() -> Iterator[Callable[..., Watched]]:
+    """Make a worker process of some behaviour; what is left of it at the end is killed."""
+    made: list[Watched] = []
+    with link_of_an_engine() as (_, link):
+
+        def make(how: str, **settings: Any) -> Watched:
+            made.append(Watched(link, how, **settings))
+            return made[-1]
+
+        yield make
+        for watched in made:
+            watched.process.stop(0.0)
+
+
+def test_a_worker_is_started_once_and_tells_what_it_serves(watch: Callable[..., Watched]) -> None:
+    worker = watch("ready")
+    assert (worker.process.state, worker.process.pid, worker.process.wait_s) == ("down", None, 0.0)
+    worker.process.start_if_due()
+    first = worker.process.pid
+    assert (worker.process.state, worker.process.is_ready, worker.process.was_ever_ready) == ("starting", False, False)
+    worker.ask("too early")
+    assert worker.start() == first
+    assert worker.messages == [WorkerReady([FACTS.to_dict()], "cpu")]
+    assert (worker.process.device, worker.process.models, worker.process.was_ever_ready) == ("cpu", {"tiny": FACTS}, True)
+    assert worker.process.wait_s == float("inf")
+    worker.ask("now")
+    worker.until(lambda: worker.answers)
+    assert worker.answers == ["now"]  # what was sent before it was ready never reached it
+    assert worker.ends == []
+
+
+def test_a_worker_that_is_killed_is_reported_once_and_another_takes_its_place(watch: Callable[..., Watched]) -> None:
+    worker = watch("ready")
+    first = worker.start()
+    os.kill(first, signal.SIGKILL)
+    worker.until(lambda: worker.ends)
+    assert worker.ends == ["the worker process ended unexpectedly (signal 9)"]
+    assert (worker.process.state, worker.process.pid, worker.process.busy_s) == ("down", None, 0.0)
+    assert 0.0 < worker.process.wait_s <= worker_process.FIRST_DELAY_S
+    worker.process.start_if_due()
+    assert worker.process.pid is None  # not before it is due
+    worker.until(lambda: worker.process.wait_s == 0.0)
+    assert worker.start() != first
+    worker.ask("again")
+    worker.until(lambda: worker.answers)
+    assert (worker.answers, len(worker.ends)) == (["again"], 1)
+
+
+def test_messages_to_a_dead_worker_do_not_block_and_never_reach_the_next(
+    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.0)
+    worker = watch("ready")
+    first = worker.start()
+    os.kill(first, signal.SIGKILL)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)  # it is dead, which nobody has noticed yet
+    for _ in range(1000):
+        worker.ask("to the dead")
+    worker.until(lambda: worker.ends)
+    for _ in range(1000):
+        worker.ask("to nobody")
+    assert worker.start() != first
+    worker.ask("to the next")
+    worker.until(lambda: worker.answers)
+    assert worker.answers == ["to the next"]
+
+
+def test_a_worker_that_cannot_start_is_tried_at_longer_and_longer_intervals(
+    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 1000.0)
+    monkeypatch.setattr(worker_process, "LONGEST_DELAY_S", 3500.0)
+    clock = Clock(monkeypatch)
+    worker = watch("ready")
+
+    def delay_after_the_end() -> float:
+        ended = len(worker.ends)
+        worker.process.start_if_due()
+        assert worker.process.pid is not None
+        worker.until(lambda: len(worker.ends) > ended)
+        delay = worker.process.wait_s
+        clock.passed_s += delay
+        return delay
+
+    worker.process.program = light("broken")
+    delays = [delay_after_the_end() for _ in range(4)]
+    assert delays == [pytest.approx(expected, abs=500.0) for expected in (1000.0, 2000.0, 3500.0, 3500.0)]
+    assert worker.ends == ["the worker process ended unexpectedly (exit code 2)"] * 4
+    worker.process.program = light("ready")
+    os.kill(worker.start(), signal.SIGKILL)
+    assert delay_after_the_end() == pytest.approx(1000.0, abs=500.0)  # one that was ready is no sign of something lasting
+
+
+def test_what_a_worker_says_at_last_is_the_reason(watch: Callable[..., Watched]) -> None:
+    worker = watch("ready")
+    worker.start()
+    worker.ask("lost")
+    worker.until(lambda: worker.ends)
+    assert worker.ends == [f"the worker process ended unexpectedly ({REASON})"]
+
+
+def test_a_worker_that_shows_no_sign_of_life_is_killed(watch: Callable[..., Watched]) -> None:
+    worker = watch("ready", worker_hung_s=4.0)
+    os.kill(worker.start(), signal.SIGSTOP)
+    worker.until(lambda: worker.ends)
+    assert worker.ends == ["the worker process ended unexpectedly (it had shown no sign of life for 4 s (worker_hung_s) and was killed)"]
+
+
+def test_an_engine_that_could_not_listen_itself_takes_nobody_for_silent(
+    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    worker = watch("ready", worker_hung_s=4.0)
+    pid = worker.start()
+    for _ in range(3):
+        clock.passed_s += 1000.0  # the machine slept
+        worker.process.watch()
+        worker.until(lambda: worker.process._beaten)
+    assert (worker.ends, worker.process.pid) == ([], pid)
+
+
+@pytest.mark.parametrize("how", ["ready", "stubborn", "loading"])
+def test_a_worker_that_is_told_to_stop_ends_by_itself_or_is_killed(watch: Callable[..., Watched], how: str) -> None:
+    worker = watch(how)
+    worker.process.start_if_due()
+    if how != "loading":
+        worker.until(lambda: worker.process.is_ready)
+    process = worker.process.process
+    assert process is not None
+    worker.process.stop(LONG_S if how == "ready" else 0.2)
+    assert process.returncode == (0 if how == "ready" else -signal.SIGKILL)
+    assert (worker.process.state, worker.process.pid) == ("down", None)
+
+
+# ---- With the engine
+
+
+@contextmanager
+def engine_with(how: str, data_dir: Path) -> Iterator[tuple[ParentLink, Engine]]:
+    """An engine over a worker of that behaviour, and the server's end of its link."""
+    with link_of_an_engine() as (server, link):
+        config = Config(["tiny=unused"], str(data_dir))
+        worker = WorkerProcess(config, link, light(how))
+        engine = Engine(config, link, Beat(), worker)  # type: ignore[arg-type]
+        try:
+            yield server, engine
+        finally:
+            worker.stop(0.0)
+
+
+@pytest.mark.parametrize(("how", "why"), [("broken", "exit code 2"), ("lost", REASON)])
+def test_an_engine_whose_first_worker_cannot_start_ends_with_the_reason(tmp_path: Path, how: str, why: str) -> None:
+    with (
+        engine_with(how, tmp_path) as (_, engine),
+        pytest.raises(ConfigError, match=rf"the worker process ended unexpectedly \({why}\) before it could take work; its output above"),
+    ):
+        engine.run(os.getppid())
+
+
+def test_an_engine_that_is_told_to_stop_ends_its_worker(tmp_path: Path) -> None:
+    with engine_with("ready", tmp_path) as (server, engine):
+        engine.worker.start_if_due()
+        process = engine.worker.process
+        assert process is not None
+        while not engine.worker.is_ready:
+            engine.receive(0.05)
+        server.send(Shutdown())
+        engine.run(os.getppid())
+        assert process.returncode == 0
+
+
+def test_the_server_is_told_that_a_worker_is_lost_and_that_another_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.0)
+    told: list[Message] = []
+    with engine_with("ready", tmp_path) as (server, engine):
+
+        def until(seen: Callable[[], object]) -> None:
+            deadline = time.monotonic() + LONG_S
+            while not seen():
+                assert time.monotonic() < deadline, told
+                engine.receive(0.05)
+                engine.turn()
+                told.extend(message for message in server.receive() if isinstance(message, Ready | Recovering))
+
+        until(lambda: told)
+        assert told == [Ready([FACTS.to_dict()])]
+        assert engine.worker.pid is not None
+        os.kill(engine.worker.pid, signal.SIGKILL)
+        server.send(Sample("s:sample:0/0", 1, "tiny", None, 1, False, b"{}"))  # on its way to a worker that is no more: it ends nothing
+        until(lambda: len(told) == 3)
+    assert told == [Ready([FACTS.to_dict()]), Recovering("the worker process ended unexpectedly (signal 9)"), Ready([FACTS.to_dict()])]

@@ -1,0 +1,120 @@
+"""Threads beside the device: their results come back to one thread."""
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tinsmith.protocol.link import ChildLink, ParentLink
+from tinsmith.worker.background import Background
+
+LONG_S = 120.0
+"""How long anything here may take on a busy machine."""
+
+
+def delivered(background: Background) -> None:
+    """Deliver until nothing is running."""
+    deadline = time.monotonic() + LONG_S
+    while background.running:
+        assert time.monotonic() < deadline
+        background.deliver()
+        time.sleep(0.001)
+
+
+def test_work_is_done_in_a_thread_and_its_result_handed_over_in_ours() -> None:
+    background = Background("test", 2, lambda: None)
+    threads: dict[str, str] = {}
+    results: list[Any] = []
+
+    def work() -> int:
+        threads["work"] = threading.current_thread().name
+        return 7
+
+    def then(ended: "Future[int]") -> None:
+        threads["then"] = threading.current_thread().name
+        results.append(ended.result())
+
+    background.run(work, then)
+    assert background.running == 1
+    delivered(background)
+    assert results == [7]
+    assert threads["work"].startswith("test")
+    assert threads["then"] == threading.current_thread().name
+
+
+def test_nothing_is_handed_over_before_it_is_asked_for() -> None:
+    woken = threading.Event()
+    background = Background("test", 1, woken.set)
+    results: list[int] = []
+    background.run(lambda: 7, lambda ended: results.append(ended.result()))
+    assert woken.wait(LONG_S)
+    assert (results, background.has_ended, background.running) == ([], True, 1)
+    background.deliver()
+    assert (results, background.has_ended, background.running) == ([7], False, 0)
+
+
+def test_an_error_goes_to_who_asked_and_to_nobody_else() -> None:
+    background = Background("test", 1, lambda: None)
+    errors: list[BaseException | None] = []
+    for text in ("one", "7", "two"):
+        background.run(partial(int, text), lambda ended: errors.append(ended.exception()))
+    delivered(background)
+    assert [type(error) for error in errors] == [ValueError, type(None), ValueError]
+
+
+def test_a_result_may_ask_for_more() -> None:
+    background = Background("test", 1, lambda: None)
+    results: list[int] = []
+
+    def again(ended: "Future[int]") -> None:
+        results.append(ended.result())
+        if len(results) < 3:
+            background.run(lambda: len(results), again)
+
+    background.run(lambda: 0, again)
+    delivered(background)
+    assert results == [0, 1, 2]
+
+
+def test_what_ends_wakes_up_a_link_that_waits() -> None:
+    parent = ParentLink()
+    link = ChildLink(parent.address)
+    background = Background("test", 1, link.wake)
+    background.run(lambda: time.sleep(0.05), lambda ended: ended.result())
+    assert link.receive(3600.0) == []
+    background.deliver()
+    assert background.running == 0
+    link.close()
+    parent.close()
+
+
+def test_closing_waits_for_nothing_begins_nothing_and_wakes_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    """What runs may end after the link is gone, and what it would wake up then is somebody else's file."""
+    caplog.set_level(logging.DEBUG)
+    parent = ParentLink()
+    link = ChildLink(parent.address)
+    background = Background("test", 1, link.wake)
+    go_on, over, begun = threading.Event(), threading.Event(), []
+
+    def long() -> None:
+        begun.append("long")
+        go_on.wait(LONG_S)
+        over.set()
+
+    background.run(long, lambda _: begun.append("handed over"))
+    background.run(lambda: begun.append("waiting"), lambda _: begun.append("handed over"))
+    while not begun:
+        time.sleep(0.001)
+    background.close()
+    link.close()
+    parent.close()
+    assert not over.is_set()
+    go_on.set()
+    background._pool.shutdown(wait=True)
+    background.deliver()
+    assert begun == ["long"]
+    assert caplog.text == ""

@@ -1,0 +1,37 @@
+"""Operations that are given up while a thread prepares them."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.bases import png
+from tests.engine.here import LONG_S, Here
+from tinsmith.models.base import BaseModel
+
+
+def test_an_operation_that_is_dropped_and_asked_for_again_is_answered_once(
+    vision_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine does so when an operation before it cannot be read: both threads may still be at work on the first request."""
+    here = Here({"tiny": vision_base}, tmp_path)
+    passes, released = here.worker.passes, threading.Event()
+    read = passes.bases["tiny"].renderer.read_blob
+
+    def late(digest: bytes) -> bytes:
+        assert released.wait(LONG_S)
+        return read(digest)
+
+    monkeypatch.setattr(passes.bases["tiny"].renderer, "read_blob", late)
+    here.create("a")
+    here.forward("a", 1, pictures=[png(1)])
+    here.until(lambda: passes.preparing)
+    (message,) = passes.preparing.values()
+    passes.drop([message.operation])
+    passes.prepare(replace(message))
+    released.set()
+    here.settle()
+    assert here.error("a", 1) is None
+    assert passes.preparing == {}
+    assert passes.datums == {}

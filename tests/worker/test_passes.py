@@ -1,0 +1,337 @@
+"""Forward work on a worker: checked and measured here or in a thread, computed pass by pass; what is wrong harms its operation alone."""
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.bases import png
+from tests.engine.here import Here
+from tinsmith.config import ImagesConfig, TrainingConfig
+from tinsmith.errors import StoreUnavailableError, UserError
+from tinsmith.models.base import BaseModel
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.shapes import LoraShape
+from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, error_of
+from tinsmith.rendering.renderer import Renderer
+from tinsmith.training.backend import LocalBackend
+from tinsmith.wire import tinker_pb2
+from tinsmith.wire.forward_backward import StoredRequest, move_images_out
+from tinsmith.worker.background import Background
+from tinsmith.worker.passes import SMALL_BYTES, Passes, Trained
+
+LONG_S = 120.0
+"""How long anything here may take on a busy machine."""
+
+PICTURE_TOKENS = 6
+
+WHOLE = png(9)
+BROKEN = WHOLE[: len(WHOLE) - 30]
+"""Its header is right: nobody knows before it is decoded."""
+
+
+def request(texts: "list[int] | None" = None, pictures: "list[bytes] | None" = None, forward_only: bool = False) -> StoredRequest:
+    """A stored request: datums of so many tokens, and datums of a word and a picture."""
+    message = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy", forward_only=forward_only)
+    for length in texts or []:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.arange(length, dtype="<i4").tobytes()
+        add_targets(datum, length)
+    for data in pictures or []:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array([5], dtype="<i4").tobytes()
+        image = datum.model_input.add().image
+        image.data, image.format = data, "png"
+        add_targets(datum, PICTURE_TOKENS + 1)
+    return move_images_out(message)
+
+
+def add_targets(datum: Any, length: int) -> None:
+    targets = datum.loss_fn_inputs["target_tokens"]
+    targets.dense = np.full(length, 1, dtype="<i8").tobytes()
+    targets.dtype = tinker_pb2.DTYPE_INT64
+
+
+@dataclass
+class Bench:
+    """Passes over a model "m", and what they answer."""
+
+    passes: Passes
+    backend: LocalBackend
+    blobs: dict[bytes, bytes]
+    sent: list[Message]
+    due: deque[Callable[[], None]]
+
+    def prepare(self, operation: str, stored: StoredRequest) -> None:
+        self.blobs.update(stored.images)
+        self.passes.prepare(Prepare(operation, "m", "tiny", [digest.hex() for digest in stored.image_digests], stored.payload))
+
+    def run(self, number: int, *pieces: tuple[str, int], backward: bool = True) -> None:
+        self.passes.run(RunPass(number, "tiny", backward, list(pieces)))
+
+    def settle(self) -> None:
+        """Go on until threads and device have nothing left to do."""
+        deadline = time.monotonic() + LONG_S
+        while self.passes.rendering.running or self.due:
+            assert time.monotonic() < deadline
+            self.passes.rendering.deliver()
+            while self.due:
+                self.due.popleft()()
+            time.sleep(0.001)
+
+    def answers(self) -> list[Message]:
+        """What was said since this was last asked."""
+        self.settle()
+        sent = self.sent[:]
+        self.sent.clear()
+        return sent
+
+    def answer(self) -> Any:
+        """The only thing that was said."""
+        (message,) = self.answers()
+        return message
+
+
+def bench_of(base: BaseModel) -> Bench:
+    blobs: dict[bytes, bytes] = {}
+    sent: list[Message] = []
+    due: deque[Callable[[], None]] = deque()
+    backend = LocalBackend(base, TrainingConfig())
+    backend.create_model("m", LoraShape(4, seed=1))
+    renderer = Renderer(base, ImagesConfig(), lambda digest: blobs[digest])
+    passes = Passes({"tiny": Trained(backend, renderer)}, Background("rendering", 1, lambda: None), sent.append, due.append)
+    return Bench(passes, backend, blobs, sent, due)
+
+
+@pytest.fixture
+def bench(text_base: BaseModel) -> Bench:
+    return bench_of(text_base)
+
+
+@pytest.fixture
+def gallery(vision_base: BaseModel) -> Bench:
+    return bench_of(vision_base)
+
+
+@contextmanager
+def occupied(bench: Bench) -> Iterator[None]:
+    """While the body runs, the only thread that renders is at something else."""
+    over = threading.Event()
+    bench.passes.rendering.run(over.wait, lambda _: None)
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def logprobs(done: PassDone) -> list[NDArray[np.float32]]:
+    """Of each result, in order."""
+    flat = np.frombuffer(done.payload, np.float32, offset=8 * len(done.results))
+    ends = np.cumsum([np.prod(shape, dtype=int) for *_, shape in done.results])
+    return np.split(flat, ends[:-1])
+
+
+# ---- Preparing
+
+
+def test_a_small_request_is_measured_at_once(bench: Bench) -> None:
+    with occupied(bench):
+        bench.prepare("m/1", request([3, 5]))
+        bench.prepare("m/2", request([4], forward_only=True))
+        assert bench.sent == [Prepared("m/1", True, [3, 5], [{}, {}]), Prepared("m/2", False, [4], [{}])]
+    assert bench.passes.preparing == {}
+
+
+def test_a_large_request_is_measured_in_a_thread(bench: Bench) -> None:
+    stored = request([500] * 20)
+    assert len(stored.payload) > SMALL_BYTES
+    with occupied(bench):
+        bench.prepare("m/1", stored)
+        assert bench.sent == []
+    assert bench.answer() == Prepared("m/1", True, [500] * 20, [{}] * 20)
+
+
+def test_a_request_with_pictures_is_measured_in_a_thread_and_none_is_decoded(gallery: Bench) -> None:
+    stored = request(pictures=[WHOLE, BROKEN])
+    assert len(stored.payload) < SMALL_BYTES
+    with occupied(gallery):
+        gallery.prepare("m/1", stored)
+        assert gallery.sent == []
+    pixels = [{hashlib.sha256(data).hexdigest(): 96 * 64} for data in (WHOLE, BROKEN)]
+    assert gallery.answer() == Prepared("m/1", True, [PICTURE_TOKENS + 1] * 2, pixels)
+    assert len(gallery.passes.bases["tiny"].renderer.cache) == 0
+
+
+@pytest.mark.parametrize(
+    ("stored", "backward", "error"),
+    [
+        (request([]), True, "data is empty"),
+        (request([3, 5000]), True, "datum 1: "),
+        (request([3, 5000], forward_only=True), False, "datum 1: "),
+        (StoredRequest(b"\xff no protobuf", [], {}), True, "protobuf"),
+    ],
+    ids=["empty", "long", "forward", "unreadable"],
+)
+def test_what_is_wrong_with_a_request_is_answered(bench: Bench, stored: StoredRequest, backward: bool, error: str) -> None:
+    bench.prepare("m/1", stored)
+    answer = bench.answer()
+    assert isinstance(answer, PrepareFailed)
+    assert (answer.operation, answer.backward) == ("m/1", backward)
+    assert error in answer.error
+    assert isinstance(error_of(answer.error_type, answer.error), UserError)
+    assert (bench.passes.datums, bench.passes.preparing) == ({}, {})
+
+
+def test_a_picture_that_cannot_be_read_now_is_told_apart(gallery: Bench) -> None:
+    def busy(digest: bytes) -> bytes:
+        raise StoreUnavailableError("the database is locked")
+
+    gallery.passes.bases["tiny"].renderer.read_blob = busy
+    gallery.prepare("m/1", request(pictures=[WHOLE]))
+    answer = gallery.answer()
+    assert isinstance(answer, PrepareFailed)
+    assert isinstance(error_of(answer.error_type, answer.error), StoreUnavailableError)
+
+
+def test_an_operation_that_is_dropped_while_it_is_prepared_is_not_heard_of_again(bench: Bench) -> None:
+    with occupied(bench):
+        for number in (1, 2):
+            bench.prepare(f"m/{number}", request([500] * 20))
+        bench.passes.drop(["m/1"])
+    assert [message.operation for message in bench.answers() if isinstance(message, Prepared)] == ["m/2"]
+    assert (list(bench.passes.datums), bench.passes.preparing) == (["m/2"], {})
+    bench.passes.drop(["m/2", "m/1", "m/3"])
+    assert bench.passes.datums == {}
+
+
+def test_an_operation_that_is_dropped_and_prepared_again_is_answered_once(bench: Bench) -> None:
+    with occupied(bench):
+        bench.prepare("m/1", request([500] * 20))
+        bench.passes.drop(["m/1"])
+        bench.prepare("m/1", request([400] * 20))
+    assert bench.answer() == Prepared("m/1", True, [400] * 20, [{}] * 20)
+    assert len(bench.passes.datums["m/1"][0]) == 400
+
+
+# ---- Passes
+
+
+def test_a_pass_gives_each_datum_its_own_numbers_and_leaves_nothing_behind(bench: Bench) -> None:
+    bench.prepare("m/1", request([3, 5]))
+    bench.prepare("m/2", request([4]))
+    bench.answers()
+    bench.run(7, ("m/1", 1), ("m/2", 0))
+    together = bench.answer()
+    assert isinstance(together, PassDone)
+    assert (together.number, together.results, together.failures) == (7, [("m/1", 1, [5]), ("m/2", 0, [4])], [])
+    assert list(bench.passes.datums) == ["m/1"]
+    bench.run(8, ("m/1", 0))
+    alone = bench.answer()
+    assert bench.passes.datums == {}
+    bench.prepare("again", request([3, 5, 4]))
+    bench.answers()
+    bench.run(9, ("again", 0), ("again", 1), ("again", 2), backward=False)
+    again = bench.answer()
+    for found, expected in zip([*logprobs(alone), *logprobs(together)], logprobs(again), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    losses = np.frombuffer(again.payload, np.float64, count=3)
+    np.testing.assert_allclose(losses, [-values.sum() for values in logprobs(again)], rtol=1e-5)
+
+
+def test_a_broken_picture_fails_its_operation_alone(gallery: Bench) -> None:
+    gallery.prepare("bad", request([3], [WHOLE, BROKEN]))
+    gallery.prepare("good", request([4], [WHOLE]))
+    gallery.answers()
+    gallery.run(1, *[("bad", index) for index in range(3)], ("good", 0), ("good", 1))
+    done = gallery.answer()
+    assert isinstance(done, PassDone)
+    assert [(operation, index) for operation, index, _ in done.results] == [("good", 0), ("good", 1)]
+    ((operation, index, error_type, error),) = done.failures
+    assert (operation, index, error_type) == ("bad", 2, "UserError")
+    assert error.startswith("datum 2: chunk 1: the png image of 96 x 64 pixels is broken")
+
+
+def test_passes_are_computed_in_their_order_however_long_their_pictures_take(gallery: Bench) -> None:
+    gallery.prepare("pictures", request(pictures=[WHOLE]))
+    gallery.prepare("text", request([3, 4]))
+    gallery.answers()
+    with occupied(gallery):
+        gallery.run(1, ("text", 0))
+        gallery.run(2, ("pictures", 0))
+        gallery.run(3, ("text", 1))
+        assert len(gallery.due) == 1  # the device begins with what needs no thread
+    assert [message.number for message in gallery.answers() if isinstance(message, PassDone)] == [1, 2, 3]
+    assert (gallery.passes.passes, gallery.passes.rendered) == ({}, {})
+
+
+def test_an_operation_that_is_dropped_while_it_is_in_a_pass_harms_no_other(gallery: Bench) -> None:
+    gallery.prepare("dropped", request(pictures=[WHOLE]))
+    gallery.prepare("kept", request(pictures=[png(3)]))
+    gallery.answers()
+    with occupied(gallery):
+        gallery.run(1, ("dropped", 0), ("kept", 0))
+        gallery.passes.drop(["dropped"])
+    done = gallery.answer()
+    assert ("kept", 0, [PICTURE_TOKENS + 1]) in done.results
+    assert (done.failures, gallery.passes.datums) == ([], {})
+
+
+# ---- With the engine
+
+
+def here_with(base: BaseModel, data_dir: Path) -> Here:
+    here = Here({"tiny": base}, data_dir)
+    for model in "ab":
+        here.create(model)
+    here.settle()
+    return here
+
+
+def show(here: Here, model: str, seq: int, *pictures: bytes) -> None:
+    """A forward_backward with these pictures, which the store has."""
+    stored = request(pictures=list(pictures))
+    here.add(model, seq, "forward_backward", stored.payload, image_digests=stored.image_digests, images=stored.images)
+
+
+def test_all_datums_of_an_operation_with_a_broken_picture_are_accounted_for(vision_base: BaseModel, tmp_path: Path) -> None:
+    here = here_with(vision_base, tmp_path)
+    show(here, "a", 1, WHOLE, BROKEN, png(1))
+    show(here, "b", 1, WHOLE)
+    for model in "ab":
+        here.optim(model, 2)
+    here.settle()
+    assert str(here.error("a", 1)).startswith("datum 1: chunk 1: the png image of 96 x 64 pixels is broken")
+    assert "the gradients are cleared" in str(here.error("a", 2))
+    assert (here.error("b", 1), here.error("b", 2)) == (None, None)
+
+
+def test_pictures_that_cannot_be_read_for_a_while_delay_their_operation_only(
+    vision_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = here_with(vision_base, tmp_path)
+    renderer = here.worker.passes.bases["tiny"].renderer
+    read, asked = renderer.read_blob, []
+
+    def busy_at_first(digest: bytes) -> bytes:
+        asked.append(digest)
+        if digest == hashlib.sha256(png(1)).digest() and asked.count(digest) < 4:
+            raise StoreUnavailableError("the database is locked")
+        return read(digest)
+
+    monkeypatch.setattr(renderer, "read_blob", busy_at_first)
+    show(here, "a", 1, WHOLE, png(1), png(2))
+    show(here, "b", 1, png(3))
+    here.settle()
+    assert (here.error("a", 1), here.error("b", 1)) == (None, None)
+    assert asked.count(hashlib.sha256(png(1)).digest()) == 4
+    output = tinker_pb2.ForwardBackwardOutput.FromString(here.outcome("a", 1).result or b"")
+    assert output.loss_fn_outputs

@@ -1,0 +1,467 @@
+"""The sampling half of a worker on a real sampler: what fails, what that leaves behind, and who waits for whom."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from tests.bases import new_ref, random_adapter, renderer
+from tinsmith.config import SamplingConfig
+from tinsmith.models.base import BaseModel
+from tinsmith.models.lora import LoraPair
+from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFailed
+from tinsmith.sampling.local.sampler import LocalSampler
+from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.store import Store
+from tinsmith.wire import tinker_pb2
+from tinsmith.wire.sample import SampledSequence, encode_sample_response
+from tinsmith.worker import samples
+from tinsmith.worker.background import Background
+from tinsmith.worker.samples import Sampled, Samples
+from tinsmith.worker.snapshots import Held, Snapshots
+from tinsmith.worker.status import StatusReporter
+
+LONG_S = 120.0
+"""How long anything here may take on a busy machine."""
+
+BLANKS = b" " * (samples.SMALL_BYTES + 1)
+"""Make any request a large one."""
+
+
+def sample(request_id: str, weights_id: str | None = None, run: int = 1, stream: bool = False, **asked: Any) -> Sample:
+    body = {
+        "sampling_session_id": request_id.rpartition("/")[0] or "s:sample:0",
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 4, "stop": []},
+    } | asked
+    return Sample(request_id, run, "tiny", weights_id, asked.get("num_samples", 1), stream, orjson.dumps(body))
+
+
+def large(message: Sample) -> Sample:
+    """The same, but parsed and rendered in a thread."""
+    return replace(message, payload=message.payload + BLANKS)
+
+
+@dataclass
+class Bench:
+    """Samples on one base model, and what they answer."""
+
+    samples: Samples
+    sampler: LocalSampler
+    sent: list[Any]
+
+    def step(self) -> None:
+        """What the worker does between two looks at its device's work."""
+        self.samples.rendering.deliver()
+        self.samples.disk.deliver()
+        self.samples.step()
+
+    def settle(self) -> None:
+        """Go on until nothing is left to do, here or in a thread."""
+        self.until(lambda: not (self.samples.has_work or self.samples.rendering.running or self.samples.disk.running))
+
+    def until(self, seen: Callable[[], object]) -> None:
+        """Go on until that is true."""
+        deadline = time.monotonic() + LONG_S
+        while not seen():
+            assert time.monotonic() < deadline, "the samples do not come to rest"
+            self.step()
+
+    def answers(self) -> dict[str, Any]:
+        """By request: the tokens of each of its samples, or the error. Forgets them."""
+        answers = {}
+        for message in self.sent:
+            assert message.request_id not in answers
+            answers[message.request_id] = message.error if isinstance(message, SampleFailed) else tokens_of(message)
+        self.sent.clear()
+        return answers
+
+
+def tokens_of(done: SampleDone) -> list[list[int]]:
+    return [list(np.frombuffer(s.tokens, dtype="<i4")) for s in tinker_pb2.SampleResponse.FromString(done.payload).sequences]
+
+
+def bench_of(base: BaseModel, directory: Path, **settings: Any) -> Bench:
+    sampler = LocalSampler(base, SamplingConfig(kv_cache_gib=0.01, **settings), logits_chunk=16)
+    sent: list[Any] = []
+    snapshots = Snapshots({"tiny": base}, Store.open(directory), CheckpointFiles(directory), directory / "snapshots", 2**30)
+    rendering, disk = (Background(name, 1, lambda: None) for name in ("rendering", "disk"))
+    return Bench(Samples({"tiny": Sampled(sampler, renderer(base))}, snapshots, rendering, disk, sent.append), sampler, sent)
+
+
+@contextmanager
+def occupied(background: Background) -> Iterator[None]:
+    """While the body runs, the only thread of this pool is at something else."""
+    over = threading.Event()
+    background.run(over.wait, lambda _: None)
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def test_samples_go_on_with_newer_inflight_weights_and_say_so(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = bench_of(text_base, tmp_path)
+    snapshots = bench.samples.snapshots
+    first = random_adapter(text_base, seed=1, ref=new_ref("s:train:0/1", "s:train:0"))
+    second = random_adapter(text_base, seed=2, ref=new_ref("s:train:0/3", "s:train:0"))
+    snapshots.publish("tiny", "s:train:0/inflight", first)
+    snapshots.publish("tiny", "s:train:0/1", first.snapshot(new_ref("s:train:0/1")))
+    for asked in ("s:train:0/inflight", "s:train:0/1", None):
+        bench.samples.add(sample(str(asked), asked))
+    bench.step()
+    snapshots.publish("tiny", "s:train:0/inflight", second)
+    bench.settle()
+    versions = {}
+    for done in bench.sent:
+        assert isinstance(done, SampleDone)
+        (sequence,) = tinker_pb2.SampleResponse.FromString(done.payload).sequences
+        versions[done.request_id] = [(span.version, span.start, span.end) for span in sequence.versions]
+    assert versions == {
+        "s:train:0/inflight": [("s:train:0/1", 0, 1), ("s:train:0/3", 1, 4)],
+        "s:train:0/1": [("s:train:0/1", 0, 4)],
+        "None": [(text_base.name, 0, 4)],
+    }
+
+
+def test_a_sample_is_a_line_for_debugging_and_all_are_summed_up(
+    text_base: BaseModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "tinsmith")
+    bench = bench_of(text_base, tmp_path)
+    reporter = StatusReporter(bench.samples, lambda _: None)
+    for _ in range(2):
+        for number in range(3):
+            bench.samples.add(sample(str(number)))
+        bench.settle()
+        reporter.sum_up()
+    reporter.sum_up()
+    lines = [(record.levelname, record.getMessage().partition(" in ")[0]) for record in caplog.records]
+    assert [line for level, line in lines if level == "INFO"] == ["samples: 3 finished, 12 tokens"] * 2
+    assert sum(level == "DEBUG" and line.startswith("sample=") for level, line in lines) == 6
+
+
+def test_a_sample_that_fails_harms_no_other(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = bench_of(text_base, tmp_path)
+    misshapen = random_adapter(text_base)
+    misshapen.working["lm_head"] = LoraPair(*(tensor[:, :1] for tensor in misshapen.working["lm_head"]))
+    bench.samples.snapshots.publish("tiny", "s:train:0/1", misshapen)
+    bench.samples.add(sample("healthy"))
+    bench.samples.add(sample("broken", "s:train:0/1"))
+    bench.samples.add(sample("gone", "s:train:0/2"))
+    bench.samples.add(sample("no JSON", prompt=0))
+    bench.samples.add(replace(sample("no base"), base_model="other"))
+    bench.settle()
+    failed = {m.request_id: (m.category, m.gone) for m in bench.sent if isinstance(m, SampleFailed)}
+    assert failed == {
+        "broken": ("server", False),
+        "gone": ("user", True),
+        "no JSON": ("user", False),
+        "no base": ("server", False),
+    }
+    assert [m.request_id for m in bench.sent if isinstance(m, SampleDone)] == ["healthy"]
+    assert (bench.samples.started, bench.samples.sessions) == ({}, {"tiny": {}})
+    assert not any(bench.sampler.cache.users)
+
+
+def test_an_answer_that_cannot_be_written_fails_its_sample_alone(
+    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(sequences: list[SampledSequence], *more: Any) -> bytes:
+        if len(sequences) == 2:
+            raise ValueError("too large")
+        return encode_sample_response(sequences, *more)
+
+    monkeypatch.setattr(samples, "encode_sample_response", failing)
+    bench = bench_of(text_base, tmp_path)
+    bench.samples.add(sample("wrong", num_samples=2))
+    bench.samples.add(sample("right"))
+    bench.settle()
+    answers = bench.answers()
+    assert answers["wrong"] == "internal error: ValueError('too large')"
+    assert len(answers["right"][0]) == 4
+
+
+def test_a_request_id_that_is_sent_again_is_another_run(text_base: BaseModel, tmp_path: Path) -> None:
+    """Given up while it runs, and sent again with another prompt: nothing fails, and the answer is to the second prompt."""
+    bench = bench_of(text_base, tmp_path)
+    seeded: dict[str, Any] = {"sampling_params": {"max_tokens": 9, "seed": 1, "stop": []}}
+    other: dict[str, Any] = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [7, 8, 9, 10]}]}} | seeded
+    bench.samples.add(sample("alone", **other))
+    bench.settle()
+    (expected,) = bench.answers().values()
+    bench.samples.add(sample("neighbour", **seeded))
+    bench.samples.add(sample("twice", **seeded))
+    bench.step()
+    bench.samples.cancel("twice", run=1)
+    bench.samples.add(sample("twice", run=2, **other))
+    bench.samples.cancel("twice", run=1)  # a second time, and late
+    bench.settle()
+    assert [(m.request_id, m.run) for m in bench.sent] == [("neighbour", 1), ("twice", 2)]
+    answers = bench.answers()
+    assert answers["twice"] == expected
+    assert answers["neighbour"] != expected
+
+    bench.samples.add(sample("twice", run=3, **seeded))  # without a word about the one that runs
+    bench.step()
+    bench.samples.add(sample("twice", run=4, **other))
+    bench.settle()
+    assert [(m.run, tokens_of(m)) for m in bench.sent] == [(3, answers["neighbour"]), (4, expected)]
+
+
+def test_a_session_that_ends_takes_its_samples_along(text_base: BaseModel, tmp_path: Path) -> None:
+    """Those that run and those that wait; what another session asked for goes on."""
+    bench = bench_of(text_base, tmp_path, max_running=2)
+    for number in range(9):
+        bench.samples.add(sample(f"ended:sample:{number}/0", num_samples=3))
+    bench.step()
+    bench.samples.add(sample("other:sample:0/0"))
+    assert bench.samples.waiting["tiny"].sessions == ["ended", "other"]
+    bench.samples.end_session("ended")
+    assert bench.samples.load() == (0, 1)
+    bench.settle()
+    assert list(bench.answers()) == ["other:sample:0/0"]
+    assert not any(bench.sampler.cache.users)
+
+
+def test_a_short_sample_does_not_wait_behind_two_thousand_others(text_base: BaseModel, tmp_path: Path) -> None:
+    """Nor for their prompts to be rendered: one of each session is, whatever waits before it."""
+    bench = bench_of(text_base, tmp_path, max_running=4)
+    for number in range(500):
+        bench.samples.add(sample(f"many:sample:0/{number}", num_samples=4, sampling_params={"max_tokens": 100, "stop": []}))
+    for _ in range(3):
+        bench.step()
+    assert bench.samples.load() == (4, 1996)
+    assert len(bench.samples.started) < 5
+    bench.samples.add(sample("few:sample:0/0"))
+    for _ in range(4):
+        bench.step()
+    assert list(bench.answers()) == ["few:sample:0/0"]
+
+
+def test_no_more_is_rendered_at_a_time_than_a_limit_of_bytes(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = bench_of(text_base, tmp_path)
+    blanks = b" " * samples.STARTED_BYTES
+    for number in range(3):
+        message = sample(f"s:sample:0/{number}")
+        bench.samples.add(replace(message, payload=message.payload + blanks))
+    with occupied(bench.samples.rendering):
+        for _ in range(2):
+            bench.step()
+            assert list(bench.samples.started) == ["s:sample:0/0@1"]
+            assert not bench.samples.has_work
+    bench.settle()
+    assert (len(bench.answers()), bench.samples.rendering_bytes) == (3, 0)
+
+
+def test_large_requests_are_rendered_in_a_thread_and_keep_nobody_waiting(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = bench_of(text_base, tmp_path)
+    with occupied(bench.samples.rendering):
+        bench.samples.add(large(sample("large:sample:0/0")))
+        bench.samples.add(sample("small:sample:0/0"))
+        bench.until(lambda: bench.sent)
+        assert list(bench.answers()) == ["small:sample:0/0"]
+        assert bench.samples.load() == (0, 1)
+        assert not any(started.message.payload for started in bench.samples.started.values())
+    bench.settle()
+    assert len(bench.answers()["large:sample:0/0"][0]) == 4
+
+
+def test_what_is_wrong_with_a_large_request_is_its_own_failure(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = bench_of(text_base, tmp_path)
+    bench.samples.add(large(sample("wrong", prompt=0)))
+    bench.samples.add(large(sample("right")))
+    bench.settle()
+    failed = {message.request_id: message.category for message in bench.sent if isinstance(message, SampleFailed)}
+    assert failed == {"wrong": "user"}
+    assert [message.request_id for message in bench.sent if isinstance(message, SampleDone)] == ["right"]
+    assert bench.samples.load() == (0, 0)
+
+
+@pytest.mark.parametrize("how", ["sample", "session"])
+def test_a_sample_that_is_cancelled_while_it_is_rendered_never_runs(text_base: BaseModel, tmp_path: Path, how: str) -> None:
+    bench = bench_of(text_base, tmp_path)
+    with occupied(bench.samples.rendering):
+        bench.samples.add(large(sample("s:sample:0/0")))
+        bench.step()
+        assert bench.samples.load() == (0, 1)
+        if how == "sample":
+            bench.samples.cancel("s:sample:0/0", run=1)
+        else:
+            bench.samples.end_session("s")
+        assert bench.samples.load() == (0, 0)
+        bench.samples.add(sample("s:sample:0/0", run=2))  # its client sends the id again
+        bench.until(lambda: bench.sent)
+    bench.settle()
+    assert [(message.request_id, message.run) for message in bench.sent] == [("s:sample:0/0", 2)]
+    assert (bench.samples.started, bench.samples.sessions, bench.samples.rendering_bytes) == ({}, {"tiny": {}}, 0)
+    assert not any(bench.sampler.cache.users)
+
+
+# ---- Weights that are read
+
+
+class Reads:
+    """Stands before what reads weights: counts how often, and can let it fail."""
+
+    def __init__(self, snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = Counter[str]()
+        self.failing: set[str] = set()
+        self.reader = snapshots.reader
+        monkeypatch.setattr(snapshots, "reader", self)
+
+    def __call__(self, base_model: str, weights_id: str) -> Callable[[], Held]:
+        return partial(self.read, weights_id, self.reader(base_model, weights_id))
+
+    def read(self, weights_id: str, reader: Callable[[], Held]) -> Held:
+        self.count[weights_id] += 1
+        if weights_id in self.failing:
+            raise OSError("the disk is gone")
+        return reader()
+
+
+def spilled(bench: Bench, base: BaseModel, *snapshot_ids: str) -> None:
+    """Publish snapshots that are on the disk only."""
+    snapshots = bench.samples.snapshots
+    snapshots.memory_bytes = 0
+    for number, snapshot_id in enumerate((*snapshot_ids, "s:train:99/1")):
+        snapshots.publish("tiny", snapshot_id, random_adapter(base, seed=number, ref=new_ref(snapshot_id)))
+    snapshots.spill.settle()
+    snapshots.memory_bytes = 2**30
+
+
+def test_weights_are_read_in_a_thread_once_for_all_that_wait_for_them(
+    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = bench_of(text_base, tmp_path)
+    spilled(bench, text_base, "s:train:0/1", "s:train:1/1")
+    reads = Reads(bench.samples.snapshots, monkeypatch)
+    with occupied(bench.samples.disk):
+        for number in range(3):
+            bench.samples.add(sample(f"s:sample:0/{number}", "s:train:0/1"))
+        bench.samples.add(sample("s:sample:1/0", "s:train:1/1"))
+        bench.samples.add(sample("s:sample:2/0"))
+        bench.until(lambda: bench.sent)
+        assert list(bench.answers()) == ["s:sample:2/0"]  # what needs no reading does not wait for it
+        assert bench.samples.load() == (0, 4)
+    bench.settle()
+    assert len(bench.answers()) == 4
+    assert reads.count == {"s:train:0/1": 1, "s:train:1/1": 1}
+    bench.samples.add(sample("s:sample:0/9", "s:train:0/1"))
+    bench.settle()
+    assert reads.count["s:train:0/1"] == 1
+
+
+def test_a_read_that_fails_fails_exactly_those_that_waited_for_it(
+    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = bench_of(text_base, tmp_path)
+    spilled(bench, text_base, "s:train:0/1", "s:train:1/1")
+    reads = Reads(bench.samples.snapshots, monkeypatch)
+    reads.failing.add("s:train:0/1")
+    for number in range(2):
+        bench.samples.add(sample(f"s:sample:0/{number}", "s:train:0/1"))
+    bench.samples.add(sample("s:sample:1/0", "s:train:1/1"))
+    bench.samples.add(sample("s:sample:2/0"))
+    bench.settle()
+    assert reads.count["s:train:0/1"] == 1
+    answers = bench.answers()
+    for number in range(2):
+        assert answers.pop(f"s:sample:0/{number}") == "internal error: OSError('the disk is gone')"
+    assert sorted(answers) == ["s:sample:1/0", "s:sample:2/0"]
+    assert all(len(tokens) == 4 for (tokens,) in answers.values())
+    reads.failing.clear()
+    bench.samples.add(sample("s:sample:0/2", "s:train:0/1"))  # it is tried again
+    bench.settle()
+    assert len(bench.answers()["s:sample:0/2"][0]) == 4
+
+
+def test_a_sample_that_is_cancelled_while_its_weights_are_read_never_runs(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = bench_of(text_base, tmp_path)
+    spilled(bench, text_base, "s:train:0/1")
+    with occupied(bench.samples.disk):
+        for number in range(2):
+            bench.samples.add(sample(f"s:sample:0/{number}", "s:train:0/1"))
+        bench.step()
+        bench.samples.cancel("s:sample:0/0", run=1)
+    bench.settle()
+    assert list(bench.answers()) == ["s:sample:0/1"]
+    assert (bench.samples.needing, bench.samples.on_the_way.total()) == ({}, 0)
+
+
+def test_newer_inflight_weights_that_come_while_former_ones_are_read_are_sampled(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = bench_of(text_base, tmp_path)
+    spilled(bench, text_base, "s:train:0/inflight")
+    with occupied(bench.samples.disk):
+        bench.samples.add(sample("s:sample:0/0", "s:train:0/inflight"))
+        bench.step()
+        new = random_adapter(text_base, seed=9, ref=new_ref("s:train:0/9", "s:train:0"))
+        bench.samples.snapshots.publish("tiny", "s:train:0/inflight", new)
+    bench.settle()
+    (done,) = bench.sent
+    assert isinstance(done, SampleDone), done
+    (sequence,) = tinker_pb2.SampleResponse.FromString(done.payload).sequences
+    assert {span.version for span in sequence.versions} == {"s:train:0/9"}
+
+
+# ---- Streams
+
+
+def test_a_stream_is_told_its_tokens_in_one_message_a_step(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = bench_of(text_base, tmp_path)
+    bench.samples.add(sample("one:sample:0/0", stream=True, num_samples=2))
+    bench.samples.add(sample("two:sample:0/0", stream=True))
+    bench.samples.add(sample("silent:sample:0/0"))
+    told: dict[tuple[str, int], tuple[list[int], list[float]]] = {}
+    done: dict[str, SampleDone] = {}
+    several = 0
+    while bench.samples.has_work:
+        before = len(bench.sent)
+        bench.step()
+        events = [message for message in bench.sent[before:] if isinstance(message, SampleEvents)]
+        assert len(events) <= 1
+        for request_id, run, index, tokens, logprobs in (event for message in events for event in message.tokens):
+            assert (run, request_id in done) == (1, False)
+            all_tokens, all_logprobs = told.setdefault((request_id, index), ([], []))
+            all_tokens += tokens
+            all_logprobs += logprobs
+        several += any(len({request_id for request_id, *_ in message.tokens}) == 2 for message in events)
+        done |= {message.request_id: message for message in bench.sent[before:] if isinstance(message, SampleDone)}
+    assert several, "the streams never came together"
+    assert sorted(told) == [("one:sample:0/0", 0), ("one:sample:0/0", 1), ("two:sample:0/0", 0)]
+    for (request_id, index), (tokens, logprobs) in told.items():
+        sequence = tinker_pb2.SampleResponse.FromString(done[request_id].payload).sequences[index]
+        assert tokens == list(np.frombuffer(sequence.tokens, dtype="<i4"))
+        np.testing.assert_array_equal(np.array(logprobs, dtype=np.float32), np.frombuffer(sequence.logprobs, dtype="<f4"))
+    assert sorted(done) == ["one:sample:0/0", "silent:sample:0/0", "two:sample:0/0"]
+
+
+def test_without_streams_no_tokens_are_told(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = bench_of(text_base, tmp_path)
+    for number in range(3):
+        bench.samples.add(sample(f"s:sample:0/{number}"))
+    bench.settle()
+    assert [type(message) for message in bench.sent] == [SampleDone] * 3
+
+
+def test_a_stream_that_is_cancelled_is_told_nothing_more(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = bench_of(text_base, tmp_path)
+    bench.samples.add(sample("s:sample:0/0", stream=True))
+    bench.samples.add(sample("s:sample:0/1", stream=True))
+    bench.until(lambda: bench.sent)
+    bench.samples.cancel("s:sample:0/0", run=1)
+    bench.sent.clear()
+    bench.settle()
+    told = {request_id for message in bench.sent if isinstance(message, SampleEvents) for request_id, *_ in message.tokens}
+    assert told == {"s:sample:0/1"}

@@ -1,0 +1,184 @@
+"""A worker as a child process of the engine: started, watched, and started again when it has ended."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import orjson
+
+from tinsmith.config import Config, to_tree
+from tinsmith.protocol.facts import ModelFacts
+from tinsmith.protocol.link import ChildLink, ParentLink
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Bye, Shutdown
+from tinsmith.protocol.work import WorkerReady, WorkerStatus
+
+log = logging.getLogger(__name__)
+
+FIRST_DELAY_S = 1.0
+LONGEST_DELAY_S = 30.0
+"""Between a worker's end and the start of the next, in seconds: doubled for each that was never ready."""
+
+WATCH_S = 1.0
+"""Seconds between two looks for heartbeats."""
+
+LAST_WORDS_S = 0.5
+"""How long the last messages of a worker that has ended may take to arrive, in seconds."""
+
+NO_STATUS = WorkerStatus(0, 0, 0, 0, 0, {})
+"""Of a worker that has told nothing."""
+
+WORKER = (sys.executable, "-m", "tinsmith.worker")
+"""The program that a worker is."""
+
+
+class WorkerProcess:
+    """One worker after the other, on the same device."""
+
+    def __init__(self, config: Config, engine: ChildLink, program: Sequence[str] = WORKER) -> None:
+        """Nothing runs yet. `engine` is woken up by what the worker says."""
+        self.config = config
+        self.program = program
+        self.engine = engine
+        self.link: ParentLink | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.state: Literal["starting", "ready", "down"] = "down"
+        self.device = ""
+        self.models: dict[str, ModelFacts] = {}
+        """What it serves, once the first worker is ready."""
+        self.status = NO_STATUS
+        self.sampled_before = 0
+        """Tokens that its predecessors have sampled."""
+        self.busy_s = 0.0
+        """How long it had been in its current turn at the last heartbeat; 0 while it waits for work."""
+        self.was_ever_ready = False
+        self.fault = ""
+        """Why the worker that runs, or has just ended, was to end; empty if nobody knows."""
+        self.last_messages: list[Message] = []
+        """What a worker that has ended had said and `receive` did not return: results of what it had computed."""
+        self._was_ready = False
+        self._delay_s = 0.0
+        self._start_at = 0.0
+        self._looked_at = 0.0
+        self._beaten = False
+        self._silent_s = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it can take work."""
+        return self.state == "ready"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs."""
+        return None if self.process is None else self.process.pid
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that all workers in this place have sampled."""
+        return self.sampled_before + self.status.sampled_tokens
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until `start_if_due` would start one; endless while one runs."""
+        return max(0.0, self._start_at - time.monotonic()) if self.process is None else float("inf")
+
+    def start_if_due(self) -> None:
+        """Start a worker if none runs and it is time."""
+        if self.process is not None or self.wait_s > 0:
+            return
+        self.link = ParentLink()
+        self.engine.listen_to(self.link)
+        self.process = subprocess.Popen([*self.program, self.link.address, str(os.getpid())], stdin=subprocess.PIPE)
+        assert self.process.stdin is not None
+        self.process.stdin.write(orjson.dumps(to_tree(self.config)))
+        self.process.stdin.close()
+        self.state, self.fault, self._was_ready = "starting", "", False
+        self._looked_at, self._silent_s, self._beaten = time.monotonic(), 0.0, True
+
+    def send(self, message: Message) -> None:
+        """Tell a worker that is ready. What is meant for one that is not is dropped: it has nothing that it would concern."""
+        if self.link is not None and self.is_ready:
+            self.link.send(message)
+
+    def receive(self) -> list[Message]:
+        """What the worker has said, but for what concerns its process."""
+        if self.link is None:
+            return []
+        for beat in self.link.heartbeats():
+            self.busy_s, self._beaten = beat.busy_s, True
+        messages: list[Message] = []
+        for message in self.link.receive():
+            match message:
+                case WorkerReady():
+                    self.state, self._was_ready, self.was_ever_ready = "ready", True, True
+                    self.device = message.device
+                    self.models = {facts.name: facts for facts in (ModelFacts(**model) for model in message.models)}
+                    messages.append(message)
+                case WorkerStatus():
+                    self.status = message
+                case Bye():
+                    self.fault = message.reason
+                case _:
+                    messages.append(message)
+        return messages
+
+    def watch(self) -> None:
+        """Kill a worker that has shown no sign of life for `worker_hung_s`.
+
+        Silence is counted in looks, not by the clock: an engine that could not run itself, because it was stopped or its machine slept,
+        has heard nothing either.
+        """
+        now = time.monotonic()
+        if self.process is None or now - self._looked_at < WATCH_S:
+            return
+        self._looked_at = now
+        self._silent_s = 0.0 if self._beaten else self._silent_s + WATCH_S
+        self._beaten = False
+        if self._silent_s >= self.config.server.worker_hung_s:
+            self.fault = f"it had shown no sign of life for {self._silent_s:.0f} s (worker_hung_s) and was killed"
+            self.process.kill()
+            self._silent_s = 0.0
+
+    def ended(self) -> str | None:
+        """Why the worker has ended, told once; None while it runs, or if none does. What else it had said is in `last_messages`."""
+        if self.process is None or (exit_code := self.process.poll()) is None:
+            return None
+        assert self.link is not None
+        self.last_messages = self.receive()
+        deadline = time.monotonic() + LAST_WORDS_S
+        while not self.fault and exit_code > 0 and time.monotonic() < deadline:  # of one that was killed there are no last words
+            time.sleep(0.01)
+            self.last_messages += self.receive()
+        reason = f"the worker process ended unexpectedly ({self.fault or _describe(exit_code)})"
+        self.engine.forget(self.link)
+        self.link.close()
+        self.link = self.process = None
+        self.state, self.busy_s = "down", 0.0
+        self.sampled_before, self.status = self.sampled_tokens, NO_STATUS
+        self._delay_s = FIRST_DELAY_S if self._was_ready else min(max(FIRST_DELAY_S, 2 * self._delay_s), LONGEST_DELAY_S)
+        self._start_at = time.monotonic() + self._delay_s
+        return reason
+
+    def stop(self, timeout_s: float) -> None:
+        """Let the worker finish what it computes and end; kill it if that takes longer than `timeout_s`."""
+        if self.process is None or self.link is None:
+            return
+        self.link.send(Shutdown())
+        try:
+            self.process.wait(timeout_s if self.is_ready else 0.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.engine.forget(self.link)
+        self.link.close()
+        self.link = self.process = None
+        self.state = "down"
+
+
+def _describe(exit_code: int) -> str:
+    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"

@@ -1,0 +1,241 @@
+"""What the engine and its workers say to each other.
+
+Engine to worker: Prepare, Drop, RunPass, the calls (CreateModel, OptimStep, TakeSnapshot, SaveModel, ExportModel, LoadModel), the orders
+that need no answer (ClearGradients, DeleteModel), and of what the server says: Sample, CancelSample, EndSession, ForgetCheckpoint,
+Shutdown.
+Worker to engine: WorkerReady, Alive, Prepared, PrepareFailed, PassDone, Answer, CallFailed, WorkerStatus, Bye, and what is meant for the
+server: SampleDone, SampleFailed, SampleEvents.
+
+A worker answers a call once, under the number that the engine gave it. Numbers are never used twice. Errors travel as the name of their
+class in `errors.py` and their message.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tinsmith import errors
+from tinsmith.errors import TinsmithError
+from tinsmith.protocol.messages import Message
+
+
+@dataclass(frozen=True)
+class WorkerReady(Message):
+    """The worker has loaded its base models and can take work. `models` holds their `ModelFacts`."""
+
+    models: list[dict[str, Any]]
+    device: str
+
+
+# ---- Forward and forward_backward operations
+
+
+@dataclass(frozen=True)
+class Prepare(Message):
+    """Check an operation and measure its datums. `payload` is the stored protobuf."""
+
+    operation: str
+    """Its request id."""
+    model_id: str
+    base_model: str
+    image_digests: list[str]
+    """SHA-256 (hexadecimal) of each image, in the order in which they stand in the payload. The worker reads them from the store."""
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Prepared(Message):
+    """An operation is right as far as that can be known before its pictures are decoded. The worker holds its datums until they are run."""
+
+    operation: str
+    backward: bool
+    lengths: list[int]
+    """Tokens of each datum, image tokens included."""
+    pixels: list[dict[str, int]]
+    """For each datum the pixels of the pictures that are still to be decoded, by digest (hexadecimal)."""
+
+
+@dataclass(frozen=True)
+class PrepareFailed(Message):
+    """An operation is wrong, or what it needs cannot be read now."""
+
+    operation: str
+    backward: bool
+    """Whether it would have contributed gradients, as far as that could be read."""
+    error_type: str
+    error: str
+
+
+@dataclass(frozen=True)
+class Drop(Message):
+    """Operations of which nothing more will be run."""
+
+    operations: list[str]
+
+
+@dataclass(frozen=True)
+class RunPass(Message):
+    """Compute datums of prepared operations together, on one base model and all in one direction."""
+
+    number: int
+    base_model: str
+    backward: bool
+    pieces: list[tuple[str, int]]
+    """Operation and index of each datum."""
+
+
+@dataclass(frozen=True)
+class PassDone(Message):
+    """How each datum of a pass ended.
+
+    `payload` holds of those in `results` first all losses (float64), then all log-probabilities (float32). JSON has no infinity and no
+    NaN, which a loss may be.
+    """
+
+    number: int
+    results: list[tuple[str, int, list[int]]]
+    """Operation, index, and the shape of the log-probabilities."""
+    failures: list[tuple[str, int, str, str]]
+    """Operation, index, type and message of the error. A datum that failed left no gradient."""
+    tokens_per_pass: int
+    """Most tokens of later passes on this base model: fewer, after the worker ran out of memory."""
+    payload: bytes
+
+
+# ---- Calls, each answered once
+
+
+@dataclass(frozen=True)
+class CreateModel(Message):
+    """Make a fresh model."""
+
+    number: int
+    base_model: str
+    model_id: str
+    shape: dict[str, Any]
+    """Of `LoraShape`."""
+
+
+@dataclass(frozen=True)
+class OptimStep(Message):
+    """Apply and clear a model's gradients. The answer holds `metrics`."""
+
+    number: int
+    base_model: str
+    model_id: str
+    settings: dict[str, Any]
+    """Of `AdamSettings`."""
+
+
+@dataclass(frozen=True)
+class TakeSnapshot(Message):
+    """Keep a frozen copy of a model's weights for sampling sessions."""
+
+    number: int
+    base_model: str
+    model_id: str
+    request_id: str
+    """Of the save: the key and the label of these weights."""
+    inflight: bool
+    """Whether the model's inflight sampling sessions go on with them."""
+
+
+@dataclass(frozen=True)
+class SaveModel(Message):
+    """Copy a model as it is now, and write the copy beside the device. The answer holds `size_bytes` and `has_optimizer`."""
+
+    number: int
+    base_model: str
+    model_id: str
+    optimizer: bool
+    checkpoint: dict[str, Any]
+    """What is known of the row of the checkpoint; `directory` says where its files go."""
+
+
+@dataclass(frozen=True)
+class ExportModel(Message):
+    """Copy a model as it is now, and write it beside the device in the formats of other tools. Answered as `SaveModel` is."""
+
+    number: int
+    base_model: str
+    model_id: str
+    recipients: list[str]
+    """Keys of age to encrypt the files for; empty leaves them in plain."""
+    checkpoint: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LoadModel(Message):
+    """Make a model from a checkpoint, or replace the weights of one that is there. The files are read beside the device."""
+
+    number: int
+    base_model: str
+    model_id: str
+    tinker_path: str
+    directory: str
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class Answer(Message):
+    """A call has had its effect."""
+
+    number: int
+    result: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CallFailed(Message):
+    """A call failed and left the model as it was, unless its message says otherwise."""
+
+    number: int
+    error_type: str
+    error: str
+
+
+# ---- Orders that cannot fail
+
+
+@dataclass(frozen=True)
+class ClearGradients(Message):
+    """Forget the gradients that a model has accumulated."""
+
+    base_model: str
+    model_id: str
+
+
+@dataclass(frozen=True)
+class DeleteModel(Message):
+    """Free a model, if it is there, and drop its snapshots."""
+
+    base_model: str
+    model_id: str
+
+
+@dataclass(frozen=True)
+class WorkerStatus(Message):
+    """What a worker does now. Sent at most once a second, and only when something changed."""
+
+    done: int
+    """Passes and calls since the worker started."""
+    running_samples: int
+    waiting_samples: int
+    finished_samples: int
+    """Since the worker started, as `sampled_tokens`."""
+    sampled_tokens: int
+    memory: dict[str, int]
+    """Bytes that the worker holds, by place."""
+
+
+Call = CreateModel | OptimStep | TakeSnapshot | SaveModel | ExportModel | LoadModel
+
+
+def error_of(error_type: str, message: str) -> TinsmithError:
+    """The error that travelled as `error_type` and `message`. One whose class is not in `errors.py` becomes a TinsmithError."""
+    found = getattr(errors, error_type, TinsmithError)
+    family = isinstance(found, type) and issubclass(found, TinsmithError)
+    return found(message) if family else TinsmithError(message)
+
+
+def type_of(error: TinsmithError) -> str:
+    """The name under which the class of an error travels."""
+    return type(error).__name__

@@ -1,0 +1,65 @@
+"""The files of checkpoints as the worker reads and writes them, in threads beside the device.
+
+The engine gives a directory that nobody else writes to, and makes the checkpoint exist with its row when the files are complete.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from tinsmith.errors import TinsmithError
+from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.manifest import NAME as MANIFEST
+from tinsmith.store.manifest import REMEDY, read_manifest, verify_files, write_manifest
+from tinsmith.store.records import Checkpoint
+from tinsmith.training.checkpoint import OPTIMIZER_FILE, has_moments, read_about
+
+log = logging.getLogger(__name__)
+
+
+def write_files(files: CheckpointFiles, row: Mapping[str, Any], write: Callable[[Path], None]) -> dict[str, Any]:
+    """Write a checkpoint: `write` fills a directory. Returns the fields of its row that only the files tell.
+
+    All is on the disk, or in the object store, when this returns. Raises TinsmithError if that does not take it; then there is nothing.
+    """
+    try:
+        with files.written(row["directory"]) as directory:
+            write(directory)
+            about = read_about(directory) if row["kind"] != "external" else None
+            sizes = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
+            found: dict[str, Any] = {"has_optimizer": about is not None and has_moments(directory), "size_bytes": sum(sizes)}
+            write_manifest(directory, Checkpoint(**row, **found))
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a disk that is full
+        raise TinsmithError(f"{row['tinker_path']} could not be written: {error}; see to that and save again") from error
+    return found
+
+
+@contextmanager
+def opened_files(files: CheckpointFiles, tinker_path: str, place: str, optimizer: bool) -> Iterator[Path]:
+    """A directory with the files of a checkpoint, to read while the body runs; they are what was written.
+
+    Without `optimizer` the optimizer's file is not checked and must not be read. Raises TinsmithError naming a file that is damaged.
+    """
+    with files.fetched(place) as directory:
+        shown = files.shown(place)
+        written = read_manifest(directory, shown)
+        if written is not None:
+            verify_files(written, directory, shown, [name for name in written.files if optimizer or name != OPTIMIZER_FILE])
+        else:
+            _pass_unverified(tinker_path, directory, shown)
+        yield directory
+
+
+def _pass_unverified(tinker_path: str, directory: Path, shown: str) -> None:
+    """Warn of a checkpoint that has no manifest, because it is an old one. Raises TinsmithError if it is not."""
+    if read_about(directory).format_version > 1:
+        raise TinsmithError(f"{shown}/{MANIFEST} is missing; {REMEDY}")
+    log.warning(
+        "%s was saved by a Tinsmith that kept no checksums and no fingerprint of the base model: neither can be checked; "
+        "save it again to have that",
+        tinker_path,
+    )

@@ -1,0 +1,243 @@
+"""The worker: it owns a device, whose thread does one thing at a time.
+
+    new messages -> at most one pass or call -> decode steps for as long as that took -> again
+
+Neither training nor sampling starves the other, and nothing that touches weights needs a lock. What needs no device runs in threads beside
+it: pictures and large requests are rendered, files are written and read. With no work the thread sleeps on its socket.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from tinsmith.config import Config, base_model_sources
+from tinsmith.errors import NotFoundError
+from tinsmith.models.base import BaseModel, load_base_model
+from tinsmith.models.device import require_device
+from tinsmith.protocol.facts import ModelFacts
+from tinsmith.protocol.heartbeat import Heartbeat
+from tinsmith.protocol.link import ChildLink
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Sample, SampleFailed, Shutdown
+from tinsmith.protocol.work import (
+    CallFailed,
+    ClearGradients,
+    CreateModel,
+    DeleteModel,
+    Drop,
+    ExportModel,
+    LoadModel,
+    OptimStep,
+    PassDone,
+    Prepare,
+    RunPass,
+    SaveModel,
+    TakeSnapshot,
+    WorkerReady,
+)
+from tinsmith.rendering.renderer import Renderer
+from tinsmith.sampling.local.sampler import LocalSampler
+from tinsmith.sampling.self_check import check_base_model
+from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
+from tinsmith.store.store import Store
+from tinsmith.training.backend import LocalBackend
+from tinsmith.worker.background import Background
+from tinsmith.worker.models import Models
+from tinsmith.worker.passes import Passes, Trained
+from tinsmith.worker.samples import Sampled, Samples
+from tinsmith.worker.snapshots import Snapshots
+from tinsmith.worker.status import StatusReporter
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 1.0
+"""How long an idle worker sleeps before it looks whether its engine still lives."""
+
+RENDERING_THREADS = 2
+"""Threads that decode pictures and read large requests. Most of that holds Python's lock, so more of them would only wait."""
+
+DISK_THREADS = 4
+"""Files that are written or read at a time: each waits for a disk or an object store."""
+
+
+class Worker:
+    """Base models, what is trained and sampled on them, and the loop that drives them."""
+
+    def __init__(self, config: Config, bases: dict[str, BaseModel], link: ChildLink, heartbeat: Heartbeat) -> None:
+        self.config = config
+        self.bases = bases
+        self.link = link
+        self.heartbeat = heartbeat
+        self.store = Store.open(Path(config.data_dir))
+        self.rendering = Background("rendering", RENDERING_THREADS, link.wake)
+        self.disk = Background("disk", DISK_THREADS, link.wake)
+        self.due: deque[Callable[[], None]] = deque()
+        """Passes and calls for the device, oldest first."""
+        renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
+        backends = {name: LocalBackend(base, config.training) for name, base in self.bases.items()}
+        files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root)
+        sampling = config.sampling
+        memory, disk, idle_s = sampling.snapshot_gib * 2**30, sampling.snapshot_disk_gib * 2**30, sampling.snapshot_idle_h * 3600
+        self.snapshots = Snapshots(self.bases, self.store, files, Path(config.data_dir) / SNAPSHOTS_DIR, memory, disk, idle_s)
+        self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, self.send)
+        trained = {name: Trained(backends[name], renderers[name]) for name in self.bases}
+        self.passes = Passes(trained, self.rendering, self.send, self.due.append)
+        self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append)
+        self.status = StatusReporter(self.samples, self.send)
+        self.stopping = False
+        self.suspicious = False
+        """Something failed for which no client is to blame, since the devices were last tried."""
+
+    def run(self, engine_pid: int) -> None:
+        """Serve until told to stop, or until the engine, which is our parent, is gone: perhaps it went while models were loaded.
+
+        Raises DeviceLostError if a device computes nothing any more.
+        """
+        if os.getppid() != engine_pid:
+            return
+        device = next(iter(self.bases.values())).device
+        self.link.send(WorkerReady([facts.to_dict() for facts in self.facts()], str(device)))
+        while not self.stopping and os.getppid() == engine_pid:
+            self.heartbeat.idle()
+            self.receive(0.0 if self.has_work else IDLE_S)
+            self.heartbeat.busy()
+            self.turn()
+        self.rendering.close()
+        self.disk.close()
+        self.store.close()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a `turn` would do something."""
+        return bool(self.due or self.rendering.has_ended or self.disk.has_ended or self.samples.has_work)
+
+    def receive(self, timeout_s: float) -> None:
+        """Take in what the engine says, and what threads beside the device have done."""
+        for message in self.link.receive(timeout_s):
+            self.handle(message)
+        self.rendering.deliver()
+        self.disk.deliver()
+
+    def turn(self) -> None:
+        """At most one pass or call, then decode steps for as long as that took."""
+        started = time.monotonic()
+        if self.due:
+            self.due.popleft()()
+            self.status.done += 1
+        self._sample_until(2 * time.monotonic() - started)
+        self._try_devices()
+        self.snapshots.drop_idle()
+        self.status.report()
+
+    def facts(self) -> list[ModelFacts]:
+        """What engine and server must know of each base model."""
+        return [
+            ModelFacts(
+                name=base.name,
+                tokenizer_id=base.tokenizer_id,
+                architecture=base.family.model_type,
+                vocab_size=base.vocab_size,
+                max_context=base.max_context,
+                takes_images=base.family.takes_images,
+                max_lora_rank=self.config.models.max_lora_rank,
+            )
+            for base in self.bases.values()
+        ]
+
+    def handle(self, message: Message) -> None:
+        """Take in one message of the engine."""
+        match message:
+            case Prepare():
+                self.passes.prepare(message)
+            case RunPass():
+                self.passes.run(message)
+            case Drop():
+                self.passes.drop(message.operations)
+            case ClearGradients():
+                self.due.append(lambda: self.models.backends[message.base_model].clear_gradients(message.model_id))
+            case DeleteModel():
+                self.due.append(lambda: self.models.delete(message.base_model, message.model_id))
+            case Shutdown():
+                self.stopping = True
+            case CreateModel() | OptimStep() | TakeSnapshot() | SaveModel() | ExportModel() | LoadModel():
+                self.due.append(lambda: self.models.call(message))
+            case _:
+                self._handle_sampling(message)
+
+    def _handle_sampling(self, message: Message) -> None:
+        match message:
+            case Sample():
+                self.samples.add(message)
+            case CancelSample():
+                self.samples.cancel(message.request_id, message.run)
+            case EndSession():
+                self.samples.end_session(message.session_id)
+            case ForgetCheckpoint():
+                self.snapshots.forget(message.path)
+
+    def send(self, message: Message) -> None:
+        """Tell the engine."""
+        match message:
+            case SampleFailed(category="server"):
+                self.suspicious = True
+            case CallFailed(error_type="TinsmithError"):
+                self.suspicious = True
+            case PassDone(failures=failures) if any(error_type == "TinsmithError" for _, _, error_type, _ in failures):
+                self.suspicious = True
+        self.link.send(message)
+
+    def _sample_until(self, deadline: float) -> None:
+        """At least one sampling step, and more until `deadline` (monotonic); new requests join between steps."""
+        while self.samples.has_work and not self.stopping:
+            self.samples.step()
+            if time.monotonic() >= deadline:
+                return
+            self.receive(0.0)
+
+    def _try_devices(self) -> None:
+        """After a failure that no client is to blame for: it may have left a device on which everything fails from now on."""
+        if self.suspicious:
+            self.suspicious = False
+            for base in self.bases.values():
+                require_device(base.device)
+
+    def _read_blob(self, sha256: bytes) -> bytes:
+        data = self.store.read_blob(sha256)
+        if data is None:
+            raise NotFoundError(f"image {sha256.hex()} is not in the store")
+        return data
+
+    def _sampled(self, renderers: dict[str, Renderer]) -> dict[str, Sampled]:
+        if self.config.sampling.sampler == "none":
+            return {}
+        if self.config.sampling.sampler == "vllm":
+            from tinsmith.sampling.vllm.sampler import start_vllm_sampler  # needs packages that are not there without vLLM
+
+            return {
+                name: Sampled(start_vllm_sampler(base, renderers[name], self.config, self.link.wake), renderers[name])
+                for name, base in self.bases.items()
+            }
+        chunk = self.config.training.logits_chunk
+        return {name: Sampled(LocalSampler(base, self.config.sampling, chunk), renderers[name]) for name, base in self.bases.items()}
+
+
+def load_bases(config: Config) -> dict[str, BaseModel]:
+    """Every base model of the configuration, by name, once it has passed its self-check.
+
+    Raises ConfigError as `load_base_model` and `check_base_model` do.
+    """
+    features = config.images.image_cache_mib * 2**19  # the other half is for pixel values
+    bases: dict[str, BaseModel] = {}
+    for name, source in base_model_sources(config).items():
+        started = time.monotonic()
+        log.info("loading %s from %s ...", name, source)
+        base = bases[name] = load_base_model(name, source, config.models, features)
+        log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)
+    for base in bases.values():
+        started = time.monotonic()
+        check_base_model(base, samples=config.sampling.sampler == "local")
+        log.info("%s passes its self-check, %.1f s", base.name, time.monotonic() - started)
+    return bases

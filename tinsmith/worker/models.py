@@ -1,0 +1,122 @@
+"""What the engine asks of models: create, step, snapshot, save, export, load. Each call is answered once.
+
+The device's thread computes and copies. Files are written from the copy, and read, in threads beside it, so that nobody's save or load
+keeps others from training and sampling.
+"""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from tinsmith.errors import TinsmithError
+from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.shapes import AdamSettings, LoraShape
+from tinsmith.protocol.weights import WeightsRef
+from tinsmith.protocol.work import (
+    Answer,
+    Call,
+    CallFailed,
+    CreateModel,
+    ExportModel,
+    LoadModel,
+    OptimStep,
+    SaveModel,
+    TakeSnapshot,
+    type_of,
+)
+from tinsmith.store import ids
+from tinsmith.store.files import CheckpointFiles
+from tinsmith.training.backend import LocalBackend
+from tinsmith.training.checkpoint import SavedState, read_state, write_state
+from tinsmith.worker.background import Background
+from tinsmith.worker.checkpoint_files import opened_files, write_files
+from tinsmith.worker.exports import parse_recipients, write_external
+from tinsmith.worker.snapshots import Snapshots
+
+
+class Models:
+    """The models of a worker. `send` answers the engine; `enqueue` lets something be done by the device's thread."""
+
+    def __init__(
+        self,
+        backends: Mapping[str, LocalBackend],
+        snapshots: Snapshots,
+        files: CheckpointFiles,
+        disk: Background,
+        send: Callable[[Message], None],
+        enqueue: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.backends = backends
+        self.snapshots = snapshots
+        self.files = files
+        self.disk = disk
+        self.send = send
+        self.enqueue = enqueue
+
+    def call(self, message: Call) -> None:
+        """Do what a call asks for. It is answered now, or when its files are written or read."""
+        with failing_into(partial(self._failed, message)):
+            backend = self.backends[message.base_model]
+            match message:
+                case CreateModel():
+                    backend.create_model(message.model_id, LoraShape(**message.shape))
+                    self._answer(message, {"base_fingerprint": backend.base.known_fingerprint})
+                case OptimStep():
+                    settings = message.settings | {"betas": tuple(message.settings["betas"])}
+                    self._answer(message, {"metrics": backend.optim_step(message.model_id, AdamSettings(**settings))})
+                case TakeSnapshot():
+                    self._take_snapshot(backend, message)
+                    self._answer(message, {})
+                case SaveModel():
+                    state = backend.copy_state(message.model_id, message.optimizer)
+                    self._beside(message, partial(write_files, self.files, message.checkpoint, partial(write_state, state)))
+                case ExportModel():
+                    recipients = parse_recipients(message.recipients)
+                    state = backend.copy_state(message.model_id, optimizer=False)
+                    write = partial(write_external, state, recipients=recipients)
+                    self._beside(message, partial(write_files, self.files, message.checkpoint, write))
+                case LoadModel():
+                    self.disk.run(partial(self._read, message), partial(self._loaded, message))
+
+    def delete(self, base_model: str, model_id: str) -> None:
+        """Free a model, if it is there, and drop its snapshots."""
+        self.backends[base_model].delete_model(model_id)
+        self.snapshots.withdraw(model_id)
+
+    def _take_snapshot(self, backend: LocalBackend, message: TakeSnapshot) -> None:
+        followed = message.model_id if message.inflight else None
+        weights = backend.snapshot(message.model_id, WeightsRef(message.base_model, message.request_id, message.request_id, followed))
+        weights_id = ids.inflight_id(message.model_id) if message.inflight else message.request_id
+        self.snapshots.publish(message.base_model, weights_id, weights)
+
+    def _beside(self, message: SaveModel | ExportModel, work: Callable[[], dict[str, Any]]) -> None:
+        """Let a thread do the work, whose result is the answer."""
+
+        def then(ended: "Future[dict[str, Any]]") -> None:
+            with failing_into(partial(self._failed, message)):
+                result = ended.result()
+                self.snapshots.forget(message.checkpoint["tinker_path"])  # one of this path may have been sampled before
+                self._answer(message, result)
+
+        self.disk.run(work, then)
+
+    def _read(self, message: LoadModel) -> SavedState:
+        backend = self.backends[message.base_model]
+        with opened_files(self.files, message.tinker_path, message.directory, message.optimizer) as directory:
+            return read_state(directory, backend.base, message.optimizer)
+
+    def _loaded(self, message: LoadModel, ended: "Future[SavedState]") -> None:
+        self.enqueue(lambda: self._restore(message, ended))
+
+    def _restore(self, message: LoadModel, ended: "Future[SavedState]") -> None:
+        with failing_into(partial(self._failed, message)):
+            self.backends[message.base_model].restore(message.model_id, ended.result())
+            self._answer(message, {})
+
+    def _answer(self, message: Call, result: dict[str, Any]) -> None:
+        self.send(Answer(message.number, result))
+
+    def _failed(self, message: Call, error: TinsmithError) -> None:
+        self.send(CallFailed(message.number, type_of(error), str(error)))

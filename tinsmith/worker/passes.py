@@ -1,0 +1,159 @@
+"""Forward and forward_backward operations on the worker: requests -> datums that are checked -> passes.
+
+The engine decides what is computed together. Here operations are checked and measured as they come, and the pictures of a pass are decoded
+by a pool of threads, so that the device never waits for what a processor could have done before.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from tinsmith.errors import TinsmithError
+from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, type_of
+from tinsmith.rendering.renderer import Renderer
+from tinsmith.training.backend import Backend, DatumResult, DatumWork
+from tinsmith.wire.forward_backward import decode_stored
+from tinsmith.worker.background import Background
+from tinsmith.worker.datums import CheckedDatum, prepare
+
+SMALL_BYTES = 64 * 1024
+"""Requests without pictures of up to this size are checked at once: to hand them to a thread and back would take longer."""
+
+
+Piece = tuple[str, int]
+"""An operation, and the index of one of its datums."""
+Rendered = tuple[Piece, DatumWork | TinsmithError]
+"""A datum whose pictures are decoded, or why one of them cannot be used."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What trains on one base model."""
+
+    backend: Backend
+    renderer: Renderer
+
+
+class Passes:
+    """Prepared operations and the passes over them. `send` answers the engine; `enqueue` lets something be done by the device's thread."""
+
+    def __init__(
+        self,
+        bases: Mapping[str, Trained],
+        rendering: Background,
+        send: Callable[[Message], None],
+        enqueue: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.bases = bases
+        self.rendering = rendering
+        self.send = send
+        self.enqueue = enqueue
+        self.datums: dict[str, dict[int, CheckedDatum]] = {}
+        """Datums that are not computed yet, by operation and index."""
+        self.preparing: dict[str, Prepare] = {}
+        """What threads prepare, and is not given up, by operation."""
+        self.passes: dict[int, RunPass] = {}
+        """Passes that the device has not been given, by number, in the order in which they came."""
+        self.rendered: dict[int, list[Rendered]] = {}
+        """The datums of those whose pictures are decoded."""
+
+    def prepare(self, message: Prepare) -> None:
+        """Check an operation, here or in a thread, and answer."""
+        self.preparing[message.operation] = message
+        if len(message.payload) > SMALL_BYTES or message.image_digests:
+            self.rendering.run(partial(self._check, message), lambda checked: self._answer(message, *checked.result()))
+        else:
+            self._answer(message, *self._check(message))
+
+    def _check(self, message: Prepare) -> tuple[Prepared | PrepareFailed, list[CheckedDatum]]:
+        """The reply, and the datums of an operation that can be run."""
+        failures: list[TinsmithError] = []
+        backward = True  # of a request that cannot be read: it may have been one
+        with failing_into(failures.append):
+            request = decode_stored(message.payload, [bytes.fromhex(digest) for digest in message.image_digests])
+            backward = not request.forward_only
+            datums = prepare(message.model_id, request, self.bases[message.base_model].renderer)
+            pixels = [{digest.hex(): size for digest, size in datum.undecoded.items()} for datum in datums]
+            return Prepared(message.operation, backward, [len(datum) for datum in datums], pixels), datums
+        return PrepareFailed(message.operation, backward, type_of(failures[0]), str(failures[0])), []
+
+    def _answer(self, message: Prepare, reply: Prepared | PrepareFailed, datums: list[CheckedDatum]) -> None:
+        if self.preparing.get(message.operation) is not message:  # it was given up, and perhaps begun anew
+            return
+        del self.preparing[message.operation]
+        if datums:
+            self.datums[message.operation] = dict(enumerate(datums))
+        self.send(reply)
+
+    def drop(self, operations: Sequence[str]) -> None:
+        """Forget operations of which nothing more is run."""
+        for operation in operations:
+            self.datums.pop(operation, None)
+            self.preparing.pop(operation, None)
+
+    def run(self, message: RunPass) -> None:
+        """Let a pass be computed, after its pictures are decoded in a thread."""
+        pieces = [((operation, index), self.datums[operation][index]) for operation, index in message.pieces]
+        self.passes[message.number] = message
+        if any(datum.undecoded for _, datum in pieces):
+            self.rendering.run(partial(_render, pieces), lambda ended: self._enqueue(message, ended.result()))
+        else:
+            self._enqueue(message, _render(pieces))
+
+    def _enqueue(self, message: RunPass, rendered: "list[Rendered]") -> None:
+        """Give the device what can be computed now, in the order of the passes: another would round the sums of gradients otherwise."""
+        self.rendered[message.number] = rendered
+        while self.passes and (first := next(iter(self.passes))) in self.rendered:
+            self.enqueue(partial(self._compute, self.passes.pop(first), self.rendered.pop(first)))
+
+    def _compute(self, message: RunPass, rendered: "list[Rendered]") -> None:
+        """Compute a pass and answer. An operation with a broken picture contributes nothing more."""
+        failures = {piece: type(work)(f"datum {piece[1]}: {work}") for piece, work in rendered if isinstance(work, TinsmithError)}
+        broken = {operation for operation, _ in failures}
+        chosen = [(piece, work) for piece, work in rendered if isinstance(work, DatumWork) and piece[0] not in broken]
+        results: dict[Piece, DatumResult] = {}
+        backend = self.bases[message.base_model].backend
+        if chosen:
+            with failing_into(lambda error: failures.update({piece: error for piece, _ in chosen})):
+                outcome = backend.run_pass([work for _, work in chosen], message.backward)
+                for i, ((piece, _), result) in enumerate(zip(chosen, outcome.results, strict=True)):
+                    if result is None:
+                        failures[piece] = TinsmithError(f"datum {piece[1]}: {outcome.failures[i]}")
+                    else:
+                        results[piece] = result
+        self._forget(results)
+        losses = np.array([result.loss for result in results.values()], dtype=np.float64)
+        self.send(
+            PassDone(
+                message.number,
+                [(*piece, list(result.logprobs.shape)) for piece, result in results.items()],
+                [(*piece, type_of(error), str(error)) for piece, error in failures.items()],
+                backend.tokens_per_pass,
+                b"".join([losses.tobytes(), *(result.logprobs.tobytes() for result in results.values())]),
+            )
+        )
+
+    def _forget(self, computed: Iterable[Piece]) -> None:
+        for operation, index in computed:
+            left = self.datums.get(operation)
+            if left is not None:  # or the operation was dropped while the pass ran
+                left.pop(index, None)
+                if not left:
+                    del self.datums[operation]
+
+
+def _render(pieces: Sequence[tuple[Piece, CheckedDatum]]) -> list[Rendered]:
+    """Decode the pictures of a pass."""
+    rendered: list[Rendered] = []
+    for piece, datum in pieces:
+        with failing_into(partial(_note, rendered, piece)):
+            rendered.append((piece, datum.work()))
+    return rendered
+
+
+def _note(rendered: list[Rendered], piece: Piece, error: TinsmithError) -> None:
+    rendered.append((piece, error))

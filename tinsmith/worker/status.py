@@ -1,0 +1,58 @@
+"""Telling what a worker does: the engine, at most once a second; the log, a line on samples from time to time.
+
+Nothing is said while nothing changes.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+
+from tinsmith.models.machine import memory_held
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.work import WorkerStatus
+from tinsmith.worker.samples import Samples
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+"""Least time between two reports."""
+SUMMARY_S = 10.0
+"""Least time between two lines on samples: there may be thousands of them a minute."""
+
+
+class StatusReporter:
+    """Sends a `WorkerStatus` when it is time and something changed."""
+
+    def __init__(self, samples: Samples, send: Callable[[Message], None]) -> None:
+        self.samples = samples
+        self.send = send
+        self.reported: WorkerStatus | None = None
+        """The last report, without the memory: that always changes a little."""
+        self.done = 0
+        """Passes and calls that the device has done."""
+        self.due = 0.0
+        self.summed_up = (time.monotonic(), 0, 0)
+        """When the log last got its line on samples (monotonic), and how many samples and tokens there had been."""
+
+    def report(self) -> None:
+        """To be called whenever the worker has done something, and at least every few seconds."""
+        now = time.monotonic()
+        if now < self.due:
+            return
+        self.due = now + EVERY_S
+        if now - self.summed_up[0] >= SUMMARY_S:
+            self.sum_up()
+        running, waiting = self.samples.load()
+        status = WorkerStatus(self.done, running, waiting, self.samples.finished, self.samples.sampled_tokens, {})
+        if status != self.reported:
+            self.reported = status
+            self.send(dataclasses.replace(status, memory=memory_held()))
+
+    def sum_up(self) -> None:
+        """Log how much was sampled since this was last done, if anything was."""
+        since, samples, tokens = self.summed_up
+        self.summed_up = (time.monotonic(), self.samples.finished, self.samples.sampled_tokens)
+        new, new_tokens, seconds = self.samples.finished - samples, self.samples.sampled_tokens - tokens, self.summed_up[0] - since
+        if new:
+            log.info("samples: %d finished, %d tokens in %.0f s (%.0f tokens/s)", new, new_tokens, seconds, new_tokens / seconds)
