@@ -145,6 +145,26 @@ def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(her
     assert lost < next(place for place, message in enumerate(here.said) if isinstance(message, Ready))
 
 
+def test_what_comes_while_the_loss_waits_for_an_earlier_outcome_fails_once_with_its_model(here: Here) -> None:
+    here.process.is_stuck = True
+    here.optim("a", 1)
+    here.until(lambda: here.engine.trainer.running)
+    here.optim("a", 2)
+    here.engine.unread.clear()  # its wake-up is still on the way
+    here.process.is_stuck = False
+    with locked(here):
+        here.until(lambda: here.engine.recorder.waiting)
+        here.process.die(REASON)
+        here.engine.unread.add("s:train:a")
+        here.turn()
+    here.new_worker()
+    here.settle()
+    assert here.error("a", 1) is None
+    assert str(here.error("a", 2)).startswith(REASON)
+    assert [here.told.count(f"s:train:a/{seq}") for seq in (1, 2)] == [1, 1]
+    assert "s:train:a" not in here.engine.trainer.queue.models  # nothing of it is left to be called overdue
+
+
 def test_a_second_end_before_the_first_is_recorded_loses_nothing(here: Here) -> None:
     here.process.is_stuck = True
     here.optim("a", 1)
