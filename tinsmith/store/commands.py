@@ -31,12 +31,6 @@ _COMMAND = (
     commands.c.created_at,
     commands.c.image_digests,
 )
-_READ_NEW = (
-    select(*_COMMAND)
-    .where(commands.c.id > bindparam("after_id"), commands.c.status == "queued")
-    .order_by(commands.c.id)
-    .limit(bindparam("limit"))
-)
 _IS_QUEUED = commands.c.status == literal_column("'queued'")  # as a literal, because SQLite takes a partial index only for what it can read
 _known = func.json_each(bindparam("known")).table_valued("value")
 _QUEUED = (
@@ -125,12 +119,6 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
         message = f"sampling session {new.sampling_session.sampling_session_id} exists already; use another sampling_session_seq_id"
         connection.execute(_REJECT, {"command_id": inserted.id, "message": message.encode()})
     return True
-
-
-def read_new(connection: Connection, after_id: int, limit: int) -> list[Command]:
-    """Queued commands behind `after_id` in the order they came in."""
-    rows = connection.execute(_READ_NEW, {"after_id": after_id, "limit": limit})
-    return [_command(row) for row in rows]
 
 
 def queued_models(connection: Connection) -> list[str]:

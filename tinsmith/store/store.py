@@ -106,11 +106,6 @@ class Store:
         """Write images, given by digest, ahead of the `append` of their command, in another thread for example. It then finds them."""
         self._blobs.write(images)
 
-    def read_new(self, after_id: int, limit: int = 1000) -> list[Command]:
-        """Queued commands with `id` > `after_id`, oldest first."""
-        with self._read.begin() as connection:
-            return commands.read_new(connection, after_id, limit)
-
     def queued_models(self) -> list[str]:
         """The ids of the models that have queued commands."""
         with self._read.begin() as connection:
