@@ -65,7 +65,7 @@ def test_what_is_small_once_decompressed_does_not_wait_for_what_is_large(tmp_pat
                 reply = await server.client.post("/api/v1/forward_backward", content=body, headers=headers)
                 assert reply.json()["request_id"] == f"{model_id}/{seq_id}"
                 assert len(psutil.Process().children()) == children
-            command = server.store.read_new(0)[-1]
+            command = server.store.queued(server.store.queued_models()[0])[-1]
             stored = decode_stored(server.store.payload(command), command.image_digests)
             assert stored.loss_fn_config == {"": 0.0}  # from the second frame
             broken = await server.client.post("/api/v1/forward_backward", content=small[:-1], headers=headers)
