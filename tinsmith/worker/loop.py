@@ -49,7 +49,7 @@ from tinsmith.worker.models import Models
 from tinsmith.worker.passes import Passes, Trained
 from tinsmith.worker.samples import Sampled, Samples
 from tinsmith.worker.snapshots import Snapshots
-from tinsmith.worker.status import StatusReporter
+from tinsmith.worker.status import WorkerStatusReporter
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Worker:
         trained = {name: Trained(backends[name], renderers[name]) for name in self.bases}
         self.passes = Passes(trained, self.rendering, self.send, self.due.append)
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append)
-        self.status = StatusReporter(self.samples, self.send)
+        self.status = WorkerStatusReporter(self.samples, self.send)
         self.stopping = False
         self.suspicious = False
         """Something failed for which no client is to blame, since the devices were last tried."""

@@ -21,7 +21,7 @@ SUMMARY_S = 10.0
 """Least time between two lines on samples: there may be thousands of them a minute."""
 
 
-class StatusReporter:
+class WorkerStatusReporter:
     """Sends a `WorkerStatus` when it is time and something changed."""
 
     def __init__(self, samples: Samples, send: Callable[[Message], None]) -> None:
