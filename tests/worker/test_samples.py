@@ -29,7 +29,7 @@ from tinsmith.worker import samples
 from tinsmith.worker.background import Background
 from tinsmith.worker.samples import Sampled, Samples
 from tinsmith.worker.snapshots import Held, Snapshots
-from tinsmith.worker.status import StatusReporter
+from tinsmith.worker.status import WorkerStatusReporter
 
 LONG_S = 120.0
 """How long anything here may take on a busy machine."""
@@ -140,7 +140,7 @@ def test_a_sample_is_a_line_for_debugging_and_all_are_summed_up(
 ) -> None:
     caplog.set_level(logging.DEBUG, "tinsmith")
     bench = bench_of(text_base, tmp_path)
-    reporter = StatusReporter(bench.samples, lambda _: None)
+    reporter = WorkerStatusReporter(bench.samples, lambda _: None)
     for _ in range(2):
         for number in range(3):
             bench.samples.add(sample(str(number)))
