@@ -1,18 +1,24 @@
 """External weights: for whom they are encrypted, and what is left of a save that fails."""
 
 import itertools
+import json
+import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pyrage
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
+from tests.bases import load
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.shapes import LoraShape
+from tinsmith.store.files import WRITING_PREFIX
 from tinsmith.training.backend import LocalBackend
 from tinsmith.worker.exports import encrypt, parse_recipients, write_external
 
@@ -37,8 +43,9 @@ def test_an_ssh_key_decrypts_what_was_encrypted_for_it(backend: LocalBackend, tm
     public = private.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
     state = backend.copy_state("m", optimizer=False)
     assert (state.about.base_model, state.about.shape.rank) == ("tiny", 4)
-    write_external(state, tmp_path / "plain", [])
-    write_external(state, tmp_path / "secret", parse_recipients([public]))
+    layout = backend.base.layout
+    write_external(state, layout, tmp_path / "plain", [])
+    write_external(state, layout, tmp_path / "secret", parse_recipients([public]))
     assert (names(tmp_path / "plain"), names(tmp_path / "secret")) == (FILES, [f"{name}.age" for name in FILES])
     identity = pyrage.ssh.Identity.from_buffer(private.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     for name in FILES:
@@ -82,3 +89,22 @@ def test_other_threads_run_while_a_large_file_is_encrypted(tmp_path: Path) -> No
     thread.join()
     assert during > 4  # of about a hundred; a thread that is only let in before and after takes two
     assert pyrage.decrypt((tmp_path / "age").read_bytes(), [key]) == bytes(128 * 2**20)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_save_changes_nothing_that_other_threads_compute_with(
+    family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Torch's default dtype is that of all threads: after two exports side by side, adapters were made in bfloat16."""
+    source = tmp_path / "base"
+    shutil.copytree(family_dir("llama"), source)
+    configured = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(configured | {"dtype": "bfloat16"}))
+    backend = LocalBackend(load(source), TrainingConfig())
+    backend.create_model("m", LoraShape(rank, seed=1))
+    changed: list[torch.dtype] = []
+    monkeypatch.setattr(torch, "set_default_dtype", changed.append)
+    write_external(backend.copy_state("m", optimizer=False), backend.base.layout, tmp_path / "written", [])
+    assert changed == []
+    assert ("adapter_model.safetensors" if rank else "model.safetensors") in names(tmp_path / "written")
+    assert not [name for name in names(tmp_path / "written") if name.startswith(WRITING_PREFIX)]

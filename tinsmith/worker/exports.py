@@ -13,11 +13,11 @@ import pyrage
 
 from tinsmith.errors import UserError
 from tinsmith.models.full import FullWeights
-from tinsmith.models.layout import read_layout
+from tinsmith.models.layout import Layout
 from tinsmith.store.files import WRITING_PREFIX
-from tinsmith.training.checkpoint import SavedState, weights_on_host
+from tinsmith.training.checkpoint import SavedState, weights_on_host, write_state
 from tinsmith.training.download_format import write_download
-from tinsmith.training.peft_format import write_merged
+from tinsmith.worker.merge import merge
 
 _SHOWN_CHARACTERS = 20
 
@@ -36,11 +36,14 @@ def parse_recipients(texts: Sequence[str]) -> list[Any]:
     return recipients
 
 
-def write_external(state: SavedState, directory: Path, recipients: Sequence[Any]) -> None:
-    """Write the files of a model's copied state to `directory`, which is made if it is not there. Any thread may do this."""
+def write_external(state: SavedState, layout: Layout, directory: Path, recipients: Sequence[Any]) -> None:
+    """Write the files of a model's copied state to `directory`, which is made if it is not there. Any thread may do this.
+
+    `layout` is that of the base model.
+    """
     directory.mkdir(exist_ok=True)
     with _scratch(directory) as plain:
-        _write_plain(state, plain if recipients else directory)
+        _write_plain(state, layout, plain if recipients else directory)
         for file in [file for file in plain.rglob("*") if file.is_file()]:
             encrypted = directory / f"{file.relative_to(plain)}.age"
             encrypted.parent.mkdir(parents=True, exist_ok=True)
@@ -57,13 +60,15 @@ def encrypt(plain: Path, encrypted: Path, recipients: Sequence[Any]) -> None:
         pyrage.encrypt_io(source, target, recipients)
 
 
-def _write_plain(state: SavedState, directory: Path) -> None:
+def _write_plain(state: SavedState, layout: Layout, directory: Path) -> None:
     about = state.about
-    weights, base = weights_on_host(state), read_layout(about.base_source)
+    weights = weights_on_host(state)
     if isinstance(weights, FullWeights):
-        write_merged(weights, base, about.base_source, directory)
+        with _scratch(directory) as written:
+            write_state(state, written)
+            merge(written, directory)
     else:
-        write_download(weights, base, about.base_source, about.public_base, directory)
+        write_download(weights, layout, about.base_source, about.public_base, directory)
 
 
 @contextmanager

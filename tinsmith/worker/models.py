@@ -75,7 +75,7 @@ class Models:
                 case ExportModel():
                     recipients = parse_recipients(message.recipients)
                     state = backend.copy_state(message.model_id, optimizer=False)
-                    write = partial(write_external, state, recipients=recipients)
+                    write = partial(write_external, state, backend.base.layout, recipients=recipients)
                     self._beside(message, partial(write_files, self.files, message.checkpoint, write))
                 case LoadModel():
                     self.disk.run(partial(self._read, message), partial(self._loaded, message))
