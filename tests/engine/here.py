@@ -261,7 +261,7 @@ class Here:
     def is_at_rest(self) -> bool:
         engine = self.engine
         waiting = engine.unread or engine.ended_sessions or engine.recorder.waiting or engine.lost
-        return not waiting and not engine.trainer.passes and engine.trainer.is_idle and self.process.is_resting
+        return not waiting and not engine.trainer.forward.passes and engine.trainer.is_idle and self.process.is_resting
 
     def until(self, seen: Callable[[], object]) -> None:
         """Go through the loop until that is true."""

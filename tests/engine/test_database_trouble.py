@@ -89,7 +89,7 @@ def steps_taken(here: Here) -> float:
 def everything_ran(here: Here) -> bool:
     """Whether nothing is left but to record outcomes."""
     engine = here.engine
-    return not engine.unread and not engine.trainer.passes and engine.trainer.is_idle and here.process.is_resting
+    return not engine.unread and not engine.trainer.forward.passes and engine.trainer.is_idle and here.process.is_resting
 
 
 def files_of_checkpoints(here: Here) -> list[Path]:
@@ -184,7 +184,7 @@ def test_operations_and_pictures_that_cannot_be_read_now_are_read_later(here: He
         here.turn()  # the operations cannot be read
         assert here.engine.trainer.put_off == {MODEL}
         assert 0 < here.engine.patience() <= 5
-    here.until(lambda: here.engine.trainer.forward)
+    here.until(lambda: here.engine.trainer.forward.operations)
     assert here.engine.recorder.waiting == []
     here.settle()
     assert [here.error("a", seq_id) for seq_id in (1, 2)] == [None, None]

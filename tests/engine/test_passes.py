@@ -84,7 +84,7 @@ def test_a_pass_decodes_no_more_pixels_than_one_picture_may_have(vision_base: Ba
 def passes_ahead(here: Here, operations: int) -> int:
     """How many passes the engine gives a worker that has prepared so many operations, before it has heard of any."""
     here.process.is_stuck = True
-    here.until(lambda: sum(op.prepared is not None for op in here.engine.trainer.forward.get("s:train:a", ())) == operations)
+    here.until(lambda: sum(op.prepared is not None for op in here.engine.trainer.forward.operations.get("s:train:a", ())) == operations)
     here.turn()
     sent = len(here.process.passes)
     here.process.is_stuck = False

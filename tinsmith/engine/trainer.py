@@ -8,23 +8,23 @@ waits and is tried again, and all others go on.
 
 import logging
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
 import orjson
 
 from tinsmith.engine.backoff import Backoff
 from tinsmith.engine.command_queue import CommandQueue
+from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.operations import Ended, Operations
-from tinsmith.engine.passes import DatumOutput, ForwardOperation, Piece, next_pass
+from tinsmith.engine.passes import ForwardOperation
 from tinsmith.engine.steps import Steps, Wait
 from tinsmith.errors import StoreUnavailableError, TinsmithError, UserError
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.work import Answer, CallFailed, Drop, PassDone, Prepare, Prepared, PrepareFailed, RunPass, error_of
+from tinsmith.protocol.work import Answer, CallFailed, PassDone, Prepared, PrepareFailed, error_of
 from tinsmith.store.records import Command, Outcome
 from tinsmith.wire.forward_backward import encode_output
 
@@ -70,23 +70,15 @@ class Trainer:
     ) -> None:
         self.operations = operations
         self.queue = queue
-        self.tokens_per_pass: defaultdict[str, int] = defaultdict(lambda: tokens_per_pass)
-        """Most tokens of a pass on each base model: fewer than configured, after its worker ran out of memory."""
-        self.max_pixels = max_pixels
         self.record = record
         self.send = send
         self.trained_tokens: Counter[str] = Counter()
         """Tokens of the forward_backward operations of each loaded model so far."""
         self.trained_before = 0
         """The same of models that are unloaded, together."""
-        self.forward: dict[str, deque[ForwardOperation]] = {}
-        """Forward work of each model that was taken from the queue; a model without any is not in it."""
+        self.forward = ForwardWork(tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off)
         self.running: dict[str, Running] = {}
         """The operation of each model that runs and is no forward work."""
-        self.passes: dict[int, list[Piece]] = {}
-        """What the worker computes or is going to, by the number of the pass."""
-        self.complete: list[ForwardOperation] = []
-        """Forward work that is computed and has not been recorded."""
         self.ending: dict[str, bool] = {}
         """Models to unload as soon as what they have begun has ended, and whether to save them first."""
         self.unsaved: dict[str, float] = {}
@@ -100,13 +92,14 @@ class Trainer:
         """How many operations of a model have come and are not finished."""
         queue = self.queue.models.get(model_id)
         running = self.running.get(model_id)
-        here = len(self.forward.get(model_id, ())) + (running is not None and running.command is not None)
+        here = len(self.forward.operations.get(model_id, ())) + (running is not None and running.command is not None)
         return here + (len(queue.held) if queue else 0)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being computed, and nothing will be before a new command comes."""
-        return not (self.forward or self.running or self.complete or self.put_off or self.queue.ready() or self._to_unload())
+        forward = self.forward.operations or self.forward.complete
+        return not (forward or self.running or self.put_off or self.queue.ready() or self._to_unload())
 
     @property
     def wait_s(self) -> float:
@@ -119,7 +112,7 @@ class Trainer:
         """The models that can be unloaded now."""
         now = time.monotonic()
         unsaved = (model_id for model_id, due_at in self.unsaved.items() if due_at > now)
-        busy = self.put_off.union(self.forward, self.running, unsaved)
+        busy = self.put_off.union(self.forward.operations, self.running, unsaved)
         return [model_id for model_id in self.ending if model_id not in busy]
 
     def add(self, command: Command) -> None:
@@ -135,12 +128,7 @@ class Trainer:
         """
         models = [model_id for model_id in self.queue.models if model_id.startswith(f"{session_id}:train:")]
         for model_id in models:
-            operations = self.forward.pop(model_id, ())
-            begun = deque(operation for operation in operations if operation.has_begun)
-            if begun:
-                self.forward[model_id] = begun
-            self._drop([operation for operation in operations if not operation.has_begun])
-            for command in (*(operation.command for operation in operations if not operation.has_begun), *self.queue.cancel(model_id)):
+            for command in (*self.forward.cancel(model_id), *self.queue.cancel(model_id)):
                 self._cancel(command)
             self.ending[model_id] = save
 
@@ -156,7 +144,7 @@ class Trainer:
         for model_id in self.queue.ready():
             if model_id not in self.put_off:
                 self._advance(model_id)
-        self._send_passes()
+        self.forward.send_passes(self.put_off)
         self._record_complete()
         self._unload_due()
         if tried_again and not tried_again & self.put_off:
@@ -185,7 +173,7 @@ class Trainer:
     @property
     def is_stopped(self) -> bool:
         """Whether nothing is being computed or saved, and no model is left to be saved."""
-        return not (self.passes or self.running or self.complete or self.operations.models)
+        return not (self.forward.passes or self.running or self.forward.complete or self.operations.models)
 
     @property
     def saving(self) -> str | None:
@@ -203,9 +191,9 @@ class Trainer:
             waiting, self.put_off = self.put_off, waiting
             for model_id in waiting & self.running.keys():
                 self._go_on(self.running[model_id], None)
-        if self.passes:
+        if self.forward.passes:
             return
-        self.forward.clear()  # what is computed in part stays in the log, and fails with what is queued there
+        self.forward.operations.clear()  # what is computed in part stays in the log, and fails with what is queued there
         without_database = (waiting | self.put_off) & self.operations.models.keys() if give_up else set[str]()
         for model_id in {*self.unsaved, *without_database}:
             log.error("model %s could not be saved and is lost", model_id)
@@ -223,9 +211,8 @@ class Trainer:
         """Take this model's commands in order: forward work until a pass is full, others only when nothing is before them."""
         queue = self.queue.models[model_id]
         while (command := queue.head()) is not None and model_id not in self.running:
-            waiting = self.forward.get(model_id, ())
             is_forward = command.kind == "forward_backward"
-            if self._has_enough(waiting) if is_forward else waiting:
+            if self.forward.has_enough(model_id) if is_forward else model_id in self.forward.operations:
                 return
             queue.take()
             try:
@@ -235,17 +222,17 @@ class Trainer:
                 self._put_off(model_id, error)
                 return
 
-    def _has_enough(self, waiting: Collection[ForwardOperation]) -> bool:
-        """Whether a model has forward work for a whole pass, or as much as may be prepared at a time."""
-        preparing = sum(operation.command.payload_bytes for operation in waiting if operation.prepared is None)
-        tokens = sum(operation.tokens for operation in waiting)
-        return preparing >= PREPARED_BYTES or any(tokens >= self.tokens_per_pass[operation.base_model] for operation in waiting)
-
     def _put_off(self, model_id: str, error: StoreUnavailableError) -> None:
         log.warning("model %s waits for the database: %s", model_id, error)
         self.put_off.add(model_id)
         if self.backoff.wait_s == 0:  # several models that are tried together are one attempt
             self.backoff.failed()
+
+    def _put_back(self, commands: list[Command], error: StoreUnavailableError) -> None:
+        """Let commands of one model, which follow each other, wait in the queue until the database can be read."""
+        for command in reversed(commands):
+            self.queue.models[command.model_id].put_back(command)
+        self._put_off(commands[0].model_id, error)
 
     # ---- Operations that are steps
 
@@ -307,57 +294,14 @@ class Trainer:
         """Let the worker check and measure a forward command. Raises StoreUnavailableError if it cannot be read now."""
         with failing_into(lambda error: self._fail(command, error), StoreUnavailableError):
             payload = self.operations.read_payload(command)
-            model = self.operations.models.get(command.model_id)
-            if model is None:
-                self._fail_unloaded(command)
-                return
-            self.forward.setdefault(command.model_id, deque()).append(ForwardOperation(command, model.base_model))
-            digests = [digest.hex() for digest in command.image_digests]
-            self.send(Prepare(command.request_id, command.model_id, model.base_model, digests, payload))
-
-    def _fail_unloaded(self, command: Command) -> None:
-        with failing_into(lambda error: self._fail(command, error)):
-            self.operations.model(command.model_id)
-
-    def _send_passes(self) -> None:
-        """Give the worker passes: one to compute, and another ahead if that one is full or has pictures to decode."""
-        while len(self.passes) < PASSES_AHEAD:
-            pieces = self._next_pass()
-            if not pieces or (self.passes and not self._is_worth_waiting(pieces)):
-                return
-            number = self.operations.next_number()
-            self.passes[number] = pieces
-            for piece in pieces:
-                piece.operation.in_pass.add(piece.index)
-            first = pieces[0].operation
-            named = [(piece.operation.command.request_id, piece.index) for piece in pieces]
-            self.send(RunPass(number, first.base_model, first.backward, named))
-
-    def _is_worth_waiting(self, pieces: list[Piece]) -> bool:
-        """Whether a pass is to wait at the worker for the one before: half full it gains little from what may still come."""
-        full = self.tokens_per_pass[pieces[0].operation.base_model]
-        return 2 * sum(piece.tokens for piece in pieces) > full or any(piece.pixels for piece in pieces)
-
-    def _next_pass(self) -> list[Piece]:
-        """A pass on the base model whose work has waited longest."""
-        queues = {model_id: queue for model_id, queue in self.forward.items() if model_id not in self.put_off}
-        bases: dict[str, list[deque[ForwardOperation]]] = {}
-        for queue in sorted(queues.values(), key=lambda queue: queue[0].command.id):
-            bases.setdefault(queue[0].base_model, []).append(queue)
-        passes = (next_pass(of_base, self.tokens_per_pass[name], self.max_pixels) for name, of_base in bases.items())
-        return next((pieces for pieces in passes if pieces), [])
+            model = self.operations.model(command.model_id)
+            self.forward.add(command, model.base_model, payload)
 
     def take(self, message: Message) -> None:
         """Take in what the worker says of its work."""
         match message:
-            case Prepared():
-                operation = self._operation(message.operation)
-                if operation is not None:
-                    operation.prepared = message
-            case PrepareFailed():
-                self._not_prepared(message)
-            case PassDone():
-                self._pass_done(message)
+            case Prepared() | PrepareFailed() | PassDone():
+                self.forward.take(message)
             case Answer():
                 self._answered(message.number, message.result)
             case CallFailed():
@@ -368,85 +312,8 @@ class Trainer:
         if running is not None:
             self._go_on(running, answer)
 
-    def _operation(self, request_id: str) -> ForwardOperation | None:
-        """Forward work that has not ended."""
-        queue = self.forward.get(request_id.rpartition("/")[0], ())
-        return next((operation for operation in queue if operation.command.request_id == request_id), None)
-
-    def _not_prepared(self, message: PrepareFailed) -> None:
-        operation = self._operation(message.operation)
-        if operation is None:
-            return
-        error = error_of(message.error_type, message.error)
-        if isinstance(error, StoreUnavailableError):
-            self._prepare_again(operation, error)
-        else:
-            self._remove(operation)
-            self._fail(operation.command, error, touches_step=message.backward)
-
-    def _prepare_again(self, operation: ForwardOperation, error: StoreUnavailableError) -> None:
-        """Put an operation, and those of its model that were taken after it, back into the queue until the database can be read."""
-        model_id = operation.command.model_id
-        waiting = self.forward[model_id]
-        back = []
-        while waiting[-1] is not operation:
-            back.append(waiting.pop())
-        back.append(waiting.pop())
-        if not waiting:
-            del self.forward[model_id]
-        self._drop(back[:-1])
-        for taken in back:
-            self.queue.models[model_id].put_back(taken.command)
-        self._put_off(model_id, error)
-
-    def _pass_done(self, message: PassDone) -> None:
-        pieces = self.passes.pop(message.number, ())
-        for piece in pieces:  # those of an operation with a broken picture have neither result nor failure
-            piece.operation.in_pass.discard(piece.index)
-        operations = {piece.operation.command.request_id: piece.operation for piece in pieces}
-        for operation in operations.values():
-            self.tokens_per_pass[operation.base_model] = message.tokens_per_pass
-        losses = np.frombuffer(message.payload, dtype=np.float64, count=len(message.results))
-        offset = losses.nbytes
-        for (request_id, index, shape), loss in zip(message.results, losses.tolist(), strict=True):
-            count = int(np.prod(shape))
-            logprobs = np.frombuffer(message.payload, dtype=np.float32, count=count, offset=offset).reshape(shape)
-            offset += 4 * count
-            if request_id in operations:
-                operations[request_id].results[index] = DatumOutput(logprobs, loss)
-        for request_id, _, error_type, reason in message.failures:
-            if request_id in operations:
-                operations[request_id].failures.append(error_of(error_type, reason))
-        for operation in operations.values():
-            if operation.failures and not operation.in_pass:
-                self._pass_failed(operation)
-        self._collect_complete()
-
-    def _pass_failed(self, operation: ForwardOperation) -> None:
-        """What an operation has contributed is only a part of what its client asked for: the step that it belongs to fails too.
-
-        Nothing of it is left to be computed, so that its gradients are all there when that step clears them.
-        """
-        errors, operation.failures = operation.failures, []
-        unavailable = next((error for error in errors if isinstance(error, StoreUnavailableError)), None)
-        if unavailable is not None:  # its pictures could not be read, and its datums are still there
-            self._put_off(operation.command.model_id, unavailable)
-            return
-        self._remove(operation)
-        self._drop([operation])
-        more = f" (and {len(errors) - 1} more of its datums)" if len(errors) > 1 else ""
-        self._fail(operation.command, type(errors[0])(f"{errors[0]}{more}"), touches_step=operation.backward)
-
-    def _collect_complete(self) -> None:
-        for model_id in list(self.forward):
-            queue = self.forward[model_id]
-            while queue and queue[0].is_complete:
-                self.complete.append(queue.popleft())
-            if not queue:
-                del self.forward[model_id]
-
     def _record_complete(self) -> None:
-        operations, self.complete = self.complete, []
+        operations = self.forward.take_complete()
         encoded: dict[ForwardOperation, Outcome] = {}
         for operation in operations:
             with failing_into(partial(self._fail, operation.command, touches_step=operation.backward)):
@@ -456,16 +323,6 @@ class Trainer:
             if operation.backward:
                 self.trained_tokens[operation.command.model_id] += operation.tokens
             log_finished(operation.command, operation.started_at, operation.tokens, f"loss={operation.loss:.6g}")
-
-    def _remove(self, operation: ForwardOperation) -> None:
-        queue = self.forward[operation.command.model_id]
-        queue.remove(operation)
-        if not queue:
-            del self.forward[operation.command.model_id]
-
-    def _drop(self, operations: list[ForwardOperation]) -> None:
-        if operations:
-            self.send(Drop([operation.command.request_id for operation in operations]))
 
     # ---- Ends
 
@@ -508,9 +365,7 @@ class Trainer:
             if model_id not in self.operations.models and running.command is not None:
                 self.queue.models[model_id].put_back(running.command)
         self.running.clear()
-        self.forward.clear()
-        self.passes.clear()
-        self.tokens_per_pass.clear()
+        self.forward.forget_all()
         self.unsaved.clear()
         for model_id in lost:
             self.ending.pop(model_id, None)

@@ -1,0 +1,218 @@
+"""Forward and forward_backward operations at the worker: prepared, composed into passes, and put together again from what passes give."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+import numpy as np
+
+from tinsmith.engine.passes import DatumOutput, ForwardOperation, Piece, next_pass
+from tinsmith.errors import StoreUnavailableError, TinsmithError
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.work import Drop, PassDone, Prepare, Prepared, PrepareFailed, RunPass, error_of
+from tinsmith.store.records import Command
+
+PREPARED_BYTES = 2**20
+"""Size of a model's operations that are prepared at a time, beside those that are; the last one may go beyond."""
+
+PASSES_AHEAD = 2
+"""Passes that a worker has at most: the one that it computes, and the next, so that its pictures are decoded meanwhile."""
+
+
+class ForwardWork:
+    """The forward work of all models that was taken from their queues.
+
+    `send` tells the worker. `fail` is told of an operation that has failed, and whether that touches the step that is open; `put_back` of
+    operations that cannot be prepared before the database can be read; `put_off` of a model whose pictures cannot be read now.
+    """
+
+    def __init__(
+        self,
+        tokens_per_pass: int,
+        max_pixels: int,
+        next_number: Callable[[], int],
+        send: Callable[[Message], None],
+        fail: Callable[[Command, TinsmithError, bool], None],
+        put_back: Callable[[list[Command], StoreUnavailableError], None],
+        put_off: Callable[[str, StoreUnavailableError], None],
+    ) -> None:
+        """A pass has at most `tokens_per_pass` tokens, and decodes at most `max_pixels` pixels of pictures."""
+        self.tokens_per_pass: defaultdict[str, int] = defaultdict(lambda: tokens_per_pass)
+        """Most tokens of a pass on each base model: fewer than configured, after its worker ran out of memory."""
+        self.max_pixels = max_pixels
+        self.next_number = next_number
+        self.send = send
+        self.fail = fail
+        self.put_back = put_back
+        self.put_off = put_off
+        self.operations: dict[str, deque[ForwardOperation]] = {}
+        """Of each model, in order; a model without any is not in it."""
+        self.passes: dict[int, list[Piece]] = {}
+        """What the worker computes or is going to, by the number of the pass."""
+        self.complete: list[ForwardOperation] = []
+        """Operations that are computed and have not been recorded."""
+
+    def add(self, command: Command, base_model: str, payload: bytes) -> None:
+        """Let the worker check and measure an operation."""
+        self.operations.setdefault(command.model_id, deque()).append(ForwardOperation(command, base_model))
+        digests = [digest.hex() for digest in command.image_digests]
+        self.send(Prepare(command.request_id, command.model_id, base_model, digests, payload))
+
+    def has_enough(self, model_id: str) -> bool:
+        """Whether a model has forward work for a whole pass, or as much as may be prepared at a time."""
+        waiting = self.operations.get(model_id, ())
+        preparing = sum(operation.command.payload_bytes for operation in waiting if operation.prepared is None)
+        tokens = sum(operation.tokens for operation in waiting)
+        return preparing >= PREPARED_BYTES or any(tokens >= self.tokens_per_pass[operation.base_model] for operation in waiting)
+
+    def cancel(self, model_id: str) -> list[Command]:
+        """Give up the operations of a model of which nothing is computed or being computed; returns them in order."""
+        operations = self.operations.pop(model_id, ())
+        begun = deque(operation for operation in operations if operation.has_begun)
+        if begun:
+            self.operations[model_id] = begun
+        cancelled = [operation for operation in operations if not operation.has_begun]
+        self._drop(cancelled)
+        return [operation.command for operation in cancelled]
+
+    def forget_all(self) -> None:
+        """The worker is gone, and with it all that it had. What is complete stays to be recorded."""
+        self.operations.clear()
+        self.passes.clear()
+        self.tokens_per_pass.clear()
+
+    def take_complete(self) -> list[ForwardOperation]:
+        """The operations that are computed, to be recorded now."""
+        complete, self.complete = self.complete, []
+        return complete
+
+    # ---- Passes
+
+    def send_passes(self, put_off: set[str]) -> None:
+        """Give the worker passes: one to compute, and another ahead if that one is half full or has pictures to decode.
+
+        Models in `put_off` wait for the database.
+        """
+        while len(self.passes) < PASSES_AHEAD:
+            pieces = self._next_pass(put_off)
+            if not pieces or (self.passes and not self._is_worth_waiting(pieces)):
+                return
+            number = self.next_number()
+            self.passes[number] = pieces
+            for piece in pieces:
+                piece.operation.in_pass.add(piece.index)
+            first = pieces[0].operation
+            named = [(piece.operation.command.request_id, piece.index) for piece in pieces]
+            self.send(RunPass(number, first.base_model, first.backward, named))
+
+    def _is_worth_waiting(self, pieces: list[Piece]) -> bool:
+        """Whether a pass is to wait at the worker for the one before: half full it gains little from what may still come."""
+        full = self.tokens_per_pass[pieces[0].operation.base_model]
+        return 2 * sum(piece.tokens for piece in pieces) > full or any(piece.pixels for piece in pieces)
+
+    def _next_pass(self, put_off: set[str]) -> list[Piece]:
+        """A pass on the base model whose work has waited longest."""
+        queues = {model_id: queue for model_id, queue in self.operations.items() if model_id not in put_off}
+        bases: dict[str, list[deque[ForwardOperation]]] = {}
+        for queue in sorted(queues.values(), key=lambda queue: queue[0].command.id):
+            bases.setdefault(queue[0].base_model, []).append(queue)
+        passes = (next_pass(of_base, self.tokens_per_pass[name], self.max_pixels) for name, of_base in bases.items())
+        return next((pieces for pieces in passes if pieces), [])
+
+    # ---- What the worker says
+
+    def take(self, message: Prepared | PrepareFailed | PassDone) -> None:
+        """Take in what the worker says of operations and passes."""
+        match message:
+            case Prepared():
+                operation = self._operation(message.operation)
+                if operation is not None:
+                    operation.prepared = message
+            case PrepareFailed():
+                self._not_prepared(message)
+            case PassDone():
+                self._pass_done(message)
+
+    def _operation(self, request_id: str) -> ForwardOperation | None:
+        """Forward work that has not ended."""
+        queue = self.operations.get(request_id.rpartition("/")[0], ())
+        return next((operation for operation in queue if operation.command.request_id == request_id), None)
+
+    def _not_prepared(self, message: PrepareFailed) -> None:
+        operation = self._operation(message.operation)
+        if operation is None:
+            return
+        error = error_of(message.error_type, message.error)
+        if isinstance(error, StoreUnavailableError):
+            self._prepare_again(operation, error)
+        else:
+            self._remove(operation)
+            self.fail(operation.command, error, message.backward)
+
+    def _prepare_again(self, operation: ForwardOperation, error: StoreUnavailableError) -> None:
+        """Put an operation, and those of its model that were taken after it, back into the queue until the database can be read."""
+        model_id = operation.command.model_id
+        waiting = self.operations[model_id]
+        back = []
+        while waiting[-1] is not operation:
+            back.append(waiting.pop())
+        back.append(waiting.pop())
+        if not waiting:
+            del self.operations[model_id]
+        self._drop(back[:-1])
+        self.put_back([taken.command for taken in reversed(back)], error)
+
+    def _pass_done(self, message: PassDone) -> None:
+        pieces = self.passes.pop(message.number, ())
+        for piece in pieces:  # those of an operation with a broken picture have neither result nor failure
+            piece.operation.in_pass.discard(piece.index)
+        operations = {piece.operation.command.request_id: piece.operation for piece in pieces}
+        for operation in operations.values():
+            self.tokens_per_pass[operation.base_model] = message.tokens_per_pass
+        losses = np.frombuffer(message.payload, dtype=np.float64, count=len(message.results))
+        offset = losses.nbytes
+        for (request_id, index, shape), loss in zip(message.results, losses.tolist(), strict=True):
+            count = int(np.prod(shape))
+            logprobs = np.frombuffer(message.payload, dtype=np.float32, count=count, offset=offset).reshape(shape)
+            offset += 4 * count
+            if request_id in operations:
+                operations[request_id].results[index] = DatumOutput(logprobs, loss)
+        for request_id, _, error_type, reason in message.failures:
+            if request_id in operations:
+                operations[request_id].failures.append(error_of(error_type, reason))
+        for operation in operations.values():
+            if operation.failures and not operation.in_pass:
+                self._pass_failed(operation)
+        self._collect_complete()
+
+    def _pass_failed(self, operation: ForwardOperation) -> None:
+        """What an operation has contributed is only a part of what its client asked for: the step that it belongs to fails too.
+
+        Nothing of it is left to be computed, so that its gradients are all there when that step clears them.
+        """
+        errors, operation.failures = operation.failures, []
+        unavailable = next((error for error in errors if isinstance(error, StoreUnavailableError)), None)
+        if unavailable is not None:  # its pictures could not be read, and its datums are still there
+            self.put_off(operation.command.model_id, unavailable)
+            return
+        self._remove(operation)
+        self._drop([operation])
+        more = f" (and {len(errors) - 1} more of its datums)" if len(errors) > 1 else ""
+        self.fail(operation.command, type(errors[0])(f"{errors[0]}{more}"), operation.backward)
+
+    def _collect_complete(self) -> None:
+        for model_id in list(self.operations):
+            queue = self.operations[model_id]
+            while queue and queue[0].is_complete:
+                self.complete.append(queue.popleft())
+            if not queue:
+                del self.operations[model_id]
+
+    def _remove(self, operation: ForwardOperation) -> None:
+        queue = self.operations[operation.command.model_id]
+        queue.remove(operation)
+        if not queue:
+            del self.operations[operation.command.model_id]
+
+    def _drop(self, operations: list[ForwardOperation]) -> None:
+        if operations:
+            self.send(Drop([operation.command.request_id for operation in operations]))
