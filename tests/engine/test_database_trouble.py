@@ -114,6 +114,10 @@ def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(here: He
         assert attempts == 1
         assert SAVE_AGAIN_S - 30 < here.engine.trainer.wait_s <= SAVE_AGAIN_S  # not again and again
         passed += SAVE_AGAIN_S + 1
+        here.process.is_stuck = True
+        here.turn()
+        assert here.engine.trainer.wait_s > 0  # it sleeps while the worker saves
+        here.process.is_stuck = False
         here.until(lambda: attempts == 2)
         here.settle()
     assert list(here.engine.trainer.operations.models) == [MODEL]
@@ -341,6 +345,18 @@ def test_outcomes_are_recorded_before_the_engine_stops_also_if_no_model_is_left(
 
         run_to_the_end(here, monkeypatch, hear)
     assert Store.open(Path(here.config.data_dir)).status(f"{MODEL}/1") == "done"
+
+
+def test_a_model_that_is_being_made_when_the_engine_is_stopped_does_not_keep_it(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.process.is_stuck = True
+    here.create("b")
+    here.until(lambda: here.engine.trainer.running)
+    here.process.is_stuck = False
+    said = run_to_the_end(here, monkeypatch, lambda said: None)
+    assert isinstance(said[-1], Bye)
+    store = Store.open(Path(here.config.data_dir))
+    assert store.status("s:train:b/0") == "done"
+    assert store.checkpoint("tinker://s:train:b/weights/session-end") is not None
 
 
 def test_a_database_that_stays_locked_does_not_keep_the_engine_from_stopping(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

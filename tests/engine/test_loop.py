@@ -9,8 +9,9 @@ import torch
 from tests.bases import load
 from tests.engine.here import Here
 from tinsmith.errors import DeviceLostError
+from tinsmith.models.base import BaseModel
 from tinsmith.models.device import require_device
-from tinsmith.protocol.serving import Recovering
+from tinsmith.protocol.serving import Ready, Recovering, Wake
 
 
 def test_a_failure_ends_the_worker_only_if_its_device_is_lost(
@@ -56,3 +57,18 @@ def test_a_device_is_tried_by_computing_on_it(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "ones", starved)
     require_device(torch.device("cpu"))
+
+
+def test_what_came_while_an_engine_started_is_found_when_the_server_says_so(text_base: BaseModel, tmp_path: Path) -> None:
+    """The server wakes an engine only once it is ready, and then does not say which models have commands."""
+    here = Here({"tiny": text_base}, tmp_path)
+    here.process.is_ready = False
+    here.turn()
+    here.create("a")
+    here.engine.unread.clear()
+    here.new_worker()
+    here.turn()
+    assert any(isinstance(message, Ready) for message in here.said)
+    here.say(Wake([]))
+    here.settle()
+    assert here.error("a", 0) is None

@@ -118,6 +118,37 @@ def test_a_model_in_the_making_is_made_by_the_next_worker(here: Here) -> None:
     assert "s:train:b" in here.backend().optimizers
 
 
+def test_a_model_whose_making_ends_two_workers_is_not_made_by_a_third(here: Here) -> None:
+    """It may be what ends them: every time, all other clients would lose their models."""
+    here.process.is_stuck = True
+    here.create("b")
+    here.create("c")
+    here.forward("b", 1, [4])
+    for _ in range(2):
+        here.until(lambda: "s:train:b" in here.engine.trainer.running)
+        here.process.die(REASON)
+        here.turn()
+        here.new_worker()
+    here.process.is_stuck = False
+    here.create("d")
+    here.settle()
+    failed = here.outcome("b", 0)
+    assert (failed.error, failed.category) == (f"{REASON} while the model was created, for the second time", "server")
+    assert "model s:train:b is not loaded" in str(here.error("b", 1))
+    assert here.error("d", 0) is None
+    assert here.engine.trainer.made_again == set()
+
+
+def test_an_engine_sleeps_once_a_locked_database_has_heard_of_the_loss(here: Here) -> None:
+    here.process.die(REASON)
+    with locked(here):
+        here.turn()
+        assert here.engine.lost
+    here.until(lambda: not here.engine.lost)
+    here.turn()
+    assert here.engine.patience() > 0
+
+
 def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(here: Here) -> None:
     here.process.is_stuck = True
     here.optim("a", 1)

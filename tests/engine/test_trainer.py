@@ -138,6 +138,25 @@ def test_an_overdue_step_leaves_nothing_behind_for_the_next(impatient: Here) -> 
     assert here.error("a", 4) is None
 
 
+def test_an_overdue_step_waits_for_what_is_before_the_gap_and_clears_all_of_it(impatient: Here) -> None:
+    here = impatient
+    here.create("a")
+    here.settle()
+    here.process.is_stuck = True
+    here.forward("a", 1, [60] * 4)  # more passes than the worker gets at a time
+    here.optim("a", 3)
+    here.until(lambda: here.process.passes)
+    here.turn()
+    assert here.engine.patience() > 0
+    here.process.is_stuck = False
+    here.until(lambda: "s:train:a/3" in here.told)
+    here.optim("a", 4)
+    here.settle()
+    assert [here.error("a", seq) for seq in (1, 4)] == [None, None]
+    assert str(here.error("a", 3)).startswith("seq_id 2 never came")
+    assert orjson.loads(here.outcome("a", 4).result or b"")["metrics"]["grad_norm"] == 0
+
+
 def test_a_step_that_comes_too_late_leaves_the_gradients_of_another_alone(impatient: Here) -> None:
     here = impatient
     here.create("a")

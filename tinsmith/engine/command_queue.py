@@ -5,6 +5,7 @@ sequence goes on behind it.
 """
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tinsmith.store.records import Command
@@ -97,15 +98,21 @@ class CommandQueue:
         """Forget a model."""
         self.models.pop(model_id, None)
 
-    def overdue(self, now: float) -> list[Overdue]:
-        """Commands to fail now: held behind a gap since before `now - held_s` (monotonic time)."""
+    def overdue(self, now: float, busy: Collection[str] = ()) -> list[Overdue]:
+        """Commands to fail now: held behind a gap since before `now - held_s` (monotonic time).
+
+        Those of `busy` models are left: what they have begun comes before the gap, and ends first.
+        """
         found = []
-        for queue in self.models.values():
+        for queue in self._but_for(busy):
             while (since := queue.waiting_since()) is not None and now - since > self.held_s:
                 found.append(queue.skip_gap())
         return found
 
-    def next_deadline(self) -> float | None:
-        """Monotonic time at which the next held command becomes overdue; None if nothing is held behind a gap."""
-        times = [since for queue in self.models.values() if (since := queue.waiting_since()) is not None]
+    def next_deadline(self, busy: Collection[str] = ()) -> float | None:
+        """Monotonic time at which the next held command of a model that is not busy is overdue; None if nothing is held behind a gap."""
+        times = [since for queue in self._but_for(busy) if (since := queue.waiting_since()) is not None]
         return min(times) + self.held_s if times else None
+
+    def _but_for(self, busy: Collection[str]) -> list[ModelQueue]:
+        return [queue for model_id, queue in self.models.items() if model_id not in busy]

@@ -93,6 +93,8 @@ class Engine:
         """seq_ids of the commands that are read and not recorded, by model."""
         self.unread: set[str] = set()
         """Models that have new commands in the log."""
+        self.reads_all = True
+        """Whether models that are not in `unread` may have new commands in the log too."""
         self.ended_sessions: list[EndSession] = []
         """Sessions to end once all that is in the log before is filed."""
         self.lost: tuple[list[str], str] | None = None
@@ -107,7 +109,6 @@ class Engine:
         Raises ConfigError if the first worker ends before it was ready.
         """
         try:
-            self.unread.update(self.store.queued_models())
             while not self.stopping and os.getppid() == server_pid:
                 self.receive(self.patience())
                 self.turn()
@@ -141,6 +142,7 @@ class Engine:
         match message:
             case Wake():
                 self.unread.update(message.models)
+                self.reads_all |= not message.models
             case Sample() | CancelSample() | ForgetCheckpoint():
                 self._to_worker(message)  # one that has ended gets nothing: `Recovering` tells the server that these samples are lost
             case EndSession():
@@ -172,28 +174,34 @@ class Engine:
         """Read new commands, give the worker what is due, and record what has ended."""
         self.recorder.flush()
         self._record_lost()
-        if (self.unread or self.ended_sessions) and self.lost is None and self.reading.wait_s == 0:
+        if (self.unread or self.reads_all or self.ended_sessions) and self.lost is None and self.reading.wait_s == 0:
             self._read_log()  # what is lost fails with its model in the log and is not to be filed
         self.trainer.fail_overdue()
-        if self.worker.is_ready and self.lost is None and not self.recorder.is_full:
+        if self._may_train:
             self.trainer.turn()
         self.status.report()
+
+    @property
+    def _may_train(self) -> bool:
+        """Whether the worker can be given work."""
+        return self.worker.is_ready and self.lost is None and not self.recorder.is_full
 
     def patience(self) -> float:
         """Seconds to wait for a message: not past the time of what is to be done by then."""
         waits = [IDLE_S, self.worker.wait_s]
         waits += [self.recorder.backoff.wait_s] if self.recorder.waiting else []
-        waits += [self.reading.wait_s] if self.reading.is_failing else []
-        waits += [self.trainer.wait_s] if self.worker.is_ready and not self.recorder.is_full else []
-        deadline = self.trainer.queue.next_deadline()
+        waits += [self.reading.wait_s] if self.reading.is_failing and not (self.lost and self.recorder.waiting) else []
+        waits += [self.trainer.wait_s] if self._may_train else []
+        deadline = self.trainer.overdue_at
         waits += [] if deadline is None else [max(0.0, deadline - time.monotonic())]
         return min(waits)
 
     def _read_log(self) -> None:
         """File everything that is new in the log, then end the sessions that have ended. If the log cannot be read, that is done later."""
         try:
-            if self.ended_sessions:  # there may be commands in the log whose wake-up is still to come
+            if self.reads_all or self.ended_sessions:  # there may be commands in the log whose wake-up is still to come
                 self.unread.update(self.store.queued_models())
+                self.reads_all = False
             for model_id in sorted(self.unread):
                 self._read_model(model_id)
                 self.unread.discard(model_id)
@@ -232,7 +240,7 @@ class Engine:
         if not self.worker.was_ever_ready:
             raise ConfigError(f"{reason} before it could take work; its output above says why")
         log.error("%s; another is started in %.0f s", reason, self.worker.wait_s)
-        lost = self.trainer.lose_models()
+        lost = self.trainer.lose_models(reason)
         self.lost = ([*(self.lost[0] if self.lost else []), *lost], reason)
         self.link.send(Recovering(reason))
 
@@ -248,6 +256,7 @@ class Engine:
             self.reading.failed()
             return
         self.lost = None
+        self.reading.succeeded()
         for outcome in failed:
             self._recorded(outcome)
         self._tell_ready()

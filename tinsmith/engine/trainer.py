@@ -87,6 +87,8 @@ class Trainer:
         """Models whose next command, or whose saving, waits for the database."""
         self.backoff = Backoff()
         """When the models that are put off are tried again."""
+        self.made_again: set[str] = set()
+        """Models whose worker ended while it made them, and which the next worker is to make."""
 
     def queued(self, model_id: str) -> int:
         """How many operations of a model have come and are not finished."""
@@ -105,8 +107,19 @@ class Trainer:
     def wait_s(self) -> float:
         """Seconds until a `turn` has something to do that no message announces."""
         waits = [self.backoff.wait_s] if self.put_off else []
-        waits += [max(0.0, due_at - time.monotonic()) for due_at in self.unsaved.values()]
+        busy = self.put_off | self._begun
+        waits += [max(0.0, due_at - time.monotonic()) for model_id, due_at in self.unsaved.items() if model_id not in busy]
         return min(waits, default=float("inf"))
+
+    @property
+    def overdue_at(self) -> float | None:
+        """When `fail_overdue` has something to do next (monotonic time); None if nothing waits for its predecessor alone."""
+        return self.queue.next_deadline(self._begun)
+
+    @property
+    def _begun(self) -> set[str]:
+        """Models with operations that have begun and not ended."""
+        return {*self.forward.operations, *self.running}
 
     def _to_unload(self) -> list[str]:
         """The models that can be unloaded now."""
@@ -166,9 +179,12 @@ class Trainer:
 
     def begin_to_stop(self) -> None:
         """From now on `finish` takes the place of `turn`: all models are saved, but for those whose clients ended their sessions."""
+        self._end_all()
+        self.unsaved.clear()
+
+    def _end_all(self) -> None:
         for model_id in self.operations.models:
             self.ending.setdefault(model_id, True)
-        self.unsaved.clear()
 
     @property
     def is_stopped(self) -> bool:
@@ -186,6 +202,7 @@ class Trainer:
         With `give_up` what waits for the database is lost.
         """
         self._record_complete()
+        self._end_all()  # one that was being made when the stop began may be there now
         waiting = set[str]()
         if self.backoff.wait_s == 0 or give_up:
             waiting, self.put_off = self.put_off, waiting
@@ -276,6 +293,7 @@ class Trainer:
             self._unload(running.model_id)
             return
         command = running.command
+        self.made_again.discard(command.model_id)
         self.record([Outcome(command.request_id, orjson.dumps(ended.result), "json", None, None, ended.resolved)])
         metrics = " ".join(f"{name}={value:.6g}" for name, value in ended.result.get("metrics", {}).items())
         log_finished(command, running.started_at, tokens=0, detail=metrics)
@@ -283,6 +301,7 @@ class Trainer:
     def _failed_running(self, running: Running, error: TinsmithError) -> None:
         del self.running[running.model_id]
         if running.command is not None:
+            self.made_again.discard(running.model_id)
             self._fail(running.command, error)
             return
         self.unsaved[running.model_id] = time.monotonic() + SAVE_AGAIN_S
@@ -327,8 +346,11 @@ class Trainer:
     # ---- Ends
 
     def fail_overdue(self) -> None:
-        """Give up on commands that waited too long for their predecessor."""
-        for overdue in self.queue.overdue(time.monotonic()):
+        """Give up on commands that waited too long for their predecessor.
+
+        An optim_step among them clears the gradients, so passes of its model that are under way must have ended.
+        """
+        for overdue in self.queue.overdue(time.monotonic(), self._begun):
             command = overdue.command
             waited = f"seq_id {overdue.missing} never came; this operation, seq_id {command.seq_id}, waited {self.queue.held_s:g} s for it"
             self._fail(command, UserError(waited))
@@ -352,19 +374,27 @@ class Trainer:
 
     def _forget(self, model_id: str) -> None:
         self.queue.drop(model_id)
+        self.made_again.discard(model_id)
         self.trained_before += self.trained_tokens.pop(model_id, 0)
 
-    def lose_models(self) -> list[str]:
+    def lose_models(self, reason: str) -> list[str]:
         """The worker is gone, and with it all models that it had; returns them. Their commands are not run any more.
 
-        A model that was being created is created again by the next worker: nothing of it was acknowledged.
+        A model that was being created is created again by the next worker: nothing of it was acknowledged. If that one ends over it too,
+        the creation fails with `reason`: it may be what ends them, and would cost all other clients their models again and again.
         """
         self._record_complete()
         lost = list(self.operations.models)
-        for model_id, running in list(self.running.items()):
-            if model_id not in self.operations.models and running.command is not None:
-                self.queue.models[model_id].put_back(running.command)
-        self.running.clear()
+        running, self.running = self.running, {}
+        for model_id, creation in running.items():
+            if model_id in self.operations.models or creation.command is None:
+                continue
+            if model_id in self.made_again:
+                self.made_again.remove(model_id)
+                self._fail(creation.command, TinsmithError(f"{reason} while the model was created, for the second time"))
+            else:
+                self.made_again.add(model_id)
+                self.queue.models[model_id].put_back(creation.command)
         self.forward.forget_all()
         self.unsaved.clear()
         for model_id in lost:

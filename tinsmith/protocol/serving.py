@@ -17,7 +17,7 @@ class Wake(Message):
     """There are new commands in the log."""
 
     models: list[str]
-    """Of which models; an engine that has just become ready finds the others in the log by itself."""
+    """Of which models. Empty if the server cannot say: the engine has just become ready, and was not told what came before."""
 
 
 @dataclass(frozen=True)
