@@ -57,6 +57,15 @@ def test_one_bad_datum_fails_alone_and_the_results_of_the_others_are_their_own(
     assert (backend.tokens_per_pass < backend.config.tokens_per_pass) == (kind == "memory")
 
 
+def test_a_model_that_is_gone_fails_alone(text_base: BaseModel) -> None:
+    """As one of which neither the former weights nor those to load had room in the memory."""
+    backend, render = backend_with(text_base, a=4), renderer(text_base)
+    work = [datum(model_id, render.render([random_tokens(i, 5)]), i) for i, model_id in enumerate(("gone", "a", "gone"))]
+    outcome = backend.run_pass(work, backward=True)
+    assert outcome.failures == dict.fromkeys((0, 2), "model gone is not loaded; create it anew")
+    assert [result is None for result in outcome.results] == [True, False, True]
+
+
 class OutOfMemoryAt(TorchDispatchMode):
     """Torch, whose `at`-th operation that takes memory finds none; the ones before and after do."""
 

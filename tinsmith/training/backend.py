@@ -175,11 +175,13 @@ class LocalBackend:
         """Run the work in as many passes as it takes.
 
         Full weights have passes of their own. Work that fails is halved until what fails is a single datum: one that is bad, or that
-        needs more memory than there is.
+        needs more memory than there is. A datum of a model that is not there fails alone.
         """
         results: list[DatumResult | None] = [None] * len(work)
-        failures: dict[int, str] = {}
-        passes = deque(shared_rows([self._optimizer(datum.model_id).weights for datum in work]))
+        failures = {i: _not_loaded(datum.model_id) for i, datum in enumerate(work) if datum.model_id not in self.optimizers}
+        there = [i for i in range(len(work)) if i not in failures]
+        rows = shared_rows([self._optimizer(work[i].model_id).weights for i in there])
+        passes = deque([there[place] for place in row] for row in rows)
         while passes:
             chosen = passes.popleft()
             part = [work[i] for i in chosen]
@@ -228,7 +230,7 @@ class LocalBackend:
 
     def _optimizer(self, model_id: str) -> ModelOptimizer:
         if model_id not in self.optimizers:
-            raise NotFoundError(f"model {model_id} is not loaded; create it anew")
+            raise NotFoundError(_not_loaded(model_id))
         return self.optimizers[model_id]
 
     def _require_memory_to_train(self, shape: LoraShape) -> None:
@@ -245,6 +247,10 @@ class LocalBackend:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error of torch or numpy means that an allocation failed, on any device."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _not_loaded(model_id: str) -> str:
+    return f"model {model_id} is not loaded; create it anew"
 
 
 def _half(work: Sequence[DatumWork]) -> int:
