@@ -63,6 +63,26 @@ def test_what_the_disk_does_not_take_stays_in_memory_and_is_tried_again(text_bas
     assert isinstance(spill.find(ONE), Written)
 
 
+def test_what_failed_for_another_reason_is_tried_again_too(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise no snapshot could be taken any more: each would fail with the error of this one."""
+
+    def run_out(*_: object) -> None:
+        raise MemoryError
+
+    spill = Spill(tmp_path / "spill")
+    with monkeypatch.context() as patched:
+        patched.setattr("tinsmith.worker.spill.write_state", run_out)
+        adapter = put(spill, ONE, text_base)
+        spill._thread.submit(lambda: None).result()  # it has been tried by now
+    with pytest.raises(MemoryError):
+        put(spill, TWO, text_base)
+    found = spill.find(ONE)
+    assert found is adapter or isinstance(found, Written)
+    put(spill, TWO, text_base)
+    spill.settle()
+    assert all(isinstance(spill.find(key), Written) for key in (ONE, TWO))
+
+
 def test_dropping_what_the_disk_did_not_take_ends_the_error(text_base: BaseModel, tmp_path: Path) -> None:
     spill = Spill(tmp_path / "spill")
     (tmp_path / "spill").rmdir()

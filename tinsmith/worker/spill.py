@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.errors import TinsmithError
 from tinsmith.models.full import Weights
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.sampling.sampler import ref_of
@@ -92,12 +91,12 @@ class Spill:
             shutil.rmtree(written.directory, ignore_errors=True)  # it may have been deleted from outside
 
     def settle(self) -> None:
-        """Wait until all is on the disk. Raises as `put`."""
+        """Wait until all is on the disk. Raises as `put`, and what went wrong otherwise: that too is tried again."""
         if self._writing is None:
             return
         try:
             self._writing.result()
-        except TinsmithError:
+        except Exception:
             if self._leaving is not None:
                 self._start(self._leaving)
             raise
@@ -110,10 +109,10 @@ class Spill:
         directory = self.directory / uuid.uuid4().hex
         try:
             write_state(SavedState(leaving.about, leaving.weights.named_tensors()), directory)
-        except TinsmithError:
+            size = sum(file.stat().st_size for file in directory.iterdir())
+        except Exception:
             shutil.rmtree(directory, ignore_errors=True)  # it may not even have been made
             raise
-        size = sum(file.stat().st_size for file in directory.iterdir())
         with self._lock:
             self._written[leaving.key] = Written(directory, ref_of(leaving.weights, leaving.key[0]), size)
             self._leaving = None
