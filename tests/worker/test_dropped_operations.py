@@ -9,6 +9,7 @@ import pytest
 from tests.bases import png
 from tests.engine.here import LONG_S, Here
 from tinsmith.models.base import BaseModel
+from tinsmith.protocol.work import Prepared
 
 
 def test_an_operation_that_is_dropped_and_asked_for_again_is_answered_once(
@@ -35,3 +36,28 @@ def test_an_operation_that_is_dropped_and_asked_for_again_is_answered_once(
     assert here.error("a", 1) is None
     assert passes.preparing == {}
     assert passes.datums == {}
+
+
+def test_an_answer_to_a_dropped_request_is_not_taken_for_that_of_the_next(
+    vision_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker would be told to compute datums that it does not have yet."""
+    here = Here({"tiny": vision_base}, tmp_path)
+    passes, released = here.worker.passes, threading.Event()
+    read = passes.bases["tiny"].renderer.read_blob
+
+    def late(digest: bytes) -> bytes:
+        assert released.wait(LONG_S)
+        return read(digest)
+
+    monkeypatch.setattr(passes.bases["tiny"].renderer, "read_blob", late)
+    here.create("a")
+    here.forward("a", 1, pictures=[png(1)])
+    here.until(lambda: passes.preparing)
+    (message,) = passes.preparing.values()
+    here.engine.trainer.take(Prepared(message.number - 1, message.operation, True, [7], [{}]))
+    here.turn()
+    assert here.process.passes == []
+    released.set()
+    here.settle()
+    assert here.error("a", 1) is None

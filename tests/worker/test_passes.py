@@ -73,7 +73,7 @@ class Bench:
 
     def prepare(self, operation: str, stored: StoredRequest) -> None:
         self.blobs.update(stored.images)
-        self.passes.prepare(Prepare(operation, "m", "tiny", [digest.hex() for digest in stored.image_digests], stored.payload))
+        self.passes.prepare(Prepare(1, operation, "m", "tiny", [digest.hex() for digest in stored.image_digests], stored.payload))
 
     def run(self, number: int, *pieces: tuple[str, int], backward: bool = True) -> None:
         self.passes.run(RunPass(number, "tiny", backward, list(pieces)))
@@ -147,7 +147,7 @@ def test_a_small_request_is_measured_at_once(bench: Bench) -> None:
     with occupied(bench):
         bench.prepare("m/1", request([3, 5]))
         bench.prepare("m/2", request([4], forward_only=True))
-        assert bench.sent == [Prepared("m/1", True, [3, 5], [{}, {}]), Prepared("m/2", False, [4], [{}])]
+        assert bench.sent == [Prepared(1, "m/1", True, [3, 5], [{}, {}]), Prepared(1, "m/2", False, [4], [{}])]
     assert bench.passes.preparing == {}
 
 
@@ -157,7 +157,7 @@ def test_a_large_request_is_measured_in_a_thread(bench: Bench) -> None:
     with occupied(bench):
         bench.prepare("m/1", stored)
         assert bench.sent == []
-    assert bench.answer() == Prepared("m/1", True, [500] * 20, [{}] * 20)
+    assert bench.answer() == Prepared(1, "m/1", True, [500] * 20, [{}] * 20)
 
 
 def test_a_request_with_pictures_is_measured_in_a_thread_and_none_is_decoded(gallery: Bench) -> None:
@@ -167,7 +167,7 @@ def test_a_request_with_pictures_is_measured_in_a_thread_and_none_is_decoded(gal
         gallery.prepare("m/1", stored)
         assert gallery.sent == []
     pixels = [{hashlib.sha256(data).hexdigest(): 96 * 64} for data in (WHOLE, BROKEN)]
-    assert gallery.answer() == Prepared("m/1", True, [PICTURE_TOKENS + 1] * 2, pixels)
+    assert gallery.answer() == Prepared(1, "m/1", True, [PICTURE_TOKENS + 1] * 2, pixels)
     assert len(gallery.passes.bases["tiny"].renderer.cache) == 0
 
 
@@ -218,7 +218,7 @@ def test_an_operation_that_is_dropped_and_prepared_again_is_answered_once(bench:
         bench.prepare("m/1", request([500] * 20))
         bench.passes.drop(["m/1"])
         bench.prepare("m/1", request([400] * 20))
-    assert bench.answer() == Prepared("m/1", True, [400] * 20, [{}] * 20)
+    assert bench.answer() == Prepared(1, "m/1", True, [400] * 20, [{}] * 20)
     assert len(bench.passes.datums["m/1"][0]) == 400
 
 

@@ -53,9 +53,10 @@ class ForwardWork:
 
     def add(self, command: Command, base_model: str, payload: bytes) -> None:
         """Let the worker check and measure an operation."""
-        self.operations.setdefault(command.model_id, deque()).append(ForwardOperation(command, base_model))
+        number = self.next_number()
+        self.operations.setdefault(command.model_id, deque()).append(ForwardOperation(command, base_model, number))
         digests = [digest.hex() for digest in command.image_digests]
-        self.send(Prepare(command.request_id, command.model_id, base_model, digests, payload))
+        self.send(Prepare(number, command.request_id, command.model_id, base_model, digests, payload))
 
     def has_enough(self, model_id: str) -> bool:
         """Whether a model has forward work for a whole pass, or as much as may be prepared at a time."""
@@ -124,7 +125,7 @@ class ForwardWork:
         """Take in what the worker says of operations and passes."""
         match message:
             case Prepared():
-                operation = self._operation(message.operation)
+                operation = self._asked_for(message)
                 if operation is not None:
                     operation.prepared = message
             case PrepareFailed():
@@ -132,13 +133,13 @@ class ForwardWork:
             case PassDone():
                 self._pass_done(message)
 
-    def _operation(self, request_id: str) -> ForwardOperation | None:
-        """Forward work that has not ended."""
-        queue = self.operations.get(request_id.rpartition("/")[0], ())
-        return next((operation for operation in queue if operation.command.request_id == request_id), None)
+    def _asked_for(self, message: Prepared | PrepareFailed) -> ForwardOperation | None:
+        """The operation that this answers, unless that has ended, or was dropped and asked for again: then its datums are still to come."""
+        queue = self.operations.get(message.operation.rpartition("/")[0], ())
+        return next((operation for operation in queue if operation.number == message.number), None)
 
     def _not_prepared(self, message: PrepareFailed) -> None:
-        operation = self._operation(message.operation)
+        operation = self._asked_for(message)
         if operation is None:
             return
         error = error_of(message.error_type, message.error)

@@ -32,6 +32,8 @@ class ForwardOperation:
 
     command: Command
     base_model: str
+    number: int
+    """Under which the worker was asked to prepare it."""
     prepared: Prepared | None = None
     """What the worker has measured; None while it prepares the operation."""
     in_pass: set[int] = field(default_factory=set)

@@ -33,6 +33,8 @@ class WorkerReady(Message):
 class Prepare(Message):
     """Check an operation and measure its datums. `payload` is the stored protobuf."""
 
+    number: int
+    """Comes back with the answer: an operation may be dropped and asked for again, and an earlier answer be on its way."""
     operation: str
     """Its request id."""
     model_id: str
@@ -46,6 +48,7 @@ class Prepare(Message):
 class Prepared(Message):
     """An operation is right as far as that can be known before its pictures are decoded. The worker holds its datums until they are run."""
 
+    number: int
     operation: str
     backward: bool
     lengths: list[int]
@@ -58,6 +61,7 @@ class Prepared(Message):
 class PrepareFailed(Message):
     """An operation is wrong, or what it needs cannot be read now."""
 
+    number: int
     operation: str
     backward: bool
     """Whether it would have contributed gradients, as far as that could be read."""

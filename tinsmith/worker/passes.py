@@ -78,8 +78,8 @@ class Passes:
             backward = not request.forward_only
             datums = prepare(message.model_id, request, self.bases[message.base_model].renderer)
             pixels = [{digest.hex(): size for digest, size in datum.undecoded.items()} for datum in datums]
-            return Prepared(message.operation, backward, [len(datum) for datum in datums], pixels), datums
-        return PrepareFailed(message.operation, backward, type_of(failures[0]), str(failures[0])), []
+            return Prepared(message.number, message.operation, backward, [len(datum) for datum in datums], pixels), datums
+        return PrepareFailed(message.number, message.operation, backward, type_of(failures[0]), str(failures[0])), []
 
     def _answer(self, message: Prepare, reply: Prepared | PrepareFailed, datums: list[CheckedDatum]) -> None:
         if self.preparing.get(message.operation) is not message:  # it was given up, and perhaps begun anew
