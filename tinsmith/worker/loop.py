@@ -100,14 +100,16 @@ class Worker:
             return
         device = next(iter(self.bases.values())).device
         self.link.send(WorkerReady([facts.to_dict() for facts in self.facts()], str(device)))
-        while not self.stopping and os.getppid() == engine_pid:
-            self.heartbeat.idle()
-            self.receive(0.0 if self.has_work else IDLE_S)
-            self.heartbeat.busy()
-            self.turn()
-        self.rendering.close()
-        self.disk.close()
-        self.store.close()
+        try:
+            while not self.stopping and os.getppid() == engine_pid:
+                self.heartbeat.idle()
+                self.receive(0.0 if self.has_work else IDLE_S)
+                self.heartbeat.busy()
+                self.turn()
+        finally:  # a process does not end before its threads have done all that they were given
+            self.rendering.close()
+            self.disk.close()
+            self.store.close()
 
     @property
     def has_work(self) -> bool:
