@@ -281,3 +281,14 @@ def test_the_server_is_told_that_a_worker_is_lost_and_that_another_is_ready(tmp_
         server.send(Sample("s:sample:0/0", 1, "tiny", None, 1, False, b"{}"))  # on its way to a worker that is no more: it ends nothing
         until(lambda: len(told) == 3)
     assert told == [Ready([FACTS.to_dict()]), Recovering("the worker process ended unexpectedly (signal 9)"), Ready([FACTS.to_dict()])]
+
+
+def test_a_worker_that_ends_before_it_reads_its_configuration_ends_no_engine() -> None:
+    config = Config(["tiny=" + "x" * 2**20])  # more than a pipe takes at once
+    with link_of_an_engine() as (_, link):
+        process = WorkerProcess(config, link, (sys.executable, "-c", "import os; os._exit(9)"))
+        process.start_if_due()
+        deadline = time.monotonic() + LONG_S
+        while (reason := process.ended()) is None:
+            assert time.monotonic() < deadline
+    assert reason == "the worker process ended unexpectedly (exit code 9)"

@@ -1,5 +1,6 @@
 """A worker as a child process of the engine: started, watched, and started again when it has ended."""
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -95,8 +96,10 @@ class WorkerProcess:
         self.engine.listen_to(self.link)
         self.process = subprocess.Popen([*self.program, self.link.address, str(os.getpid())], stdin=subprocess.PIPE)
         assert self.process.stdin is not None
-        self.process.stdin.write(orjson.dumps(to_tree(self.config)))
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, which `ended` tells
+            self.process.stdin.write(orjson.dumps(to_tree(self.config)))
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.state, self.fault, self._was_ready = "starting", "", False
         self._looked_at, self._silent_s, self._beaten = time.monotonic(), 0.0, True
 
