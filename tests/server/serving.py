@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from tinsmith.config import Config
 from tinsmith.protocol.facts import ModelFacts
@@ -22,6 +23,11 @@ from tinsmith.store.store import Store
 FACTS = ModelFacts(
     name="tiny", tokenizer_id="/models/tiny", architecture="qwen3", vocab_size=100, max_context=32, takes_images=False, max_lora_rank=16
 )
+
+
+def parsers() -> list[psutil.Process]:
+    """The processes of this one that parse large bodies. It has other children: servers that tests of other rooms share."""
+    return [child for child in psutil.Process().children() if "tinsmith.server.parser_process" in child.cmdline()]
 
 
 @dataclass

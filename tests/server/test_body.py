@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import psutil
 import zstandard
 
-from tests.server.serving import served
+from tests.server.serving import parsers, served
 from tests.server.test_training import PROTOBUF, forward_backward_body
 from tinsmith.store.store import Store
 from tinsmith.wire.forward_backward import decode_stored
@@ -64,7 +63,7 @@ def test_what_is_small_once_decompressed_does_not_wait_for_what_is_large(tmp_pat
             for seq_id, body, children in ((1, small, 0), (2, zstandard.compress(forward_backward_body(model_id, 2)) + rest, 1)):
                 reply = await server.client.post("/api/v1/forward_backward", content=body, headers=headers)
                 assert reply.json()["request_id"] == f"{model_id}/{seq_id}"
-                assert len(psutil.Process().children()) == children
+                assert len(parsers()) == children
             command = server.store.queued(server.store.queued_models()[0])[-1]
             stored = decode_stored(server.store.payload(command), command.image_digests)
             assert stored.loss_fn_config == {"": 0.0}  # from the second frame

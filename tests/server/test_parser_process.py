@@ -12,6 +12,7 @@ import pytest
 import zstandard
 
 from tests.running import serving
+from tests.server.serving import parsers
 from tests.server.test_training import forward_backward_body
 from tinsmith.config import RequestsConfig
 from tinsmith.errors import EngineUnavailableError, UserError
@@ -30,7 +31,7 @@ def parser() -> Iterator[ParserProcess]:
         yield parser
     finally:
         parser.close()
-        assert psutil.Process().children() == []
+        assert parsers() == []
 
 
 def test_a_body_is_parsed_as_here_plain_or_compressed() -> None:
@@ -79,7 +80,7 @@ def test_after_its_death_it_is_started_again() -> None:
     async def run() -> None:
         with parser() as other:
             assert (await other.run(receive, body, "identity", 2**20, LIMITS)).key.seq_id == 1
-            (child,) = psutil.Process().children()
+            (child,) = parsers()
             os.kill(child.pid, signal.SIGKILL)
             with pytest.raises(EngineUnavailableError, match="ended with exit code -9 at this one; send the request again"):
                 await other.run(receive, body, "identity", 2**20, LIMITS)

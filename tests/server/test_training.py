@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import zstandard
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
-from tests.server.serving import Served, served
+from tests.server.serving import Served, parsers, served
 from tinsmith.config import Config
 from tinsmith.store.records import REJECTED, Outcome
 from tinsmith.wire.chunks import ImageChunk
@@ -273,11 +272,11 @@ def test_of_many_compressed_bodies_one_is_unpacked_at_a_time(tmp_path: Path) -> 
                 return (await server.client.post("/api/v1/forward_backward", content=body, headers=headers)).status_code
 
             assert await post(1, b"\x2a\x00" * 10_000) == 200
-            (parser,) = psutil.Process().children()
+            (parser,) = parsers()
             before = parser.memory_info().rss
             too_many = b"\x1a\x00" * (unpacked_mib * 2**19)
             assert await asyncio.gather(*(post(seq_id, too_many) for seq_id in range(2, 2 + count))) == [200] * count
-            assert psutil.Process().children() == [parser]
+            assert parsers() == [parser]
             assert peak_bytes(parser.pid) - before < 3 * unpacked_mib * 2**20  # the pieces and the whole of one
 
     asyncio.run(run())

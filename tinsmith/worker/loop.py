@@ -106,6 +106,7 @@ class Worker:
                 self.receive(0.0 if self.has_work else IDLE_S)
                 self.heartbeat.busy()
                 self.turn()
+            self.status.sum_up()
         finally:  # a process does not end before its threads have done all that they were given
             self.rendering.close()
             self.disk.close()
