@@ -155,7 +155,7 @@ class ImagesConfig:
 
 @dataclass
 class TrainingConfig:
-    """The training side of the engine."""
+    """The training side of engine and worker."""
 
     tokens_per_pass: int = setting(8192, "Maximum number of tokens packed into one forward or backward pass", "tokens", 1)
     logits_chunk: int = setting(
@@ -180,7 +180,7 @@ class TrainingConfig:
 
 @dataclass
 class SamplingConfig:
-    """The sampling side of the engine."""
+    """The sampling side of the worker."""
 
     sampler: str = setting(
         "local",

@@ -33,12 +33,6 @@ log = logging.getLogger(__name__)
 SAVE_AGAIN_S = 60.0
 """Time between two attempts to save a model whose session has ended: each writes until the disk is full."""
 
-PREPARED_BYTES = 2**20
-"""Size of a model's operations that are prepared at a time, beside those that are; the last one may go beyond."""
-
-PASSES_AHEAD = 2
-"""Passes that a worker has at most: the one that it computes, and the next, so that its pictures are decoded meanwhile."""
-
 
 @dataclass(eq=False)
 class Running:

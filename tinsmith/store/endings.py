@@ -2,7 +2,7 @@
 
 finished  its client has ended its session
 unloaded  the server has unloaded it, and kept its weights as a checkpoint: its session was idle, or the server was stopped
-lost      the engine ended under it; what is left are the checkpoints that were saved before
+lost      its worker or the engine ended under it; what is left are the checkpoints that were saved before
 """
 
 from sqlalchemy import Connection, bindparam, select, update

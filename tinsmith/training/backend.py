@@ -52,7 +52,7 @@ class PassError:
 
 
 class Backend(Protocol):
-    """What the engine needs of a trainer. Weights given out by `snapshot` stay as they are whatever happens later.
+    """What a worker needs of a trainer. Weights given out by `snapshot` stay as they are whatever happens later.
 
     What copies weights raises UserError, with both numbers, if the copy does not fit into the memory.
     """
