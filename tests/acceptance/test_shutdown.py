@@ -44,7 +44,7 @@ def test_ctrl_c_saves_live_models_and_each_model_is_called_what_became_of_it(fam
             os.kill(first.engine_pid(), signal.SIGKILL)
             first.wait_for_health(503)
             first.wait_for_health()
-            gone = "was lost when the engine stopped; "
+            gone = "was lost when its worker or the engine stopped; "
             with pytest.raises(tinker.RequestFailedError, match=gone + f"go on from its newest checkpoint, {saved}, with create_training"):
                 lost.optim_step(RAW_STEP).result()
             with pytest.raises(tinker.RequestFailedError, match=gone + "it has no checkpoint to go on from: .* call save_state"):

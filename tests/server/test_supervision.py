@@ -88,7 +88,7 @@ def test_an_engine_that_dies_is_restarted_and_its_work_ends_in_clear_errors(tiny
         later = client.post("optim_step", json={"model_id": model_id, "seq_id": 4, "adam_params": {}}).json()
         lost = client.post("retrieve_future", json={"request_id": later["request_id"]}).json()
         assert lost["category"] == "server"
-        assert "was lost when the engine stopped" in lost["error"]
+        assert "was lost when its worker or the engine stopped" in lost["error"]
         assert client.post("asample", json=endless_sample(snapshot)).status_code == 404
         assert client.post("asample", json=endless_sample(base)).status_code == 200
         new_model(client)

@@ -63,7 +63,7 @@ def test_finished_unloaded_and_lost_stay_three_things_when_the_engine_dies(store
     assert told(store, unloaded) == (f"model {unloaded} is unloaded: the server was stopped; {NO_CHECKPOINT}", "user")
     of_idle = "its session is finished, because it showed no sign of life"
     assert told(store, idle) == (f"model {idle} is unloaded: {of_idle}; {NO_CHECKPOINT}", "user")
-    assert told(store, lost) == (f"model {lost} was lost when the engine stopped; {NO_CHECKPOINT}", "server")
+    assert told(store, lost) == (f"model {lost} was lost when its worker or the engine stopped; {NO_CHECKPOINT}", "server")
 
 
 def test_an_idle_session_whose_models_were_not_saved_has_lost_them(store: Store) -> None:
@@ -92,4 +92,4 @@ def test_errors_name_the_newest_training_checkpoint_that_has_not_expired(store: 
     hint = f"go on from its newest checkpoint, tinker://{model_id}/weights/newest, with create_training_client_from_state_with_optimizer"
     failed = store.outcome(f"{model_id}/1")
     assert failed == Outcome(f"{model_id}/1", None, None, f"the engine died; {hint}", "server")
-    assert told(store, model_id) == (f"model {model_id} was lost when the engine stopped; {hint}", "server")
+    assert told(store, model_id) == (f"model {model_id} was lost when its worker or the engine stopped; {hint}", "server")

@@ -69,7 +69,7 @@ def refusal(connection: Connection, model_id: str, now: float) -> tuple[str, Cat
         return f"model {model_id} holds copied weights only; load them into a new model to train it", "user"
     hint = how_to_go_on(connection, model_id, now)
     if owner.status == "lost":
-        return f"model {model_id} was lost when the engine stopped; {hint}", "server"
+        return f"model {model_id} was lost when its worker or the engine stopped; {hint}", "server"
     if owner.status == "finished" or owner.finish_reason in CLIENT_REASONS:
         return f"model {model_id} is finished: its session is finished; {hint}", "user"
     if owner.finish_reason is not None:
