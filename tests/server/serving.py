@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,13 @@ FACTS = ModelFacts(
 
 
 def parsers() -> list[psutil.Process]:
-    """The processes of this one that parse large bodies. It has other children: servers that tests of other rooms share."""
-    return [child for child in psutil.Process().children() if "tinsmith.server.parser_process" in child.cmdline()]
+    """The processes of this one that parse large bodies. Other children, of which some have ended, are not counted."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # also raised for a child that has ended and that nobody has waited for
+            if "tinsmith.server.parser_process" in child.cmdline():
+                found.append(child)
+    return found
 
 
 @dataclass
