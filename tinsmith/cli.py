@@ -135,10 +135,10 @@ for _command in (serve, doctor):
 
 @app.command("tiny-model")
 def tiny_model(
-    kind: Annotated[Literal["qwen3", "qwen3-vl"], typer.Argument(help="qwen3 takes text, qwen3-vl text and images.")],
+    kind: Annotated[Literal["qwen3", "qwen3-vl", "qwen3-5"], typer.Argument(help="qwen3 takes text, the others text and images.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to; created if it does not exist.")],
     hidden: Annotated[int, typer.Option(help="Width of the hidden states (numbers per token).")] = 64,
-    layers: Annotated[int, typer.Option(help="Number of decoder layers.")] = 2,
+    layers: Annotated[int | None, typer.Option(help="Number of decoder layers.", show_default="4 of qwen3-5, 2 of others")] = None,
     vocab: Annotated[int, typer.Option(help="Rows of the embedding; the tokenizer has at most this many tokens.")] = 2048,
     seed: Annotated[int, typer.Option(help="Seed of the random weights; the same seed gives the same files.")] = 0,
 ) -> None:

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.bases import DEVICE
-from tinsmith.models.attention import PackedPlan
+from tinsmith.models.pass_plan import PackedPlan
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 
 def alone(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attention of one sequence written out, shapes as in `AttentionPlan.attend`."""
+    """Attention of one sequence written out, shapes as in `PassPlan.attend`."""
     key, value = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (key, value))
     distance = torch.arange(query.shape[1], device=DEVICE).unsqueeze(1) - torch.arange(query.shape[1], device=DEVICE)
     unseen = (distance < 0) | (distance >= (window or len(distance)))

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.bases import DEVICE
+from tinsmith.models.layout import LoraTarget
 from tinsmith.models.lora import ActiveSegments, Adapter, LoraPair, Segment
 from tinsmith.models.lora_linear import LoraLinear
 from tinsmith.protocol.shapes import LoraShape
@@ -43,7 +44,7 @@ def test_values_and_gradients_equal_the_plain_formula(slices: list[tuple[int, in
     leaves = [x, *(leaf for s in active.segments if s.adapter is not None for leaf in s.adapter.leaves())]
 
     expected = torch.cat([plain(layer, x[s.start : s.end], s) for s in active.segments])
-    module = LoraLinear(layer, "x", active)
+    module = LoraLinear(layer, {"x": LoraTarget("attn", "x", INPUTS, OUTPUTS)}, active)
     got = module(x.unsqueeze(0))[0]
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     with torch.no_grad():

@@ -19,7 +19,8 @@ from transformers import logging as transformers_logging
 
 from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
-from tinsmith.models.attention import ATTENTION, AttentionPlan
+from tinsmith.models.attention import ATTENTION
+from tinsmith.models.delta_net import follow_plans
 from tinsmith.models.families import Family, context_length, family_of, read_config
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights
@@ -27,6 +28,7 @@ from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD, Layout, layout_of
 from tinsmith.models.lora import ActiveSegments, Segment
 from tinsmith.models.lora_linear import attach
 from tinsmith.models.norms import fuse_norms
+from tinsmith.models.pass_plan import PassPlan
 from tinsmith.protocol.shapes import LoraShape
 
 
@@ -163,7 +165,7 @@ class BaseModel:
         """The output projection [vocabulary, hidden] of a model: its own, or the base's, to which an adapter adds its part."""
         return owner.working.get(self.head_name, self.lm_head) if isinstance(owner, FullWeights) else self.lm_head
 
-    def hidden_states(self, row: PackedRow, plan: AttentionPlan) -> Tensor:
+    def hidden_states(self, row: PackedRow, plan: PassPlan) -> Tensor:
         """Final hidden states [tokens, hidden] of a packed row, after the last norm."""
         embedding = self.language_model.get_input_embeddings()
         embeddings = self._call(row, embedding, f"{self.embedding_name}.", row.token_ids)
@@ -173,7 +175,7 @@ class BaseModel:
             embeddings = embeddings.index_copy(0, row.picture_index, torch.cat([f.embeddings for f in features]))
             extra = _deepstack_arguments(row, features)
         positions = row.positions if not self.family.mrope else row.positions.unsqueeze(1)
-        inputs: dict[str, Any] = {"inputs_embeds": embeddings.unsqueeze(0), "position_ids": positions, "attention": plan}
+        inputs: dict[str, Any] = {"inputs_embeds": embeddings.unsqueeze(0), "position_ids": positions, "plan": plan}
         with self.active.during(row.segments):
             output = self._call(row, self.language_model, "", use_cache=False, **inputs, **extra)
         hidden: Tensor = output.last_hidden_state[0]
@@ -240,9 +242,10 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
     use_attention(network, family, ATTENTION)
     language_model = family.language_model(network)
     fuse_norms(language_model)
+    follow_plans(language_model)
     layout = layout_of(source, family, network)
     active = ActiveSegments()
-    attach(language_model, [name for name in layout.targets if name != LM_HEAD], active)
+    attach(language_model, {name: target for name, target in layout.targets.items() if name != LM_HEAD}, active)
     return BaseModel(
         name=name,
         tokenizer_id=source,

@@ -11,11 +11,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tinsmith.errors import ConfigError
+from tinsmith.models.layers import layers_of
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary types whose angles do not depend on how long the row is; with the others, packing would change the numbers."""
-SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
-"""Kinds of decoder layers that keep nothing but keys and values."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What configurations call the number of experts of a mixture."""
 
@@ -40,8 +39,7 @@ class Family:
 
 
 IMAGE_FAMILIES = {
-    family.model_type: family
-    for family in (Family("qwen2_5_vl", takes_images=True, mrope=True), Family("qwen3_vl", takes_images=True, mrope=True))
+    family.model_type: family for family in (Family(kind, takes_images=True, mrope=True) for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"))
 }
 
 
@@ -60,8 +58,8 @@ def read_config(source: str) -> Any:
 def family_of(source: str, config: Any) -> Family:
     """The family of a model with this transformers configuration.
 
-    Raises ConfigError, naming `source`, for what cannot work: other image or audio models, encoders, mixtures of experts, layers that carry
-    state along the row, rotary positions that depend on its length.
+    Raises ConfigError, naming `source`, for what cannot work: other image or audio models, encoders, mixtures of experts, layers of a
+    kind that Tinsmith has no code for, rotary positions that depend on its length.
     """
     text = config.get_text_config()
     kind = config.model_type
@@ -72,9 +70,7 @@ def family_of(source: str, config: Any) -> Family:
     for name in EXPERTS:
         if (getattr(text, name, None) or 0) > 1:
             raise ConfigError(f"{source}: {kind!r} is a mixture of experts ({name}={getattr(text, name)}), which LoRA does not reach yet")
-    layers = sorted(set(getattr(text, "layer_types", None) or ()) - set(SUPPORTED_LAYERS))
-    if layers:
-        raise ConfigError(f"{source}: layers of type {', '.join(layers)} are not supported; supported are {', '.join(SUPPORTED_LAYERS)}")
+    layers_of(source, kind, text)
     _check_rope(source, getattr(text, "rope_parameters", None) or {})
     return IMAGE_FAMILIES.get(kind) or Family(kind)
 

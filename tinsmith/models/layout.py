@@ -12,10 +12,12 @@ from torch import nn
 
 from tinsmith.errors import ConfigError
 from tinsmith.models.families import Family, family_of, read_config
+from tinsmith.models.layers import DeltaNet, LayerKind, layers_of
 from tinsmith.protocol.shapes import LoraShape
 
-ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "query_key_value", "dense")
-"""Names of the linears around attention; each model has some of them. A fused one is trained as one matrix, as PEFT does."""
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "qkv_proj", "query_key_value", "dense", "in_proj_qkv", "in_proj_z")
+"""Names of the linears around attention; each model has some of them. A fused one is trained as one matrix, as PEFT does,
+but for `in_proj_qkv` of a gated delta net, whose queries, keys and values have an adapter each."""
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "c_fc", "c_proj", "fc1", "fc2", "dense_h_to_4h", "dense_4h_to_h")
 """Names of the linears of a dense MLP; each model has some of them."""
 
@@ -31,11 +33,15 @@ GROUPS: tuple[Group, ...] = ("attn", "mlp", "unembed")
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """A linear layer that LoRA can train, x [tokens, in_features] -> [tokens, out_features]."""
+    """A linear layer that LoRA can train, or a part of its outputs: x [tokens, in_features] -> [tokens, out_features]."""
 
     group: Group
+    module: str
+    """Name of the layer inside the language model; `LM_HEAD` for the output projection."""
     in_features: int
     out_features: int
+    rows: tuple[int, int] | None = None
+    """Which rows [start, end) of its weight these are, that is to say which of its outputs; None means all."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,13 @@ class Layout:
     """Name of the language model inside the transformers model."""
     head: str
     """Name of the output projection inside the transformers model."""
+    layers: tuple[LayerKind, ...]
+    """The kind of each layer of the language model."""
     targets: dict[str, LoraTarget]
-    """All that LoRA can train, by name inside the language model, in the order of its modules; last the output projection, as `LM_HEAD`."""
+    """All that LoRA can train, by name, in the order of its modules; last the output projection, as `LM_HEAD`.
+
+    The name is that of the module inside the language model; a part of one is named behind it: `layers.0.linear_attn.in_proj_qkv.q`.
+    """
 
     def covered(self, shape: LoraShape) -> dict[str, LoraTarget]:
         """What an adapter of this shape covers."""
@@ -65,11 +76,12 @@ class Layout:
         All of an attention block or MLP, such as its norms and biases, belongs to its linears: ("layers.0.self_attn.", ...).
         """
         groups = {*switched_on(shape), "unembed"}
-        return tuple(f"{name.rpartition('.')[0]}." for name, target in self.targets.items() if target.group not in groups)
+        left = dict.fromkeys(target.module for target in self.targets.values() if target.group not in groups)
+        return tuple(f"{module.rpartition('.')[0]}." for module in left)
 
     def module_name(self, name: str) -> str:
-        """The name that transformers gives a module of `targets`."""
-        return self.head if name == LM_HEAD else f"{self.language_model}.{name}"
+        """The name that transformers gives the module of a target."""
+        return self.head if name == LM_HEAD else f"{self.language_model}.{self.targets[name].module}"
 
     def parameter_name(self, name: str) -> str:
         """The name that transformers gives a parameter of `FullWeights`."""
@@ -103,20 +115,34 @@ def layout_of(source: str, family: Family, network: Any) -> Layout:
     """
     language_model, head = family.language_model(network), network.get_output_embeddings()
     linears = {name: module for name, module in language_model.named_modules() if isinstance(module, nn.Linear)}
-    targets = {
-        name: LoraTarget(group, linear.in_features, linear.out_features)
-        for name, linear in linears.items()
-        if (group := _group(name)) is not None
-    }
+    config = network.config
+    layers = layers_of(source, config.model_type, config.get_text_config())
+    targets: dict[str, LoraTarget] = {}
+    for name, linear in linears.items():
+        group = _group(name)
+        if group is not None:
+            targets |= _targets(name, linear, group, layers)
     for group, what, known in (("attn", "attention", ATTENTION_LINEARS), ("mlp", "MLP", MLP_LINEARS)):
         if not any(target.group == group for target in targets.values()):
             found = ", ".join(sorted({_last_part(name) for name in linears})) or "no linear layer at all"
             raise ConfigError(f"{source}: no {what} linear that LoRA can train; known are {', '.join(known)}, found {found}")
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise ConfigError(f"{source}: its output projection is {head}; Tinsmith needs a linear layer without a bias")
-    targets[LM_HEAD] = LoraTarget("unembed", head.in_features, head.out_features)
+    targets[LM_HEAD] = LoraTarget("unembed", LM_HEAD, head.in_features, head.out_features)
     names = {module: name for name, module in network.named_modules()}
-    return Layout(family, names[language_model], names[head], targets)
+    return Layout(family, names[language_model], names[head], layers, targets)
+
+
+def _targets(name: str, linear: nn.Linear, group: Group, layers: tuple[LayerKind, ...]) -> dict[str, LoraTarget]:
+    """What LoRA trains of one linear layer: the whole, or the queries, keys and values of a gated delta net apart."""
+    if _last_part(name) != "in_proj_qkv":
+        return {name: LoraTarget(group, name, linear.in_features, linear.out_features)}
+    layer = layers[int(name.split(".")[1])]
+    assert isinstance(layer, DeltaNet), f"{name} belongs to a {layer}"
+    return {
+        f"{name}.{part}": LoraTarget(group, name, linear.in_features, end - start, (start, end))
+        for part, (start, end) in layer.sections.items()
+    }
 
 
 def _group(name: str) -> Group | None:

@@ -117,7 +117,7 @@ class Segment:
 class ActiveSegments:
     """The segments of the pass that is running, for all LoRA modules of one base model. Between passes there are none.
 
-    transformers calls a linear layer with its input alone, so that these cannot travel as an argument, as an `AttentionPlan` does.
+    transformers calls a linear layer with its input alone, so that these cannot travel as an argument, as a `PassPlan` does.
     """
 
     def __init__(self) -> None:

@@ -2,19 +2,22 @@
 
     y = x W^T + bias,     y[slice] += (scale · x[slice] A^T) B^T
 
+An adapter may also cover a part of the outputs alone: queries, keys or values of a fused projection.
+
 The backward is written by hand. What adapters add, forward and backward, is added in place, so that a layer with LoRA reads and writes
 its row no more often than one without; autograd would copy the row and add up two gradients of it. Weight and bias are frozen, unless
 full-parameter training has put a model's own in their place for a pass.
 """
 
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Mapping
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tinsmith.models.layout import LoraTarget
 from tinsmith.models.lora import ActiveSegments, Segment
 
 
@@ -25,11 +28,18 @@ class Part(NamedTuple):
     slices: int
     length: int
     scale: float
+    columns: tuple[int, int] | None
+    """Which outputs [start, end) they add to; None means all."""
 
     def continued_by(self, other: "Part") -> bool:
         """Whether `other` is one more such slice."""
         end = self.start + self.slices * self.length
-        return (end, self.length, self.scale) == (other.start, other.length, other.scale)
+        return (end, self.length, self.scale, self.columns) == (other.start, other.length, other.scale, other.columns)
+
+    def outputs(self, row: Tensor) -> Tensor:
+        """Its view of a row of outputs, as `of`, with its own columns alone."""
+        mine = self.of(row)
+        return mine if self.columns is None else mine[..., self.columns[0] : self.columns[1]]
 
     def of(self, row: Tensor) -> Tensor:
         """Its view of a row [tokens, width]: [length, width] of a single slice, [slices, length, width] of several."""
@@ -42,34 +52,39 @@ class Part(NamedTuple):
 class LoraLinear(nn.Module):
     """A linear layer plus, on each segment of the row, that segment's adapter. Its parameters are those of the layer that it replaces."""
 
-    def __init__(self, base: nn.Linear, name: str, active: ActiveSegments) -> None:
+    def __init__(self, base: nn.Linear, targets: Mapping[str, LoraTarget], active: ActiveSegments) -> None:
+        """`targets` are what adapters cover of the layer, by name."""
         super().__init__()
         self.weight = base.weight
         self.bias: nn.Parameter | None = base.bias
-        self.name = name
+        self.columns = {name: target.rows for name, target in targets.items()}
         self.active = active
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [1, tokens, in_features] to [1, tokens, out_features]."""
-        parts, matrices = pairs_of(self.name, self.active.segments)
+        parts, matrices = pairs_of(self.columns, self.active.segments)
         compute: Any = _LoraLinear.apply if torch.is_grad_enabled() else _forward
         y: Tensor = compute(x[0], self.weight, self.bias, parts, *matrices)
         return y.unsqueeze(0)
 
 
-def pairs_of(name: str, segments: list[Segment]) -> tuple[list[Part], list[Tensor]]:
-    """The parts of the row whose adapters cover the module `name`, and the matrices A, B, A, B and so on of their slices."""
+def pairs_of(columns: Mapping[str, tuple[int, int] | None], segments: list[Segment]) -> tuple[list[Part], list[Tensor]]:
+    """The parts of the row whose adapters cover the layer, and the matrices A, B, A, B and so on of their slices.
+
+    `columns` names what adapters may cover of it, and the outputs that each adds to.
+    """
     parts: list[Part] = []
     matrices: list[Tensor] = []
-    for segment in segments:
-        if segment.adapter is None or name not in segment.adapter.working:
-            continue
-        matrices += segment.adapter.working[name]
-        part = Part(segment.start, 1, segment.end - segment.start, segment.adapter.scale)
-        if parts and parts[-1].continued_by(part):
-            parts[-1] = parts[-1]._replace(slices=parts[-1].slices + 1)
-        else:
-            parts.append(part)
+    for name, outputs in columns.items():
+        for segment in segments:
+            if segment.adapter is None or name not in segment.adapter.working:
+                continue
+            matrices += segment.adapter.working[name]
+            part = Part(segment.start, 1, segment.end - segment.start, segment.adapter.scale, outputs)
+            if parts and parts[-1].continued_by(part):
+                parts[-1] = parts[-1]._replace(slices=parts[-1].slices + 1)
+            else:
+                parts.append(part)
     return parts, matrices
 
 
@@ -96,7 +111,7 @@ def _add_adapters(y: Tensor, x: Tensor, parts: list[Part], stacked: list[Tensor]
     reduced = []
     for part, a, b in zip(parts, stacked[::2], stacked[1::2], strict=True):
         reduced.append(_product(part.of(x), a.mT))
-        _add_product(part.of(y), reduced[-1], b.mT, part.scale)
+        _add_product(part.outputs(y), reduced[-1], b.mT, part.scale)
     return reduced
 
 
@@ -135,17 +150,18 @@ class _LoraLinear(torch.autograd.Function):
         dbias = dy.sum(0) if ctx.needs_input_grad[2] else None
         found: list[Tensor] = []
         for part, a, b, u in zip(ctx.parts, stacked[::2], stacked[1::2], reduced, strict=True):
-            du = _product(part.of(dy), b)
-            da, db = _scaled_product(du.mT, part.of(x), part.scale, like=a), _scaled_product(part.of(dy).mT, u, part.scale, like=b)
+            dy_part = part.outputs(dy)
+            du = _product(dy_part, b)
+            da, db = _scaled_product(du.mT, part.of(x), part.scale, like=a), _scaled_product(dy_part.mT, u, part.scale, like=b)
             found += (da, db) if part.slices == 1 else chain.from_iterable(zip(da, db, strict=True))
             if dx is not None:
                 _add_product(part.of(dx), du, a, part.scale)
         return dx, dweight, dbias, None, *found
 
 
-def attach(model: nn.Module, names: Iterable[str], active: ActiveSegments) -> None:
-    """Replace these linear layers of `model` by ones with LoRA."""
-    for name in names:
-        parent, _, child = name.rpartition(".")
-        linear: Any = model.get_submodule(name)
-        setattr(model.get_submodule(parent), child, LoraLinear(linear, name, active))
+def attach(model: nn.Module, targets: Mapping[str, LoraTarget], active: ActiveSegments) -> None:
+    """Replace the linear layers of `model` that these targets are, or are parts of, by ones with LoRA."""
+    for module, own in groupby(targets.items(), key=lambda item: item[1].module):
+        parent, _, child = module.rpartition(".")
+        linear: Any = model.get_submodule(module)
+        setattr(model.get_submodule(parent), child, LoraLinear(linear, dict(own), active))

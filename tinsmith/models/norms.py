@@ -4,6 +4,8 @@ Only modules that compute exactly this are replaced: each is tried on random num
 (Gemma multiplies by 1 + weight) keeps its own.
 """
 
+from inspect import signature
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
@@ -37,8 +39,13 @@ def fuse_norms(model: nn.Module) -> int:
 def _fused_twin(module: nn.Module) -> FusedRMSNorm | None:
     """The fused form of a module that is an RMSNorm as transformers writes it, if their results agree."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-    if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(eps, float):
-        return None
+    if (
+        not isinstance(weight, nn.Parameter)
+        or weight.ndim != 1
+        or not isinstance(eps, float)
+        or len(signature(module.forward).parameters) != 1
+    ):
+        return None  # what takes more than its input computes more, such as the gated norm of Qwen3.5
     fused = FusedRMSNorm(weight, eps)
     generator = torch.Generator("cpu").manual_seed(0)
     x = torch.randn(8, len(weight), generator=generator).to(weight.device, weight.dtype)

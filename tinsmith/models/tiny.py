@@ -1,4 +1,4 @@
-"""Tiny random models in the real format: Qwen3 and Qwen3-VL with a small tokenizer and image processor files, written to a directory.
+"""Tiny random models in the real format: Qwen3, Qwen3-VL and Qwen3.5 with a small tokenizer and image processor files.
 
 For tests, and for trying things out where nothing can be downloaded. Every file is a function of the arguments and the seed: weights come
 from random integers scaled by one multiplication, which give the same bits on every machine.
@@ -16,19 +16,25 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     Qwen2Tokenizer,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from tinsmith.errors import ConfigError
 from tinsmith.models.tiny_tokenizer import CONTEXT, END_OF_TEXT, END_OF_TURN, IMAGE, VIDEO, VISION_END, VISION_START, train_tokenizer
 
-TinyKind = Literal["qwen3", "qwen3-vl"]
+TinyKind = Literal["qwen3", "qwen3-vl", "qwen3-5"]
+
+DEFAULT_LAYERS: dict[TinyKind, int] = {"qwen3": 2, "qwen3-vl": 2, "qwen3-5": 4}
+"""Decoder layers. Of Qwen3.5's, every fourth attends; the others are gated delta nets."""
 
 PATCH, MERGE, FRAMES = 16, 2, 2
-"""Qwen3-VL's: a patch is 16x16 pixels in 2 frames (a picture stands in both), and 2x2 patches become one token."""
+"""Of Qwen3-VL and Qwen3.5: a patch is 16x16 pixels in 2 frames (a picture stands in both), and 2x2 patches become one token."""
 
 SMALLEST_PICTURE, LARGEST_PICTURE = 32 * 32, 1024 * 1024
 """Limits in pixels: smaller and larger pictures are scaled. Real models start at 65536 (64 tokens); here one token is enough."""
@@ -38,13 +44,16 @@ FINAL_NORM = 5.0
 1.3 for a weight of 1 and the usual deviation of 0.02: every distribution would stay flat, and sampling at temperature 1 noise."""
 
 
-def write_tiny_model(kind: TinyKind, directory: Path, hidden: int = 64, layers: int = 2, vocab: int = 2048, seed: int = 0) -> None:
-    """Write a random model of `hidden` width, `layers` decoder layers and `vocab` embedding rows.
+def write_tiny_model(
+    kind: TinyKind, directory: Path, hidden: int = 64, layers: int | None = None, vocab: int = 2048, seed: int = 0
+) -> None:
+    """Write a random model of `hidden` width, `layers` decoder layers (None: `DEFAULT_LAYERS`) and `vocab` embedding rows.
 
     Raises ConfigError: a kind that is not known, sizes that no model can have, a vocabulary too small for the tokenizer.
     """
-    if kind not in ("qwen3", "qwen3-vl"):
-        raise ConfigError(f"kind={kind!r} must be qwen3 or qwen3-vl")
+    if kind not in DEFAULT_LAYERS:
+        raise ConfigError(f"kind={kind!r} must be one of {', '.join(DEFAULT_LAYERS)}")
+    layers = DEFAULT_LAYERS[kind] if layers is None else layers
     if hidden < 8 or layers < 1:
         raise ConfigError(f"hidden={hidden} must be at least 8 and layers={layers} at least 1")
     tokenizer = train_tokenizer(vocab)
@@ -52,8 +61,10 @@ def write_tiny_model(kind: TinyKind, directory: Path, hidden: int = 64, layers: 
     network: PreTrainedModel
     if kind == "qwen3":
         network = Qwen3ForCausalLM(Qwen3Config(**text, rope_parameters=_rope()))
+    elif kind == "qwen3-vl":
+        network = Qwen3VLForConditionalGeneration(_qwen3_vl_config(text, tokenizer))
     else:
-        network = Qwen3VLForConditionalGeneration(_vision_language_config(text, tokenizer))
+        network = Qwen3_5ForConditionalGeneration(_qwen3_5_config(text, tokenizer))
     _fill(network, seed)
     directory.mkdir(parents=True, exist_ok=True)
     _save_network(network, directory)
@@ -61,7 +72,7 @@ def write_tiny_model(kind: TinyKind, directory: Path, hidden: int = 64, layers: 
         eos_token_id=[_id(tokenizer, END_OF_TURN), _id(tokenizer, END_OF_TEXT)], pad_token_id=_id(tokenizer, END_OF_TEXT)
     ).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    if kind == "qwen3-vl":
+    if kind != "qwen3":
         _write_json(directory / "preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor", **_picture_settings()})
         _write_json(directory / "video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor", **_picture_settings()})
 
@@ -87,10 +98,30 @@ def _rope(**extra: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, **extra}
 
 
-def _vision_language_config(text: dict[str, Any], tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
+def _qwen3_vl_config(text: dict[str, Any], tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
     # The time, height and width of a position turn 8, 4 and 4 of the 16 rotary pairs of a head.
     rope = _rope(mrope_interleaved=True, mrope_section=[8, 4, 4])
-    vision = {
+    vision = _vision(text) | {"deepstack_visual_indexes": [0]}
+    return Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision, **_outer(tokenizer))
+
+
+def _qwen3_5_config(text: dict[str, Any], tokenizer: Qwen2Tokenizer) -> Qwen3_5Config:
+    # A quarter of each head turns with positions: 2 of its 4 rotary pairs with time, one with height and one with width.
+    rope = _rope(mrope_interleaved=True, mrope_section=[2, 1, 1], partial_rotary_factor=0.25)
+    layer_types = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(text["num_hidden_layers"])]
+    delta_net = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+    }
+    text = {**text, **delta_net, "layer_types": layer_types, "rope_parameters": rope}
+    return Qwen3_5Config(text_config=text, vision_config=_vision(text), **_outer(tokenizer))
+
+
+def _vision(text: dict[str, Any]) -> dict[str, Any]:
+    return {
         "depth": 2,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -100,19 +131,20 @@ def _vision_language_config(text: dict[str, Any], tokenizer: Qwen2Tokenizer) -> 
         "temporal_patch_size": FRAMES,
         "out_hidden_size": text["hidden_size"],
         "num_position_embeddings": 16 * 16,
-        "deepstack_visual_indexes": [0],
         "dtype": "float32",
     }
-    return Qwen3VLConfig(
-        text_config={**text, "rope_parameters": rope},
-        vision_config=vision,
-        tie_word_embeddings=True,
-        image_token_id=_id(tokenizer, IMAGE),
-        video_token_id=_id(tokenizer, VIDEO),
-        vision_start_token_id=_id(tokenizer, VISION_START),
-        vision_end_token_id=_id(tokenizer, VISION_END),
-        dtype="float32",
-    )
+
+
+def _outer(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+    """What the configuration of a model with pictures says beside those of its two parts."""
+    return {
+        "tie_word_embeddings": True,
+        "image_token_id": _id(tokenizer, IMAGE),
+        "video_token_id": _id(tokenizer, VIDEO),
+        "vision_start_token_id": _id(tokenizer, VISION_START),
+        "vision_end_token_id": _id(tokenizer, VISION_END),
+        "dtype": "float32",
+    }
 
 
 def _picture_settings() -> dict[str, Any]:
@@ -133,12 +165,19 @@ def _picture_settings() -> dict[str, Any]:
 
 @torch.no_grad()
 def _fill(network: PreTrainedModel, seed: int) -> None:
-    """Random matrices, zero biases, norms of one; the last norm of the language model is `FINAL_NORM`."""
+    """Random matrices, zero biases, norms that multiply by one; the last norm of the language model multiplies by `FINAL_NORM`.
+
+    The heads of a gated delta net forget at different speeds: half of what one remembers is gone after one token to some hundred.
+    """
     generator = torch.Generator().manual_seed(seed)
     final_norm = "model.norm.weight" if isinstance(network, Qwen3ForCausalLM) else "model.language_model.norm.weight"
+    norms_add_one = {f"{name}.weight" for name, module in network.named_modules() if isinstance(module, Qwen3_5RMSNorm)}
     for name, parameter in network.named_parameters():
-        if parameter.dim() == 1:
-            parameter.fill_(FINAL_NORM if name == final_norm else float(name.endswith("weight")))
+        if name.endswith("A_log"):
+            parameter.copy_(-torch.arange(len(parameter)) * 1.5)
+        elif parameter.dim() == 1:
+            factor = FINAL_NORM if name == final_norm else float(name.endswith("weight"))
+            parameter.fill_(factor - 1.0 if name in norms_add_one else factor)
         else:
             _fill_uniform(parameter, _deviation(name, parameter), generator)
 

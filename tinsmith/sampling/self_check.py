@@ -24,11 +24,13 @@ from torch import Tensor
 
 from tinsmith.config import ImagesConfig, SamplingConfig
 from tinsmith.errors import ConfigError, NotFoundError
-from tinsmith.models.attention import ATTENTION, AttentionPlan, PackedPlan
+from tinsmith.models.attention import ATTENTION
 from tinsmith.models.base import BaseModel, use_attention
 from tinsmith.models.families import positions
+from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, Segment, new_adapter
+from tinsmith.models.pass_plan import PackedPlan, PassPlan
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import pack, packing_order
@@ -184,30 +186,42 @@ def _short_windows(base: BaseModel) -> Iterator[None]:
 
 
 class LayerCheck:
-    """An `AttentionPlan` that notes which layers attended, and refuses keys and values that the cache has no room for."""
+    """A `PassPlan` that notes which layers followed it, and how, and refuses keys and values that the cache has no room for."""
 
-    def __init__(self, plan: AttentionPlan, shape: CacheShape) -> None:
+    def __init__(self, plan: PassPlan, kinds: Sequence[LayerKind]) -> None:
         self.plan = plan
-        self.shape = shape
-        self.layers: list[int] = []
+        self.kinds = kinds
+        self.followed: list[tuple[int, str]] = []
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        self.layers.append(layer)
-        expected = self.shape.kv_heads, self.shape.head_dim
+        self.followed.append((layer, "attend"))
+        kind = self.kinds[layer]
+        if not isinstance(kind, Attention):
+            raise ConfigError(f"layer {layer} attends, its configuration says that it is a {kind}")
+        expected = kind.kv_heads, kind.head_dim
         for name, tensor in (("keys", key), ("values", value)):
             if (tensor.shape[0], tensor.shape[2]) != expected:
                 raise ConfigError(f"its {name} have {tensor.shape[0]} heads of width {tensor.shape[2]}, its configuration says {expected}")
         return self.plan.attend(layer, query, key, value, scale, window)
 
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        self.followed.append((layer, "convolve"))
+        return self.plan.convolve(layer, x, weight)
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        self.followed.append((layer, "delta_rule"))
+        return self.plan.delta_rule(layer, query, key, value, decay, beta)
+
 
 def _check_layers(base: BaseModel, probe: Probe) -> None:
-    """Every layer must attend once through our function: attention that bypasses it would mix neighbours of a packed row."""
+    """Every layer must follow the plan once in all that its kind needs: a layer that bypasses it would mix neighbours of a packed row."""
     row = pack([probe.rendered], [probe.adapter], base.device)
-    shape = CacheShape.of(base.text_config, base.dtype, base.device)
-    plan = LayerCheck(PackedPlan(row.lengths, base.device, base.dtype), shape)
+    kinds = base.layout.layers
+    plan = LayerCheck(PackedPlan(row.lengths, base.device, base.dtype), kinds)
     base.hidden_states(row, plan)
-    if plan.layers != list(range(shape.layers)):
-        raise ConfigError(f"of its {shape.layers} layers, {len(set(plan.layers))} attend through transformers' attention interface")
+    needs = {Attention: ("attend",), DeltaNet: ("convolve", "delta_rule")}
+    if plan.followed != [(layer, step) for layer, kind in enumerate(kinds) for step in needs[type(kind)]]:
+        raise ConfigError(f"of its {len(kinds)} layers, {len({layer for layer, _ in plan.followed})} follow the plan of a pass")
 
 
 def _logprobs(base: BaseModel, probes: list[Probe]) -> list[Tensor]:

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.full import Weights
+from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.rendering.packing import pack, packing_order, segments_of
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.logprobs import target_logprobs

@@ -12,9 +12,9 @@ import torch
 from tests.bases import datum, new_ref, picture_chunks, random_adapter, random_tokens, renderer, text
 from tinsmith.config import SamplingConfig, TrainingConfig
 from tinsmith.errors import UserError
-from tinsmith.models.attention import AttentionPlan
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.lora import Adapter
+from tinsmith.models.pass_plan import PassPlan
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.local.kv_cache import CacheShape
 from tinsmith.sampling.local.sampler import LocalSampler
@@ -278,7 +278,7 @@ def count_tokens(sampler: LocalSampler, monkeypatch: pytest.MonkeyPatch) -> list
     passes: list[int] = []
     inner = sampler.base.hidden_states
 
-    def hidden_states(row: PackedRow, plan: AttentionPlan) -> torch.Tensor:
+    def hidden_states(row: PackedRow, plan: PassPlan) -> torch.Tensor:
         passes.append(len(row.token_ids))
         return inner(row, plan)
 

@@ -1,4 +1,4 @@
-"""Attention of a packed row whose sequences continue what is cached: the sampler's `AttentionPlan`.
+"""Attention of a packed row whose sequences continue what is cached: the sampler's `PassPlan`.
 
 Each sequence brings a window of new tokens: a whole prompt, a piece of one, or the one token sampled last. Their keys and values are stored
 first. Windows that begin their sequence then attend among themselves, as in training; the others attend to their cached tokens.
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tinsmith.models.attention import PackedPlan
+from tinsmith.errors import ConfigError
+from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.prefix import BLOCK
 
@@ -36,7 +37,7 @@ class Window:
 
 
 class CachedPlan:
-    """The `AttentionPlan` of a row of windows, each window's tokens next to each other, in row order."""
+    """The `PassPlan` of a row of windows, each window's tokens next to each other, in row order."""
 
     def __init__(self, cache: KVCache, windows: Sequence[Window]) -> None:
         device, dtype = cache.keys.device, cache.keys.dtype
@@ -65,6 +66,12 @@ class CachedPlan:
         for group in self.groups:
             out[group.rows] = group.attend(by_token[group.rows], self.cache.keys[layer], self.cache.values[layer], scale, window)
         return out
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        raise ConfigError("the local sampler keeps no states of gated delta nets yet")
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        raise ConfigError("the local sampler keeps no states of gated delta nets yet")
 
 
 class CachedGroup:

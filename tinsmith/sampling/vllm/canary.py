@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tinsmith.errors import TinsmithError
-from tinsmith.models.attention import PackedPlan
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter
+from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.threads import threads_for
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import pack

@@ -1,0 +1,69 @@
+"""What a forward pass says to the layers of a language model: how tokens of a packed row reach each other, and what continues them.
+
+The caller passes `plan=<plan>` as a keyword, which transformers hands through to each layer. `PackedPlan` (here) serves training and
+prompts without a cache; the sampler's plan keeps keys, values and states (`sampling/local/`).
+"""
+
+import itertools
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tinsmith.models.attention import attend_run, group_runs, varlen_attention
+from tinsmith.models.delta_rule import Lengths, convolve, gated_delta_rule
+
+
+class PassPlan(Protocol):
+    """How the rows of one forward pass reach each other and what is kept of earlier tokens."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attention output [tokens, heads, head_dim] of layer number `layer`.
+
+        query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim], rotary positions already applied. `window` is the
+        number of last positions a token sees, itself included; None means all.
+        """
+        ...
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """SiLU of the causal convolution of a gated delta net: x [tokens, channels], weight [channels, taps] -> [tokens, channels]."""
+        ...
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """The gated delta rule (`models/delta_rule.py`): [tokens, value_heads, value_dim].
+
+        query and key [tokens, key_heads, key_dim], value [tokens, value_heads, value_dim], decay (a logarithm) and beta
+        [tokens, value_heads].
+        """
+        ...
+
+
+class PackedPlan:
+    """Each sequence of a packed row begins anew, and reaches no other.
+
+    Attention: on CUDA in half precision this is PyTorch's variable-length kernel. Elsewhere neighbouring sequences of equal length go
+    through scaled_dot_product_attention as one batch; the numbers are the same.
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype) -> None:
+        self.runs = group_runs(lengths)
+        self.lengths = Lengths(tuple(lengths))
+        self.max_length = max(lengths)
+        self.cu_seqlens: Tensor | None = None
+        if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+            self.cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        if self.cu_seqlens is not None:
+            return varlen_attention(query, key, value, self.cu_seqlens, self.max_length, scale, window)
+        sizes = [run.count * run.length for run in self.runs]
+        # Split, not sliced: backward then joins the gradients of the pieces once, instead of adding up rows of zeros with one piece each.
+        pieces = zip(self.runs, query.split(sizes, dim=1), key.split(sizes, dim=1), value.split(sizes, dim=1), strict=True)
+        parts = [attend_run(run, q, k, v, scale, window) for run, q, k, v in pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        return convolve(x, weight, self.lengths, None)[0]
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        return gated_delta_rule(query, key, value, decay, beta, self.lengths, None)[0]
