@@ -28,7 +28,7 @@ from transformers import (
 from tinsmith.config import ImagesConfig, ModelsConfig
 from tinsmith.models.base import BaseModel, load_base_model
 from tinsmith.models.lora import Adapter, new_adapter
-from tinsmith.models.tiny import write_tiny_model
+from tinsmith.models.tiny import TinyKind, write_tiny_model
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
@@ -81,8 +81,9 @@ def write_decoder(model_type: str, directory: Path, **settings: Any) -> None:
 
 def write_family(model_type: str, directory: Path) -> None:
     """A tiny random model of the family, with the tiny Qwen3 tokenizer."""
-    if model_type in ("qwen3", "qwen3_vl"):
-        write_tiny_model("qwen3-vl" if model_type == "qwen3_vl" else "qwen3", directory)
+    tiny: dict[str, TinyKind] = {"qwen3": "qwen3", "qwen3_vl": "qwen3-vl", "qwen3_5": "qwen3-5"}
+    if model_type in tiny:
+        write_tiny_model(tiny[model_type], directory)
         return
     if model_type in OTHER_DECODERS:
         write_decoder(model_type, directory, **OTHER_DECODERS[model_type])

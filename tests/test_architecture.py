@@ -62,6 +62,8 @@ TRANSFORMERS_NAMES = {
     "Qwen3Config",
     "Qwen3ForCausalLM",
     "Qwen3VLConfig",
+    "Qwen3_5Config",
+    "Qwen3_5ForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "logging",
 }

@@ -14,7 +14,7 @@ from tinsmith.models.base import BaseModel, pick_device
 from tinsmith.models.families import IMAGE_FAMILIES, Family, family_of, positions, read_config
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_positions_equal_transformers(family_base: Callable[[str], BaseModel], family: str) -> None:
     base = family_base(family)
     chunks = [*picture_chunks(base, 1, 5, width=64, height=160), *picture_chunks(base, 3, 4, width=224, height=32), random_tokens(9, 3)]
@@ -52,13 +52,12 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        ("gemma3", {}, "image models of type 'gemma3' are not supported; supported are qwen2_5_vl, qwen3_vl"),
+        ("gemma3", {}, "image models of type 'gemma3' are not supported; supported are qwen2_5_vl, qwen3_vl, qwen3_5"),
         ("t5", {}, "'t5' has an encoder"),
         ("mixtral", {}, r"'mixtral' is a mixture of experts \(num_(local_)?experts=8\)"),
         ("qwen3_moe", {}, r"'qwen3_moe' is a mixture of experts \(num_(local_)?experts=128\)"),
         ("gpt_oss", {}, "'gpt_oss' is a mixture of experts"),
-        ("mamba", {}, "layers of type linear_attention are not supported"),
-        ("qwen3_5_text", {}, "layers of type linear_attention are not supported; supported are full_attention, sliding_attention"),
+        ("mamba", {}, "layers of type linear_attention are not supported for 'mamba'; supported are full_attention, sliding_attention"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rotary type 'dynamic' changes with"),
         (
             "gemma3_text",

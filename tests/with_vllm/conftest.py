@@ -36,9 +36,9 @@ def server(vision_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def socket(server: Server) -> str:
-    """Where the server's vLLM server listens."""
+    """Where the server's vLLM server listens now: a test before may have killed the one before."""
     return wait_for_vllm(server)
 
 

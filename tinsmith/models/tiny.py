@@ -23,7 +23,6 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
 from tinsmith.errors import ConfigError
 from tinsmith.models.tiny_tokenizer import CONTEXT, END_OF_TEXT, END_OF_TURN, IMAGE, VIDEO, VISION_END, VISION_START, train_tokenizer
@@ -171,7 +170,7 @@ def _fill(network: PreTrainedModel, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     final_norm = "model.norm.weight" if isinstance(network, Qwen3ForCausalLM) else "model.language_model.norm.weight"
-    norms_add_one = {f"{name}.weight" for name, module in network.named_modules() if isinstance(module, Qwen3_5RMSNorm)}
+    norms_add_one = {f"{name}.weight" for name, module in network.named_modules() if type(module).__name__ == "Qwen3_5RMSNorm"}
     for name, parameter in network.named_parameters():
         if name.endswith("A_log"):
             parameter.copy_(-torch.arange(len(parameter)) * 1.5)
