@@ -67,7 +67,11 @@ class Reader:
 def reading(socket: str, vision_dir: Path, tmp_path: Path) -> Iterator[Reader]:
     base, awake = load(vision_dir, max_context=1024), threading.Event()
     options = {"base_models": ["tiny"], "vllm_urls": [socket], "vllm_dir": str(tmp_path), "max_running": 16}
-    yield Reader(start_vllm_sampler(base, renderer(base), load_config(options=options), awake.set), awake)
+    sampler = start_vllm_sampler(base, renderer(base), load_config(options=options), awake.set)
+    try:
+        yield Reader(sampler, awake)
+    finally:
+        sampler.client.close()  # it would go on to give the server, which other tests share, the weights of its own base
 
 
 def test_tokens_come_while_vllm_samples_and_are_the_same(socket: str, vision_dir: Path, tmp_path: Path) -> None:

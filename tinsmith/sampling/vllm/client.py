@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STOPS_WITHIN_S = 5.0
-"""How long the interpreter waits for the loop before it ends."""
+"""How long closing waits for the servers to end."""
 
 _ATTEMPTS = 5
 """A request that loses so many servers is likely to be the reason."""
@@ -46,9 +47,9 @@ class VLLMClient:
         self.newest: WeakValueDictionary[str, NewestWeights] = WeakValueDictionary()
         """By model id, of inflight weights from which something is being sampled."""
         self.loop = uvloop.new_event_loop()
-        thread = threading.Thread(target=self.loop.run_forever, name="vllm", daemon=True)
-        thread.start()
-        atexit.register(_stop, self.loop, thread)
+        self.thread = threading.Thread(target=self.loop.run_forever, name="vllm", daemon=True)
+        self.thread.start()
+        atexit.register(self.close)  # the interpreter would not survive a loop that still runs
         self.servers = self.run(self._open(sources, slots, hung_s)).result()
 
     def run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
@@ -66,6 +67,15 @@ class VLLMClient:
     def forget(self, key: str) -> None:
         """Nothing refers to the weights of this key any more."""
         self.run(self.publisher.forget(self.servers.all, key))
+
+    def close(self) -> None:
+        """End the servers that it has started, leave the others, and drop what is under way."""
+        atexit.unregister(self.close)
+        ending = self.run(_cancel_everything())
+        with suppress(TimeoutError):
+            ending.result(_STOPS_WITHIN_S)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(_STOPS_WITHIN_S)
 
     async def _open(self, sources: list[Launch | str], slots: int, hung_s: float) -> Servers:
         changed = asyncio.Condition()
@@ -113,7 +123,9 @@ class VLLMClient:
                 log.info("%s is not ready yet on a vLLM server: %s", served, failed)
 
 
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """End the loop before the interpreter ends, which it would not survive."""
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(_STOPS_WITHIN_S)
+async def _cancel_everything() -> None:
+    """Cancel all that runs in this loop, and wait until it has tidied up."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
