@@ -1,4 +1,8 @@
-"""Tokens that are read while vLLM samples them: they are those of the result, which are those of a request that nobody reads along."""
+"""Tokens that are read while vLLM samples them: they are those of the result, which are those of a request that nobody reads along.
+
+As in `test_a_sampler.py`, samplers here share the vLLM server of the tests, which must still hold
+the base's weights: these files come first.
+"""
 
 import threading
 import time
