@@ -29,7 +29,7 @@ from tinsmith.training.backend import LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.peft_format import read_peft, write_merged, write_peft
 
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 Bases = Callable[[str], BaseModel]
 Dirs = Callable[[str], Path]
 
@@ -90,7 +90,7 @@ def test_peft_loads_an_adapter_to_the_same_logprobs(family_base: Bases, family_d
     adapter, rendered = random_adapter(base, rank=4, seed=1), example(base)
     write_peft(adapter, read_layout(str(source)), str(source), tmp_path)
     keys = load_file(tmp_path / "adapter_model.safetensors")
-    assert len(keys) == 2 * len(adapter.masters)
+    assert len(keys) == 2 * len({base.layout.targets[name].module for name in adapter.masters})
     assert all(key.endswith(("lora_A.weight", "lora_B.weight")) for key in keys)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT warns of keys that it misses
@@ -149,11 +149,42 @@ def test_what_is_no_plain_lora_of_this_base_is_refused(family_base: Bases, famil
     with pytest.raises(UserError, match="is no PEFT adapter"):
         read_peft(tmp_path, base)
     write_peft(random_adapter(family_base("qwen3_vl"), rank=4), base, "x", tmp_path)
-    with pytest.raises(UserError, match=r"model\.language_model\.layers\.\S+, which is no LoRA matrix of this base model"):
+    with pytest.raises(UserError, match=r"model\.language_model\.layers\.\S+, which is no matrix that LoRA trains on this base model"):
         read_peft(tmp_path, read_layout(str(family_dir("qwen3"))))
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())
-    for option, value in (("use_dora", True), ("rank_pattern", {"q_proj": 2}), ("bias", "all")):
+    for option, value in (("use_dora", True), ("bias", "all"), ("layer_replication", [[0, 1]]), ("init_lora_weights", "pissa_niter_4")):
         path.write_text(json.dumps(config | {option: value}))
-        with pytest.raises(UserError, match=f"{option} of PEFT cannot be used"):
+        with pytest.raises(UserError, match=f"{option}.* of PEFT cannot be used"):
             read_peft(tmp_path, base)
+    path.write_text(json.dumps(config | {"rank_pattern": {"q_proj": 2}}))
+    with pytest.raises(UserError, match=r"layers.0.self_attn.q_proj: lora_A and lora_B are .*, which does not fit rank 2 and this base"):
+        read_peft(tmp_path, base)
+
+
+def peft_saves(base: BaseModel, source: Path, directory: Path, **options: Any) -> Any:
+    """Let PEFT make a random adapter of the base and save it."""
+    twin: Any = get_peft_model(network(base, source), LoraConfig(init_lora_weights=False, **options))
+    twin.save_pretrained(directory)
+    return twin.eval()
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_patterns_that_leave_one_rank_are_read_with_the_scale_of_each_layer(
+    text_base: BaseModel, family_dir: Dirs, tmp_path: Path, use_rslora: bool
+) -> None:
+    source = family_dir("qwen3")
+    patterns: dict[str, Any] = {"rank_pattern": {"q_proj": 4, r"layers.\d+.mlp.up_proj": 4}, "alpha_pattern": {"up_proj": 1.5}}
+    twin = peft_saves(
+        text_base, source, tmp_path, r=8, lora_alpha=6, target_modules=["q_proj", "up_proj"], use_rslora=use_rslora, **patterns
+    )
+    adapter, rendered = read_peft(tmp_path, read_layout(str(source))), example(text_base)
+    assert adapter.shape.rank == 4
+    np.testing.assert_allclose(ours(text_base, adapter, rendered), theirs(twin, text_base, rendered), atol=1e-4)
+
+
+def test_several_ranks_are_refused_by_name(text_base: BaseModel, family_dir: Dirs, tmp_path: Path) -> None:
+    source = family_dir("qwen3")
+    peft_saves(text_base, source, tmp_path, r=8, target_modules=["q_proj", "up_proj"], rank_pattern={"q_proj": 4})
+    with pytest.raises(UserError, match=r"rank_pattern: the adapter has several ranks \(4 on model\.\S+q_proj, 8 on model\.\S+up_proj\)"):
+        read_peft(tmp_path, read_layout(str(source)))

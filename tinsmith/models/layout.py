@@ -83,6 +83,11 @@ class Layout:
         """The name that transformers gives the module of a target."""
         return self.head if name == LM_HEAD else f"{self.language_model}.{self.targets[name].module}"
 
+    def name_apart(self, name: str) -> str:
+        """What a target is called inside the language model by those who know no fused layers, as Tinker does: `in_proj_q` for a part."""
+        module, rows = self.targets[name].module, self.targets[name].rows
+        return name if rows is None else f"{module.removesuffix('qkv')}{name.rpartition('.')[2]}"
+
     def parameter_name(self, name: str) -> str:
         """The name that transformers gives a parameter of `FullWeights`."""
         return f"{self.head}.weight" if name == HEAD_WEIGHT else f"{self.language_model}.{name}"

@@ -1,8 +1,9 @@
 """Adapters in the files that clients download, named so that the Tinker cookbook's `weights` tools turn them into what PEFT loads.
 
-The tools look at the names in the files of the base model. Where those begin with `model.language_model.`, as in Qwen3-VL, the tools put
-`language_model.` behind every `model.`, so an adapter must leave it out. Everywhere else they keep the names, and the adapter has those
-of transformers, which PEFT loads directly too. The output projection is always `lm_head`. The tools also know it as
+The tools look at the names in the files of the base model. Where those begin with `model.language_model.`, as in Qwen3-VL and Qwen3.5, the
+tools put `language_model.` behind every `model.`, so an adapter must leave it out. There queries, keys and values of a gated delta net are
+adapters of their own on `in_proj_q`, `in_proj_k` and `in_proj_v`, which the tools add to their rows of `in_proj_qkv`. Everywhere else they
+keep the names, and the file is the one that PEFT loads directly. The output projection is always `lm_head`. The tools also know it as
 `model.unembed_tokens`; but where the base has no output projection of its own they would take that for the embedding of the input.
 """
 
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from tinsmith.models.fingerprint import local_directory, safetensors_files
 from tinsmith.models.layout import LM_HEAD, Layout
 from tinsmith.models.lora import Adapter
-from tinsmith.training.peft_format import write_adapter
+from tinsmith.training.peft_format import write_adapter, write_peft
 
 _STORED_PREFIX = "model.language_model."
 """How names begin in the files of a base model for which the tools rename."""
@@ -25,12 +26,14 @@ def write_download(adapter: Adapter, base: Layout, source: str, label: str, dire
 
     `source` is where the files of the base model are; `label` is what `adapter_config.json` calls it.
     """
-    renamed = any(name.startswith(_STORED_PREFIX) for name in _stored_names(source))
-    names = {name: f"model.{name}" if renamed and name != LM_HEAD else base.module_name(name) for name in adapter.masters}
+    if not any(name.startswith(_STORED_PREFIX) for name in _stored_names(source)):
+        write_peft(adapter, base, label, directory)
+        return
+    names = {name: name if name == LM_HEAD else f"model.{base.name_apart(name)}" for name in adapter.masters}
     targets = list(names.values())
-    if renamed and len(names) > 1 and LM_HEAD in names:
+    if len(names) > 1 and LM_HEAD in names:
         # PEFT refuses an adapter if it finds no target, but drops the others without a word if it finds one.
-        targets.remove(names[LM_HEAD])
+        targets.remove(LM_HEAD)
     write_adapter(adapter, names, targets, label, directory)
 
 

@@ -1,12 +1,18 @@
 """Adapters as PEFT keeps them, and adapters and full weights merged into their base model.
 
-A PEFT adapter holds lora_A and lora_B of each module under the name that transformers gives it, and nothing of the base. Our names begin
+A PEFT adapter holds lora_A and lora_B of each layer under the name that transformers gives it, and nothing of the base. Our names begin
 inside the language model; the `Layout` of the base translates, and is made without reading a weight.
+
+Of a fused layer our LoRA may cover n parts, each with an adapter of its own, as of `in_proj_qkv` of a gated delta net. PEFT has one adapter
+for all of it: its rank is n times as large and B is block-diagonal. The scale stays 32 / rank, because its alpha is n times as large too.
 """
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +23,76 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from tinsmith.errors import UserError
 from tinsmith.models.full import FullWeights, Weights
-from tinsmith.models.layout import GROUPS, LM_HEAD, Layout
+from tinsmith.models.layout import GROUPS, LM_HEAD, Layout, LoraTarget
 from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _ROOT = "base_model.model."
 """What PEFT puts before the name of every module."""
-_UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "target_parameters")
-"""Options of PEFT that change what an adapter computes, or its size."""
+_UNSUPPORTED = (
+    "use_dora",
+    "modules_to_save",
+    "fan_in_fan_out",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+"""Options of PEFT that change what an adapter computes."""
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of PEFT's `init_lora_weights` that leave the base model as it is. With the others, such as "pissa", it is another one."""
 
 
 def write_peft(adapter: Adapter, base: Layout, base_name: str, directory: Path) -> None:
     """Write a PEFT adapter folder, created if it is not there. It names its base model `base_name`."""
-    names = {name: base.module_name(name) for name in adapter.masters}
+    layers = _whole_layers(adapter, base)
     # Whole names: a part of a name would also reach the vision tower.
-    write_adapter(adapter, names, list(names.values()), base_name, directory)
+    _write(layers, list(layers), adapter.shape.rank, base_name, directory)
 
 
 def write_adapter(adapter: Adapter, names: Mapping[str, str], targets: list[str], base_name: str, directory: Path) -> None:
-    """Write the two files of an adapter. `names` maps our names of its modules to those in the file; `targets` is what PEFT looks for."""
+    """Write the two files of an adapter, with a layer for each target of ours.
+
+    `names` maps our names to those in the file; `targets` is what PEFT looks for.
+    """
+    _write({names[name]: pair for name, pair in adapter.masters.items()}, targets, adapter.shape.rank, base_name, directory)
+
+
+def _whole_layers(adapter: Adapter, base: Layout) -> dict[str, LoraPair]:
+    """The matrices of each layer that the adapter reaches, by the name that transformers gives it. Parts of a layer are joined."""
+    layers = {}
+    for _, parts in groupby(adapter.masters, key=lambda name: base.targets[name].module):
+        names = list(parts)
+        pairs = [adapter.masters[name] for name in names]
+        if len(pairs) > 1:  # the layout lists the parts of a layer in the order of its outputs, of which none is left out
+            pairs = [LoraPair(torch.cat([pair.a for pair in pairs]), torch.block_diag(*(pair.b for pair in pairs)))]
+        layers[base.module_name(names[0])] = pairs[0]
+    return layers
+
+
+def _write(layers: Mapping[str, LoraPair], targets: list[str], rank: int, base_name: str, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {}
-    for name, pair in adapter.masters.items():
-        tensors[f"{_ROOT}{names[name]}.lora_A.weight"] = pair.a
-        tensors[f"{_ROOT}{names[name]}.lora_B.weight"] = pair.b
+    for name, pair in layers.items():
+        tensors[f"{_ROOT}{name}.lora_A.weight"] = pair.a
+        tensors[f"{_ROOT}{name}.lora_B.weight"] = pair.b
     save_file(tensors, directory / _WEIGHTS, metadata={"format": "pt"})
+    ranks = {name.rpartition(".")[2]: len(pair.a) for name, pair in layers.items() if len(pair.a) != rank}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
-        "r": adapter.shape.rank,
+        "r": rank,
         "lora_alpha": LORA_ALPHA,
+        "rank_pattern": ranks,
+        "alpha_pattern": {name: LORA_ALPHA * (own // rank) for name, own in ranks.items()},
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": targets,
@@ -99,8 +143,37 @@ def _add(network: Any, adapter: Adapter, base: Layout) -> None:
         head.weight = nn.Parameter(head.weight.clone())
         network.config.tie_word_embeddings = network.config.get_text_config().tie_word_embeddings = False
     for name, pair in adapter.masters.items():
-        weight = network.get_submodule(base.module_name(name)).weight
+        weight = network.get_submodule(base.module_name(name)).weight[slice(*(base.targets[name].rows or (None, None)))]
         weight.copy_(weight.float() + adapter.scale * (pair.b @ pair.a))
+
+
+# Reading
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One adapter of a file."""
+
+    name: str
+    """Of its layer, as the file has it."""
+    targets: dict[str, LoraTarget]
+    """What it covers, by our names: one target, or all parts of a fused layer."""
+    pair: LoraPair
+    scale: float
+
+    def pairs(self, rank: int) -> dict[str, LoraPair]:
+        """Its matrices as those of targets of ours of this rank; none if they cannot be."""
+        a, b = self.pair
+        count = len(self.targets)
+        rows = b.split([target.out_features for target in self.targets.values()])  # of each target
+        if len(a) == rank:  # all targets have the same A
+            return {name: LoraPair(a, own) for name, own in zip(self.targets, rows, strict=True)}
+        if len(a) != count * rank:
+            return {}
+        blocks = [own[:, index * rank : (index + 1) * rank] for index, own in enumerate(rows)]
+        if not torch.equal(torch.block_diag(*blocks), b):
+            return {}
+        return {name: LoraPair(*both) for name, *both in zip(self.targets, a.split(rank), blocks, strict=True)}
 
 
 def read_peft(directory: Path, base: Layout) -> Adapter:
@@ -113,38 +186,87 @@ def read_peft(directory: Path, base: Layout) -> Adapter:
         raise UserError(f"{directory} is no PEFT adapter: it must hold {_CONFIG} and {_WEIGHTS}")
     config = json.loads((directory / _CONFIG).read_text())
     wrong = [name for name in _UNSUPPORTED if config.get(name)] + (["bias"] if config.get("bias", "none") != "none" else [])
+    if config.get("init_lora_weights") not in _PLAIN_STARTS:
+        wrong.append(f"init_lora_weights={config['init_lora_weights']!r}")
     if config.get("peft_type") != "LORA" or wrong:
         raise UserError(f"{directory}: {', '.join(wrong) or config.get('peft_type')} of PEFT cannot be used, only plain LoRA of one rank")
-    rank = config["r"]
-    scale = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    pairs = _pairs(load_file(directory / _WEIGHTS), base, rank)
+    found = _adapters(load_file(directory / _WEIGHTS), config, base)
+    rank = _common_rank(found, config["r"])
+    pairs: dict[str, LoraPair] = {}
+    for one in found:
+        ratio = one.scale / (LORA_ALPHA / rank)
+        pairs |= {name: LoraPair(pair.a.float().clone(), pair.b.float() * ratio) for name, pair in one.pairs(rank).items()}
     groups = {base.targets[name].group for name in pairs}
     shape = LoraShape(rank, seed=0, **{f"train_{group}": group in groups for group in GROUPS})
     adapter = new_adapter(shape, base, torch.device("cpu"), torch.float32)
-    ratio = scale / (LORA_ALPHA / rank)
-    scaled = {name: LoraPair(pair.a.float(), pair.b.float() * ratio) for name, pair in pairs.items()}
-    return Adapter(shape, adapter.masters | scaled, torch.float32)
+    return Adapter(shape, adapter.masters | pairs, torch.float32)
 
 
-def _pairs(tensors: Mapping[str, Tensor], base: Layout, rank: int) -> dict[str, LoraPair]:
-    """The matrices by our names. Raises UserError naming a tensor that has no place in the base, or not the right shape."""
-    pairs = {}
+def _adapters(tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: Layout) -> list[_Found]:
+    """The adapters of a file. Raises UserError naming a tensor that has no place in the base, or not the right shape."""
+    found: list[_Found] = []
     rest = set(tensors)
-    for name, target in base.targets.items():
-        for key in (f"{_ROOT}{base.module_name(name)}", f"{_ROOT}{_downloaded_name(name)}"):
-            a, b = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
-            if a not in rest or b not in rest:
-                continue
-            if tensors[a].shape != (rank, target.in_features) or tensors[b].shape != (target.out_features, rank):
-                sizes = f"{tuple(tensors[a].shape)} and {tuple(tensors[b].shape)}"
-                raise UserError(f"{key}: lora_A and lora_B are {sizes}, which does not fit rank {rank} and this base model")
-            pairs[name] = LoraPair(tensors[a], tensors[b])
-            rest -= {a, b}
-    if rest or not pairs:
-        raise UserError(f"the adapter holds {min(rest, default='nothing')}, which is no LoRA matrix of this base model's language model")
-    return pairs
+    for name, targets in _places(base):
+        a, b = (f"{_ROOT}{name}.lora_{matrix}.weight" for matrix in "AB")
+        if a not in rest or b not in rest:
+            continue
+        rank = _of_layer(name, config.get("rank_pattern"), config["r"])
+        alpha = _of_layer(name, config.get("alpha_pattern"), config["lora_alpha"])
+        inputs, outputs = next(iter(targets.values())).in_features, sum(target.out_features for target in targets.values())
+        if tensors[a].shape != (rank, inputs) or tensors[b].shape != (outputs, rank):
+            sizes = f"{tuple(tensors[a].shape)} and {tuple(tensors[b].shape)}"
+            raise UserError(f"{name}: lora_A and lora_B are {sizes}, which does not fit rank {rank} and this base model")
+        twice = next((one.name for one in found if one.targets.keys() & targets.keys()), None)
+        if twice is not None:
+            raise UserError(f"the adapter covers the same layer twice, as {twice} and as {name}; leave one of them out")
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        found.append(_Found(name, targets, LoraPair(tensors[a], tensors[b]), scale))
+        rest -= {a, b}
+    if rest or not found:
+        raise UserError(f"the adapter holds {min(rest, default='nothing')}, which is no matrix that LoRA trains on this base model")
+    return found
+
+
+def _places(base: Layout) -> Iterator[tuple[str, dict[str, LoraTarget]]]:
+    """What files may call a layer, or a part of one that has an adapter of its own, and our targets that this covers."""
+    for module, group in groupby(base.targets.items(), key=lambda item: item[1].module):
+        targets = dict(group)
+        first = next(iter(targets))
+        yield base.module_name(first), targets
+        yield _downloaded_name(module), targets
+        if len(targets) > 1:
+            for name, target in targets.items():
+                inside = base.name_apart(name)
+                own = {name: target}
+                yield f"{base.language_model}.{inside}", own
+                yield _downloaded_name(inside), own
+
+
+def _of_layer(name: str, pattern: Mapping[str, Any] | None, usual: Any) -> Any:
+    """PEFT's setting for one layer: that of the first regular expression in its pattern that matches the end of the name, or the usual."""
+    return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)), usual)
+
+
+def _common_rank(found: list[_Found], usual: int) -> int:
+    """The one rank that all adapters have as adapters of our targets. `usual` is the rank in PEFT's configuration.
+
+    Raises UserError if they have several, or if one on a fused layer is neither one for all of its parts nor one for each.
+    """
+    ranks = {len(one.pair.a): one.name for one in found}
+    for rank in dict.fromkeys((*(len(one.pair.a) for one in found if len(one.targets) == 1), usual, *ranks)):
+        if all(one.pairs(rank) for one in found):
+            return rank
+    for one in found:
+        if len(one.targets) > 1 and len(one.pair.a) == len(one.targets) * usual and not one.pairs(usual):
+            parts = ", ".join(name.rpartition(".")[2] for name in one.targets)
+            raise UserError(
+                f"{one.name}: lora_B of rank {len(one.pair.a)} is not block-diagonal; here LoRA has an adapter of rank {usual} on each of "
+                f"its parts ({parts}) and none that mixes them; give it one of rank {usual}, which the parts then share"
+            )
+    listed = ", ".join(f"{rank} on {name}" for rank, name in sorted(ranks.items()))
+    raise UserError(f"rank_pattern: the adapter has several ranks ({listed}); only LoRA of one rank can be used")
 
 
 def _downloaded_name(name: str) -> str:
-    """What downloads of the Tinker API call a module, whatever model the language model is a part of."""
+    """What downloads of the Tinker API call a layer, whatever model the language model is a part of."""
     return "model.unembed_tokens" if name == LM_HEAD else f"model.{name}"
