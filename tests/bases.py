@@ -88,19 +88,25 @@ def write_family(model_type: str, directory: Path) -> None:
     if model_type in OTHER_DECODERS:
         write_decoder(model_type, directory, **OTHER_DECODERS[model_type])
         return
-    write_tiny_model("qwen3-vl" if model_type == "qwen2_5_vl" else "qwen3", directory)
+    borrowed: dict[str, TinyKind] = {"qwen2_5_vl": "qwen3-vl", "qwen3_5_text": "qwen3-5"}
+    write_tiny_model(borrowed.get(model_type, "qwen3"), directory)
     torch.manual_seed(0)
-    if model_type == "llama":
+    if model_type == "qwen3_5_text":
+        text_config = AutoConfig.from_pretrained(directory).text_config
+        text_config.tie_word_embeddings = False
+        network: Any = AutoModelForCausalLM.from_config(text_config, dtype=torch.float32)
+    elif model_type == "llama":
         rope = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope |= {"original_max_position_embeddings": 256}
-        network: Any = LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=rope, tie_word_embeddings=False))
+        network = LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=rope, tie_word_embeddings=False))
     elif model_type == "mistral":
         network = MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8, tie_word_embeddings=False))
     elif model_type == "qwen2":
         network = Qwen2ForCausalLM(Qwen2Config(**SMALL, tie_word_embeddings=True))
     else:
         network = Qwen2_5_VLForConditionalGeneration(_qwen2_5_vl_config(directory))
-    network.get_decoder().norm.weight.data.fill_(5.0)
+    # Qwen3.5's norms add one to their weight.
+    network.get_decoder().norm.weight.data.fill_(4.0 if model_type == "qwen3_5_text" else 5.0)
     network.save_pretrained(directory)
 
 

@@ -64,6 +64,7 @@ TRANSFORMERS_NAMES = {
     "Qwen3VLConfig",
     "Qwen3_5Config",
     "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5Tokenizer",
     "Qwen3VLForConditionalGeneration",
     "logging",
 }

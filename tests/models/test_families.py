@@ -1,17 +1,22 @@
 """Positions against transformers' own, and what is refused."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from tests.bases import load, picture_chunks, random_tokens, renderer, write_decoder
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, pick_device
 from tinsmith.models.families import IMAGE_FAMILIES, Family, family_of, positions, read_config
+from tinsmith.models.layers import Attention, DeltaNet
+from tinsmith.sampling.self_check import check_base_model
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
@@ -24,6 +29,28 @@ def test_positions_equal_transformers(family_base: Callable[[str], BaseModel], f
     expected, delta = base.network.model.get_rope_index(ids, (ids == base.config.image_token_id).int(), image_grid_thw=grids)
     assert torch.equal(rendered.positions, expected[:, 0])
     assert rendered.next_position == len(rendered) + delta.item()
+
+
+def test_a_hybrid_model_without_a_tower_is_taken(family_base: Callable[[str], BaseModel]) -> None:
+    """Of Qwen3.5's language model alone; its positions are plain ones."""
+    base = family_base("qwen3_5_text")
+    assert base.family == Family("qwen3_5_text")
+    assert [type(layer) for layer in base.layout.layers] == [DeltaNet, DeltaNet, DeltaNet, Attention]
+    check_base_model(base, samples=False)
+
+
+def test_layers_for_speculation_are_left_out(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """Checkpoints of Qwen3.5 hold weights of a layer that guesses several tokens (`mtp.`), which the model itself does not use."""
+    shutil.copytree(family_dir("qwen3_5"), tmp_path, dirs_exist_ok=True)
+    weights = load_file(tmp_path / "model.safetensors") | {"mtp.fc.weight": torch.ones(64, 128), "mtp.norm.weight": torch.ones(64)}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    base = load(tmp_path)
+    assert not [name for name in base.network.state_dict() if "mtp" in name]
+    assert base.layout == load(family_dir("qwen3_5")).layout
+    check_base_model(base, samples=False)
 
 
 def test_text_positions_count_up() -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
-    Qwen2Tokenizer,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
     Qwen3Config,
@@ -25,7 +24,19 @@ from transformers import (
 )
 
 from tinsmith.errors import ConfigError
-from tinsmith.models.tiny_tokenizer import CONTEXT, END_OF_TEXT, END_OF_TURN, IMAGE, VIDEO, VISION_END, VISION_START, train_tokenizer
+from tinsmith.models.tiny_tokenizer import (
+    CONTEXT,
+    END_OF_TEXT,
+    END_OF_TURN,
+    IMAGE,
+    QWEN3,
+    QWEN3_5,
+    VIDEO,
+    VISION_END,
+    VISION_START,
+    TinyTokenizer,
+    train_tokenizer,
+)
 
 TinyKind = Literal["qwen3", "qwen3-vl", "qwen3-5"]
 
@@ -55,7 +66,7 @@ def write_tiny_model(
     layers = DEFAULT_LAYERS[kind] if layers is None else layers
     if hidden < 8 or layers < 1:
         raise ConfigError(f"hidden={hidden} must be at least 8 and layers={layers} at least 1")
-    tokenizer = train_tokenizer(vocab)
+    tokenizer = train_tokenizer(vocab, QWEN3_5 if kind == "qwen3-5" else QWEN3)
     text = _text_config(hidden, layers, vocab, tokenizer)
     network: PreTrainedModel
     if kind == "qwen3":
@@ -76,7 +87,7 @@ def write_tiny_model(
         _write_json(directory / "video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor", **_picture_settings()})
 
 
-def _text_config(hidden: int, layers: int, vocab: int, tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+def _text_config(hidden: int, layers: int, vocab: int, tokenizer: TinyTokenizer) -> dict[str, Any]:
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -97,14 +108,14 @@ def _rope(**extra: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": 10000.0, **extra}
 
 
-def _qwen3_vl_config(text: dict[str, Any], tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
+def _qwen3_vl_config(text: dict[str, Any], tokenizer: TinyTokenizer) -> Qwen3VLConfig:
     # The time, height and width of a position turn 8, 4 and 4 of the 16 rotary pairs of a head.
     rope = _rope(mrope_interleaved=True, mrope_section=[8, 4, 4])
     vision = _vision(text) | {"deepstack_visual_indexes": [0]}
     return Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=vision, **_outer(tokenizer))
 
 
-def _qwen3_5_config(text: dict[str, Any], tokenizer: Qwen2Tokenizer) -> Qwen3_5Config:
+def _qwen3_5_config(text: dict[str, Any], tokenizer: TinyTokenizer) -> Qwen3_5Config:
     # A quarter of each head turns with positions: 2 of its 4 rotary pairs with time, one with height and one with width.
     rope = _rope(mrope_interleaved=True, mrope_section=[2, 1, 1], partial_rotary_factor=0.25)
     layer_types = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(text["num_hidden_layers"])]
@@ -114,9 +125,13 @@ def _qwen3_5_config(text: dict[str, Any], tokenizer: Qwen2Tokenizer) -> Qwen3_5C
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
         "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 4,
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
     }
     text = {**text, **delta_net, "layer_types": layer_types, "rope_parameters": rope}
-    return Qwen3_5Config(text_config=text, vision_config=_vision(text), **_outer(tokenizer))
+    vision = _vision(text) | {"deepstack_visual_indexes": []}
+    return Qwen3_5Config(text_config=text, vision_config=vision, **_outer(tokenizer))
 
 
 def _vision(text: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +149,7 @@ def _vision(text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _outer(tokenizer: Qwen2Tokenizer) -> dict[str, Any]:
+def _outer(tokenizer: TinyTokenizer) -> dict[str, Any]:
     """What the configuration of a model with pictures says beside those of its two parts."""
     return {
         "tie_word_embeddings": True,
@@ -204,7 +219,7 @@ def _save_network(network: PreTrainedModel, directory: Path) -> None:
     save_file(dict(network.named_parameters()), directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def _id(tokenizer: Qwen2Tokenizer, token: str) -> int:
+def _id(tokenizer: TinyTokenizer, token: str) -> int:
     return int(tokenizer.get_vocab()[token])
 
 

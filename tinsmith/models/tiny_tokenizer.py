@@ -1,15 +1,16 @@
-"""A small byte-level BPE tokenizer in Qwen3's format, trained on the spot on the text that lies beside this module.
+"""Small byte-level BPE tokenizers in the formats of Qwen3 and Qwen3.5, trained on the spot on the text that lies beside this module.
 
-It splits text as Qwen's tokenizer does and has all of its special tokens and its chat format, so that renderers and chat templates made for
-Qwen3 work with it. Ids: merges first, special tokens behind them, as in the real one.
+Each splits text as the real one does, and has its special tokens for text and pictures and its chat format, so that renderers and chat
+templates made for Qwen work with it. Ids: merges first, special tokens behind them, as in the real ones.
 """
 
 import json
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from tokenizers import AddedToken, pre_tokenizers, trainers
-from transformers import Qwen2Tokenizer
+from transformers import Qwen2Tokenizer, Qwen3_5Tokenizer
 
 from tinsmith.errors import ConfigError
 
@@ -34,29 +35,44 @@ CONTEXT = 32768
 BYTES = 256
 SMALLEST_VOCAB = BYTES + len(SPECIAL_TOKENS) + len(MARKUP_TOKENS)
 
+TinyTokenizer = Qwen2Tokenizer | Qwen3_5Tokenizer
 
-def train_tokenizer(vocab: int) -> Qwen2Tokenizer:
+
+@dataclass(frozen=True)
+class TextFormat:
+    """How a family splits text into tokens, and how it writes conversations."""
+
+    tokenizer: type[TinyTokenizer]
+    chat_template: str
+    """Name of the file beside this module."""
+
+
+QWEN3 = TextFormat(Qwen2Tokenizer, "tiny_chat.jinja")
+QWEN3_5 = TextFormat(Qwen3_5Tokenizer, "tiny_chat_qwen3_5.jinja")
+
+
+def train_tokenizer(vocab: int, text_format: TextFormat = QWEN3) -> TinyTokenizer:
     """A tokenizer of at most `vocab` tokens, the same on every machine. Raises ConfigError for a `vocab` without room for every byte."""
     if vocab < SMALLEST_VOCAB:
         raise ConfigError(f"vocab={vocab} is too small: {BYTES} bytes and the special tokens need at least {SMALLEST_VOCAB}")
     added = (*SPECIAL_TOKENS, *MARKUP_TOKENS)
-    ids, merges = _train_bpe(vocab - len(added))
+    ids, merges = _train_bpe(vocab - len(added), text_format)
     # Tokens that have an id already keep it when they are added, so the order here is the order of the ids.
-    tokenizer = Qwen2Tokenizer(
+    tokenizer = text_format.tokenizer(
         vocab=ids | {token: len(ids) + position for position, token in enumerate(added)},
         merges=merges,
         eos_token=END_OF_TURN,
         extra_special_tokens=list(SPECIAL_TOKENS),
         model_max_length=CONTEXT,
-        chat_template=_packaged_text("tiny_chat.jinja"),
+        chat_template=_packaged_text(text_format.chat_template),
     )
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in MARKUP_TOKENS])
     return tokenizer
 
 
-def _train_bpe(size: int) -> tuple[dict[str, int], list[Any]]:
+def _train_bpe(size: int, text_format: TextFormat) -> tuple[dict[str, int], list[Any]]:
     """Ids by token and merges (pairs of texts) in order, for at most `size` tokens."""
-    untrained = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer  # splits text as Qwen's does
+    untrained = text_format.tokenizer(vocab={}, merges=[]).backend_tokenizer  # splits text as the family's does
     trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
     untrained.train_from_iterator(_packaged_text("tiny_corpus.txt").splitlines(keepends=True), trainer)
     model = json.loads(untrained.to_str())["model"]
