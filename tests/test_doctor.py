@@ -79,17 +79,18 @@ def test_the_supported_versions_are_those_of_the_package() -> None:
         assert f"{library}>={first[0]}.{first[1]},<{beyond[0]}.{beyond[1]}" in wanted
 
 
-def test_the_estimate_of_a_trained_model_is_what_it_takes(family_dir: Callable[[str], Path]) -> None:
-    base = load(family_dir("qwen3_vl"), device="cpu")
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_the_estimate_of_a_trained_model_is_what_it_takes(family_dir: Callable[[str], Path], family: str) -> None:
+    base = load(family_dir(family), device="cpu")
     backend = LocalBackend(base, TrainingConfig())
     backend.create_model("a", LoraShape(32, 0))
-    sizes = size_of(str(family_dir("qwen3_vl")), ModelsConfig(device="cpu", dtype="float32"))
+    sizes = size_of(str(family_dir(family)), ModelsConfig(device="cpu", dtype="float32"))
     held = 4 * backend.snapshot("a", new_ref()).parameter_count
     assert sizes.adapter_bytes(32) == held
     assert sizes.training_bytes(32) == 4 * held  # gradients and two moments
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_vl", "qwen3_5"])
 def test_the_estimate_of_full_training_is_what_it_takes(family_dir: Callable[[str], Path], family: str) -> None:
     backend = LocalBackend(load(family_dir(family), device="cpu"), TrainingConfig())
     backend.create_model("a", LoraShape(0, 0))

@@ -20,22 +20,38 @@ from tinsmith.training.backend import LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer
 
 TEXT_FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
-VISION_FAMILIES = ["qwen2_5_vl", "qwen3_vl"]
+VISION_FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 
 def peft_twin(directory: Path, base: BaseModel, adapter: Adapter) -> Any:
-    """The same model and adapter, in transformers and PEFT."""
+    """The same model and adapter, in transformers and PEFT. Parts of a layer are the blocks of one adapter whose B is block-diagonal."""
     auto = AutoModelForImageTextToText if base.family.takes_images else AutoModelForCausalLM
     network = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    targets = [path_in_network(base, name) for name in adapter.masters]
-    config = LoraConfig(r=adapter.shape.rank, lora_alpha=32, target_modules=targets, lora_dropout=0.0)
+    rank, layers = adapter.shape.rank, layers_of_adapter(base, adapter)
+    joined = {path: len(names) for path, names in layers.items() if len(names) > 1}
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=32,
+        rank_pattern={path: count * rank for path, count in joined.items()},
+        alpha_pattern={path: count * 32 for path, count in joined.items()},
+        target_modules=list(layers),
+        lora_dropout=0.0,
+    )
     twin = get_peft_model(network, config)
     with torch.no_grad():
-        for target, pair in zip(targets, adapter.masters.values(), strict=True):
-            module: Any = network.get_submodule(target)
-            module.lora_A["default"].weight.copy_(pair.a)
-            module.lora_B["default"].weight.copy_(pair.b)
+        for path, names in layers.items():
+            module: Any = network.get_submodule(path)
+            module.lora_A["default"].weight.copy_(torch.cat([adapter.masters[name].a for name in names]))
+            module.lora_B["default"].weight.copy_(torch.block_diag(*(adapter.masters[name].b for name in names)))
     return twin.eval()
+
+
+def layers_of_adapter(base: BaseModel, adapter: Adapter) -> dict[str, list[str]]:
+    """The adapter's names by what transformers calls their layer: several of one that has adapters on its parts."""
+    layers: dict[str, list[str]] = {}
+    for name in adapter.masters:
+        layers.setdefault(path_in_network(base, base.layout.targets[name].module), []).append(name)
+    return layers
 
 
 def path_in_network(base: BaseModel, name: str) -> str:
@@ -82,8 +98,12 @@ def test_logprobs_and_gradients_equal_peft(family_base: Callable[[str], BaseMode
 
     loss.backward()
     gradients = iter(backend.optimizers["a"].gradients or [])
-    for name in adapter.masters:
-        module = twin.base_model.model.get_submodule(path_in_network(base, name))
-        for matrix in (module.lora_A["default"].weight, module.lora_B["default"].weight):
-            scale = matrix.grad.abs().max().item()
-            torch.testing.assert_close(next(gradients).cpu(), matrix.grad, rtol=1e-3, atol=1e-4 * max(1.0, scale))
+    ours = {name: (next(gradients).cpu(), next(gradients).cpu()) for name in adapter.masters}
+    for path, names in layers_of_adapter(base, adapter).items():
+        module = twin.base_model.model.get_submodule(path)
+        of_a, of_b = (matrix["default"].weight.grad for matrix in (module.lora_A, module.lora_B))
+        sizes = [base.layout.targets[name].out_features for name in names]
+        blocks = [rows.split(4, dim=1)[index] for index, rows in enumerate(of_b.split(sizes))]  # beside them are PEFT's zeros alone
+        for name, *theirs in zip(names, of_a.split(4), blocks, strict=True):
+            for mine, wanted in zip(ours[name], theirs, strict=True):
+                torch.testing.assert_close(mine, wanted, rtol=1e-3, atol=1e-4 * max(1.0, wanted.abs().max().item()))

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,10 +38,12 @@ def advance(backend: LocalBackend, model_id: str, seed: int) -> dict[str, float]
 
 
 @pytest.mark.parametrize("rank", [4, 0])
-def test_training_goes_on_exactly(text_base: BaseModel, tmp_path: Path, rank: int) -> None:
-    backend = trained(text_base, rank)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_training_goes_on_exactly(family_base: Callable[[str], BaseModel], tmp_path: Path, family: str, rank: int) -> None:
+    base = family_base(family)
+    backend = trained(base, rank)
     write_state(backend.copy_state("a", optimizer=True), tmp_path / "c")
-    backend.restore("b", read_state(tmp_path / "c", text_base, optimizer=True))
+    backend.restore("b", read_state(tmp_path / "c", base, optimizer=True))
     assert list(backend.optimizers["b"].weights.masters) == list(backend.optimizers["a"].weights.masters)
     for step in range(2, 5):
         assert advance(backend, "a", step) == advance(backend, "b", step)
@@ -125,6 +128,22 @@ def test_another_base_model_is_refused(family_base: Callable[[str], BaseModel], 
     write_state(trained(family_base("qwen3"), rank).copy_state("a", optimizer=True), tmp_path / "c")
     with pytest.raises(UserError, match=r"was made for tiny \(qwen3\) and does not fit base model tiny \(llama\)"):
         read_state(tmp_path / "c", family_base("llama"))
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+def test_other_sizes_of_the_same_architecture_are_refused(family_base: Callable[[str], BaseModel], tmp_path: Path, rank: int) -> None:
+    """Of one more row of keys and one less of values, so that the fused layer has as many as before."""
+    base = family_base("qwen3_5")
+    state = trained(base, rank).copy_state("a", optimizer=False)
+    if rank:
+        part = "layers.0.linear_attn.in_proj_qkv"
+        keys, values = state.tensors[f"{part}.k.b"], state.tensors[f"{part}.v.b"]
+        moved = {f"{part}.k.b": torch.cat([keys, values[:1]]), f"{part}.v.b": values[1:].clone()}
+    else:
+        moved = {"layers.0.linear_attn.A_log": torch.zeros(5)}
+    write_state(replace(state, tensors=state.tensors | moved), tmp_path / "c")
+    with pytest.raises(UserError, match=r"was made for tiny \(qwen3_5\) and does not fit base model tiny \(qwen3_5\): modules or"):
+        read_state(tmp_path / "c", base)
 
 
 def test_a_format_of_tomorrow_is_refused(text_base: BaseModel, tmp_path: Path) -> None:
