@@ -4,33 +4,53 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
-from tinsmith.models.norms import FusedRMSNorm, fuse_norms
+from tests.bases import DEVICE
+from tinsmith.models.norms import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNorm, fuse_norms
+
+KINDS: list[tuple[type[nn.Module], type[FusedRMSNorm]]] = [
+    (Qwen3RMSNorm, FusedRMSNorm),
+    (GemmaRMSNorm, ZeroCentredRMSNorm),
+    (Qwen3_5RMSNorm, ZeroCentredRMSNorm),
+    (Qwen3_5RMSNormGated, GatedRMSNorm),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_and_gradients_equal_transformers(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("theirs", "ours"), KINDS)
+def test_values_and_gradients_equal_transformers(theirs: type[nn.Module], ours: type[FusedRMSNorm], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    plain: Any = nn.ModuleDict({"norm": Qwen3RMSNorm(48, eps=1e-5)}).to(dtype)
+    plain: Any = nn.ModuleDict({"norm": theirs(48, eps=1e-5)}).to(DEVICE, dtype)
     plain["norm"].weight.data.uniform_(0.5, 6)
-    fused: Any = nn.ModuleDict({"norm": Qwen3RMSNorm(48, eps=1e-5)}).to(dtype)
+    fused: Any = nn.ModuleDict({"norm": theirs(48, eps=1e-5)}).to(DEVICE, dtype)
     fused.load_state_dict(plain.state_dict())
     assert fuse_norms(fused) == 1
-    assert isinstance(fused["norm"], FusedRMSNorm)
-    x = torch.randn(1, 9, 48, dtype=dtype).requires_grad_()
-    grad = torch.randn(1, 9, 48, dtype=dtype)
+    assert type(fused["norm"]) is ours
+    inputs = [torch.randn(1, 9, 48).to(DEVICE, dtype).requires_grad_() for _ in range(1 + (ours is GatedRMSNorm))]
+    grad = torch.randn(1, 9, 48).to(DEVICE, dtype)
+
+    def answers(norm: nn.Module) -> list[Tensor]:
+        out = norm(*inputs)
+        return [out, *torch.autograd.grad(out, [*inputs, *norm.parameters()], grad)]
+
     bound = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(fused["norm"](x), plain["norm"](x), rtol=bound, atol=bound)
-    got = torch.autograd.grad(fused["norm"](x), [x, fused["norm"].weight], grad)
-    expected = torch.autograd.grad(plain["norm"](x), [x, plain["norm"].weight], grad)
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=8 * bound, atol=8 * bound)
+    for got, expected in zip(answers(fused["norm"]), answers(plain["norm"]), strict=True):
+        torch.testing.assert_close(got, expected, rtol=8 * bound, atol=8 * bound)
+
+
+class HalvedRMSNorm(Qwen3RMSNorm):
+    """One that transformers might have, and we do not know."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        halved: Tensor = super().forward(hidden_states) / 2
+        return halved
 
 
 def test_a_norm_that_computes_something_else_stays() -> None:
-    model = nn.ModuleDict({"gemma": GemmaRMSNorm(16), "layer": nn.LayerNorm(16)})
+    model = nn.ModuleDict({"halved": HalvedRMSNorm(16), "layer": nn.LayerNorm(16)})
     assert fuse_norms(model) == 0
-    assert isinstance(model["gemma"], GemmaRMSNorm)
+    assert isinstance(model["halved"], HalvedRMSNorm)

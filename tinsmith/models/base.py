@@ -20,10 +20,12 @@ from transformers import logging as transformers_logging
 from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import ATTENTION
+from tinsmith.models.delta_kernels import announce
 from tinsmith.models.delta_net import follow_plans
 from tinsmith.models.families import Family, context_length, family_of, read_config
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights
+from tinsmith.models.layers import DeltaNet
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD, Layout, layout_of
 from tinsmith.models.lora import ActiveSegments, Segment
 from tinsmith.models.lora_linear import attach
@@ -244,6 +246,8 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
     fuse_norms(language_model)
     follow_plans(language_model)
     layout = layout_of(source, family, network)
+    if any(isinstance(kind, DeltaNet) for kind in layout.layers):
+        announce(device, dtype)
     active = ActiveSegments()
     attach(language_model, {name: target for name, target in layout.targets.items() if name != LM_HEAD}, active)
     return BaseModel(

@@ -1,19 +1,22 @@
 """The two operations of a gated delta net over packed sequences: a short causal convolution, and the gated delta rule.
 
-Both take and give the state that continues each sequence. No multiplication by zero keeps sequences apart: each is computed from its own
-tokens only, so that a NaN in one cannot reach another.
+Both take and give the state that continues each sequence. Each sequence is computed from its own tokens only, and no multiplication by zero
+keeps sequences apart, so that a NaN in one cannot reach another, forward or backward. On CUDA in half precision they run on
+flash-linear-attention's kernels where these can be used (`models/delta_kernels.py`), elsewhere on what is written here and in
+`models/delta_chunks.py`.
 """
 
-import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-CHUNK = 64
-"""Tokens that the delta rule computes together, in multiplications of matrices."""
+from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks, unit
+from tinsmith.models.delta_kernels import kernels_for
 
 
 class DeltaState(NamedTuple):
@@ -31,9 +34,10 @@ class Lengths:
 
     lengths: tuple[int, ...]
 
-    def starts(self) -> list[int]:
-        """The first token of each sequence, and the end of the row."""
-        return [0, *itertools.accumulate(self.lengths)]
+    @property
+    def single(self) -> bool:
+        """Whether every sequence is one token, as in decoding."""
+        return max(self.lengths) == 1
 
 
 def convolve(x: Tensor, weight: Tensor, lengths: Lengths, before: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -42,15 +46,16 @@ def convolve(x: Tensor, weight: Tensor, lengths: Lengths, before: Tensor | None)
     `before` [sequences, taps - 1, channels] came before the first token of each sequence; None means zeros. Also returns what comes before
     the next token.
     """
-    taps, starts = weight.shape[1], lengths.starts()
-    if before is None:
-        before = x.new_zeros(len(lengths.lengths), taps - 1, x.shape[1])
-    parts, after = [], []
-    for index, (start, end) in enumerate(itertools.pairwise(starts)):
-        own = torch.cat([before[index], x[start:end]])  # [taps - 1 + length, channels]
-        parts.append(torch.stack([own[tap : tap + end - start] * weight[:, tap] for tap in range(taps)]).sum(0))
-        after.append(own[len(own) - taps + 1 :])
-    return silu(torch.cat(parts)), torch.stack(after)
+    if lengths.single:
+        earlier = x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[1]) if before is None else before
+        window = torch.cat([earlier, x.unsqueeze(1)], 1)  # [sequences, taps, channels]
+        return silu((window.to(_exact(x)) * weight.t()).sum(1)).to(x.dtype), window[:, 1:]
+    return _convolve(x, weight, lengths, before), _places_of(lengths.lengths, weight.shape[1] - 1, x.device).last_inputs(x, before)
+
+
+def convolve_anew(x: Tensor, weight: Tensor, lengths: Lengths) -> Tensor:
+    """The outputs of `convolve` for sequences that begin here and are not continued."""
+    return _convolve(x, weight, lengths, None)
 
 
 def gated_delta_rule(
@@ -66,39 +71,123 @@ def gated_delta_rule(
     [tokens, value_heads]. `before` [sequences, value_heads, key_dim, value_dim] continues sequences; None means zeros. Returns
     [tokens, value_heads, value_dim] in the dtype of `value`, and the states after the last tokens.
     """
-    dtype = torch.promote_types(value.dtype, torch.float32)
-    groups = value.shape[1] // key.shape[1]
-    query, key = (_unit(x.to(dtype)).repeat_interleave(groups, 1) for x in (query, key))  # [tokens, value_heads, key_dim]
-    query = query * query.shape[-1] ** -0.5
-    parts, after = [], []
-    if before is None:
-        before = value.new_zeros(len(lengths.lengths), value.shape[1], key.shape[2], value.shape[2], dtype=dtype)
-    for index, (start, end) in enumerate(itertools.pairwise(lengths.starts())):
-        state = before[index].to(dtype)
-        for first in range(start, end, CHUNK):
-            rows = slice(first, min(first + CHUNK, end))
-            q, k, v = (x[rows].transpose(0, 1) for x in (query, key, value.to(dtype)))  # [value_heads, chunk, dim]
-            out, state = _chunk(q, k, v, decay[rows].t().to(dtype), beta[rows].t().to(dtype), state)
-            parts.append(out.transpose(0, 1))
-        after.append(state)
-    return torch.cat(parts).to(value.dtype), torch.stack(after)
+    kernels = kernels_for(value)
+    if lengths.single and before is not None:
+        step = _step if kernels is None or torch.is_grad_enabled() else kernels.step
+        return step(query, key, value, decay, beta, before)
+    if kernels is not None:
+        return kernels.delta_rule(query, key, value, decay, beta, lengths.lengths, before, True)
+    chunks = chunks_of(lengths.lengths, key.shape[2], value.device)
+    return delta_rule_in_chunks(query, key, value, decay, beta, chunks, before)
 
 
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+def gated_delta_rule_anew(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: Lengths) -> Tensor:
+    """The outputs of `gated_delta_rule` for sequences that begin here and are not continued: no state is kept of them."""
+    kernels = kernels_for(value)
+    if kernels is not None:
+        return kernels.delta_rule(query, key, value, decay, beta, lengths.lengths, None, False)[0]
+    chunks = chunks_of(lengths.lengths, key.shape[2], value.device)
+    return delta_rule_in_chunks(query, key, value, decay, beta, chunks, None, keeps=False)[0]
 
 
-def _chunk(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One chunk of a sequence: query, key, value [heads, chunk, dim], decay, beta [heads, chunk], state [heads, key_dim, value_dim]."""
-    total = decay.cumsum(-1)  # log of the decay since the chunk began
-    apart = total.unsqueeze(-1) - total.unsqueeze(-2)
-    earlier = torch.ones_like(apart, dtype=torch.bool).tril()
-    between = apart.masked_fill(~earlier, -torch.inf).exp()  # [heads, chunk, chunk]: decay from token j to token i >= j
-    weighted = key * beta.unsqueeze(-1)
-    system = (weighted @ key.mT) * between  # its strict lower triangle: how each token's update sees those before it
-    seen = value * beta.unsqueeze(-1) - (weighted * total.exp().unsqueeze(-1)) @ state
-    updates = torch.linalg.solve_triangular(system, seen, upper=False, unitriangular=True)  # [heads, chunk, value_dim]
-    out = (query * total.exp().unsqueeze(-1)) @ state + ((query @ key.mT) * between) @ updates
-    last = total[:, -1:]
-    state = state * last.exp().unsqueeze(-1) + (key * (last - total).exp().unsqueeze(-1)).mT @ updates
-    return out, state
+def _convolve(x: Tensor, weight: Tensor, lengths: Lengths, before: Tensor | None) -> Tensor:
+    kernels = kernels_for(x)
+    if kernels is not None and before is None:
+        return kernels.convolve(x, weight, lengths.lengths)
+    out: Tensor = _Convolution.apply(x, weight, before, _places_of(lengths.lengths, weight.shape[1] - 1, x.device))
+    return out
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    """What we compute in: float32, or float64 where the inputs are."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _step(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each sequence, as the formula has it."""
+    dtype, groups = _exact(value), value.shape[1] // key.shape[1]
+    q, k = (unit(x.to(dtype)).repeat_interleave(groups, 1).unsqueeze(2) for x in (query, key))  # [sequences, value_heads, 1, key_dim]
+    state = before.to(dtype) * decay.to(dtype).exp()[:, :, None, None]
+    update = (value.to(dtype).unsqueeze(2) - k @ state) * beta.to(dtype)[:, :, None, None]  # [sequences, value_heads, 1, value_dim]
+    state = state + k.mT * update
+    out = (q @ state).squeeze(2) * key.shape[2] ** -0.5
+    return out.to(value.dtype), state
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Where each token stands if what comes before each sequence is laid into the row too, so that no window reaches a neighbour."""
+
+    own: Tensor
+    """[tokens] int64: where the tokens stand in that longer row."""
+    earlier: Tensor
+    """[sequences, taps - 1] int64: where what comes before each sequence stands."""
+    last: Tensor
+    """[sequences, taps - 1] int64: where the last inputs of each sequence stand."""
+
+    def lay_out(self, x: Tensor, before: Tensor | None) -> Tensor:
+        """[tokens + sequences · (taps - 1), channels]"""
+        row = x.new_zeros(self.own.numel() + self.earlier.numel(), x.shape[1])
+        row[self.own] = x
+        if before is not None:
+            row[self.earlier] = before.to(x.dtype)
+        return row
+
+    def last_inputs(self, x: Tensor, before: Tensor | None) -> Tensor:
+        """[sequences, taps - 1, channels]: what comes before the next token."""
+        return self.lay_out(x, before)[self.last]
+
+
+@lru_cache(maxsize=16)
+def _places_of(lengths: tuple[int, ...], history: int, device: torch.device) -> _Places:
+    """For windows that reach `history` tokens back. The layers of a pass share the answer."""
+    counts = np.array(lengths)
+    ends = np.cumsum(counts + history)  # of each sequence in the longer row
+    own = np.arange(counts.sum()) + np.repeat(history * (1 + np.arange(len(counts))), counts)
+    back = np.arange(history)
+    earlier, last = (ends - counts - history)[:, None] + back, (ends - history)[:, None] + back
+    return _Places(*(torch.from_numpy(array).to(device) for array in (own, earlier, last)))
+
+
+class _Convolution(torch.autograd.Function):
+    """Keeps its inputs alone for the backward, and computes the sum below the SiLU again."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        x, weight, before, places = arguments
+        ctx.places = places
+        ctx.save_for_backward(x, weight, before)
+        return silu(_weighted_sums(places.lay_out(x, before), weight, places)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (d_out,) = grads
+        x, weight, before = ctx.saved_tensors
+        places, taps = ctx.places, weight.shape[1]
+        row = places.lay_out(x, before)
+        sums = _weighted_sums(row, weight, places)
+        d_sums = torch.ops.aten.silu_backward(d_out.to(sums.dtype), sums)  # [tokens, channels]
+        d_weight = None
+        if ctx.needs_input_grad[1]:
+            d_weight = torch.stack([(d_sums * row[places.own - (taps - 1 - tap)]).sum(0) for tap in range(taps)], 1).to(weight.dtype)
+        # Each input reaches the sums of the next tokens: zeros stand where the longer row has none, also behind its end.
+        spread = d_sums.new_zeros(row.shape[0] + taps - 1, row.shape[1])
+        spread[places.own] = d_sums
+        d_row = spread[: row.shape[0]] * weight[:, taps - 1]
+        for tap in range(taps - 1):
+            d_row.addcmul_(spread[taps - 1 - tap :][: row.shape[0]], weight[:, tap].to(d_row.dtype))
+        d_before = None
+        if before is not None and ctx.needs_input_grad[2]:
+            d_before = d_row[places.earlier].to(before.dtype)
+        return d_row[places.own].to(x.dtype), d_weight, d_before, None
+
+
+def _weighted_sums(row: Tensor, weight: Tensor, places: _Places) -> Tensor:
+    """[tokens, channels]: the sum of the weighted inputs of each token's window. Windows that reach into a neighbour are dropped."""
+    taps = weight.shape[1]
+    windows = row.shape[0] - taps + 1
+    dtype = _exact(row)
+    sums = row[:windows].to(dtype) * weight[:, 0]
+    for tap in range(1, taps):
+        sums.addcmul_(row[tap : tap + windows].to(dtype), weight[:, tap].to(dtype))
+    return sums[places.own - (taps - 1)]

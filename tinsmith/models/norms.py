@@ -1,14 +1,16 @@
-"""RMS normalisation in one kernel. transformers spells it out in ten, which on a GPU cost as much time as a large multiplication.
+"""RMS normalisation in few kernels. transformers spells it out in ten, which on a GPU cost as much time as a large multiplication.
 
-Only modules that compute exactly this are replaced: each is tried on random numbers first, so a family that normalises differently
-(Gemma multiplies by 1 + weight) keeps its own.
+Only modules that compute exactly this are replaced: each is tried on random numbers first, so a family that normalises in another way keeps
+its own.
 """
 
+from collections.abc import Callable
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import rms_norm, silu
 
 
 class FusedRMSNorm(nn.Module):
@@ -24,8 +26,54 @@ class FusedRMSNorm(nn.Module):
         return rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class ZeroCentredRMSNorm(FusedRMSNorm):
+    """The same with 1 + weight in place of the weight, in float32, and rounded once (Qwen3.5, Gemma)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _recomputed(self._norm, x, self.weight)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x.float(), weight.shape, 1 + weight.float(), self.eps).to(x.dtype)
+
+
+class GatedRMSNorm(FusedRMSNorm):
+    """The plain one times SiLU of a gate, in float32, and rounded once (gated delta nets)."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        """Normalise x [..., hidden], and multiply by what the gate of the same shape lets through."""
+        return _recomputed(self._norm, x, gate, self.weight)
+
+    def _norm(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        return (rms_norm(x.float(), weight.shape, weight.float(), self.eps) * silu(gate.float())).to(x.dtype)
+
+
+def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """The function of these inputs, of which nothing but the inputs is kept for the backward: it computes the function again."""
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    out: Tensor = _Recomputed.apply(function, *inputs)
+    return out
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        inputs = [x.detach().requires_grad_(wanted) for x, wanted in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            out = ctx.function(*inputs)
+        found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], grads))
+        return None, *(next(found) if wanted else None for wanted in needed)
+
+
 def fuse_norms(model: nn.Module) -> int:
-    """Replace every RMSNorm of `model` that a `FusedRMSNorm` equals within the rounding of its dtype; returns how many."""
+    """Replace every RMSNorm of `model` that one of ours equals within the rounding of its dtype; returns how many."""
     replaced = 0
     for name, module in list(model.named_modules()):
         fused = _fused_twin(module)
@@ -37,19 +85,18 @@ def fuse_norms(model: nn.Module) -> int:
 
 
 def _fused_twin(module: nn.Module) -> FusedRMSNorm | None:
-    """The fused form of a module that is an RMSNorm as transformers writes it, if their results agree."""
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-    if (
-        not isinstance(weight, nn.Parameter)
-        or weight.ndim != 1
-        or not isinstance(eps, float)
-        or len(signature(module.forward).parameters) != 1
-    ):
-        return None  # what takes more than its input computes more, such as the gated norm of Qwen3.5
-    fused = FusedRMSNorm(weight, eps)
+    """Our form of a module that is an RMSNorm as transformers writes it, if their results agree."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(eps, float):
+        return None
+    kinds = {1: (FusedRMSNorm, ZeroCentredRMSNorm), 2: (GatedRMSNorm,)}.get(len(signature(module.forward).parameters), ())
+    return next((twin for twin in (kind(weight, eps) for kind in kinds) if _agree(module, twin, weight, len(kinds) == 1)), None)
+
+
+def _agree(module: nn.Module, twin: FusedRMSNorm, weight: Tensor, gated: bool) -> bool:
+    """Whether both give the same for random numbers."""
     generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(8, len(weight), generator=generator).to(weight.device, weight.dtype)
+    inputs = [torch.randn(8, len(weight), generator=generator).to(weight.device, weight.dtype) for _ in range(1 + gated)]
     with torch.no_grad():
-        expected, got = module(x).float(), fused(x).float()
-    close = torch.allclose(got, expected, rtol=4 * torch.finfo(weight.dtype).eps, atol=1e-6)
-    return fused if close else None
+        expected, got = module(*inputs).float(), twin(*inputs).float()
+    return torch.allclose(got, expected, rtol=4 * torch.finfo(weight.dtype).eps, atol=1e-6)

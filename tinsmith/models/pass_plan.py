@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.models.attention import attend_run, group_runs, varlen_attention
-from tinsmith.models.delta_rule import Lengths, convolve, gated_delta_rule
+from tinsmith.models.delta_rule import Lengths, convolve_anew, gated_delta_rule_anew
 
 
 class PassPlan(Protocol):
@@ -63,7 +63,7 @@ class PackedPlan:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        return convolve(x, weight, self.lengths, None)[0]
+        return convolve_anew(x, weight, self.lengths)
 
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        return gated_delta_rule(query, key, value, decay, beta, self.lengths, None)[0]
+        return gated_delta_rule_anew(query, key, value, decay, beta, self.lengths)

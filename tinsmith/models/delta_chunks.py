@@ -1,0 +1,395 @@
+"""The gated delta rule over packed sequences, in chunks of tokens whose work is a few large multiplications of matrices.
+
+Each sequence is cut into chunks of its own; the last is filled up with zeros, which change neither outputs nor states. Notation for one
+chunk of one head (Yang et al., arXiv 2412.06464), with q, k, v [chunk, dim] as rows, S the state before it, t the running sum of the
+decays (logarithms), and D_ij = exp(t_i - t_j) for j <= i, 0 elsewhere:
+
+    L = strict lower triangle of β_i (k kᵀ)_ij D_ij       how the update of each token sees the updates before it
+    [W | V'] = (I + L)⁻¹ [β exp(t) k | β v]
+    U = V' - W S                                          the update of each token
+    out = exp(t) q S + P U,                               P = (q kᵀ) ∘ D
+    S' = exp(t_end) S + Rᵀ U,                             R = exp(t_end - t) k
+
+so that S' = M S + Rᵀ V' with M = exp(t_end) I - Rᵀ W: everything but this last recurrence is computed for all chunks of all sequences at
+once, and the recurrence takes one multiplication for each chunk index, for all sequences that are that long.
+
+The backward is written by hand. It keeps the inputs alone and computes the rest again, which saves most of the memory of a layer.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SMALLEST, LARGEST = 16, 64
+"""Tokens of a chunk: about the width of a head, where what grows with the one balances what grows with the other, and no more than the
+longest sequence fills."""
+SLICE_NUMBERS = 2**25
+"""Heads are computed in slices whose queries, keys or values are at most so many numbers, which bounds the memory of a long row."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The chunks of a packed row, ordered by their number inside their sequence; those of one number, by length of their sequence.
+
+    The longest sequences come first, so that those that go on to the next number are always the first ones of this.
+    """
+
+    size: int
+    slabs: tuple[tuple[int, int], ...]
+    """Chunks [start, end) of each number."""
+    chunk: Tensor
+    """[tokens] int64: the chunk of each token."""
+    place: Tensor
+    """[tokens] int64: its place inside the chunk."""
+    order: Tensor
+    """[sequences] int64: the sequences by falling number of chunks."""
+    rank: Tensor
+    """[sequences] int64: where each sequence stands in that order."""
+
+    @property
+    def count(self) -> int:
+        """Chunks of the row."""
+        return self.slabs[-1][1]
+
+    def goes_on(self, number: int) -> int:
+        """How many sequences have a chunk after chunk `number`."""
+        return self.slabs[number + 1][1] - self.slabs[number + 1][0] if number + 1 < len(self.slabs) else 0
+
+    def spread(self, x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+        """[tokens, heads, dim] -> [chunks · heads · groups, size, dim], each head `groups` times, zeros where a chunk has no token."""
+        heads, dim = x.shape[1:]
+        spread = x.new_zeros(self.count, heads, groups, self.size, dim, dtype=dtype)
+        spread[self.chunk, :, :, self.place] = x.to(dtype).unsqueeze(2)
+        return spread.view(-1, self.size, dim)
+
+    def collect(self, x: Tensor, heads: int) -> Tensor:
+        """[chunks · heads, size, dim] -> [tokens, heads, dim]; also [chunks · heads, size] -> [tokens, heads]."""
+        return x.unflatten(0, (self.count, heads))[self.chunk, :, self.place]
+
+
+@lru_cache(maxsize=16)
+def chunks_of(lengths: tuple[int, ...], width: int, device: torch.device) -> Chunks:
+    """How a packed row of these sequences is cut for keys of this width. The layers of a pass share the answer."""
+    size = max(SMALLEST, min(LARGEST, 1 << (min(max(lengths), width) - 1).bit_length()))
+    tokens = np.array(lengths)
+    counts = -(-tokens // size)  # [sequences]
+    order = np.argsort(-counts, kind="stable")
+    rank = np.argsort(order)
+    widths = [int((counts > number).sum()) for number in range(int(counts.max()))]
+    starts = np.concatenate([[0], np.cumsum(widths)])
+    offsets = np.concatenate([np.arange(length) for length in lengths])  # [tokens]
+    chunk = starts[offsets // size] + np.repeat(rank, tokens)
+    slabs = tuple((int(start), int(end)) for start, end in zip(starts[:-1], starts[1:], strict=True))
+    indices = (torch.from_numpy(array).to(device) for array in (chunk, offsets % size, order, rank))
+    return Chunks(size, slabs, *indices)
+
+
+def delta_rule_in_chunks(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks, before: Tensor | None, keeps: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta_rule` of `models/delta_rule.py`, in chunks. Unless `keeps`, the states after the last tokens are not computed, but empty."""
+    out: Tensor
+    after: Tensor
+    out, after = _DeltaRule.apply(query, key, value, decay, beta, before, chunks, keeps)
+    return out, after
+
+
+class _Local(NamedTuple):
+    """What all chunks of some heads compute before the recurrence; B = chunks · value_heads."""
+
+    query: Tensor
+    """[B, size, key_dim], of length 1 / sqrt(key_dim)"""
+    key: Tensor
+    """[B, size, key_dim], of length 1"""
+    total: Tensor
+    """[B, size, 1]: exp(t)"""
+    rest: Tensor
+    """[B, size, 1]: exp(t_end - t)"""
+    beta: Tensor
+    """[B, size, 1]"""
+    between: Tensor
+    """D [B, size, size]"""
+    similar: Tensor
+    """(k kᵀ) ∘ D [B, size, size], of which the strict lower triangle counts"""
+    inverse: Tensor
+    """(I + L)⁻¹ [B, size, size]"""
+    solved: Tensor
+    """[W | V'] [B, size, key_dim + value_dim]"""
+    step: Tensor
+    """M [B, key_dim, key_dim]"""
+    written: Tensor
+    """Rᵀ V' [B, key_dim, value_dim]"""
+    value: Tensor
+    """[B, size, value_dim]"""
+
+
+def _local(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> _Local:
+    """Of the inputs of some heads, as `gated_delta_rule` takes them."""
+    dtype = torch.promote_types(value.dtype, torch.float32)
+    groups, key_dim = value.shape[1] // key.shape[1], key.shape[2]
+    q = chunks.spread(unit(query.to(dtype)) * key_dim**-0.5, groups, dtype)
+    k = chunks.spread(unit(key.to(dtype)), groups, dtype)
+    v = chunks.spread(value, 1, dtype)
+    b = chunks.spread(beta.unsqueeze(-1), 1, dtype)  # [B, size, 1]
+    t = chunks.spread(decay.unsqueeze(-1), 1, dtype).cumsum(1)  # [B, size, 1]
+    later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=v.device).triu(1)
+    between = (t - t.mT).masked_fill_(later, -torch.inf).exp_()
+    similar = torch.bmm(k, k.mT).mul_(between)
+    inverse = _unit_lower_inverse((similar * b).tril_(-1))
+    total, end = t.exp(), t[:, -1:]
+    rest = (end - t).exp()
+    solved = torch.bmm(inverse, torch.cat([k * (b * total), v * b], -1))
+    written = torch.bmm((k * rest).mT, solved)  # [B, key_dim, key_dim + value_dim]
+    step, written = -written[:, :, :key_dim], written[:, :, key_dim:]
+    step.diagonal(dim1=1, dim2=2).add_(end.exp()[:, :, 0])
+    return _Local(q, k, total, rest, b, between, similar, inverse, solved, step, written, v)
+
+
+def unit(x: Tensor) -> Tensor:
+    """The vectors along the last dimension of x, brought to length one."""
+    return x * _inverse_length(x)
+
+
+def _inverse_length(x: Tensor) -> Tensor:
+    return torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def _unit_lower_inverse(lower: Tensor) -> Tensor:
+    """(I + L)⁻¹ of strictly lower triangular L [B, size, size], as stable as forward substitution.
+
+    Inverses of blocks on the diagonal are joined to those of blocks twice as large: with A, B on the diagonal and C below A, what is below
+    A⁻¹ becomes -B⁻¹ C A⁻¹. All blocks of one size are joined at once; the smaller sizes inside blocks of `SMALLEST`, which are cut out for
+    that.
+    """
+    size = lower.shape[-1]
+    small = (
+        lower.unflatten(1, (-1, SMALLEST)).unflatten(3, (-1, SMALLEST)).diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    )  # [B, size / 16, 16, 16]
+    inverse = small.new_zeros(lower.shape)
+    cut = inverse.unflatten(1, (-1, SMALLEST)).unflatten(3, (-1, SMALLEST)).diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    cut.copy_(_join_blocks(small.flatten(0, 1), None, 1).view_as(small))
+    return inverse if size == SMALLEST else _join_blocks(lower, inverse, SMALLEST)
+
+
+def _join_blocks(lower: Tensor, inverse: Tensor | None, block: int) -> Tensor:
+    """From the inverses of diagonal blocks of `block` rows (None: the identity) to that of the whole."""
+    size = lower.shape[-1]
+    row = torch.arange(size, device=lower.device)
+    while block < size:
+        own, pair = row // block, row // (2 * block)
+        joins = (pair.unsqueeze(1) == pair) & (own.unsqueeze(1) > own)  # [size, size]: the blocks C
+        below = lower.masked_fill(~joins, 0.0)
+        if inverse is None:
+            inverse = torch.eye(size, dtype=lower.dtype, device=lower.device) - below
+        else:
+            inverse = torch.baddbmm(inverse, torch.bmm(inverse, below), inverse, alpha=-1)
+        block *= 2
+    assert inverse is not None
+    return inverse
+
+
+def _states(local: _Local, chunks: Chunks, heads: int, before: Tensor | None, keeps: bool) -> tuple[Tensor, Tensor | None]:
+    """The state before each chunk [B, key_dim, value_dim], and after each sequence [sequences, heads, key_dim, value_dim]."""
+    states = torch.empty_like(local.written)
+    first = chunks.slabs[0][1] * heads
+    if before is None:
+        states[:first] = 0.0
+    else:
+        states[:first] = before.index_select(0, chunks.order).flatten(0, 1)
+    ended: list[Tensor] = []
+    for number, (start, end) in enumerate(chunks.slabs):
+        on = chunks.goes_on(number) * heads
+        now, last = start * heads, end * heads if keeps else start * heads + on
+        if now == last:
+            break
+        following = torch.baddbmm(local.written[now:last], local.step[now:last], states[now:last])
+        states[end * heads : end * heads + on] = following[:on]
+        ended.append(following[on:])
+    after = None
+    if keeps:
+        after = torch.cat(ended[::-1]).unflatten(0, (-1, heads)).index_select(0, chunks.rank)
+    return states, after
+
+
+def _state_gradients(
+    local: _Local, chunks: Chunks, heads: int, direct: Tensor, after: Tensor | None, wants_before: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the state after each chunk [B, key_dim, value_dim], and before each sequence.
+
+    `direct` are those of the state before each chunk by what that chunk computes of it.
+    """
+    gradients = torch.zeros_like(direct)
+    by_rank = None if after is None else after.index_select(0, chunks.order).flatten(0, 1)  # [sequences · heads, ...]
+    at_start: Tensor | None = None
+    for number in range(len(chunks.slabs) - 1, -1, -1):
+        start, end = (chunk * heads for chunk in chunks.slabs[number])
+        on = chunks.goes_on(number) * heads
+        if by_rank is not None:
+            gradients[start + on : end] = by_rank[on : end - start]
+        if number or wants_before:
+            earlier = torch.baddbmm(direct[start:end], local.step[start:end].mT, gradients[start:end])
+            if number:
+                behind = chunks.slabs[number - 1][0] * heads
+                gradients[behind : behind + end - start] = earlier
+            else:
+                at_start = earlier.unflatten(0, (-1, heads)).index_select(0, chunks.rank)
+    return gradients, at_start
+
+
+@contextmanager
+def _products_for(x: Tensor) -> Iterator[None]:
+    """What comes in half precision on CUDA is multiplied in TF32: its error is a quarter of what rounding the result to bfloat16 adds."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+class _Slice(NamedTuple):
+    """Some heads that are computed together."""
+
+    keys: slice
+    values: slice
+
+
+def _slices(key: Tensor, value: Tensor, chunks: Chunks) -> list[_Slice]:
+    """Slices of heads, each as many as `SLICE_NUMBERS` allows."""
+    key_heads, groups = key.shape[1], value.shape[1] // key.shape[1]
+    of_one = chunks.count * chunks.size * groups * max(key.shape[2], value.shape[2])
+    many = max(1, min(key_heads, SLICE_NUMBERS // of_one))
+    return [_Slice(slice(i, i + many), slice(i * groups, (i + many) * groups)) for i in range(0, key_heads, many)]
+
+
+class _DeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        query, key, value, decay, beta, before, chunks, keeps = arguments
+        out, afters = torch.empty_like(value, memory_format=torch.contiguous_format), []
+        with _products_for(value):
+            for keys, values in _slices(key, value, chunks):
+                inputs = query[:, keys], key[:, keys], value[:, values], decay[:, values], beta[:, values]
+                mine, after = _forward(*inputs, None if before is None else before[:, values], chunks, keeps)
+                out[:, values] = mine
+                afters.append(after)
+        ctx.chunks, ctx.keeps = chunks, keeps
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, decay, beta, before)
+        return out, torch.cat(afters, 1) if keeps else value.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        d_out, d_after = grads
+        query, key, value, decay, beta, before = ctx.saved_tensors
+        if not ctx.keeps:
+            d_after = None
+        d_out = torch.zeros_like(value) if d_out is None else d_out
+        found: list[Any] = []
+        with _products_for(value):
+            for keys, values in _slices(key, value, ctx.chunks):
+                inputs = query[:, keys], key[:, keys], value[:, values], decay[:, values], beta[:, values]
+                states = (None if x is None else x[:, values] for x in (before, d_after))
+                found.append(_backward(*inputs, *states, d_out[:, values], ctx.chunks, ctx.needs_input_grad[5]))
+        joined = [parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 1) for parts in zip(*found, strict=True)]
+        return *joined, None, None
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, before: Tensor | None, chunks: Chunks, keeps: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The outputs [tokens, value_heads, value_dim] of some heads, and the states after each sequence."""
+    heads, key_dim = value.shape[1], key.shape[2]
+    local = _local(query, key, value, decay, beta, chunks)
+    states, after = _states(local, chunks, heads, None if before is None else before.to(local.value.dtype), keeps)
+    updates = torch.baddbmm(local.solved[:, :, key_dim:], local.solved[:, :, :key_dim], states, alpha=-1)  # U [B, size, value_dim]
+    attended = torch.bmm(local.query, local.key.mT).mul_(local.between)  # P [B, size, size]
+    out = torch.baddbmm(torch.bmm(attended, updates), local.query * local.total, states)
+    return chunks.collect(out, heads), after
+
+
+def _backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    before: Tensor | None,
+    d_after: Tensor | None,
+    d_out: Tensor,
+    chunks: Chunks,
+    wants_before: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of query, key, value, decay, beta and `before` of some heads."""
+    heads, key_dim = value.shape[1], key.shape[2]
+    local = _local(query, key, value, decay, beta, chunks)
+    dtype = local.value.dtype
+    states, _ = _states(local, chunks, heads, None if before is None else before.to(dtype), keeps=False)
+    q, k, between, seen = local.query, local.key, local.between, local.solved[:, :, :key_dim]
+    updates = torch.baddbmm(local.solved[:, :, key_dim:], seen, states, alpha=-1)
+    attended = torch.bmm(q, k.mT).mul_(between)
+    d_o = chunks.spread(d_out, 1, dtype)  # [B, size, value_dim]
+
+    # The recurrence, backward: what each chunk does with the state before it, then from the last chunk to the first.
+    d_updates = torch.bmm(attended.mT, d_o)
+    direct = torch.baddbmm(torch.bmm((q * local.total).mT, d_o), seen.mT, d_updates, alpha=-1)  # [B, key_dim, value_dim]
+    d_states, d_before = _state_gradients(local, chunks, heads, direct, None if d_after is None else d_after.to(dtype), wants_before)
+
+    # The rest, for all chunks at once.
+    d_updates = torch.baddbmm(d_updates, k * local.rest, d_states)
+    d_solved = torch.cat([torch.bmm(d_updates, states.mT).neg_(), d_updates], -1)
+    d_right = torch.bmm(local.inverse.mT, d_solved)  # of [β exp(t) k | β v]
+    d_lower = torch.bmm(d_right, local.solved.mT).neg_().tril_(-1)
+    d_read = torch.bmm(d_o, states.mT)  # of exp(t) q
+    d_written = torch.bmm(updates, d_states.mT)  # of R
+    d_attended = torch.bmm(d_o, updates.mT)  # of P, of which the lower triangle counts
+    d_right_key, d_right_value = d_right[:, :, :key_dim], d_right[:, :, key_dim:]
+
+    by_key = _row_sums(d_right_key, k)
+    d_beta = by_key * local.total + _row_sums(d_right_value, local.value) + _row_sums(local.similar, d_lower)
+    d_decayed = d_lower * local.similar * local.beta + d_attended * attended  # of the logarithm of D
+    by_rest = _row_sums(d_written, k) * local.rest
+    d_t = (by_key * local.beta + _row_sums(d_read, q)) * local.total - by_rest
+    d_t += d_decayed.sum(2, keepdim=True) - d_decayed.sum(1).unsqueeze(2)
+    end = local.rest[:, :1] * local.total[:, :1]  # exp(t_end)
+    d_t[:, -1:] += by_rest.sum(1, keepdim=True) + end * (states * d_states).sum((1, 2)).view(-1, 1, 1)
+    d_decay = d_t.flip(1).cumsum(1).flip(1)
+
+    d_dots = d_attended.mul_(between)
+    d_lower = d_lower.mul_(between).mul_(local.beta)
+    d_q = torch.baddbmm(d_read * local.total, d_dots, k)
+    d_k = d_right_key * (local.beta * local.total) + d_written * local.rest
+    d_k = torch.baddbmm(d_k, d_dots.mT, q).baddbmm_(d_lower + d_lower.mT, k)
+    return (
+        _through_unit(query, _sum_groups(chunks.collect(d_q, heads), query.shape[1]) * key_dim**-0.5),
+        _through_unit(key, _sum_groups(chunks.collect(d_k, heads), key.shape[1])),
+        chunks.collect(d_right_value * local.beta, heads).to(value.dtype),
+        chunks.collect(d_decay, heads)[:, :, 0].to(decay.dtype),
+        chunks.collect(d_beta, heads)[:, :, 0].to(beta.dtype),
+        d_before,
+    )
+
+
+def _row_sums(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(-1, keepdim=True)
+
+
+def _sum_groups(x: Tensor, heads: int) -> Tensor:
+    """[tokens, value_heads, dim] -> [tokens, heads, dim], the sum over the value heads of each head."""
+    return x.unflatten(1, (heads, -1)).sum(2)
+
+
+def _through_unit(x: Tensor, d_unit: Tensor) -> Tensor:
+    """The gradient of x where d_unit is that of x brought to length one."""
+    scale = _inverse_length(x.to(d_unit.dtype))
+    unit = x * scale
+    return ((d_unit - unit * _row_sums(unit, d_unit)) * scale).to(x.dtype)
