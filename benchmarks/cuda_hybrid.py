@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +186,8 @@ def compare_rules(bench: Bench) -> None:
         out = rule(*inputs)
         return [x.double() for x in (out, *torch.autograd.grad(out, inputs, direction.to(out)))]
 
-    def ours(*inputs: Tensor) -> Tensor:
-        return gated_delta_rule_anew(*inputs, Lengths((bench.length, bench.length)))
+    def ours(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        return gated_delta_rule_anew(query, key, value, decay, beta, Lengths((bench.length, bench.length)))
 
     def theirs(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         groups = values // keys
@@ -197,7 +198,8 @@ def compare_rules(bench: Bench) -> None:
         return out.flatten(0, 1)
 
     exact = answers(ours, torch.float64)
-    for name, rule in {"ours": ours, "transformers": theirs}.items():
+    rules: dict[str, Callable[..., Tensor]] = {"ours": ours, "transformers": theirs}
+    for name, rule in rules.items():
         errors = [(a - b).norm() / b.norm() for a, b in zip(answers(rule, None), exact, strict=True)]
         named = zip(("out", "query", "key", "value", "decay", "beta"), errors, strict=True)
         print(f"rule={name} relative errors:", *(f"{part}={error:.2e}" for part, error in named), flush=True)
@@ -218,7 +220,7 @@ def compare_networks(bench: Bench) -> None:
             row = pack(rendered, [None, None], base.device)
             hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))  # [tokens, hidden]
             found["ours"].append(_next(hidden @ base.lm_head.t(), ids))
-            network: Any = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(bench.device)
+            network: Any = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), device_map=bench.device)
             found["transformers"].append(_next(network(input_ids=ids, use_cache=False).logits.flatten(0, 1), ids))
     apart = {name: (half - full).abs().mean().item() for name, (full, half) in found.items()}
     report("bfloat16_precision", apart["ours"] / apart["transformers"], "at most 1.1", **apart)
@@ -229,7 +231,8 @@ def compare_networks(bench: Bench) -> None:
 def _next(logits: Tensor, ids: Tensor) -> Tensor:
     """Log-probabilities of the next tokens of logits [sequences · length, vocabulary]."""
     logprobs = logits.float().log_softmax(-1).unflatten(0, ids.shape)[:, :-1]
-    return logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    chosen: Tensor = logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return chosen
 
 
 def main() -> None:
@@ -249,23 +252,19 @@ def main() -> None:
         directory = Path(folder)
         if "ours" in parts or "theirs" in parts:
             write_model(directory, bench.shape, device)
-        for sequences in (4, 8):
-            batch = bench.batch(sequences)
-            if "ours" in parts:
-                rates["ours", sequences] = measure(
-                    bench, "ours", sequences, lambda batch=batch: backend_step(directory, device, "bfloat16", RANK, False, batch)
-                )
+        for sequences in (4, 8) if "ours" in parts else ():
+            make = partial(backend_step, directory, device, "bfloat16", RANK, False, bench.batch(sequences))
+            rates["ours", sequences] = measure(bench, "ours", sequences, make)
         if "precision" in parts:
             bench.release()
             compare_rules(bench)
             compare_networks(bench)
-        for sequences in (4, 8):
-            batch = bench.batch(sequences)
-            if "theirs" in parts:
-                rate = measure(bench, "peft", sequences, lambda batch=batch: peft_step(directory, device, batch, False))
-                if rate is None:
-                    rate = measure(bench, "peft+checkpointing", sequences, lambda batch=batch: peft_step(directory, device, batch, True))
-                rates["theirs", sequences] = rate
+        for sequences in (4, 8) if "theirs" in parts else ():
+            make = partial(peft_step, directory, device, bench.batch(sequences))
+            rate = measure(bench, "peft", sequences, partial(make, False))
+            if rate is None:
+                rate = measure(bench, "peft+checkpointing", sequences, partial(make, True))
+            rates["theirs", sequences] = rate
     for sequences in (4, 8):
         mine, other = rates.get(("ours", sequences)), rates.get(("theirs", sequences))
         if mine and other:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ KEY_HEADS, GROUPS, KEY_DIM, VALUE_DIM = 2, 2, 5, 3
 CHANNELS, TAPS = 4, 4
 HARD = [1, 2, 3, 4, 63, 64, 65, 130]
 
-Numbers = list[Tensor | None]
+Numbers = list[Any]
+"""Tensors, the last of them perhaps None."""
 
 
 def recurrence(
@@ -49,6 +51,18 @@ def taps_of(lengths: Sequence[int], x: Tensor, weight: Tensor, before: Tensor | 
             outs.append(silu(sum((seen[tap - TAPS] * weight[:, tap] for tap in range(TAPS)), x.new_zeros(CHANNELS))))
         after.append(torch.stack(seen[1 - TAPS :]))
     return [torch.stack(outs), torch.stack(after)]
+
+
+def rule(lengths: Sequence[int], inputs: Numbers) -> tuple[Tensor, Tensor]:
+    """Ours."""
+    query, key, value, decay, beta, before = inputs
+    return gated_delta_rule(query, key, value, decay, beta, Lengths(tuple(lengths)), before)
+
+
+def rule_anew(lengths: Sequence[int], inputs: Numbers) -> Tensor:
+    """Ours, for sequences that begin here and are not continued."""
+    query, key, value, decay, beta, *_ = inputs
+    return gated_delta_rule_anew(query, key, value, decay, beta, Lengths(tuple(lengths)))
 
 
 def rule_inputs(lengths: Sequence[int], states: bool, key_dim: int = KEY_DIM, dtype: torch.dtype = torch.float64) -> Numbers:
@@ -100,7 +114,7 @@ LENGTHS = st.lists(st.integers(1, 24), min_size=1, max_size=5)
 @example([1, 1, 1], False)
 def test_the_rule_equals_the_recurrence(lengths: list[int], states: bool) -> None:
     inputs = rule_inputs(lengths, states)
-    got = gated_delta_rule(*inputs[:5], Lengths(tuple(lengths)), inputs[5])
+    got = rule(lengths, inputs)
     expected = recurrence(lengths, *inputs)
     assert_same(values_and_gradients(got, inputs), values_and_gradients(expected, inputs))
 
@@ -120,22 +134,22 @@ def test_the_convolution_equals_its_formula(lengths: list[int], states: bool) ->
 @pytest.mark.parametrize("states", [False, True])
 def test_chunks_of_every_size(key_dim: int, states: bool) -> None:
     inputs = rule_inputs(HARD, states, key_dim)
-    got = gated_delta_rule(*inputs[:5], Lengths(tuple(HARD)), inputs[5])
+    got = rule(HARD, inputs)
     assert_same(values_and_gradients(got, inputs), values_and_gradients(recurrence(HARD, *inputs), inputs))
 
 
 def test_heads_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = rule_inputs([33, 5], states=True)
-    whole = values_and_gradients(gated_delta_rule(*inputs[:5], Lengths((33, 5)), inputs[5]), inputs)
+    whole = values_and_gradients(rule([33, 5], inputs), inputs)
     monkeypatch.setattr(delta_chunks, "SLICE_NUMBERS", 1)
-    assert_same(values_and_gradients(gated_delta_rule(*inputs[:5], Lengths((33, 5)), inputs[5]), inputs), whole)
+    assert_same(values_and_gradients(rule([33, 5], inputs), inputs), whole)
 
 
 def test_rows_that_keep_no_state() -> None:
     lengths = Lengths(tuple(HARD))
     inputs = rule_inputs(HARD, states=False)
-    kept = gated_delta_rule(*inputs[:5], lengths, None)[0]
-    assert_same(values_and_gradients([gated_delta_rule_anew(*inputs[:5], lengths)], inputs), values_and_gradients([kept], inputs))
+    kept = rule(HARD, inputs)[0]
+    assert_same(values_and_gradients([rule_anew(HARD, inputs)], inputs), values_and_gradients([kept], inputs))
     row = convolution_inputs(HARD, states=False)
     kept = convolve(row[0], row[1], lengths, None)[0]
     assert_same(values_and_gradients([convolve_anew(row[0], row[1], lengths)], row), values_and_gradients([kept], row))
@@ -145,10 +159,12 @@ def test_a_sequence_in_windows_equals_the_whole() -> None:
     """The states continue a sequence: in pieces, then token by token."""
     inputs, row = rule_inputs([70], states=False), convolution_inputs([70], states=False)
     whole, convolved = recurrence([70], *inputs)[0], taps_of([70], *row)[0]
-    outs, rows, state, earlier, start = [], [], None, None, 0
+    outs, rows, start = [], [], 0
+    state: Tensor | None = None
+    earlier: Tensor | None = None
     for length in (2, 1, 40, 1, 1, 25):
         own = slice(start, start + length)
-        out, state = gated_delta_rule(*(x[own] for x in inputs[:5] if x is not None), Lengths((length,)), state)
+        out, state = rule([length], [*(x[own] for x in inputs[:5]), state])
         outs.append(out)
         out, earlier = convolve(row[0][own], row[1], Lengths((length,)), earlier)
         rows.append(out)
@@ -163,7 +179,7 @@ def test_repeated_keys_in_float32() -> None:
     key = inputs[1][:1].detach().expand_as(inputs[1]).clone().requires_grad_()
     inputs[1], inputs[3] = key, torch.full_like(inputs[3], -1e-4, requires_grad=True)
     inputs[4] = torch.full_like(inputs[4], 0.99, requires_grad=True)
-    got = values_and_gradients([gated_delta_rule(*inputs[:5], Lengths((130,)), None)[0]], inputs)
+    got = values_and_gradients([rule_anew(lengths, inputs)], inputs)
     exact: Numbers = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
     expected = values_and_gradients([recurrence(lengths, *exact)[0]], exact)
     for ours, theirs in zip(got, expected, strict=True):
@@ -183,7 +199,7 @@ OPERATIONS: dict[str, tuple[Callable[[], list[Tensor]], Operation]] = {
         lambda: [convolution_inputs(HARD, False)[0]],
         lambda x, lengths: convolve_anew(x[0], torch.ones(CHANNELS, TAPS).to(x[0]), lengths),
     ),
-    "rule": (lambda: rule_inputs(HARD, False)[:5], lambda x, lengths: gated_delta_rule_anew(*x, lengths)),
+    "rule": (lambda: rule_inputs(HARD, False)[:5], lambda x, lengths: rule_anew(lengths.lengths, x)),
 }
 
 

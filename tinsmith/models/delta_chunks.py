@@ -16,6 +16,7 @@ once, and the recurrence takes one multiplication for each chunk index, for all 
 The backward is written by hand. It keeps the inputs alone and computes the rest again, which saves most of the memory of a layer.
 """
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ class Chunks:
 
     def collect(self, x: Tensor, heads: int) -> Tensor:
         """[chunks · heads, size, dim] -> [tokens, heads, dim]; also [chunks · heads, size] -> [tokens, heads]."""
-        return x.unflatten(0, (self.count, heads))[self.chunk, :, self.place]
+        found: Tensor = x.unflatten(0, (self.count, heads))[self.chunk, :, self.place]
+        return found
 
 
 @lru_cache(maxsize=16)
@@ -85,7 +87,7 @@ def chunks_of(lengths: tuple[int, ...], width: int, device: torch.device) -> Chu
     starts = np.concatenate([[0], np.cumsum(widths)])
     offsets = np.concatenate([np.arange(length) for length in lengths])  # [tokens]
     chunk = starts[offsets // size] + np.repeat(rank, tokens)
-    slabs = tuple((int(start), int(end)) for start, end in zip(starts[:-1], starts[1:], strict=True))
+    slabs = tuple((int(start), int(end)) for start, end in itertools.pairwise(starts))
     indices = (torch.from_numpy(array).to(device) for array in (chunk, offsets % size, order, rank))
     return Chunks(size, slabs, *indices)
 
@@ -93,11 +95,38 @@ def chunks_of(lengths: tuple[int, ...], width: int, device: torch.device) -> Chu
 def delta_rule_in_chunks(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks, before: Tensor | None, keeps: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` of `models/delta_rule.py`, in chunks. Unless `keeps`, the states after the last tokens are not computed, but empty."""
-    out: Tensor
-    after: Tensor
-    out, after = _DeltaRule.apply(query, key, value, decay, beta, before, chunks, keeps)
-    return out, after
+    """`gated_delta_rule` of `models/delta_rule.py`, in chunks.
+
+    Unless `keeps`, the states after the last tokens are not computed: an empty tensor stands for them.
+    """
+    compute: Any = _DeltaRule.apply
+    found: tuple[Tensor, Tensor] = compute(query, key, value, decay, beta, before, chunks, keeps)
+    return found
+
+
+class _Inputs(NamedTuple):
+    """What `gated_delta_rule` takes, of some heads."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    beta: Tensor
+    before: Tensor | None
+
+    def slices(self, chunks: Chunks) -> list[tuple[slice, "_Inputs"]]:
+        """Slices of the value heads, each as many as `SLICE_NUMBERS` allows, and their inputs."""
+        key_heads, key_dim = self.key.shape[1:]
+        value_heads, value_dim = self.value.shape[1:]
+        groups = value_heads // key_heads
+        many = max(1, min(key_heads, SLICE_NUMBERS // (chunks.count * chunks.size * groups * max(key_dim, value_dim))))
+        found = []
+        for first in range(0, key_heads, many):
+            keys, values = slice(first, first + many), slice(first * groups, (first + many) * groups)
+            before = None if self.before is None else self.before[:, values].to(torch.promote_types(self.value.dtype, torch.float32))
+            value, decay, beta = (x[:, values] for x in (self.value, self.decay, self.beta))
+            found.append((values, _Inputs(self.query[:, keys], self.key[:, keys], value, decay, beta, before)))
+        return found
 
 
 class _Local(NamedTuple):
@@ -129,8 +158,8 @@ class _Local(NamedTuple):
     """[B, size, value_dim]"""
 
 
-def _local(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> _Local:
-    """Of the inputs of some heads, as `gated_delta_rule` takes them."""
+def _local(inputs: _Inputs, chunks: Chunks) -> _Local:
+    query, key, value, decay, beta, _ = inputs
     dtype = torch.promote_types(value.dtype, torch.float32)
     groups, key_dim = value.shape[1] // key.shape[1], key.shape[2]
     q = chunks.spread(unit(query.to(dtype)) * key_dim**-0.5, groups, dtype)
@@ -194,8 +223,8 @@ def _join_blocks(lower: Tensor, inverse: Tensor | None, block: int) -> Tensor:
     return inverse
 
 
-def _states(local: _Local, chunks: Chunks, heads: int, before: Tensor | None, keeps: bool) -> tuple[Tensor, Tensor | None]:
-    """The state before each chunk [B, key_dim, value_dim], and after each sequence [sequences, heads, key_dim, value_dim]."""
+def _states(local: _Local, chunks: Chunks, heads: int, before: Tensor | None, keeps: bool) -> tuple[Tensor, Tensor]:
+    """The state before each chunk [B, key_dim, value_dim], and after each sequence [sequences, heads, key_dim, value_dim] if `keeps`."""
     states = torch.empty_like(local.written)
     first = chunks.slabs[0][1] * heads
     if before is None:
@@ -211,10 +240,9 @@ def _states(local: _Local, chunks: Chunks, heads: int, before: Tensor | None, ke
         following = torch.baddbmm(local.written[now:last], local.step[now:last], states[now:last])
         states[end * heads : end * heads + on] = following[:on]
         ended.append(following[on:])
-    after = None
-    if keeps:
-        after = torch.cat(ended[::-1]).unflatten(0, (-1, heads)).index_select(0, chunks.rank)
-    return states, after
+    if not keeps:
+        return states, states.new_empty(0, 0)
+    return states, torch.cat(ended[::-1]).unflatten(0, (-1, heads)).index_select(0, chunks.rank)
 
 
 def _state_gradients(
@@ -256,61 +284,41 @@ def _products_for(x: Tensor) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-class _Slice(NamedTuple):
-    """Some heads that are computed together."""
-
-    keys: slice
-    values: slice
-
-
-def _slices(key: Tensor, value: Tensor, chunks: Chunks) -> list[_Slice]:
-    """Slices of heads, each as many as `SLICE_NUMBERS` allows."""
-    key_heads, groups = key.shape[1], value.shape[1] // key.shape[1]
-    of_one = chunks.count * chunks.size * groups * max(key.shape[2], value.shape[2])
-    many = max(1, min(key_heads, SLICE_NUMBERS // of_one))
-    return [_Slice(slice(i, i + many), slice(i * groups, (i + many) * groups)) for i in range(0, key_heads, many)]
-
-
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, decay, beta, before, chunks, keeps = arguments
-        out, afters = torch.empty_like(value, memory_format=torch.contiguous_format), []
-        with _products_for(value):
-            for keys, values in _slices(key, value, chunks):
-                inputs = query[:, keys], key[:, keys], value[:, values], decay[:, values], beta[:, values]
-                mine, after = _forward(*inputs, None if before is None else before[:, values], chunks, keeps)
-                out[:, values] = mine
+        *tensors, chunks, keeps = arguments
+        inputs = _Inputs(*tensors)
+        out, afters = torch.empty_like(inputs.value, memory_format=torch.contiguous_format), []
+        with _products_for(inputs.value):
+            for values, mine in inputs.slices(chunks):
+                out[:, values], after = _forward(mine, chunks, keeps)
                 afters.append(after)
         ctx.chunks, ctx.keeps = chunks, keeps
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, decay, beta, before)
-        return out, torch.cat(afters, 1) if keeps else value.new_empty(0)
+        ctx.save_for_backward(*inputs)
+        return out, torch.cat(afters, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         d_out, d_after = grads
-        query, key, value, decay, beta, before = ctx.saved_tensors
-        if not ctx.keeps:
-            d_after = None
-        d_out = torch.zeros_like(value) if d_out is None else d_out
+        inputs, wants_before = _Inputs(*ctx.saved_tensors), ctx.needs_input_grad[5]
+        d_out = torch.zeros_like(inputs.value) if d_out is None else d_out
+        d_after = d_after if ctx.keeps else None
         found: list[Any] = []
-        with _products_for(value):
-            for keys, values in _slices(key, value, ctx.chunks):
-                inputs = query[:, keys], key[:, keys], value[:, values], decay[:, values], beta[:, values]
-                states = (None if x is None else x[:, values] for x in (before, d_after))
-                found.append(_backward(*inputs, *states, d_out[:, values], ctx.chunks, ctx.needs_input_grad[5]))
+        with _products_for(inputs.value):
+            for values, mine in inputs.slices(ctx.chunks):
+                after = None if d_after is None else d_after[:, values]
+                found.append(_backward(mine, after, d_out[:, values], ctx.chunks, wants_before))
         joined = [parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts, 1) for parts in zip(*found, strict=True)]
         return *joined, None, None
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, before: Tensor | None, chunks: Chunks, keeps: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The outputs [tokens, value_heads, value_dim] of some heads, and the states after each sequence."""
-    heads, key_dim = value.shape[1], key.shape[2]
-    local = _local(query, key, value, decay, beta, chunks)
-    states, after = _states(local, chunks, heads, None if before is None else before.to(local.value.dtype), keeps)
+def _forward(inputs: _Inputs, chunks: Chunks, keeps: bool) -> tuple[Tensor, Tensor]:
+    """The outputs [tokens, value_heads, value_dim] of some heads, and the states after each sequence, or an empty tensor."""
+    heads, key_dim = inputs.value.shape[1], inputs.key.shape[2]
+    local = _local(inputs, chunks)
+    states, after = _states(local, chunks, heads, inputs.before, keeps)
     updates = torch.baddbmm(local.solved[:, :, key_dim:], local.solved[:, :, :key_dim], states, alpha=-1)  # U [B, size, value_dim]
     attended = torch.bmm(local.query, local.key.mT).mul_(local.between)  # P [B, size, size]
     out = torch.baddbmm(torch.bmm(attended, updates), local.query * local.total, states)
@@ -318,22 +326,14 @@ def _forward(
 
 
 def _backward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    before: Tensor | None,
-    d_after: Tensor | None,
-    d_out: Tensor,
-    chunks: Chunks,
-    wants_before: bool,
+    inputs: _Inputs, d_after: Tensor | None, d_out: Tensor, chunks: Chunks, wants_before: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of query, key, value, decay, beta and `before` of some heads."""
+    query, key, value, decay, beta, before = inputs
     heads, key_dim = value.shape[1], key.shape[2]
-    local = _local(query, key, value, decay, beta, chunks)
+    local = _local(inputs, chunks)
     dtype = local.value.dtype
-    states, _ = _states(local, chunks, heads, None if before is None else before.to(dtype), keeps=False)
+    states, _ = _states(local, chunks, heads, before, keeps=False)
     q, k, between, seen = local.query, local.key, local.between, local.solved[:, :, :key_dim]
     updates = torch.baddbmm(local.solved[:, :, key_dim:], seen, states, alpha=-1)
     attended = torch.bmm(q, k.mT).mul_(between)
@@ -380,16 +380,19 @@ def _backward(
 
 
 def _row_sums(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1, keepdim=True)
+    sums: Tensor = (a * b).sum(-1, keepdim=True)
+    return sums
 
 
 def _sum_groups(x: Tensor, heads: int) -> Tensor:
     """[tokens, value_heads, dim] -> [tokens, heads, dim], the sum over the value heads of each head."""
-    return x.unflatten(1, (heads, -1)).sum(2)
+    sums: Tensor = x.unflatten(1, (heads, -1)).sum(2)
+    return sums
 
 
 def _through_unit(x: Tensor, d_unit: Tensor) -> Tensor:
     """The gradient of x where d_unit is that of x brought to length one."""
     scale = _inverse_length(x.to(d_unit.dtype))
     unit = x * scale
-    return ((d_unit - unit * _row_sums(unit, d_unit)) * scale).to(x.dtype)
+    gradient: Tensor = (d_unit - unit * _row_sums(unit, d_unit)) * scale
+    return gradient.to(x.dtype)

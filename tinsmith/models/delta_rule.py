@@ -94,7 +94,8 @@ def _convolve(x: Tensor, weight: Tensor, lengths: Lengths, before: Tensor | None
     kernels = kernels_for(x)
     if kernels is not None and before is None:
         return kernels.convolve(x, weight, lengths.lengths)
-    out: Tensor = _Convolution.apply(x, weight, before, _places_of(lengths.lengths, weight.shape[1] - 1, x.device))
+    compute: Any = _Convolution.apply
+    out: Tensor = compute(x, weight, before, _places_of(lengths.lengths, weight.shape[1] - 1, x.device))
     return out
 
 
@@ -126,7 +127,7 @@ class _Places:
     """[sequences, taps - 1] int64: where the last inputs of each sequence stand."""
 
     def lay_out(self, x: Tensor, before: Tensor | None) -> Tensor:
-        """[tokens + sequences · (taps - 1), channels]"""
+        """The longer row [tokens + sequences · (taps - 1), channels]."""
         row = x.new_zeros(self.own.numel() + self.earlier.numel(), x.shape[1])
         row[self.own] = x
         if before is not None:
