@@ -137,7 +137,7 @@ def test_a_snapshot_can_be_sampled_once_it_is_saved_and_until_its_engine_is_gone
             server.hub.sampling_sessions.forget_snapshots()
             gone = await server.post("asample", body)
             assert gone.status_code == 404
-            assert "are gone: the engine died" in gone.json()["detail"]
+            assert "are gone: the engine died; publish weights again (save_weights_and_get_sampling_client)" in gone.json()["detail"]
             assert (await server.post("retrieve_future", {"request_id": f"{session_id}:sample:0/0"})).status_code == 404
 
     asyncio.run(run())

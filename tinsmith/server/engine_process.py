@@ -90,7 +90,7 @@ class EngineProcess:
 
     async def run(self) -> None:
         """Start the engine and restart it until `stop`. Raises ConfigError if the first one ends before it is ready."""
-        happened = "the server stopped before this operation was finished"
+        happened = "the server was restarted"
         delay_s = 0.0
         ever_ready = False
         while True:

@@ -5,6 +5,11 @@ from tinsmith.server.async_store import AsyncStore
 from tinsmith.store.records import SamplingSession
 from tinsmith.store.store import Store
 
+_PUBLISH_AGAIN = (
+    "publish weights again (save_weights_and_get_sampling_client) and sample with the client that this gives. If the model is lost too, "
+    "first go on from its newest checkpoint; weights that are saved under a name outlive the server"
+)
+
 
 class SamplingSessions:
     """Sampling sessions by id."""
@@ -27,7 +32,7 @@ class SamplingSessions:
         if session is None:
             raise NotFoundError(f"sampling session {sampling_session_id!r} does not exist")
         if session.gone is not None:
-            raise NotFoundError(f"the weights of sampling session {sampling_session_id} are gone: {session.gone}; make a new one")
+            raise NotFoundError(f"the weights of sampling session {sampling_session_id} are gone: {session.gone}; {_PUBLISH_AGAIN}")
         if session.snapshot_id is not None:
             saved = await self._store.read(Store.outcome, session.snapshot_id)
             if saved is None and await self._store.read(Store.status, session.snapshot_id) != "dropped":
