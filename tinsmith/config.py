@@ -200,6 +200,13 @@ class SamplingConfig:
     snapshot_idle_h: float = setting(
         24.0, "A snapshot that is not sampled for this long is deleted, unless it is its model's newest", "hours", 0.0001
     )
+    recorded_sequences_gib: float = setting(
+        4.0,
+        "Disk space for what samples with record_stability_info leave for the loss stable_reinforce; when it is full, the least recently "
+        "used are deleted",
+        "GiB",
+        0.0001,
+    )
     max_running: int = setting(256, "Maximum number of sequences decoded together", "sequences", 1)
     prefill_tokens: int = setting(4096, "Maximum number of prompt tokens computed in one step", "tokens", 1)
 

@@ -136,7 +136,7 @@ INPUTS = [
 LOSSES = [
     Case("unknown loss", training(example(), loss_fn="crossentropy"), ["loss_fn 'crossentropy' is unknown", "cross_entropy, "]),
     Case("no loss", training(example(), loss_fn=""), ["loss_fn '' is unknown", "cross_entropy, "]),
-    Case("stable_reinforce", policy("stable_reinforce"), ["'stable_reinforce' is not built", "use importance_sampling, or ppo"]),
+    Case("no provenance", policy("stable_reinforce"), ["datum 0", "which sampled sequences", "record_stability_info=True"]),
     Case("uploaded loss", training(example(), loss_fn="custom", loss_id="x"), ["'custom' is not built", "forward_backward_custom"]),
     Case("unknown setting", training(example(), loss_fn="ppo", clip_low=0.5), ["'clip_low'", "ppo's: clip_low_threshold, clip_high"]),
     Case("setting where there is none", training(example(), beta=0.1), ["'beta' is not one of cross_entropy's", "takes none"]),

@@ -1,5 +1,7 @@
 """Losses against a few lines of plain torch: value and gradient, ordinary numbers and the edges of float32; and what is refused."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch import Tensor
 from tests.plain_losses import DEFAULTS, FORMULAS
 from tinsmith.errors import NotBuiltError, UserError
 from tinsmith.training.losses import LOSSES, NOT_BUILT, cross_entropy, find_loss
+from tinsmith.training.stable_reinforce import METRICS
 
 Inputs = dict[str, Tensor]
 
@@ -58,6 +61,7 @@ def test_cross_entropy_is_the_weighted_sum_with_weights_of_any_sign(shape: tuple
         *((name, {"clip_high_threshold": 1.5}) for name in CLIPPING),
         ("dro", {"beta": 0.0}),
         ("dro", {"beta": 0.7}),
+        ("stable_reinforce", {"kl_coeff": 0.3}),
     ],
 )
 @pytest.mark.parametrize("drift", [0.0, 0.05, 1.5])
@@ -143,7 +147,10 @@ def test_a_position_without_weight_or_advantage_contributes_exactly_zero(name: s
     torch.testing.assert_close(gradient[2:], short[1])
 
 
-@pytest.mark.parametrize(("name", "value"), [("importance_sampling", 0.0), ("ppo", -0.8), ("cispo", 0.0), ("gspo", -0.8)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("importance_sampling", 0.0), ("ppo", -0.8), ("cispo", 0.0), ("gspo", -0.8), ("stable_reinforce", 0.0)],
+)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_target_that_has_become_impossible_counts_as_ratio_zero(name: str, value: float, advantage: float) -> None:
     """With A < 0, ppo and gspo stop at the lower bound."""
@@ -154,17 +161,110 @@ def test_a_target_that_has_become_impossible_counts_as_ratio_zero(name: str, val
     assert gradient.tolist() == [0.0]
 
 
-@pytest.mark.parametrize(("name", "value", "slope"), [("ppo", -1.2, 0.0), ("cispo", 4.0, -4.0), ("gspo", -1.2, 0.0)])
+@pytest.mark.parametrize(
+    ("name", "value", "slope"),
+    [("ppo", -1.2, 0.0), ("cispo", 4.0, -4.0), ("gspo", -1.2, 0.0), ("stable_reinforce", 0.0, 0.0)],
+)
 def test_a_ratio_beyond_float32_is_clipped_like_any_other(name: str, value: float, slope: float) -> None:
     one = torch.tensor([1.0])
     loss, gradient = value_and_gradient(name, -one, {"logprobs": -200 * one, "advantages": one, "sequence_ratio_mask": one})
     assert float(loss) == pytest.approx(value)
-    assert gradient.tolist() == [slope]
+    assert gradient.tolist() == pytest.approx([slope])
+
+
+def test_stable_reinforce_is_importance_sampling_where_sampler_and_trainer_agree() -> None:
+    """Also around there: while no ratio is beyond 1.5, and the drift is at most 0.2. With a penalty only where they agree."""
+    for seed in range(8):
+        for drift in (0.0, 0.1):
+            logprobs, inputs = policy_inputs(seed, 40, drift)
+            logprobs, inputs = logprobs.double(), {name: values.double() for name, values in inputs.items()}
+            inputs["logprobs"][2] = logprobs[2]  # it may be in the mask, and is no padding then
+            inputs["advantages"] = inputs["advantages"] * inputs["sequence_ratio_mask"]
+            expected = value_and_gradient("importance_sampling", logprobs, inputs)
+            actual = value_and_gradient("stable_reinforce", logprobs, inputs, kl_coeff=0.0 if drift else 0.5)
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_stable_reinforce_has_the_values_that_its_formula_gives_by_hand() -> None:
+    """Two sampled tokens with ratios of 1/2 and e, of which the second is held at 2, behind one of the prompt.
+
+    The log-ratios are -0.6931 and 1, so the drift is sqrt((0.4805 + 1) / 2) = 0.86036, and trust 0.2 / 0.86036 = 0.23246. With advantages
+    of 3 and -1 the loss is -0.23246 · (0.5 · 3 - 2 · 1) = 0.11623, and its slopes are -0.34869 and 0.46492. A penalty of 0.1 adds
+    0.1 · (0.24023 + 0.5), and slopes of 0.1 · -0.6931 and 0.1 · 1.
+    """
+    logprobs = torch.tensor([-4.0, -1.0 - math.log(2.0), -1.0], dtype=torch.float64)
+    inputs = {
+        "logprobs": torch.tensor([0.0, -1.0, -2.0], dtype=torch.float64),
+        "advantages": torch.tensor([0.0, 3.0, -1.0], dtype=torch.float64),
+        "sequence_ratio_mask": torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64),
+    }
+    loss, gradient = value_and_gradient("stable_reinforce", logprobs, inputs)
+    assert float(loss) == pytest.approx(0.11623, abs=1e-5)
+    assert gradient.tolist() == pytest.approx([0.0, -0.34869, 0.46492], abs=1e-5)
+    loss, gradient = value_and_gradient("stable_reinforce", logprobs, inputs, kl_coeff=0.1)
+    assert float(loss) == pytest.approx(0.11623 + 0.074023, abs=1e-5)
+    assert gradient.tolist() == pytest.approx([0.0, -0.34869 - 0.069315, 0.46492 + 0.1], abs=1e-5)
+    named = dict(zip(METRICS, LOSSES["stable_reinforce"].diagnose(logprobs, inputs).tolist(), strict=True))
+    assert named == pytest.approx(
+        {
+            "tinsmith_stable_reinforce/weight": 0.23246 * 2.5 / 2,
+            "tinsmith_stable_reinforce/limited": 0.5,
+            "tinsmith_stable_reinforce/drift": 0.86036,
+        },
+        abs=1e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("gap", "wanted", "unwanted"),
+    [
+        (-INF, 0.0, 0.0),
+        (-1e4, 0.0, 0.0),
+        (-100.0, 0.0, 0.0),
+        (-1.0, math.exp(-1.0), 0.0),
+        (-0.3, math.exp(-0.3), math.exp(-0.3)),
+        (0.0, 1.0, 1.0),
+        (0.3, math.exp(0.3), math.exp(0.3)),
+        (0.5, 0.0, math.exp(0.5)),
+        (1.0, 0.0, 2.0),
+        (100.0, 0.0, 2.0),
+        (1e4, 0.0, 2.0),
+    ],
+)
+def test_stable_reinforce_bounds_the_weight_of_a_token_for_any_ratio(
+    gap: float, wanted: float, unwanted: float, dtype: torch.dtype
+) -> None:
+    """One token that is off among 49 that agree: its weight with an advantage of 1 and of -1. The others keep theirs."""
+    sampled = torch.full((50,), -2e4 if gap > 20 else -2.0, dtype=dtype)
+    logprobs, ones = sampled.clone(), torch.ones(50, dtype=dtype)
+    logprobs[7] += gap
+    for advantage, weight in ((1.0, wanted), (-1.0, unwanted)):
+        inputs = {"logprobs": sampled, "advantages": advantage * ones, "sequence_ratio_mask": ones}
+        loss, gradient = value_and_gradient("stable_reinforce", logprobs, inputs)
+        assert float(loss) == pytest.approx(-advantage * (49 + weight), rel=1e-5)
+        assert (-advantage * gradient).tolist() == pytest.approx([1.0] * 7 + [weight] + [1.0] * 42, rel=1e-5)
+    _, gradient = value_and_gradient("stable_reinforce", logprobs, inputs | {"advantages": 0 * ones}, kl_coeff=0.5)
+    assert gradient.tolist() == pytest.approx([0.0] * 7 + [0.0 if gap == -INF else 0.5 * max(-1.0, min(gap, 1.0))] + [0.0] * 42, abs=1e-5)
+
+
+def test_stable_reinforce_takes_weight_from_a_sequence_that_has_drifted_as_a_whole() -> None:
+    ones = torch.ones(10)
+    for gap, weight in ((-0.1, math.exp(-0.1)), (-0.2, math.exp(-0.2)), (-0.4, 0.5 * math.exp(-0.4)), (-3.0, 0.2 * math.exp(-3.0))):
+        _, gradient = value_and_gradient(
+            "stable_reinforce", -5 * ones + gap, {"logprobs": -5 * ones, "advantages": ones, "sequence_ratio_mask": ones}
+        )
+        assert (-gradient).tolist() == pytest.approx([weight] * 10, rel=1e-5)
+
+
+def test_only_a_loss_that_says_more_than_its_value_is_asked_for_it() -> None:
+    assert [name for name, loss in LOSSES.items() if loss.metrics] == ["stable_reinforce"]
+    assert len(LOSSES["ppo"].diagnose(torch.zeros(3), {})) == 0
 
 
 def test_losses_that_are_not_built_say_what_to_use_instead() -> None:
     for name in NOT_BUILT:
-        with pytest.raises(NotBuiltError, match=f"loss_fn '{name}' is not built: .*(use importance_sampling|forward_backward_custom)"):
+        with pytest.raises(NotBuiltError, match=f"loss_fn '{name}' is not built: .*forward_backward_custom"):
             find_loss(name, {})
 
 
@@ -178,6 +278,8 @@ def test_losses_that_are_not_built_say_what_to_use_instead() -> None:
         ("dro", {"beta": -0.1}, r"loss_fn_config\['beta'\] is -0.1; it must be"),
         ("cispo", {"clip_high_threshold": float("nan")}, r"loss_fn_config\['clip_high_threshold'\] is nan; it must be"),
         ("gspo", {"clip_high_threshold": INF}, r"loss_fn_config\['clip_high_threshold'\] is inf; it must be"),
+        ("stable_reinforce", {"kl_coeff": -0.1}, r"loss_fn_config\['kl_coeff'\] is -0.1; it must be a finite number, at least 0"),
+        ("stable_reinforce", {"clip_high_threshold": 2.0}, "'clip_high_threshold' is not one of stable_reinforce's: kl_coeff"),
         ("ppo", {"clip_low_threshold": 1.3}, "clip_low_threshold=1.3, clip_high_threshold=1.2; the low one must not be above"),
     ],
 )

@@ -13,12 +13,19 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output
 from tinker.types.forward_backward_request import ForwardBackwardRequest as SdkRequest
 from tinker.types.model_input_chunk import ModelInputChunk
-from tinker.types.provenance_spans import PromptProvenanceSpan
+from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 
 from tinsmith.errors import NotBuiltError, TinsmithError, UserError
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import ImageChunk, TextChunk
-from tinsmith.wire.forward_backward import ForwardBackwardRequest, decode_stored, encode_output, move_images_out, parse
+from tinsmith.wire.forward_backward import (
+    ForwardBackwardRequest,
+    ProvenanceSpan,
+    decode_stored,
+    encode_output,
+    move_images_out,
+    parse,
+)
 
 text_chunks = st.builds(lambda tokens: types.EncodedTextChunk(tokens=tokens), st.lists(st.integers(0, 2**31 - 1), max_size=5))
 image_chunks = st.builds(
@@ -100,15 +107,17 @@ def test_numbers_of_an_older_sdk_are_read_from_the_legacy_map() -> None:
     assert decode_stored(message.SerializeToString()).loss_fn_config == {"clip_low": 0.5}
 
 
-def test_provenance_spans_are_accepted() -> None:
-    span = PromptProvenanceSpan(sequence_id="s", offset=0, length=1)
+def test_provenance_spans_are_read() -> None:
     datum = types.Datum(
-        model_input=types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1])]),
-        loss_fn_inputs={"target_tokens": types.TensorData.from_numpy(np.array([1]))},
-        model_input_spans=[span],
-        loss_fn_input_spans=[span],
+        model_input=types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1, 2])]),
+        loss_fn_inputs={"target_tokens": types.TensorData.from_numpy(np.array([2, 3]))},
+    ).with_provenance(
+        [PromptProvenanceSpan(sequence_id="p", length=2), SampledProvenanceSpan(sequence_id="s", length=0)],
+        [PromptProvenanceSpan(sequence_id="p", offset=1, length=1), SampledProvenanceSpan(sequence_id="s", offset=4, length=1)],
     )
-    assert len(decode(encode(sdk_request([datum]))).data) == 1
+    (read,) = decode(encode(sdk_request([datum]))).data
+    assert read.model_input_spans == (ProvenanceSpan("p", 0, 2, sampled=False), ProvenanceSpan("s", 0, 0, sampled=True))
+    assert read.target_spans == (ProvenanceSpan("p", 1, 1, sampled=False), ProvenanceSpan("s", 4, 1, sampled=True))
 
 
 def second_datum(chunk: tinker_pb2.Chunk) -> bytes:

@@ -53,7 +53,8 @@ def test_a_body_of_the_sdk_is_read() -> None:
 
 def test_defaults_of_the_sdk() -> None:
     request = parse_sample_request(sdk_body(types.SamplingParams()))
-    assert (request.num_samples, request.questions.logprobs) == (1, False)
+    assert (request.num_samples, request.questions.logprobs, request.record_stability_info) == (1, False, False)
+    assert parse_sample_request(sdk_body(types.SamplingParams(), record_stability_info=True)).record_stability_info
     params = request.params
     assert (params.max_tokens, params.seed, params.temperature, params.top_p, params.top_k) == (None, None, 1.0, 1.0, -1)
 
@@ -118,7 +119,6 @@ def test_wrong_fields_are_named_with_their_value(changes: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"record_stability_info": True}, "stable_reinforce.*use importance_sampling"),
         ({"base_model": "tiny"}, "fixed by the sampling session"),
         ({"model_path": "tinker://x"}, "fixed by the sampling session"),
         ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs: .* got -1"),

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, error_of
 from tinsmith.rendering.renderer import Renderer
+from tinsmith.store.recorded_sequences import RecordedSequence, RecordedSequences
 from tinsmith.training.backend import LocalBackend
+from tinsmith.training.stable_reinforce import METRICS
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.forward_backward import StoredRequest, move_images_out
 from tinsmith.worker.background import Background
@@ -101,25 +103,26 @@ class Bench:
         return message
 
 
-def bench_of(base: BaseModel) -> Bench:
+def bench_of(base: BaseModel, directory: Path) -> Bench:
     blobs: dict[bytes, bytes] = {}
     sent: list[Message] = []
     due: deque[Callable[[], None]] = deque()
     backend = LocalBackend(base, TrainingConfig())
     backend.create_model("m", LoraShape(4, seed=1))
+    recorded = RecordedSequences(directory, 2**20)
     renderer = Renderer(base, ImagesConfig(), lambda digest: blobs[digest])
-    passes = Passes({"tiny": Trained(backend, renderer)}, Background("rendering", 1, lambda: None), sent.append, due.append)
+    passes = Passes({"tiny": Trained(backend, renderer)}, Background("rendering", 1, lambda: None), sent.append, due.append, recorded.find)
     return Bench(passes, backend, blobs, sent, due)
 
 
 @pytest.fixture
-def bench(text_base: BaseModel) -> Bench:
-    return bench_of(text_base)
+def bench(text_base: BaseModel, tmp_path: Path) -> Bench:
+    return bench_of(text_base, tmp_path)
 
 
 @pytest.fixture
-def gallery(vision_base: BaseModel) -> Bench:
-    return bench_of(vision_base)
+def gallery(vision_base: BaseModel, tmp_path: Path) -> Bench:
+    return bench_of(vision_base, tmp_path)
 
 
 @contextmanager
@@ -141,6 +144,72 @@ def logprobs(done: PassDone) -> list[NDArray[np.float32]]:
 
 
 # ---- Preparing
+
+
+def stable_request(*names: str) -> StoredRequest:
+    """A datum of the loss stable_reinforce for each sequence: two tokens of its prompt, and the two that were sampled."""
+    message = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="stable_reinforce")
+    for name in names:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array([1, 2, 5], dtype="<i4").tobytes()
+        for key, values in (("target_tokens", np.array([2, 5, 6])), ("advantages", np.array([0, 1, -1], dtype=np.float32))):
+            tensor = datum.loss_fn_inputs[key]
+            tensor.dense = values.tobytes()
+            tensor.dtype = tinker_pb2.DTYPE_INT64 if key == "target_tokens" else tinker_pb2.DTYPE_FLOAT32
+        for field, prompt, sampled in ((datum.model_input_spans, (0, 2), 1), (datum.loss_fn_input_spans, (1, 1), 2)):
+            field.add().prompt_tokens.CopyFrom(tinker_pb2.PromptProvenanceSpan(sequence_id=name, offset=prompt[0], length=prompt[1]))
+            field.add().sampled_tokens.CopyFrom(tinker_pb2.SampledProvenanceSpan(sequence_id=name, length=sampled))
+    return move_images_out(message)
+
+
+def test_stable_reinforce_compares_with_what_was_recorded_and_says_whose_formula_it_is(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first sequence was sampled with the log-probabilities of the model as it is, the second with others."""
+    recorded: dict[str, RecordedSequence] = {}
+    bench.passes.find_recorded = lambda names: {name: recorded[name] for name in names & recorded.keys()}
+    bench.backend.create_model("s:train:0", LoraShape(4, seed=1))
+    sequence = RecordedSequence(2, np.array([5, 6], dtype=np.int32), np.zeros(2, dtype=np.float32))
+    recorded |= {"s:sample:0/0/0": sequence, "s:sample:0/0/1": sequence}
+
+    def computed(operation: str) -> PassDone:
+        message = Prepare(1, operation, "s:train:0", "tiny", [], stable_request(*recorded).payload)
+        bench.passes.prepare(message)
+        assert bench.answer() == Prepared(1, operation, True, [3, 3], [{}, {}])
+        bench.run(1, (operation, 0), (operation, 1))
+        done: PassDone = bench.answer()
+        return done
+
+    first = computed("s:train:0/1")
+    now = np.frombuffer(first.payload, np.float32)[-3:]  # log-probabilities of the second datum
+    recorded["s:sample:0/0/0"] = replace(sequence, logprobs=now[1:].copy())
+    done = computed("s:train:0/2")
+    assert done.metrics == [list(METRICS)] * 2
+    numbers = np.frombuffer(done.payload, np.float64, count=8)
+    (agreed, far), metrics = numbers[:2], numbers[2:].reshape(2, 3)
+    assert agreed == pytest.approx(0.0, abs=1e-6)  # -(1 - 1)
+    assert metrics[0] == pytest.approx([1.0, 0.0, 0.0], abs=1e-5)
+    weights = 0.2 * np.exp(now[1:])  # log-ratios below -1: the drift is 1
+    assert max(now[1:]) < -1
+    assert far == pytest.approx(-weights[0], rel=1e-4)  # the other has moved the way that its advantage wants
+    assert metrics[1] == pytest.approx([weights[0] / 2, 0.5, 1.0], rel=1e-4)
+    assert caplog.text.count("this formula is Tinsmith's own") == 1
+
+
+def test_a_sequence_that_is_not_recorded_fails_the_operation_that_names_it(bench: Bench) -> None:
+    bench.passes.prepare(Prepare(1, "s:train:0/1", "s:train:0", "tiny", [], stable_request("s:sample:0/0/0").payload))
+    failed = bench.answer()
+    assert (failed.backward, failed.error_type) == (True, "UserError")
+    assert "datum 0: provenance span 0 of model_input names sequence 's:sample:0/0/0', which is not recorded" in failed.error
+
+
+def test_an_operation_waits_for_recordings_that_cannot_be_read(bench: Bench) -> None:
+    def locked(names: Any) -> Any:
+        raise StoreUnavailableError("locked")
+
+    bench.passes.find_recorded = locked
+    bench.prepare("s:train:0/1", stable_request("s:sample:0/0/0"))
+    assert isinstance(error_of(bench.answer().error_type, ""), StoreUnavailableError)
 
 
 def test_a_small_request_is_measured_at_once(bench: Bench) -> None:

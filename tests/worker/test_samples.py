@@ -22,6 +22,7 @@ from tinsmith.models.lora import LoraPair
 from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFailed
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.recorded_sequences import RecordedSequences
 from tinsmith.store.store import Store
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.sample import SampledSequence, encode_sample_response
@@ -97,7 +98,8 @@ def bench_of(base: BaseModel, directory: Path, **settings: Any) -> Bench:
     sent: list[Any] = []
     snapshots = Snapshots({"tiny": base}, Store.open(directory), CheckpointFiles(directory), directory / "snapshots", 2**30)
     rendering, disk = (Background(name, 1, lambda: None) for name in ("rendering", "disk"))
-    return Bench(Samples({"tiny": Sampled(sampler, renderer(base))}, snapshots, rendering, disk, sent.append), sampler, sent)
+    recorded = RecordedSequences(directory, 2**20)
+    return Bench(Samples({"tiny": Sampled(sampler, renderer(base))}, snapshots, rendering, disk, recorded, sent.append), sampler, sent)
 
 
 @contextmanager
@@ -191,6 +193,42 @@ def test_an_answer_that_cannot_be_written_fails_its_sample_alone(
     answers = bench.answers()
     assert answers["wrong"] == "internal error: ValueError('too large')"
     assert len(answers["right"][0]) == 4
+
+
+def test_what_was_sampled_is_recorded_before_its_client_is_answered(text_base: BaseModel, tmp_path: Path) -> None:
+    """And what an ended session sampled is forgotten."""
+    bench = bench_of(text_base, tmp_path)
+    recorded = bench.samples.recorded
+    with occupied(bench.samples.disk):
+        bench.samples.add(sample("s:sample:0/1", num_samples=2, record_stability_info=True))
+        bench.samples.add(sample("s:sample:0/2"))
+        bench.until(lambda: bench.sent and not bench.samples.started)
+        assert bench.answers().keys() == {"s:sample:0/2"}
+    bench.settle()
+    (done,) = bench.sent
+    sequences = tinker_pb2.SampleResponse.FromString(done.payload).sequences
+    found = recorded.find([f"s:sample:0/{number}/{index}" for number in (1, 2) for index in (0, 1)])
+    assert list(found) == ["s:sample:0/1/0", "s:sample:0/1/1"]
+    for kept, sent in zip(found.values(), sequences, strict=True):
+        assert kept.prompt_length == 3
+        assert (kept.tokens.tobytes(), kept.logprobs.tobytes()) == (sent.tokens, sent.logprobs)
+    bench.samples.end_session("another")
+    bench.settle()
+    assert len(recorded.find(found)) == 2
+    bench.samples.end_session("s")
+    bench.settle()
+    assert recorded.find(found) == {}
+
+
+def test_a_sample_that_cannot_be_recorded_fails_alone(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = bench_of(text_base, tmp_path)
+    bench.samples.recorded.close()
+    bench.samples.add(sample("s:sample:0/1", record_stability_info=True))
+    bench.samples.add(sample("s:sample:0/2"))
+    bench.settle()
+    answers = bench.answers()
+    assert "recorded_sequences.sqlite cannot be used: " in answers["s:sample:0/1"]
+    assert len(answers["s:sample:0/2"][0]) == 4
 
 
 def test_a_request_id_that_is_sent_again_is_another_run(text_base: BaseModel, tmp_path: Path) -> None:

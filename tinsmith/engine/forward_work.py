@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from itertools import islice
 
 import numpy as np
 
@@ -169,14 +170,16 @@ class ForwardWork:
         operations = {piece.operation.command.request_id: piece.operation for piece in pieces}
         for operation in operations.values():
             self.tokens_per_pass[operation.base_model] = message.tokens_per_pass
-        losses = np.frombuffer(message.payload, dtype=np.float64, count=len(message.results))
-        offset = losses.nbytes
-        for (request_id, index, shape), loss in zip(message.results, losses.tolist(), strict=True):
+        numbers = np.frombuffer(message.payload, dtype=np.float64, count=len(message.results) + sum(map(len, message.metrics)))
+        offset = numbers.nbytes
+        losses, values = numbers[: len(message.results)].tolist(), iter(numbers[len(message.results) :].tolist())
+        for (request_id, index, shape), loss, names in zip(message.results, losses, message.metrics, strict=True):
+            metrics = dict(zip(names, islice(values, len(names)), strict=True))
             count = int(np.prod(shape))
             logprobs = np.frombuffer(message.payload, dtype=np.float32, count=count, offset=offset).reshape(shape)
             offset += 4 * count
             if request_id in operations:
-                operations[request_id].results[index] = DatumOutput(logprobs, loss)
+                operations[request_id].results[index] = DatumOutput(logprobs, loss, metrics)
         for request_id, _, error_type, reason in message.failures:
             if request_id in operations:
                 operations[request_id].failures.append(error_of(error_type, reason))

@@ -6,7 +6,7 @@ so a long operation of one model does not hold up a short one of another.
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,8 @@ class DatumOutput:
     logprobs: NDArray[np.float32]
     """Of the target tokens, in their shape."""
     loss: float
+    metrics: Mapping[str, float]
+    """What its loss says of it beside its value, by name."""
 
 
 @dataclass(eq=False)
@@ -81,6 +83,13 @@ class ForwardOperation:
     def loss(self) -> float:
         """Sum over its datums, once it is complete."""
         return sum(result.loss for result in self.in_order)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the reply says of it beside its log-probabilities, once it is complete: the loss, and means over its datums."""
+        results = self.in_order
+        means = {f"{name}:mean": sum(result.metrics[name] for result in results) / len(results) for name in results[0].metrics}
+        return {"loss:sum": self.loss} | means
 
 
 @dataclass(frozen=True)

@@ -401,7 +401,7 @@ class Trainer:
 
 def _outcome(operation: ForwardOperation) -> Outcome:
     outputs = [{"logprobs": result.logprobs} for result in operation.in_order]
-    result = encode_output(outputs, {"loss:sum": operation.loss})
+    result = encode_output(outputs, operation.metrics)
     return Outcome(operation.command.request_id, result, "protobuf", None, None)
 
 

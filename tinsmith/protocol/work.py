@@ -91,8 +91,8 @@ class RunPass(Message):
 class PassDone(Message):
     """How each datum of a pass ended.
 
-    `payload` holds of those in `results` first all losses (float64), then all log-probabilities (float32). JSON has no infinity and no
-    NaN, which a loss may be.
+    `payload` holds of those in `results` first all losses, then all metrics (float64), then all log-probabilities (float32). JSON has no
+    infinity and no NaN, which a loss may be.
     """
 
     number: int
@@ -102,6 +102,8 @@ class PassDone(Message):
     """Operation, index, type and message of the error. A datum that failed left no gradient."""
     tokens_per_pass: int
     """Most tokens of later passes on this base model: fewer, after the worker ran out of memory."""
+    metrics: list[list[str]]
+    """Names of the metrics of each of `results`."""
     payload: bytes
 
 

@@ -89,7 +89,7 @@ class PendingSample:
     @property
     def sequence_ids(self) -> list[str]:
         """One id for each sequence of the reply, in order."""
-        return [f"{self.request_id}/{index}" for index in range(self.num_samples)]
+        return [ids.sequence_id(self.request_id, index) for index in range(self.num_samples)]
 
 
 @dataclass(frozen=True)

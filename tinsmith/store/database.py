@@ -98,7 +98,7 @@ def _engine(path: Path, synchronous: Literal["NORMAL", "FULL"], busy_s: float) -
             connection.execute(f"PRAGMA {pragma}")
 
     def name_trouble(context: ExceptionContext) -> None:
-        _check_available(context.original_exception)
+        check_available(context.original_exception)
         code = getattr(context.original_exception, "sqlite_errorcode", None)
         if code is not None and code & 0xFF in _DAMAGED:
             raise damaged(path, str(context.original_exception)) from context.original_exception
@@ -124,7 +124,7 @@ def damaged(path: Path, found: str) -> ConfigError:
     )
 
 
-def _check_available(error: BaseException) -> None:
+def check_available(error: BaseException) -> None:
     """Raise StoreUnavailableError for an error of SQLite that is no fault of the statement."""
     code = getattr(error, "sqlite_errorcode", None)  # missing if the module itself was misused
     if isinstance(error, sqlite3.Error) and code is not None and code & 0xFF in _REMEDY:
@@ -139,7 +139,7 @@ def _begin(connection: Connection) -> None:
     try:
         driver.execute("BEGIN IMMEDIATE" if connection.get_execution_options().get("write") else "BEGIN")
     except sqlite3.Error as error:
-        _check_available(error)
+        check_available(error)
         raise
 
 

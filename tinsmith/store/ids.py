@@ -5,6 +5,7 @@ model              SESSION:train:N
 training operation SESSION:train:N/SEQ_ID      (create_model is 0)
 sampling session   SESSION:sample:N
 sample             SESSION:sample:N/SEQ_ID     (client k of a sampling session counts from k · 10**9)
+sampled sequence   SESSION:sample:N/SEQ_ID/INDEX
 """
 
 _TRAIN = ":train:"
@@ -51,6 +52,11 @@ def session_of(owned_id: str) -> str:
 def request_id(owner_id: str, seq_id: int) -> str:
     """The id of an operation of a model, or of a sample of a sampling session."""
     return f"{owner_id}/{seq_id}"
+
+
+def sequence_id(sample: str, index: int) -> str:
+    """The id of one of the sequences that a sample gave."""
+    return f"{sample}/{index}"
 
 
 def parse_request_id(text: str) -> tuple[str, int] | None:

@@ -8,7 +8,8 @@ Reductions are sums, never means, so that however a batch is split its gradients
 contributes exactly 0 to value and gradient, also where lp is -inf. In dro a sampled token without advantage keeps its penalty; what
 contributes exactly 0 there are the positions that do not count (`_counted`), such as the padding of prompts.
 
-The formulas are those of the public documentation of the Tinker API ("Loss functions"); papers are named where a loss has one.
+The formulas are those of the public documentation of the Tinker API ("Loss functions"); papers are named where a loss has one. That of
+stable_reinforce is not public; ours is in `stable_reinforce.py`.
 """
 
 import math
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import NotBuiltError, UserError
+from tinsmith.training.stable_reinforce import METRICS, NOTICE, diagnose, stable_reinforce
 
 LossFunction = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 """(logprobs [N] or [N, K], inputs by name with the same shape, settings by name) -> scalar loss."""
@@ -122,6 +124,12 @@ class Loss:
     """loss_fn_inputs that it reads where a datum has them."""
     many_targets: bool = False
     """Whether it takes K targets a position."""
+    needs_provenance: bool = False
+    """Whether "logprobs" and "sequence_ratio_mask" come from what was recorded when the datum's tokens were sampled, not from the datum."""
+    metrics: tuple[str, ...] = ()
+    """What `diagnose` returns. A reply has the mean of each over its datums."""
+    notice: str = ""
+    """What the log says when the loss is first used."""
 
     @property
     def name(self) -> str:
@@ -137,6 +145,10 @@ class Loss:
         """The scalar loss of one datum from `logprobs`, in the shape of its targets, and its inputs by name, of the same shape."""
         return self.function(logprobs, inputs, self.config)
 
+    def diagnose(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """[m] one number for each of `metrics`, for one datum; arguments as of `compute`."""
+        return diagnose(logprobs, inputs) if self.metrics else logprobs.new_zeros(0)
+
 
 _POLICY = ("logprobs", "advantages")
 
@@ -149,13 +161,20 @@ LOSSES: Mapping[str, Loss] = {
         Loss(cispo, _POLICY, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, CLIP_THRESHOLDS),
         Loss(dro, _POLICY, {"beta": 0.05}, COUNTED_BY),
         Loss(gspo, (*_POLICY, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, CLIP_THRESHOLDS),
+        Loss(
+            stable_reinforce,
+            (*_POLICY, "sequence_ratio_mask"),
+            {"kl_coeff": 0.0},
+            needs_provenance=True,
+            metrics=METRICS,
+            notice=NOTICE,
+        ),
     )
 }
 """What clients can name, with default settings. Those of ppo and cispo are documented. For dro, the documented example is the default here,
-and for gspo the bounds of ppo: what the hosted service takes is not public."""
+and for gspo the bounds of ppo: what the hosted service takes is not public. Neither is its default for kl_coeff; ours is 0."""
 
 NOT_BUILT = {
-    "stable_reinforce": "its formula is not public; use importance_sampling, or ppo, cispo or gspo for samples of older weights",
     "custom": "losses are not uploaded here; pass the function itself to forward_backward_custom, and the SDK computes it in the client",
 }
 """Losses of the Tinker API that are refused, and what to use instead."""

@@ -5,7 +5,7 @@ leaves no trace.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 
 import numpy as np
@@ -43,6 +43,8 @@ class DatumResult:
     logprobs: NDArray[np.float32]
     """Of the target tokens, in their shape."""
     loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the loss says of the datum beside its value, by name."""
 
 
 def run_packed(
@@ -60,10 +62,11 @@ def run_packed(
         parts = _logprobs(base, row, [work[i] for i in order], [owners[i] for i in order], logits_chunk)
         losses = [work[i].loss.compute(part, _inputs(work[i], base.device)) for i, part in zip(order, parts, strict=True)]
         per_datum = torch.stack(losses)  # [datums]
+    metrics = _metrics([work[i] for i in order], parts)
     ready = _contributions(per_datum.sum(), list(dict.fromkeys(optimizers))) if backward else []
     results: dict[int, DatumResult] = {}
-    for i, logprobs, loss in zip(order, _to_numpy(parts), per_datum.tolist(), strict=True):
-        results[i] = DatumResult(logprobs, loss)
+    for i, logprobs, loss, of_datum in zip(order, _to_numpy(parts), per_datum.tolist(), metrics, strict=True):
+        results[i] = DatumResult(logprobs, loss, of_datum)
     in_order = [results[i] for i in range(len(work))]
     for add in ready:  # from here on nothing allocates: all models get their gradients, or none does
         add()
@@ -90,6 +93,17 @@ def _logprobs(base: BaseModel, row: PackedRow, work: Sequence[DatumWork], owners
         parts += [part.view(datum.target_tokens.shape) for datum, part in zip(datums, scored.split(lengths), strict=True)]
         start += len(targets)
     return parts
+
+
+def _metrics(work: Sequence[DatumWork], parts: Sequence[Tensor]) -> list[dict[str, float]]:
+    """What the losses say of their datums, in one transfer. Most say nothing, and cost nothing."""
+    said = [
+        datum.loss.diagnose(part.detach(), _inputs(datum, part.device))
+        for datum, part in zip(work, parts, strict=True)
+        if datum.loss.metrics
+    ]
+    values = iter(torch.cat(said).tolist() if said else [])
+    return [{name: next(values) for name in datum.loss.metrics} for datum in work]
 
 
 def _inputs(datum: DatumWork, device: torch.device) -> dict[str, Tensor]:

@@ -34,6 +34,17 @@ _REPLY_DTYPES = {
 }
 
 
+@dataclass(frozen=True)
+class ProvenanceSpan:
+    """Where a run of tokens of a datum comes from: positions [offset, offset + length) of a sampled sequence, or of its prompt."""
+
+    sequence_id: str
+    offset: int
+    length: int
+    sampled: bool
+    """The tokens are sampled ones of the sequence; else they are of the prompt that it was sampled for."""
+
+
 @dataclass(frozen=True, eq=False)
 class Datum:
     """One training sequence."""
@@ -42,6 +53,10 @@ class Datum:
     """The model input in order."""
     loss_fn_inputs: dict[str, Array]
     """Dense float32 or int64 arrays by name, such as target_tokens [n] or [n, k]."""
+    model_input_spans: tuple[ProvenanceSpan, ...] = ()
+    """Where the tokens of the model input come from, in order; empty if the client does not say."""
+    target_spans: tuple[ProvenanceSpan, ...] = ()
+    """The same of target_tokens (loss_fn_input_spans on the wire)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +144,12 @@ def decode_stored(payload: bytes, image_digests: Sequence[bytes] = ()) -> Forwar
     data = []
     for index, datum in enumerate(message.data):
         try:
-            decoded = Datum(list(_decode_chunks(datum.model_input, digests)), _decode_tensors(datum.loss_fn_inputs, elements_left))
+            decoded = Datum(
+                list(_decode_chunks(datum.model_input, digests)),
+                _decode_tensors(datum.loss_fn_inputs, elements_left),
+                tuple(map(_decode_span, datum.model_input_spans)),
+                tuple(map(_decode_span, datum.loss_fn_input_spans)),
+            )
         except TinsmithError as error:
             raise type(error)(f"datum {index}: {error}") from error
         elements_left -= sum(array.size for array in decoded.loss_fn_inputs.values())
@@ -193,6 +213,12 @@ def _decode_image(image: tinker_pb2.ImageChunk, sha256: bytes | None) -> ImageCh
     if expected_tokens is not None and expected_tokens < 1:
         raise UserError(f"expected_tokens={expected_tokens} of an image must be at least 1")
     return ImageChunk(sha256=sha256, data=None, format=image.format, expected_tokens=expected_tokens)
+
+
+def _decode_span(span: tinker_pb2.ProvenanceSpan) -> ProvenanceSpan:
+    kind = span.WhichOneof("span")
+    named = span.sampled_tokens if kind == "sampled_tokens" else span.prompt_tokens
+    return ProvenanceSpan(named.sequence_id, named.offset, named.length, kind == "sampled_tokens")
 
 
 def _decode_tensors(tensors: Mapping[str, tinker_pb2.Tensor], max_elements: int) -> dict[str, Array]:

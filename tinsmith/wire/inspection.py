@@ -15,8 +15,8 @@ from tinsmith.errors import UserError
 _MAX_TENSORS = 32
 """Most loss_fn_inputs of one datum; the API knows eight."""
 _MAX_FIELDS = 2**19
-"""Most protobuf fields that are read. This also limits provenance spans, of which the cookbook sends four for each turn of a conversation
-and which are not used here."""
+"""Most protobuf fields that are read. This also limits provenance spans, of which the cookbook sends four for each turn of a
+conversation."""
 
 _MODEL_ID, _SEQ_ID, _DATA = 1, 2, 3
 """Field numbers of ForwardBackwardRequest."""

@@ -69,6 +69,8 @@ class SampleRequest:
     """What to return about the prompt as well."""
     topk_sample_logprobs: int = 0
     """Return so many of the likeliest tokens at each sampled position."""
+    record_stability_info: bool = False
+    """Record what was sampled for the loss stable_reinforce."""
 
 
 @dataclass(frozen=True)
@@ -171,11 +173,6 @@ class _SampleBody(StrictModel):
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
-        if self.record_stability_info:
-            raise UserError(
-                "record_stability_info=True serves the loss stable_reinforce, which is not offered; "
-                "leave it out and use importance_sampling, or ppo, cispo or gspo for samples of older weights"
-            )
         if self.prompt_logprobs_last_n is not None and not self.prompt_logprobs:
             raise ValueError("prompt_logprobs_last_n applies to prompt logprobs; set prompt_logprobs")
         if self.base_model is not None or self.model_path is not None:
@@ -219,6 +216,7 @@ def parse_sample_request(body: bytes) -> SampleRequest:
         params=_decode_params(parsed.sampling_params),
         questions=parsed.questions(),
         topk_sample_logprobs=parsed.topk_sample_logprobs,
+        record_stability_info=bool(parsed.record_stability_info),
     )
 
 

@@ -1,6 +1,6 @@
 """A stored forward or forward_backward request -> datums that are checked and ready to compute."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,9 +8,11 @@ from numpy.typing import NDArray
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.rendering.renderer import Measured, Renderer, check_token_ids, position_of
+from tinsmith.store.recorded_sequences import RecordedSequence
 from tinsmith.training.backend import DatumWork
 from tinsmith.training.losses import CLIP_THRESHOLDS, COUNTED_BY, Loss, find_loss
 from tinsmith.wire.forward_backward import Datum, ForwardBackwardRequest
+from tinsmith.worker.provenance import sequence_ids, with_recorded
 
 KNOWN_INPUTS = ("target_tokens", "weights", "advantages", "logprobs", *CLIP_THRESHOLDS, "sequence_ratio_mask", "mask")
 """loss_fn_inputs of the Tinker API, and the "mask" of the cookbook's datums, which dro reads.
@@ -20,6 +22,9 @@ the loss would then not do.
 """
 
 FloatArray = NDArray[np.float32]
+
+FindRecorded = Callable[[Set[str]], Mapping[str, RecordedSequence]]
+"""Ids of sampled sequences -> those that are recorded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,26 +54,29 @@ class CheckedDatum:
         return DatumWork(self.model_id, self.renderer.render_measured(self.measured), self.targets, self.loss, self.inputs)
 
 
-def prepare(model_id: str, request: ForwardBackwardRequest, renderer: Renderer) -> list[CheckedDatum]:
+def prepare(model_id: str, request: ForwardBackwardRequest, renderer: Renderer, find_recorded: FindRecorded) -> list[CheckedDatum]:
     """Check every datum. Raises UserError naming datum, field and value, before anything is computed or any picture decoded."""
     loss = find_loss(request.loss_fn, request.loss_fn_config)
     if not request.data:
         raise UserError("data is empty; send at least one datum")
+    recorded = find_recorded(sequence_ids(request.data, model_id)) if loss.needs_provenance else {}
     prepared = []
     for index, datum in enumerate(request.data):
         try:
-            prepared.append(_prepare_datum(model_id, datum, loss, renderer))
+            prepared.append(_prepare_datum(model_id, datum, loss, renderer, recorded))
         except TinsmithError as error:
             raise type(error)(f"datum {index}: {error}") from error
     return prepared
 
 
-def _prepare_datum(model_id: str, datum: Datum, loss: Loss, renderer: Renderer) -> CheckedDatum:
+def _prepare_datum(model_id: str, datum: Datum, loss: Loss, renderer: Renderer, recorded: Mapping[str, RecordedSequence]) -> CheckedDatum:
     for name in datum.loss_fn_inputs:
         if name not in KNOWN_INPUTS:
             raise UserError(f"loss_fn_inputs has an unknown key {name!r}; known are {', '.join(KNOWN_INPUTS)}")
     measured = renderer.measure(datum.chunks)
     targets = _targets(datum, loss, len(measured), renderer.base.vocab_size)
+    if loss.needs_provenance:
+        datum = with_recorded(datum, targets, model_id, recorded)
     optional = [name for name in loss.optional_inputs if name in datum.loss_fn_inputs]
     inputs = {name: _loss_input(datum, loss, name, targets.shape) for name in (*loss.inputs, *optional)}
     _check_thresholds(datum, loss, inputs)

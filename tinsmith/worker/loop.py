@@ -42,6 +42,7 @@ from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.self_check import check_base_model
 from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
+from tinsmith.store.recorded_sequences import RecordedSequences
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 from tinsmith.worker.background import Background
@@ -82,9 +83,10 @@ class Worker:
         sampling = config.sampling
         memory, disk, idle_s = sampling.snapshot_gib * 2**30, sampling.snapshot_disk_gib * 2**30, sampling.snapshot_idle_h * 3600
         self.snapshots = Snapshots(self.bases, self.store, files, Path(config.data_dir) / SNAPSHOTS_DIR, memory, disk, idle_s)
-        self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, self.send)
+        self.recorded = RecordedSequences(Path(config.data_dir), sampling.recorded_sequences_gib * 2**30)
+        self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, self.recorded, self.send)
         trained = {name: Trained(backends[name], renderers[name]) for name in self.bases}
-        self.passes = Passes(trained, self.rendering, self.send, self.due.append)
+        self.passes = Passes(trained, self.rendering, self.send, self.due.append, self.recorded.find)
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append)
         self.status = WorkerStatusReporter(self.samples, self.send)
         self.stopping = False
@@ -111,6 +113,7 @@ class Worker:
             self.rendering.close()
             self.disk.close()
             self.store.close()
+            self.recorded.close()
 
     @property
     def has_work(self) -> bool:

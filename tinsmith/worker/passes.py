@@ -4,6 +4,7 @@ The engine decides what is computed together. Here operations are checked and me
 by a pool of threads, so that the device never waits for what a processor could have done before.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,9 @@ from tinsmith.rendering.renderer import Renderer
 from tinsmith.training.backend import Backend, DatumResult, DatumWork
 from tinsmith.wire.forward_backward import decode_stored
 from tinsmith.worker.background import Background
-from tinsmith.worker.datums import CheckedDatum, prepare
+from tinsmith.worker.datums import CheckedDatum, FindRecorded, prepare
+
+log = logging.getLogger(__name__)
 
 SMALL_BYTES = 64 * 1024
 """Requests without pictures of up to this size are checked at once: to hand them to a thread and back would take longer."""
@@ -47,11 +50,15 @@ class Passes:
         rendering: Background,
         send: Callable[[Message], None],
         enqueue: Callable[[Callable[[], None]], None],
+        find_recorded: FindRecorded,
     ) -> None:
         self.bases = bases
         self.rendering = rendering
         self.send = send
         self.enqueue = enqueue
+        self.find_recorded = find_recorded
+        self.noticed: set[str] = set()
+        """What the log has been told of losses."""
         self.datums: dict[str, dict[int, CheckedDatum]] = {}
         """Datums that are not computed yet, by operation and index."""
         self.preparing: dict[str, Prepare] = {}
@@ -76,10 +83,16 @@ class Passes:
         with failing_into(failures.append):
             request = decode_stored(message.payload, [bytes.fromhex(digest) for digest in message.image_digests])
             backward = not request.forward_only
-            datums = prepare(message.model_id, request, self.bases[message.base_model].renderer)
+            datums = prepare(message.model_id, request, self.bases[message.base_model].renderer, self.find_recorded)
+            self._notice(datums[0].loss.notice)
             pixels = [{digest.hex(): size for digest, size in datum.undecoded.items()} for datum in datums]
             return Prepared(message.number, message.operation, backward, [len(datum) for datum in datums], pixels), datums
         return PrepareFailed(message.number, message.operation, backward, type_of(failures[0]), str(failures[0])), []
+
+    def _notice(self, notice: str) -> None:
+        if notice and notice not in self.noticed:
+            self.noticed.add(notice)
+            log.warning("%s", notice)
 
     def _answer(self, message: Prepare, reply: Prepared | PrepareFailed, datums: list[CheckedDatum]) -> None:
         if self.preparing.get(message.operation) is not message:  # it was given up, and perhaps begun anew
@@ -126,14 +139,16 @@ class Passes:
                     else:
                         results[piece] = result
         self._forget(results)
-        losses = np.array([result.loss for result in results.values()], dtype=np.float64)
+        numbers = [result.loss for result in results.values()]
+        numbers += [value for result in results.values() for value in result.metrics.values()]
         self.send(
             PassDone(
                 message.number,
                 [(*piece, list(result.logprobs.shape)) for piece, result in results.items()],
                 [(*piece, type_of(error), str(error)) for piece, error in failures.items()],
                 backend.tokens_per_pass,
-                b"".join([losses.tobytes(), *(result.logprobs.tobytes() for result in results.values())]),
+                [list(result.metrics) for result in results.values()],
+                b"".join([np.array(numbers, dtype=np.float64).tobytes(), *(result.logprobs.tobytes() for result in results.values())]),
             )
         )
 

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.models.full import Weights
 from tinsmith.protocol.boundary import failing_into
@@ -22,6 +24,7 @@ from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.sampler import SampleFailure, Sampler, SampleResult, TokensSampled
 from tinsmith.sampling.turns import Turns
 from tinsmith.store import ids
+from tinsmith.store.recorded_sequences import RecordedSequence, RecordedSequences
 from tinsmith.wire.sample import SampleRequest, encode_sample_response, parse_sample_request
 from tinsmith.worker.background import Background
 from tinsmith.worker.snapshots import Held, Snapshots
@@ -54,6 +57,8 @@ class Started:
     """Monotonic time."""
     in_sampler: bool = False
     """Its sampler has it. Until then it is rendered, or its weights are read."""
+    is_recorded: bool = False
+    """What is sampled is recorded for the loss stable_reinforce."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +79,14 @@ class Samples:
         snapshots: Snapshots,
         rendering: Background,
         disk: Background,
+        recorded: RecordedSequences,
         send: Callable[[Message], None],
     ) -> None:
         self.bases = bases
         self.snapshots = snapshots
         self.rendering = rendering
         self.disk = disk
+        self.recorded = recorded
         self.send = send
         self.waiting: dict[str, Turns[Sample]] = {name: Turns() for name in bases}
         """By base model."""
@@ -127,6 +134,7 @@ class Samples:
         cancelled = self._cancel(lambda message: _session(message) == session_id)
         if cancelled:
             log.info("cancelled %d samples of session %s, which has ended", len(cancelled), session_id)
+        self.disk.run(partial(self.recorded.forget_session, session_id), _log_failure)
 
     def _cancel(self, gone: Callable[[Sample], bool]) -> list[Sample]:
         cancelled = [message for turns in self.waiting.values() for message in turns.drop(gone)]
@@ -202,7 +210,8 @@ class Samples:
                 self._read(key, rendered)
                 return
         self.bases[message.base_model].sampler.add(_name(message), rendered.request, rendered.prompt, weights, stream=message.stream)
-        self.started[_name(message)].in_sampler = True
+        started = self.started[_name(message)]
+        started.in_sampler, started.is_recorded = True, rendered.request.record_stability_info
         self.on_the_way[message.base_model] -= message.num_samples
 
     def _read(self, key: Key, rendered: _Rendered) -> None:
@@ -267,8 +276,11 @@ class Samples:
 
     def _finish(self, result: SampleResult, started: Started) -> None:
         message = started.message
-        payload = encode_sample_response(result.sequences, result.answers, result.cached_tokens)
-        self.send(SampleDone(message.request_id, message.run, payload))
+        done = SampleDone(message.request_id, message.run, encode_sample_response(result.sequences, result.answers, result.cached_tokens))
+        if started.is_recorded:
+            self._record(message, result, done)
+        else:
+            self.send(done)
         tokens = sum(len(sequence.tokens) for sequence in result.sequences)
         self.sampled_tokens += tokens
         self.finished += 1
@@ -280,6 +292,27 @@ class Samples:
             tokens,
             time.monotonic() - started.started_at,
         )
+
+    def _record(self, message: Sample, result: SampleResult, done: SampleDone) -> None:
+        """Record what was sampled in a thread, then answer: a client may train on it as soon as it has the answer."""
+        sequences = {
+            ids.sequence_id(message.request_id, index): RecordedSequence(
+                result.prompt_tokens, np.array(sequence.tokens, dtype=np.int32), np.array(sequence.logprobs, dtype=np.float32)
+            )
+            for index, sequence in enumerate(result.sequences)
+        }
+
+        def answer(ended: "Future[None]") -> None:
+            with failing_into(partial(self._fail, message)):
+                ended.result()
+                self.send(done)
+
+        self.disk.run(partial(self.recorded.put, sequences), answer)
+
+
+def _log_failure(ended: "Future[None]") -> None:
+    with failing_into(lambda error: log.warning("what an ended session recorded stays until it expires: %s", error)):
+        ended.result()
 
 
 def _render(renderer: Renderer, message: Sample) -> _Rendered:
