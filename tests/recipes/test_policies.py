@@ -12,7 +12,10 @@ RL_BASIC_OPTIONS = (
     *(f"dataset_builder.model_name_for_tokenizer={TEXT_MODEL}", "dataset_builder.renderer_name=qwen3_instruct"),
 )
 
-ASYNCHRONOUS = ("async_config.loss_fn=ppo", "async_config.max_steps_off_policy=1", "async_config.groups_per_batch=16")
+ASYNCHRONOUS = ("async_config.max_steps_off_policy=1", "async_config.groups_per_batch=16")
+"""Its loss is stable_reinforce."""
+
+STREAMING = ("stream_minibatch_config.groups_per_batch=16", "stream_minibatch_config.num_minibatches=2")
 
 
 def check_that_it_learns_away_from_the_base(outcome: Outcome) -> None:
@@ -43,6 +46,19 @@ def test_asynchronous_rl_with_a_kl_penalty(taught_model: Workshop) -> None:
 
     check_that_it_learns_away_from_the_base(outcome)
     assert max(outcome.curve("async/staleness_max")) == 1
+
+
+def test_minibatches_are_streamed_with_stable_reinforce(taught_model: Workshop) -> None:
+    outcome = taught_model.completed("rl_basic", "log_path=rl_stream", "loss_fn=stable_reinforce", *STREAMING, *RL_BASIC_OPTIONS)
+
+    check_that_it_learns_away_from_the_base(outcome)
+
+
+def test_a_refused_loss_ends_a_recipe_that_streams_minibatches(taught_model: Workshop) -> None:
+    outcome = taught_model.run("rl_basic", "log_path=rl_refused", "loss_fn=gspo", *STREAMING, *RL_BASIC_OPTIONS)
+
+    assert outcome.exit_code != 0
+    assert "loss_fn_inputs has no sequence_ratio_mask; gspo needs" in outcome.output
 
 
 def test_distillation_on_policy_approaches_the_teacher(taught_model: Workshop, synchronous: Outcome) -> None:
