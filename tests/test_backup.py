@@ -19,6 +19,7 @@ from tinsmith.backup import back_up
 from tinsmith.errors import TinsmithError
 from tinsmith.store.catalog import delete_checkpoint, every_checkpoint
 from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.recorded_sequences import RecordedSequences
 from tinsmith.store.store import Store
 from tinsmith.store.sweep import sweep
 
@@ -35,6 +36,7 @@ def data(tmp_path: Path) -> Path:
     (directory / "signing.key").chmod(0o600)
     (directory / "samples.journal").write_text("+s:sample:0/1\n")
     (directory / "snapshots" / "a").mkdir(parents=True)
+    RecordedSequences(directory, 2**20)  # open, so that its write-ahead log is there too
     deleted = saved(CheckpointFiles(directory), "tinker://m/weights/deleted")
     store.put_checkpoint(deleted)
     delete_checkpoint(store, "tinker://m/weights/deleted")

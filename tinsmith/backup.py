@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.errors import ConfigError, NotFoundError, TinsmithError
-from tinsmith.store import catalog, lock
+from tinsmith.store import catalog, lock, recorded_sequences
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import CheckpointFiles, whole_directory
 from tinsmith.store.manifest import NAME as MANIFEST
@@ -82,10 +82,13 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _copy_files(data_dir: Path, target: Path) -> None:
-    """Copy the other files of the data directory, such as the key that signs URLs and the journal of samples."""
+    """Copy the other files of the data directory, such as the key that signs URLs and the journal of samples.
+
+    Recorded sequences are left out: they last a day, and their file changes while it is copied.
+    """
     for file in data_dir.iterdir():
-        own = file.name.startswith(FILE_NAME) or file.name == lock.FILE_NAME or file.suffix == _BEGUN
-        if file.is_file() and not own:
+        left_out = file.name.startswith((FILE_NAME, recorded_sequences.FILE_NAME)) or file.name == lock.FILE_NAME or file.suffix == _BEGUN
+        if file.is_file() and not left_out:
             shutil.copy2(file, target)
 
 
