@@ -51,8 +51,14 @@ def parts(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]]:
     return {part: adapter.masters[f"{FUSED}.{part}"] for part in "qkv"}
 
 
-def test_parts_leave_as_one_block_diagonal_adapter_of_the_same_scale(hybrid: BaseModel, layout: Layout, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_alphabetical_order", [False, True])
+def test_parts_leave_as_one_block_diagonal_adapter_of_the_same_scale(
+    hybrid: BaseModel, layout: Layout, tmp_path: Path, in_alphabetical_order: bool
+) -> None:
+    """Also if they come from the file of a checkpoint, which holds k before q."""
     adapter = random_adapter(hybrid, rank=RANK, seed=1)
+    if in_alphabetical_order:
+        adapter = Adapter(adapter.shape, dict(sorted(adapter.masters.items())), adapter.dtype)
     write_peft(adapter, layout, "x", tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["rank_pattern"]) == (RANK, {"in_proj_qkv": 3 * RANK})

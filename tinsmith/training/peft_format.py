@@ -68,7 +68,8 @@ def write_adapter(adapter: Adapter, names: Mapping[str, str], targets: list[str]
 def _whole_layers(adapter: Adapter, base: Layout) -> dict[str, LoraPair]:
     """The matrices of each layer that the adapter reaches, by the name that transformers gives it. Parts of a layer are joined."""
     layers = {}
-    for _, parts in groupby(adapter.masters, key=lambda name: base.targets[name].module):
+    covered = (name for name in base.targets if name in adapter.masters)  # which a checkpoint may hold in another order
+    for _, parts in groupby(covered, key=lambda name: base.targets[name].module):
         names = list(parts)
         pairs = [adapter.masters[name] for name in names]
         if len(pairs) > 1:  # the layout lists the parts of a layer in the order of its outputs, of which none is left out
