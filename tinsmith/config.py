@@ -187,7 +187,12 @@ class SamplingConfig:
         "What samples: local, the trainer's own weights; vllm, vLLM servers; none, nothing: sample requests are refused",
         choices=("local", "vllm", "none"),
     )
-    kv_cache_gib: float = setting(2.0, "Memory for the key/value cache of each base model", "GiB", 0.001)
+    kv_cache_gib: float = setting(
+        2.0,
+        "Memory for what each base model keeps of sequences while it samples: keys and values, states of gated delta nets",
+        "GiB",
+        0.001,
+    )
     snapshot_gib: float = setting(
         4.0, "Memory for the weights that are sampled; when it is full, those not sampled for longest are moved to disk", "GiB", 0
     )

@@ -92,7 +92,7 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     """Sizes of each base model, and whether all of them fit together where they would run."""
     from tinsmith.models.sizing import size_of  # here, because they import transformers
-    from tinsmith.sampling.local.kv_cache import CacheShape
+    from tinsmith.sampling.local.cache_shape import CacheShape
     from tinsmith.sampling.prefix import BLOCK
 
     needed = 0
@@ -101,6 +101,8 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     for name, source in base_model_sources(config).items():
         try:
             sizes = size_of(source, config.models)
+            shape = CacheShape(sizes.layout.layers, sizes.dtype, sizes.device)
+            cache = shape.divide(int(config.sampling.kv_cache_gib * GIB), config.sampling.max_running)
         except (ConfigError, OSError, ValueError) as error:  # transformers cannot read, or fetch, the configuration
             yield Finding(name, "missing", str(error).splitlines()[0])
             continue
@@ -112,9 +114,13 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
         needed += sum(parts.values())
         yield Finding(name, "ok", f"{sizes.parameters:,} parameters, {str(sizes.dtype).removeprefix('torch.')} on {sizes.device.type}")
         yield from (Finding(f"  {part}", "ok", _size(size)) for part, size in parts.items())
-        shape = CacheShape.of(sizes.text_config, sizes.dtype, sizes.device)
-        tokens = int(config.sampling.kv_cache_gib * GIB) // shape.block_bytes * BLOCK
-        yield Finding("  a cached token", "ok", f"{_size(shape.block_bytes // BLOCK)}; the cache holds {tokens:,} tokens")
+        yield Finding("  a cached token", "ok", f"{_size(shape.block_bytes // BLOCK)}; the cache holds {cache.blocks * BLOCK:,} tokens")
+        if cache.slots:
+            running = min(cache.places, config.sampling.max_running)
+            detail = (
+                f"{_size(shape.state_bytes)}; the cache holds {cache.slots:,} states, {running:,} of them for sequences that run at once"
+            )
+            yield Finding("  a sequence's state", "ok", f"{detail}, which take {_size(running * shape.state_bytes)} more during a pass")
         yield Finding(
             "  one more trained model", "ok", f"{_size(sizes.training_bytes(RANK))}; a snapshot {_size(sizes.adapter_bytes(RANK))}"
         )

@@ -4,7 +4,8 @@ On random sequences of several lengths, with random LoRA adapters whose B is not
 
     each sequence alone      =  transformers' own outer forward with its own attention (final soft caps, logit scales, masks, positions)
     all of them in one row   =  each alone
-    sampled step by step     =  each alone (the real sampler: prompts into the paged cache, some in pieces, then decoding)
+    sampled step by step     =  each alone (the real sampler: prompts into the paged cache, some in pieces, then decoding; and again behind
+                                each answer, from the prefix cache, two samples of each)
 
 A few hundred tokens in all. Sliding windows are shortened meanwhile, so that the sequences are longer than they are. What differs
 is refused with a ConfigError that says what and by how much.
@@ -36,7 +37,8 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import pack, packing_order
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
-from tinsmith.sampling.local.kv_cache import CacheShape, blocks_for
+from tinsmith.sampling.local.cache_shape import CacheSizes
+from tinsmith.sampling.local.kv_cache import blocks_for
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleFailure, SampleResult
 from tinsmith.training.logprobs import target_logprobs
@@ -48,6 +50,8 @@ LENGTHS = (40, 7, 25, 25)
 """Tokens of the text sequences."""
 ANSWER = 12
 """Tokens sampled after each."""
+FURTHER = 9
+"""Tokens of the text after each answer, behind which it is sampled again."""
 WINDOW = 16
 """Length of sliding windows during the check."""
 CHUNK = 64
@@ -269,13 +273,34 @@ def _head_settings(base: BaseModel) -> str:
 
 
 def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], allowed: float) -> None:
-    """Sample an answer to every probe, all at once, and compute prompt and answer again without a cache."""
-    shape = CacheShape.of(base.text_config, base.dtype, base.device)
-    blocks = sum(blocks_for(len(probe.rendered) + ANSWER) + 1 for probe in probes)
-    config = SamplingConfig(kv_cache_gib=(blocks + 1) * shape.block_bytes / 2**30, prefill_tokens=PIECE)
-    sampler = LocalSampler(base, config, CHUNK)
+    """Sample an answer to every probe, all at once, then go on behind each answer, and compute all of it again without a cache."""
+    longest = [len(probe.rendered) + ANSWER + FURTHER + ANSWER for probe in probes]
+    sizes = CacheSizes(sum(2 * blocks_for(length) for length in longest), 6 * len(probes))
+    sampler = LocalSampler(base, SamplingConfig(prefill_tokens=PIECE), CHUNK, sizes)
+    first = _sampled(sampler, probes, _request(num_samples=1, prompt_logprobs=True))
+    prompts = []
+    for result in first:
+        assert result.answers.logprobs is not None
+        prompts.append(torch.from_numpy(result.answers.logprobs[1:]))
+    expected = [_as_sampler(probe, logprobs) for probe, logprobs in zip(probes, alone, strict=True)]
+    _compare(base, "the sampler computes other log-probabilities of a prompt", prompts, expected, allowed)
+    _compare(base, "decoding with a cache gives other log-probabilities than a full forward pass", *_answers(base, probes, first), allowed)
+    generator = np.random.default_rng(1)
+    further = [
+        Probe(_followed(base, probe.rendered, [*result.sequences[0].tokens, *_random_text(base, generator, FURTHER).tokens]), probe.adapter)
+        for probe, result in zip(probes, first, strict=True)
+    ]
+    second = _sampled(sampler, further, _request(num_samples=2, prompt_logprobs=False))
+    if not any(result.cached_tokens for result in second):
+        raise ConfigError("the sampler finds nothing of a prompt that it has computed before")
+    what = "what goes on from the prefix cache gives other log-probabilities than a full forward pass"
+    _compare(base, what, *_answers(base, further, second), allowed)
+
+
+def _sampled(sampler: LocalSampler, probes: list[Probe], request: SampleRequest) -> list[SampleResult]:
+    """Sample all probes at once. Raises the error of the first that fails."""
     for index, probe in enumerate(probes):
-        sampler.add(str(index), _request(), probe.rendered, probe.adapter)
+        sampler.add(str(index), request, probe.rendered, probe.adapter)
     finished: dict[int, SampleResult] = {}
     while sampler.has_work:
         for event in sampler.step():
@@ -283,23 +308,23 @@ def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], al
                 raise event.error
             if isinstance(event, SampleResult):
                 finished[int(event.request_id)] = event
-    prompts, answers, again = [], [], []
-    for index, probe in enumerate(probes):
-        result = finished[index]
-        assert result.answers.logprobs is not None
-        answer = result.sequences[0]
-        prompts.append(torch.from_numpy(result.answers.logprobs[1:]))
-        answers.append(torch.tensor(answer.logprobs))
-        longer = Probe(_followed(base, probe.rendered, answer.tokens), probe.adapter)
-        again.append(_logprobs(base, [longer])[0][-len(answer.tokens) :])
-    expected = [_as_sampler(probe, logprobs) for probe, logprobs in zip(probes, alone, strict=True)]
-    _compare(base, "the sampler computes other log-probabilities of a prompt", prompts, expected, allowed)
-    _compare(base, "decoding with a cache gives other log-probabilities than a full forward pass", answers, again, allowed)
+    return [finished[index] for index in range(len(probes))]
 
 
-def _request() -> SampleRequest:
+def _answers(base: BaseModel, probes: list[Probe], results: list[SampleResult]) -> tuple[list[Tensor], list[Tensor]]:
+    """The log-probabilities of all answers, as they were sampled and by a full forward pass."""
+    sampled, again = [], []
+    for probe, result in zip(probes, results, strict=True):
+        for answer in result.sequences:
+            sampled.append(torch.tensor(answer.logprobs))
+            longer = Probe(_followed(base, probe.rendered, answer.tokens), probe.adapter)
+            again.append(_logprobs(base, [longer])[0][-len(answer.tokens) :])
+    return sampled, again
+
+
+def _request(num_samples: int, prompt_logprobs: bool) -> SampleRequest:
     params = SamplingParams(max_tokens=ANSWER, temperature=1.0, top_p=1.0, top_k=-1, seed=0, stop=StopRule(False, (), ()))
-    return SampleRequest("", 0, 1, [], params, PromptQuestions(logprobs=True))
+    return SampleRequest("", 0, num_samples, [], params, PromptQuestions(logprobs=prompt_logprobs))
 
 
 def _as_sampler(probe: Probe, logprobs: Tensor) -> Tensor:

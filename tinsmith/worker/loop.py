@@ -227,7 +227,10 @@ class Worker:
                 for name, base in self.bases.items()
             }
         chunk = self.config.training.logits_chunk
-        return {name: Sampled(LocalSampler(base, self.config.sampling, chunk), renderers[name]) for name, base in self.bases.items()}
+        samplers = {name: LocalSampler(base, self.config.sampling, chunk) for name, base in self.bases.items()}
+        for name, sampler in samplers.items():
+            log.info("%s: the cache holds %s", name, sampler.capacity())
+        return {name: Sampled(sampler, renderers[name]) for name, sampler in samplers.items()}
 
 
 def load_bases(config: Config) -> dict[str, BaseModel]:

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from tinsmith.models.layers import Attention
+from tinsmith.sampling.local.cache_shape import CacheShape
 from tinsmith.sampling.local.cached_attention import NARROW, CachedPlan, Window, group_similar
-from tinsmith.sampling.local.kv_cache import CacheShape, KVCache, blocks_for
+from tinsmith.sampling.local.kv_cache import KVCache, blocks_for
 
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 2, 8, 0.3
 
@@ -27,7 +29,7 @@ def test_pieces_give_what_the_whole_gives(window: int | None) -> None:
     torch.manual_seed(0)
     lengths = [23, 70, 9]
     cuts = [[0, 20, 21, 22, 23], [0, 1, 30, 33, 70], [0, 4, 5, 6, 9]]
-    cache = KVCache(CacheShape(1, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu")), 20)
+    cache = KVCache(CacheShape((Attention(KV_HEADS, HEAD_DIM),), torch.float32, torch.device("cpu")), 20)
     blocks = [cache.take(blocks_for(n)) for n in lengths]
     query, key, value = ([torch.randn(h, n, HEAD_DIM) for n in lengths] for h in (HEADS, KV_HEADS, KV_HEADS))
     parts: list[list[torch.Tensor]] = [[], [], []]

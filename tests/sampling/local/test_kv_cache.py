@@ -2,9 +2,11 @@
 
 import torch
 
-from tinsmith.sampling.local.kv_cache import CacheShape, KVCache
+from tinsmith.models.layers import Attention
+from tinsmith.sampling.local.cache_shape import CacheShape
+from tinsmith.sampling.local.kv_cache import KVCache
 
-SHAPE = CacheShape(layers=1, kv_heads=1, head_dim=2, dtype=torch.float32, device=torch.device("cpu"))
+SHAPE = CacheShape((Attention(kv_heads=1, head_dim=2),), torch.float32, torch.device("cpu"))
 A, B, C = b"a", b"b", b"c"
 
 

@@ -13,10 +13,10 @@ from tests.bases import datum, new_ref, picture_chunks, random_adapter, random_t
 from tinsmith.config import SamplingConfig, TrainingConfig
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel, PackedRow
-from tinsmith.models.lora import Adapter
+from tinsmith.models.full import Weights
 from tinsmith.models.pass_plan import PassPlan
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.local.kv_cache import CacheShape
+from tinsmith.sampling.local.cache_shape import CacheSizes
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.sampler import SampleResult, TokensSampled
@@ -34,10 +34,9 @@ def ask(params: SamplingParams = PARAMS, num_samples: int = 1, prompt_logprobs: 
     return SampleRequest("s:sample:0", 0, num_samples, [], params, PromptQuestions(logprobs=prompt_logprobs))
 
 
-def sampler_of(base: BaseModel, blocks: int = 400, **settings: Any) -> LocalSampler:
-    """A sampler with that many cache blocks."""
-    shape = CacheShape.of(base.text_config, base.dtype, base.device)
-    return LocalSampler(base, SamplingConfig(kv_cache_gib=blocks * shape.block_bytes / 2**30, **settings), logits_chunk=16)
+def sampler_of(base: BaseModel, blocks: int = 400, slots: int = 40, **settings: Any) -> LocalSampler:
+    """A sampler with that many cache blocks, and that many slots for states if the model has any."""
+    return LocalSampler(base, SamplingConfig(**settings), logits_chunk=16, sizes=CacheSizes(blocks, slots))
 
 
 def run(sampler: LocalSampler) -> dict[str, SampleResult]:
@@ -49,14 +48,16 @@ def run(sampler: LocalSampler) -> dict[str, SampleResult]:
             done[result.request_id] = result
     assert sorted([*sampler.cache.free, *sampler.cache.idle]) == list(range(1, sampler.cache.total + 1))
     assert not any(sampler.cache.users)
+    if sampler.states:
+        assert sorted([*sampler.states.free, *sampler.states.saved.values()]) == list(range(sampler.states.total))
     return done
 
 
-def forward_logprobs(base: BaseModel, adapter: Adapter | None, rendered: RenderedInput, answer: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def forward_logprobs(base: BaseModel, weights: Weights | None, rendered: RenderedInput, answer: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """The trainer's log-probabilities of the prompt after its first token, and of the answer."""
     backend = LocalBackend(base, TrainingConfig())
     blank = random_adapter(base, b_scale=0.0)
-    backend.optimizers["a"] = ModelOptimizer(adapter or blank)
+    backend.optimizers["a"] = ModelOptimizer(weights or blank)
     where = torch.arange(len(answer)) + rendered.next_position
     whole = RenderedInput(
         np.concatenate([rendered.token_ids, np.array(answer, np.int32)]),
@@ -78,7 +79,7 @@ def prompts(base: BaseModel) -> list[list[Chunk]]:
 
 
 @pytest.mark.parametrize("prefill_tokens", [4096, 7])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_logprobs_equal_the_trainers_for_many_weights_in_one_batch(
     family_base: Callable[[str], BaseModel], family: str, prefill_tokens: int
 ) -> None:
@@ -286,7 +287,7 @@ def count_tokens(sampler: LocalSampler, monkeypatch: pytest.MonkeyPatch) -> list
     return passes
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_a_conversation_that_grows_computes_only_its_tail(
     family_base: Callable[[str], BaseModel], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,7 +367,7 @@ def test_pictures_are_told_apart_by_content_and_from_text_of_the_same_ids(vision
     assert run(sampler)["x"].cached_tokens > 0
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize("blocks", [400, 12])
 def test_samples_go_on_with_the_weights_that_replace_theirs(family_base: Callable[[str], BaseModel], family: str, blocks: int) -> None:
     """Twice, with other samples beside them: each token is what its version gives after all tokens before it."""

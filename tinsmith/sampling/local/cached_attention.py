@@ -1,7 +1,8 @@
-"""Attention of a packed row whose sequences continue what is cached: the sampler's `PassPlan`.
+"""A packed row whose sequences continue what is cached: the sampler's `PassPlan`.
 
 Each sequence brings a window of new tokens: a whole prompt, a piece of one, or the one token sampled last. Their keys and values are stored
-first. Windows that begin their sequence then attend among themselves, as in training; the others attend to their cached tokens.
+first. Windows that begin their sequence then attend among themselves, as in training; the others attend to their cached tokens. Gated delta
+nets go on from the states in the slots of the sequences, which change when the caller commits the plan (`states.py` says why).
 """
 
 from collections.abc import Hashable, Sequence
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tinsmith.errors import ConfigError
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.sampling.local.kv_cache import KVCache
+from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.sampling.prefix import BLOCK
 
 NARROW = 16
@@ -27,11 +28,13 @@ class Window:
     blocks: list[int]
     start: int
     end: int
+    slot: int = -1
+    """Where the state after the tokens before lies, in a model with gated delta nets."""
 
     def __len__(self) -> int:
         return self.end - self.start
 
-    def slots(self) -> list[int]:
+    def places(self) -> list[int]:
         """Where keys and values of its tokens go: block · BLOCK + offset."""
         return [self.blocks[place // BLOCK] * BLOCK + place % BLOCK for place in range(self.start, self.end)]
 
@@ -39,7 +42,7 @@ class Window:
 class CachedPlan:
     """The `PassPlan` of a row of windows, each window's tokens next to each other, in row order."""
 
-    def __init__(self, cache: KVCache, windows: Sequence[Window]) -> None:
+    def __init__(self, cache: KVCache, windows: Sequence[Window], states: StateSlots | None = None) -> None:
         device, dtype = cache.keys.device, cache.keys.dtype
         starts, total = [], 0
         for window in windows:
@@ -48,14 +51,15 @@ class CachedPlan:
         fresh = [i for i, window in enumerate(windows) if window.start == 0]
         rows = [row for i in fresh for row in range(starts[i], starts[i] + len(windows[i]))]
         self.cache = cache
-        self.slots = torch.tensor([slot for window in windows for slot in window.slots()], device=device)
+        self.places = torch.tensor([place for window in windows for place in window.places()], device=device)
+        self.steps = StateSteps(states, [w.slot for w in windows], [len(w) for w in windows]) if states else None
         self.fresh = torch.tensor(rows, device=device)
         self.packed = PackedPlan([len(windows[i]) for i in fresh], device, dtype) if fresh else None
         groups = group_similar([(i, window) for i, window in enumerate(windows) if window.start > 0])
         self.groups = [CachedGroup([starts[i] for i, _ in group], [window for _, window in group], device) for group in groups]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        self.cache.store(layer, self.slots, key, value)
+        self.cache.store(layer, self.places, key, value)
         if self.packed and not self.groups:
             return self.packed.attend(layer, query, key, value, scale, window)
         by_token = query.transpose(0, 1)
@@ -64,14 +68,21 @@ class CachedPlan:
             q, k, v = (x[:, self.fresh] for x in (query, key, value))
             out[self.fresh] = self.packed.attend(layer, q, k, v, scale, window)
         for group in self.groups:
-            out[group.rows] = group.attend(by_token[group.rows], self.cache.keys[layer], self.cache.values[layer], scale, window)
+            out[group.rows] = group.attend(by_token[group.rows], *self.cache.of_layer(layer), scale, window)
         return out
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        raise ConfigError("the local sampler keeps no states of gated delta nets yet")
+        assert self.steps, "a gated delta net needs states"
+        return self.steps.convolve(layer, x, weight)
 
     def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-        raise ConfigError("the local sampler keeps no states of gated delta nets yet")
+        assert self.steps, "a gated delta net needs states"
+        return self.steps.delta_rule(layer, query, key, value, decay, beta)
+
+    def commit(self) -> None:
+        """The whole pass has succeeded: from now on the slots hold the states after its windows."""
+        if self.steps:
+            self.steps.commit()
 
 
 class CachedGroup:

@@ -6,12 +6,11 @@ blocks are found again by their key, until their memory is needed: then the leas
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from tinsmith.sampling.local.cache_shape import CacheShape
 from tinsmith.sampling.prefix import BLOCK
 
 
@@ -20,35 +19,14 @@ def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK)
 
 
-@dataclass(frozen=True)
-class CacheShape:
-    """The sizes that determine the memory of one token."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, text_config: Any, dtype: torch.dtype, device: torch.device) -> "CacheShape":
-        """Read from a language model's transformers configuration."""
-        heads = text_config.num_attention_heads
-        head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-        kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-        return cls(text_config.num_hidden_layers, kv_heads, head_dim, dtype, device)
-
-    @property
-    def block_bytes(self) -> int:
-        """Keys and values of one block in all layers."""
-        return 2 * self.layers * BLOCK * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-
 class KVCache:
     """The cache and the use of its blocks. It has one block more than asked for: block 0 is scratch and never given out."""
 
     def __init__(self, shape: CacheShape, blocks: int) -> None:
-        size = (shape.layers, blocks + 1, BLOCK, shape.kv_heads, shape.head_dim)
+        kind = shape.attention
+        self.index = {number: index for index, number in enumerate(shape.attention_layers)}
+        """Where a layer's keys and values lie, by its number."""
+        size = (len(self.index), blocks + 1, BLOCK, kind.kv_heads, kind.head_dim)
         self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self.values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self.total = blocks
@@ -130,7 +108,12 @@ class KVCache:
         self.values[:, target] = self.values[:, block]
         return target
 
-    def store(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write key and value [kv_heads, tokens, head_dim] of `tokens` new tokens at `slots` (block · BLOCK + offset)."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, key.transpose(0, 1))
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, value.transpose(0, 1))
+    def store(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write key and value [kv_heads, tokens, head_dim] of new tokens of a layer, at `places` [tokens] (block · BLOCK + offset)."""
+        index = self.index[layer]
+        self.keys[index].flatten(0, 1).index_copy_(0, places, key.transpose(0, 1))
+        self.values[index].flatten(0, 1).index_copy_(0, places, value.transpose(0, 1))
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, [blocks, BLOCK, kv_heads, head_dim] each."""
+        return self.keys[self.index[layer]], self.values[self.index[layer]]

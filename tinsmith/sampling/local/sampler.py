@@ -1,4 +1,4 @@
-"""The local sampler: continuous batching over the training weights, with a paged cache.
+"""The local sampler: continuous batching over the training weights, with a paged cache, and slots for the states of gated delta nets.
 
 `add` takes requests; each `step` is one pass, which computes the next token of every running sequence and a piece of the prompts that wait,
 whatever models and snapshots they belong to. `schedule.py` decides what goes into a pass.
@@ -21,10 +21,12 @@ from tinsmith.models.threads import threads_for
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.choose import Chosen, choose
+from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
 from tinsmith.sampling.local.cached_attention import CachedPlan, Window
-from tinsmith.sampling.local.kv_cache import CacheShape, KVCache
+from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.schedule import Schedule
 from tinsmith.sampling.local.sequence import SampleJob, Sequence, StopRuleState, choice_of
+from tinsmith.sampling.local.states import StateSlots
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, ref_of
@@ -40,12 +42,23 @@ log = logging.getLogger(__name__)
 class LocalSampler:
     """The `Sampler` of one base model in this process."""
 
-    def __init__(self, base: BaseModel, config: SamplingConfig, logits_chunk: int) -> None:
+    def __init__(self, base: BaseModel, config: SamplingConfig, logits_chunk: int, sizes: CacheSizes | None = None) -> None:
+        """`sizes` are those of the cache; None divides `config.kv_cache_gib`. Raises ConfigError if that does not hold one sequence."""
         self.base = base
         self.logits_chunk = logits_chunk
-        shape = CacheShape.of(base.text_config, base.dtype, base.device)
-        self.cache = KVCache(shape, max(1, int(config.kv_cache_gib * 2**30) // shape.block_bytes))
-        self.schedule = Schedule(self.cache, config.max_running, config.prefill_tokens)
+        shape = CacheShape(base.layout.layers, base.dtype, base.device)
+        sizes = sizes or shape.divide(int(config.kv_cache_gib * 2**30), config.max_running)
+        self.cache = KVCache(shape, sizes.blocks)
+        self.states = StateSlots(shape, sizes.slots) if shape.state_bytes else None
+        places = min(config.max_running, sizes.places) if self.states else config.max_running
+        self.schedule = Schedule(self.cache, self.states, places, config.prefill_tokens)
+
+    def capacity(self) -> str:
+        """How much the cache holds, in words."""
+        tokens = f"{self.cache.total * BLOCK:,} tokens"
+        if self.states is None:
+            return tokens
+        return f"{tokens} and {self.states.total:,} states of sequences, of which {self.schedule.max_running:,} run at once"
 
     @property
     def has_work(self) -> bool:
@@ -162,18 +175,22 @@ class LocalSampler:
     # One pass
 
     def _pass(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
-        """Compute the windows and choose the tokens that follow. No sequence is changed before all of that has succeeded."""
+        """Compute the windows and choose the tokens that follow. No sequence and no state is changed before all of that has succeeded."""
         with torch.no_grad(), threads_for(self.base, sum(len(window) for _, window in windows)):
             ready: list[Sequence] = []
             logits: list[Tensor] = []
+            plans: list[CachedPlan] = []
             for group in shared_rows([sequence.job.weights for sequence, _ in windows]):
-                complete, behind = self._compute([windows[i] for i in group])
+                complete, behind, plan = self._compute([windows[i] for i in group])
                 ready += complete
                 logits.append(behind)
+                plans.append(plan)
             samples = [s.job.sequences if s.starts_job else [s] for s in ready]
             growing = [s for group in samples for s in group]
             following = choose(_for_each(_joined(logits), [len(group) for group in samples]), choice_of(growing)) if ready else []
             forks = self.schedule.forks(windows)
+            for plan in plans:
+                plan.commit()
         self.schedule.computed(windows, forks)
         return self._append(growing, following)
 
@@ -200,12 +217,16 @@ class LocalSampler:
             self.schedule.drop(lambda sequence: sequence.reason is not None)
         return events
 
-    def _compute(self, windows: list[tuple[Sequence, Window]]) -> tuple[list[Sequence], Tensor]:
-        """Compute a row of windows; returns the sequences that are computed to their end, and the logits [sequences, vocabulary] there."""
+    def _compute(self, windows: list[tuple[Sequence, Window]]) -> tuple[list[Sequence], Tensor, CachedPlan]:
+        """Compute a row of windows, whose plan is returned last and not committed yet.
+
+        Returns the sequences that are computed to their end, and the logits [sequences, vocabulary] there.
+        """
         order = packing_order([len(window) for _, window in windows], [s.job.weights for s, _ in windows])
         windows = [windows[i] for i in order]
         row = self._row(windows)
-        hidden = self.base.hidden_states(row, CachedPlan(self.cache, [window for _, window in windows]))
+        plan = CachedPlan(self.cache, [window for _, window in windows], self.states)
+        hidden = self.base.hidden_states(row, plan)
         ready, last, start = [], [], 0
         for sequence, window in windows:
             if sequence.job.scores:
@@ -216,7 +237,7 @@ class LocalSampler:
                 ready.append(sequence)
                 last.append(start - 1)
         rows = torch.tensor(last, dtype=torch.int64, device=hidden.device)
-        return ready, self._logits(hidden[rows], [s.job.weights for s in ready])
+        return ready, self._logits(hidden[rows], [s.job.weights for s in ready]), plan
 
     def _row(self, windows: list[tuple[Sequence, Window]]) -> PackedRow:
         owners = [sequence.job.weights for sequence, _ in windows]

@@ -5,6 +5,8 @@
 A pass takes one token of every running sequence and as many prompt tokens as its budget allows. When blocks run out, a sequence is
 preempted: it gives its blocks back and waits to be computed again, which is little work if nobody needed its blocks meanwhile.
 
+In a model with gated delta nets a sequence that is not waiting has a slot for its state too. Both are taken and given back together.
+
 Sessions take turns. A session of which nothing is computed is admitted at once: the session that holds most sequences gives up its youngest
 for it. Otherwise a client with a short sample would wait until a long one of another client has ended. A session for which there is no
 room, because its prompt takes most of the cache, is overtaken by some sequences of others and no more: then nothing else is admitted until
@@ -19,9 +21,11 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from operator import attrgetter
 
+from tinsmith.sampling.local.beginnings import Beginnings
 from tinsmith.sampling.local.cached_attention import Window
 from tinsmith.sampling.local.kv_cache import KVCache, blocks_for
 from tinsmith.sampling.local.sequence import SampleJob, Sequence
+from tinsmith.sampling.local.states import StateSlots
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.turns import Turns
 
@@ -40,13 +44,18 @@ class Fork:
     first: Sequence
     sequence: Sequence
     blocks: list[int]
+    slot: int
+    """Where its state will lie; -1 in a model without gated delta nets."""
 
 
 class Schedule:
-    """The sequences of one sampler and their cache blocks."""
+    """The sequences of one sampler, their cache blocks, and the slots of their states."""
 
-    def __init__(self, cache: KVCache, max_running: int, prefill_tokens: int) -> None:
+    def __init__(self, cache: KVCache, states: StateSlots | None, max_running: int, prefill_tokens: int) -> None:
         self.cache = cache
+        self.states = states
+        """None for a model without gated delta nets."""
+        self.beginnings = Beginnings(cache, states)
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
         """Most prompt tokens in one pass. It falls when memory runs out, and so does `max_running`."""
@@ -75,7 +84,7 @@ class Schedule:
         This is the only step after a pass that can fail, and it leaves no trace if it does.
         """
         for sequence, window in windows:
-            if sequence in self.filling:
+            if sequence in self.filling or (self.states and window.end % BLOCK == 0):
                 sequence.keys_of(window.end // BLOCK)
         starting = [s for s, window in windows if s.starts_job and window.end == s.length]
         places = self.max_running - len(self.running) - len(starting)
@@ -84,22 +93,28 @@ class Schedule:
             for first in starting:
                 full, rest = divmod(first.length, BLOCK)
                 for other in first.job.sequences[1:]:
-                    if places <= 0 or (rest and not self.cache.available):
+                    if places <= 0 or (rest and not self.cache.available) or (self.states and not self.states.available):
                         break
+                    fork = Fork(first, other, [], self.states.take(None) if self.states else -1)
+                    forks.append(fork)
                     copied = [self.cache.copy(first.blocks[full])] if rest else []
-                    forks.append(Fork(first, other, [self.cache.share(block) for block in first.blocks[:full]] + copied))
+                    fork.blocks.extend([self.cache.share(block) for block in first.blocks[:full]] + copied)
                     places -= 1
         except Exception:
             for fork in forks:
-                self.cache.give_back(fork.blocks)
+                self._give_back(fork.blocks, fork.slot)
             raise
         return forks
 
     def computed(self, windows: Items[tuple[Sequence, Window]], forks: Items[Fork]) -> None:
-        """A pass has computed the windows. From now on prompts that begin alike find their blocks; a complete one runs, with its forks."""
+        """A pass has computed the windows, and its states are committed: prompts that begin alike find blocks and saved states from now on.
+
+        A prompt that is complete runs, with its forks.
+        """
         forked = {id(fork.sequence) for fork in forks}
         for sequence, window in windows:
             sequence.stored = window.end
+            self.beginnings.save_state(sequence, may_evict=not self.waiting)
             if sequence in self.filling:
                 self._remember(sequence)
                 if window.end == sequence.length:
@@ -110,7 +125,9 @@ class Schedule:
                             if id(other) not in forked:
                                 self.waiting.put_back(other.job.session, other)
         for fork in forks:
-            fork.sequence.blocks, fork.sequence.stored = fork.blocks, fork.first.stored
+            if self.states:
+                self.states.copy(fork.first.slot, fork.slot)
+            fork.sequence.blocks, fork.sequence.slot, fork.sequence.stored = fork.blocks, fork.slot, fork.first.stored
             fork.sequence.admitted = fork.first.admitted
             insort(self.running, fork.sequence, key=_AGE)
 
@@ -131,6 +148,7 @@ class Schedule:
         restarted = [sequence for sequence in self.waiting if chosen(sequence)]
         for sequence in restarted:
             sequence.keys = []
+            sequence.admitted = 0
         return list({id(sequence.job): sequence.job for sequence in restarted}.values())
 
     def retreat(self, windows: list[tuple[Sequence, Window]]) -> bool:
@@ -149,11 +167,13 @@ class Schedule:
         return True
 
     def clear(self) -> None:
-        """Forget every sequence, and what the cache holds."""
+        """Forget every sequence, what the cache holds, and every state."""
         self.waiting.clear()
         self.filling.clear()
         self.running.clear()
         self.cache.clear()
+        if self.states:
+            self.states.clear()
 
     def _grow(self) -> None:
         """Give every running sequence a block for its newest token; if none is left, preempt one."""
@@ -185,8 +205,14 @@ class Schedule:
 
     def _release(self, sequence: Sequence) -> None:
         self._remember(sequence)
-        self.cache.give_back(sequence.blocks)
-        sequence.blocks, sequence.stored = [], 0
+        self._give_back(sequence.blocks, sequence.slot)
+        sequence.blocks, sequence.slot, sequence.stored = [], -1, 0
+        sequence.saves, sequence.newest_save = set(), None  # what it saved stays
+
+    def _give_back(self, blocks: list[int], slot: int) -> None:
+        self.cache.give_back(blocks)
+        if self.states:
+            self.states.give_back(slot)
 
     def _admit(self) -> None:
         """Admit waiting sequences, in turn, as long as there are prompt tokens for the next pass, places to run, and cache blocks.
@@ -197,11 +223,11 @@ class Schedule:
         tokens = sum(s.length - s.stored for s in self.filling)
         places = len(self.running) + sum(1 + s.forks for s in self.filling)
         promised = sum(_later_blocks(s) for s in self.filling)
-        coming = self._coming()
+        coming = self.beginnings.coming(self.filling)
         for sequence in self.waiting:
             if tokens >= self.prefill_tokens:
                 return
-            found = self._found(sequence, coming)
+            found = self.beginnings.found(sequence, coming)
             if found is None:
                 continue
             places += 1 + sequence.forks
@@ -212,21 +238,21 @@ class Schedule:
                 return
             self._fill(sequence, found)
             tokens += sequence.length - sequence.stored
-            coming |= set(sequence.keys_of(sequence.length // BLOCK))
+            coming.update(self.beginnings.coming([sequence]))
 
     def _admit_absent_sessions(self) -> None:
         """Admit one sequence of each session that waits and of which nothing is computed, and preempt others for it if need be."""
         held = self._held()
         absent = [session for session in self.waiting.sessions if not held[session]]
-        coming = self._coming() if absent else set()
+        coming = self.beginnings.coming(self.filling) if absent else {}
         blocked: Sequence | None = None
         for session in absent:
             sequence = self.waiting.first(session)
-            found = self._found(sequence, coming)
+            found = self.beginnings.found(sequence, coming)
             if found is None:
                 continue
             if self._make_room(sequence, found, held):
-                self._fill(sequence, self.cache.find(sequence.keys_of(sequence.needed_from // BLOCK)))
+                self._fill(sequence, self.beginnings.known(sequence))
                 held[session] = 1
                 self.overtaken += blocked is not None
             elif blocked is None:
@@ -247,18 +273,8 @@ class Schedule:
             youngest = self._youngest_of_largest()
             held[youngest.job.session] -= 1
             self._preempt(youngest)
-            found = self.cache.find(sequence.keys_of(sequence.needed_from // BLOCK))
+            found = self.beginnings.known(sequence)
         return True
-
-    def _coming(self) -> set[bytes]:
-        """The keys of the blocks that prompts which are being computed will fill."""
-        return {key for s in self.filling for key in s.keys_of(s.length // BLOCK)}
-
-    def _found(self, sequence: Sequence, coming: set[bytes]) -> list[int] | None:
-        """The known blocks of its beginning; None if a prompt is being computed that will make more of them known."""
-        keys = sequence.keys_of(sequence.needed_from // BLOCK)
-        found = self.cache.find(keys)
-        return None if len(found) < len(keys) and keys[len(found)] in coming else found
 
     def _taken(self, sequence: Sequence, found: list[int]) -> int:
         """How many of the available blocks its tokens so far take."""
@@ -269,19 +285,21 @@ class Schedule:
         return self._taken(sequence, found) + sum(_next_block(s) for s in (sequence, *self.filling))
 
     def _fill(self, sequence: Sequence, found: list[int]) -> None:
-        shared = [self.cache.share(block) for block in found]
+        saves = self.beginnings.worth_saving(sequence, len(found))
+        blocks = [self.cache.share(block) for block in found]
         try:
-            taken = self.cache.take(blocks_for(sequence.length) - len(shared))
+            blocks += self.cache.take(blocks_for(sequence.length) - len(found))
+            slot = self.states.take(sequence.keys[len(found) - 1] if found else None) if self.states else -1
         except Exception:
-            self.cache.give_back(shared)
+            self.cache.give_back(blocks)
             raise
         self.waiting.take(sequence.job.session, sequence)
-        sequence.blocks = shared + taken
-        sequence.stored = len(shared) * BLOCK
+        sequence.blocks, sequence.slot, sequence.saves = blocks, slot, saves
+        sequence.stored = len(found) * BLOCK
+        if sequence.starts_job and not sequence.admitted:  # what it finds after it was preempted may be its own
+            sequence.job.cached_tokens = sequence.stored
         self.admissions += 1
         sequence.admitted = self.admissions
-        if sequence.starts_job:
-            sequence.job.cached_tokens = sequence.stored
         self.filling.append(sequence)
 
     def _prompt_windows(self) -> list[tuple[Sequence, Window]]:
@@ -296,7 +314,7 @@ class Schedule:
             share = -(-budget // behind)
             for sequence in group:
                 if share > 0:
-                    end = min(sequence.length, sequence.stored + max(1, share // sequence.job.cost_of_prompt_token))
+                    end = self.beginnings.end_of_piece(sequence, max(1, share // sequence.job.cost_of_prompt_token))
                     share -= _cost(sequence, end)
                     budget -= _cost(sequence, end)
                     windows.append((sequence, _window(sequence, end)))
@@ -312,7 +330,7 @@ def _window(sequence: Sequence, end: int) -> Window:
     if sequence.stored >= end:
         # The logits would be taken from the row before its first, which belongs to another sequence.
         raise AssertionError(f"sample={sequence.job.request_id}: all {end} tokens are computed already, nothing follows from them")
-    return Window(sequence.blocks[: blocks_for(end)], sequence.stored, end)
+    return Window(sequence.blocks[: blocks_for(end)], sequence.stored, end, sequence.slot)
 
 
 def _later_blocks(sequence: Sequence) -> int:

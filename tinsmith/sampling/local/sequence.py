@@ -83,8 +83,14 @@ class Sequence:
     """The likeliest tokens at each position and their log-probabilities, as many as were asked for."""
     blocks: list[int] = field(default_factory=list)
     """Its cache blocks, in order; empty while it waits."""
+    slot: int = -1
+    """Where its state lies, in a model with gated delta nets; -1 while it waits."""
     stored: int = 0
-    """How many of its tokens have their keys and values in `blocks`."""
+    """How many of its tokens are computed: their keys and values lie in `blocks`, and the state after them in `slot`."""
+    saves: set[int] = field(default_factory=set)
+    """After how many blocks its state is to be saved for others, beside the last full one (`beginnings.py`)."""
+    newest_save: bytes | None = None
+    """The key of the state that was saved at its last full block."""
     admitted: int = 0
     """Its number in the order of admission: the youngest is preempted first."""
     keys: list[bytes] = field(default_factory=list)

@@ -1,0 +1,101 @@
+"""What a sequence need not compute, because another that begins alike has computed it or is about to.
+
+Keys and values can be shared up to any full block. A state cannot be cut, so in a model with gated delta nets a sequence can only go on
+behind a block at whose end a state was saved. It is saved
+
+- at the last full block of a prompt, for other requests with this prompt;
+- where two prompts that begin alike part, for all that follow with the same beginning, such as a system prompt;
+- at the last full block of a sequence that grows, for the next turn of a conversation, and for itself if it is preempted.
+
+The first two cut a prompt into one more piece than it needs, so they must spare others at least `WORTH_SAVING` blocks.
+"""
+
+from collections.abc import Iterable
+
+from tinsmith.sampling.local.kv_cache import KVCache
+from tinsmith.sampling.local.sequence import Sequence
+from tinsmith.sampling.local.states import StateSlots
+from tinsmith.sampling.prefix import BLOCK
+
+WORTH_SAVING = 64 // BLOCK
+"""Blocks that a state must spare another sequence, for a prompt to be cut where it is saved."""
+
+
+class Beginnings:
+    """What is known of the beginnings of sequences, and what is to be saved of them."""
+
+    def __init__(self, cache: KVCache, states: StateSlots | None) -> None:
+        self.cache = cache
+        self.states = states
+
+    def coming(self, filling: Iterable[Sequence]) -> dict[bytes, Sequence]:
+        """Prompts that are being computed, by the keys of their blocks."""
+        return {key: sequence for sequence in filling for key in sequence.keys_of(sequence.length // BLOCK)}
+
+    def known(self, sequence: Sequence) -> list[int]:
+        """The blocks of its beginning that it need not compute."""
+        keys = sequence.keys_of(sequence.needed_from // BLOCK)
+        found = self.cache.find(keys)
+        return found[: self.states.longest(keys[: len(found)])] if self.states else found
+
+    def found(self, sequence: Sequence, coming: dict[bytes, Sequence]) -> list[int] | None:
+        """As `known`; None if one of the prompts that are being computed, `coming`, will spare it more, so that it should wait.
+
+        With states that prompt is told to save the state where the two part, if it has not got past there.
+        """
+        keys = sequence.keys_of(sequence.needed_from // BLOCK)
+        known = self.known(sequence)
+        if self.states is None:
+            return None if len(known) < len(keys) and keys[len(known)] in coming else known
+        alike = len(known)
+        while alike < len(keys) and keys[alike] in coming:
+            alike += 1
+        if alike - len(known) >= WORTH_SAVING:
+            ahead = coming[keys[alike - 1]]
+            if ahead.stored < alike * BLOCK:
+                ahead.saves.add(alike)
+                return None
+        return known
+
+    def worth_saving(self, sequence: Sequence, found: int) -> set[int]:
+        """After how many blocks the state of a sequence is to be saved that is about to be computed from behind its first `found` blocks.
+
+        If more blocks than these are known, an earlier prompt began with them and went on in another way, or its state is lost.
+        """
+        saves: set[int] = set()
+        if self.states:
+            known = len(self.cache.find(sequence.keys_of(sequence.needed_from // BLOCK)))
+            for blocks in (known, (sequence.length - 1) // BLOCK):
+                if blocks - max(found, *saves, 0) >= WORTH_SAVING:
+                    saves.add(blocks)
+        return saves
+
+    def end_of_piece(self, sequence: Sequence, most: int) -> int:
+        """Where a piece of at most so many tokens of a prompt ends: with states where one is to be saved, or at least with a full block."""
+        end = min(sequence.length, sequence.stored + most)
+        if self.states:
+            saved = [blocks * BLOCK for blocks in sequence.saves if sequence.stored < blocks * BLOCK <= end]
+            if saved:
+                return min(saved)
+            if end < sequence.length and end // BLOCK * BLOCK > sequence.stored:
+                return end // BLOCK * BLOCK
+        return end
+
+    def save_state(self, sequence: Sequence, may_evict: bool) -> None:
+        """Save the state of a sequence that a pass has computed to the end of a block.
+
+        What `Sequence.saves` does not name takes the place of what the sequence saved so before; if it has none, it takes a slot from a
+        saved state only if it `may_evict` one.
+        """
+        if self.states is None or sequence.stored % BLOCK:
+            return
+        full = sequence.stored // BLOCK
+        named = full in sequence.saves
+        if not (named or may_evict or self.states.free or sequence.newest_save):
+            return
+        if sequence.newest_save:
+            self.states.forget(sequence.newest_save)
+            sequence.newest_save = None
+        key = sequence.keys_of(full)[-1]
+        if self.states.save(key, sequence.slot) and not named:
+            sequence.newest_save = key

@@ -1,0 +1,140 @@
+"""The states of gated delta nets: a slot for each sequence that runs, and saved states from which others that begin alike go on.
+
+A state cannot be shared or cut as keys and values can: it is what a layer remembers after exactly the tokens so far, and the next token
+replaces it. A sequence therefore owns a slot. What others may begin with is a copy, saved at the end of a full block under that block's key
+(`sampling/prefix.py`). Saved states are evicted least recently used first, when their slots are needed.
+
+A key that is written twice does no harm, but a state that is stepped twice is wrong for good, and nothing shows it. So a pass reads the
+slots and writes none of them: what it has computed replaces the states only when all of the pass has succeeded (`StateSteps.commit`).
+Until then the slot of a sequence holds the state after its first `Sequence.stored` tokens. A pass that fails leaves it so, and its windows
+can be tried again in any pieces. The price is memory for a second state of each sequence in a pass while the pass runs; on a GPU that is
+memory that training passes use at other times.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tinsmith.models.delta_rule import Lengths, convolve, gated_delta_rule
+from tinsmith.sampling.local.cache_shape import CacheShape
+
+
+class StateSlots:
+    """The slots of one model and the use of them: free, taken by a sequence, or saved under a key."""
+
+    def __init__(self, shape: CacheShape, slots: int) -> None:
+        kind = shape.delta_net
+        if kind is None:
+            raise ValueError(f"a model without gated delta nets keeps no states: {shape.layers}")
+        self.index = {number: index for index, number in enumerate(shape.delta_layers)}
+        """Where a layer's states lie, by its number."""
+        layers = len(self.index)
+        self.inputs = torch.zeros(layers, slots, kind.taps - 1, kind.channels, dtype=shape.dtype, device=shape.device)
+        """The last inputs of the convolutions."""
+        self.memory = torch.zeros(layers, slots, kind.value_heads, kind.key_dim, kind.value_dim, dtype=torch.float32, device=shape.device)
+        """The recurrent states."""
+        self.total = slots
+        self.free: list[int] = []
+        self.saved: OrderedDict[bytes, int] = OrderedDict()
+        """Slots of saved states by the key of the block that they follow, least recently used first."""
+        self.clear()
+
+    @property
+    def available(self) -> int:
+        """How many slots can be taken."""
+        return len(self.free) + len(self.saved)
+
+    def clear(self) -> None:
+        """All slots are free, and nothing is saved."""
+        self.free = list(range(self.total - 1, -1, -1))
+        self.saved.clear()
+
+    def take(self, source: bytes | None) -> int:
+        """A slot for a sequence, with the state saved under `source`, or with that of a sequence that begins, which is zero.
+
+        Raises KeyError when there is none: callers look at `available` first. If it fails, no slot is taken.
+        """
+        if source is not None:
+            self.saved.move_to_end(source)
+        if not self.free:
+            oldest, slot = self.saved.popitem(last=False)
+            if oldest == source:
+                return slot  # nothing else is left: the saved state itself goes on
+            self.free.append(slot)
+        slot = self.free[-1]
+        if source is None:
+            self.inputs[:, slot].zero_()
+            self.memory[:, slot].zero_()
+        else:
+            self.copy(self.saved[source], slot)
+        self.free.pop()
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Its sequence has ended or waits; what the slot holds means nothing any more."""
+        self.free.append(slot)
+
+    def copy(self, source: int, target: int) -> None:
+        """Write the state of one slot over that of another."""
+        self.inputs[:, target].copy_(self.inputs[:, source])
+        self.memory[:, target].copy_(self.memory[:, source])
+
+    def save(self, key: bytes, slot: int) -> bool:
+        """Save a copy of a state, in the place of the saved one that was used least recently if there is no free slot.
+
+        Returns False if it is saved already or all slots are taken.
+        """
+        if key in self.saved:
+            self.saved.move_to_end(key)
+            return False
+        if not self.available:
+            return False
+        if not self.free:
+            self.free.append(self.saved.popitem(last=False)[1])
+        self.copy(slot, self.free[-1])
+        self.saved[key] = self.free.pop()
+        return True
+
+    def forget(self, key: bytes) -> None:
+        """Free the slot of a saved state; it may be evicted already."""
+        slot = self.saved.pop(key, None)
+        if slot is not None:
+            self.free.append(slot)
+
+    def longest(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks, from the first on, lie before the last saved state among them; 0 if none is saved."""
+        return next((count for count in range(len(keys), 0, -1) if keys[count - 1] in self.saved), 0)
+
+
+class StateSteps:
+    """One pass: the states before its windows are read from the slots, those after them wait for `commit`."""
+
+    def __init__(self, states: StateSlots, slots: list[int], lengths: list[int]) -> None:
+        """The slot of each window's sequence, no slot twice, and the tokens of each window."""
+        self.states = states
+        self.slots = torch.tensor(slots, device=states.memory.device)
+        self.lengths = Lengths(tuple(lengths))
+        self.inputs: dict[int, Tensor] = {}
+        """After the pass, by layer: [windows, taps - 1, channels]."""
+        self.memory: dict[int, Tensor] = {}
+        """After the pass, by layer: [windows, value_heads, key_dim, value_dim]."""
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """As `PassPlan.convolve`."""
+        before = self.states.inputs[self.states.index[layer]].index_select(0, self.slots)
+        out, self.inputs[layer] = convolve(x, weight, self.lengths, before)
+        return out
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """As `PassPlan.delta_rule`."""
+        before = self.states.memory[self.states.index[layer]].index_select(0, self.slots)
+        out, self.memory[layer] = gated_delta_rule(query, key, value, decay, beta, self.lengths, before)
+        return out
+
+    def commit(self) -> None:
+        """Write the states of all layers. This takes no memory, so it does not fail where the pass has not."""
+        for layer, index in self.states.index.items():
+            self.states.inputs[index].index_copy_(0, self.slots, self.inputs[layer])
+            self.states.memory[index].index_copy_(0, self.slots, self.memory[layer])
