@@ -393,6 +393,21 @@ def test_samples_go_on_with_the_weights_that_replace_theirs(family_base: Callabl
                 np.testing.assert_allclose(sequence.logprobs[span.start : span.end], expected[span.start : span.end], atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_sequence_that_is_computed_again_token_by_token_is_the_same(family_base: Callable[[str], BaseModel], family: str) -> None:
+    """A piece of one token may lie anywhere in a sequence that has an answer already."""
+    base = family_base(family)
+    sampler, rendered = sampler_of(base, prefill_tokens=1), renderer(base).render([random_tokens(0, 20)])
+    old, new = (random_adapter(base, 4, seed, ref=new_ref(inflight_of="m")) for seed in range(2))
+    sampler.add("x", ask(), rendered, old)
+    while not sampler.schedule.running:
+        sampler.step()
+    sampler.publish(new)
+    (sequence,) = run(sampler)["x"].sequences
+    _, expected = forward_logprobs(base, new, rendered, sequence.tokens)
+    np.testing.assert_allclose(sequence.logprobs[1:], expected[1:], atol=1e-4)
+
+
 def test_a_prompt_is_answered_about_by_one_version(text_base: BaseModel) -> None:
     """Weights that are replaced while the prompt is being computed: its scores are all of the new ones."""
     sampler, rendered = sampler_of(text_base, prefill_tokens=7), renderer(text_base).render([random_tokens(0, 40)])

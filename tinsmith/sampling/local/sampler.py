@@ -241,7 +241,7 @@ class LocalSampler:
 
     def _row(self, windows: list[tuple[Sequence, Window]]) -> PackedRow:
         owners = [sequence.job.weights for sequence, _ in windows]
-        if all(sequence.tokens and len(window) == 1 for sequence, window in windows):
+        if all(sequence.tokens and len(window) == 1 and window.end == sequence.length for sequence, window in windows):
             return self._answers_row([sequence for sequence, _ in windows], owners)
         return pack([sequence.part(window.start, window.end) for sequence, window in windows], owners, self.base.device)
 
