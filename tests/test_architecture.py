@@ -30,6 +30,7 @@ RANKS = {
     "engine": 11,
     "server": 12,
     "doctor": 13,
+    "plan": 13,
     "backup": 13,
     "exchange": 13,
     "garbage": 13,

@@ -1,13 +1,16 @@
 """The command line: `tinsmith serve` and the other commands.
 
-Every setting of `tinsmith/config.py` becomes an option of `serve` and `doctor`, with the help, unit and default that are declared there.
-Each command imports what it needs when it runs, and help is printed without Rich, so that `tinsmith --help` answers at once.
+Every setting of `tinsmith/config.py` becomes an option of `serve` and `doctor`, and some of `plan`, with the help, unit and default that
+are declared there. Each command imports what it needs when it runs, and help is printed without Rich, so that `tinsmith --help` answers
+at once.
 """
 
 import inspect
+import json
 import os
 import sys
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -88,8 +91,27 @@ def doctor(config: Path | None, **options: Any) -> None:
     raise typer.Exit(run_doctor(configuration, Console(highlight=False)))
 
 
+def plan(model: str, rank: int, memory_gib: float | None, as_json: bool, config: Path | None, **options: Any) -> None:
+    """Say what LoRA trains in a model, what fits into a device's memory, and how long a sequence trains.
+
+    No weights are read: a directory that holds nothing but config.json is enough. Exits with code 1 if not even one adapter fits.
+    """
+    configuration = _configuration(config, options)
+    configuration.base_models = [model]
+    from tinsmith.plan import make_plan, print_plan, to_tree
+
+    made = make_plan(configuration, rank, memory_gib)
+    if as_json:
+        typer.echo(json.dumps(to_tree(made), indent=2))
+    else:
+        from rich.console import Console
+
+        print_plan(made, Console(highlight=False))
+    raise typer.Exit(0 if made.fits else 1)
+
+
 def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
-    """The configuration of `serve` and `doctor`. Raises ConfigError as `load` does, and for an option that would have no effect."""
+    """The configuration of `serve`, `doctor` and `plan`. Raises ConfigError as `load` does, and for an option that would have no effect."""
     given = {name: value for name, value in options.items() if value is not None}
     config = load(file, given, os.environ)
     sampler = config.sampling.sampler
@@ -116,20 +138,40 @@ def _option(setting: Setting) -> inspect.Parameter:
     return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
 
 
-def _signature_of_settings() -> inspect.Signature:
-    file = typer.Option(
-        "--config",
-        metavar="FILE.yaml",
-        envvar=CONFIG_VARIABLE,
-        help="Read settings from this file, by section, such as server: {port: 9000}",
-    )
-    config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, file])
-    return inspect.Signature([config, *map(_option, settings())])
+def _parameter(name: str, kind: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
-# Typer reads a command's options from its signature. That of these two commands is made from the settings.
-for _command in (serve, doctor):
-    _command.__dict__["__signature__"] = _signature_of_settings()
+_FILE = typer.Option(
+    "--config", metavar="FILE.yaml", envvar=CONFIG_VARIABLE, help="Read settings from this file, by section, such as server: {port: 9000}"
+)
+_PLAN_OPTIONS = [
+    _parameter("model", Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hub id of the model.")], inspect.Parameter.empty),
+    _parameter("rank", Annotated[int, typer.Option(min=1, metavar="NUMBER", help="LoRA rank.")], 32),
+    _parameter(
+        "memory_gib",
+        Annotated[
+            float | None,
+            typer.Option(min=0, metavar="GIB", help="Memory of a GPU to plan for.", show_default="what is free on this machine's device"),
+        ],
+    ),
+    _parameter("as_json", Annotated[bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")], False),
+]
+_PLANNED = ("dtype", "max_context", "tokens_per_pass", "logits_chunk", "kv_cache_gib", "max_running")
+"""Settings of a server that matter for a plan."""
+
+
+def _signature(own: list[inspect.Parameter], chosen: Iterable[Setting]) -> inspect.Signature:
+    return inspect.Signature([*own, _parameter("config", Annotated[Path | None, _FILE]), *map(_option, chosen)])
+
+
+# Typer reads a command's options from its signature. Those of these commands are made from the settings.
+for _command, _own, _chosen in (
+    (serve, [], list(settings())),
+    (doctor, [], list(settings())),
+    (plan, _PLAN_OPTIONS, [each for each in settings() if each.name in _PLANNED]),
+):
+    _command.__dict__["__signature__"] = _signature(_own, _chosen)
     app.command()(_command)
 
 

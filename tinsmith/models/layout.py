@@ -43,6 +43,11 @@ class LoraTarget:
     rows: tuple[int, int] | None = None
     """Which rows [start, end) of its weight these are, that is to say which of its outputs; None means all."""
 
+    @property
+    def width(self) -> int:
+        """How many numbers an adapter of rank 1 has here."""
+        return self.in_features + self.out_features
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -68,7 +73,11 @@ class Layout:
 
     def lora_parameters(self, shape: LoraShape) -> int:
         """How many numbers an adapter of this shape trains."""
-        return sum(shape.rank * (target.in_features + target.out_features) for target in self.covered(shape).values())
+        return sum(shape.rank * target.width for target in self.covered(shape).values())
+
+    def group_parameters(self, rank: int) -> dict[Group, int]:
+        """How many numbers an adapter of this rank trains in each group."""
+        return {group: rank * sum(target.width for target in self.targets.values() if target.group == group) for group in GROUPS}
 
     def frozen_blocks(self, shape: LoraShape) -> tuple[str, ...]:
         """How the names of parameters begin that full-parameter training leaves alone because their group is switched off.

@@ -84,6 +84,14 @@ def memory_held() -> dict[str, int]:
     return {"resident": resident, **{device: size for device, size in on_devices.items() if size}}
 
 
+def size_text(size: int) -> str:
+    """Bytes in the unit that suits them."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} bytes"
+
+
 def _gpu(index: int) -> Gpu:
     free, total = torch.cuda.mem_get_info(index)
     return Gpu(index, torch.cuda.get_device_name(index), total, free, torch.cuda.get_device_capability(index))

@@ -12,8 +12,9 @@ from tinsmith.models.full import snapshot_bytes, training_bytes
 from tinsmith.models.layout import Layout, empty_network, layout_of
 from tinsmith.protocol.shapes import LoraShape
 
-SAVED_WIDTHS, SAVED_MLP_WIDTHS = 12, 4
-"""What a layer keeps of a token for the backward pass, about: so many times the hidden width, and so many times the width of its MLP."""
+KEPT_OF_ATTENTION, KEPT_OF_MLP, KEPT_OF_RESIDUALS = 3, 4, 1
+"""What a pass keeps of a token for its backward, about: so many times all that the linears around attention give, or those of a gated delta
+net; and in each layer so many times the width of the MLP, and so many times the hidden width."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,17 @@ class Sizes:
 
     def pass_bytes(self, tokens: int, logits_chunk: int) -> int:
         """What a forward_backward pass of that many tokens keeps, roughly, with `logits_chunk` rows of logits and their gradient."""
+        logits: int = logits_chunk * self.text_config.vocab_size
+        return tokens * self.token_bytes + 2 * logits * 4
+
+    @property
+    def token_bytes(self) -> int:
+        """What a forward_backward pass keeps of each token, roughly."""
         text = self.text_config
-        width = SAVED_WIDTHS * text.hidden_size + SAVED_MLP_WIDTHS * text.intermediate_size
-        return int(tokens * text.num_hidden_layers * width * self.dtype.itemsize + 2 * logits_chunk * text.vocab_size * 4)
+        attention = sum(target.out_features for target in self.layout.targets.values() if target.group == "attn")
+        each_layer = KEPT_OF_MLP * text.intermediate_size + KEPT_OF_RESIDUALS * text.hidden_size
+        numbers: int = text.num_hidden_layers * each_layer + KEPT_OF_ATTENTION * attention
+        return numbers * self.dtype.itemsize
 
 
 def size_of(source: str, config: ModelsConfig) -> Sizes:

@@ -1,0 +1,116 @@
+"""Models whose LoRA parameters Tinker publishes (the cookbook's `hyperparam_utils.py`), with their sizes: our geometry must agree.
+
+`tests/recipes/test_published_counts.py` compares the numbers with the cookbook's own.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, LlamaConfig, Qwen3_5Config, Qwen3Config
+
+_LLAMA: dict[str, Any] = {"vocab_size": 128_256, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
+_QWEN3: dict[str, Any] = {"vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960}
+_QWEN3_5: dict[str, Any] = {
+    "vocab_size": 248_320,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262_144,
+}
+
+
+def _sizes(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
+
+
+def _llama(*sizes: int, tied: bool) -> LlamaConfig:
+    return LlamaConfig(**_LLAMA, **_sizes(*sizes), tie_word_embeddings=tied)
+
+
+def _qwen3(*sizes: int, tied: bool) -> Qwen3Config:
+    return Qwen3Config(**_QWEN3, **_sizes(*sizes), tie_word_embeddings=tied)
+
+
+def _qwen3_5(*sizes: int, value_heads: int, tied: bool) -> Qwen3_5Config:
+    types = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(sizes[2])]
+    text = _QWEN3_5 | _sizes(*sizes) | {"linear_num_value_heads": value_heads, "layer_types": types, "tie_word_embeddings": tied}
+    return Qwen3_5Config(text_config=text, vision_config={"out_hidden_size": sizes[0]}, tie_word_embeddings=tied)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model that is served here."""
+
+    config: Any
+    """A transformers configuration with its sizes."""
+    attn: int
+    """Parameters of an adapter of rank 1, by group."""
+    mlp: int
+    unembed: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What `tinsmith plan --rank 1 --json` must say."""
+        return {"attn": self.attn, "mlp": self.mlp, "unembed": self.unembed}
+
+    def write(self, directory: Path) -> Path:
+        """Write the configuration, and nothing else, to a directory."""
+        self.config.save_pretrained(directory)
+        return directory
+
+
+_LLAMA_8B = Published(_llama(4096, 14_336, 32, 32, tied=False), 851_968, 1_769_472, 132_352)
+_LLAMA_70B = Published(_llama(8192, 28_672, 80, 64, tied=False), 4_096_000, 8_847_360, 136_448)
+_QWEN3_8B = Published(_qwen3(4096, 12_288, 36, 32, tied=False), 958_464, 1_769_472, 156_032)
+_QWEN3_5_9B = Published(_qwen3_5(4096, 12_288, 32, 16, value_heads=32, tied=False), 1_130_496, 1_572_864, 252_416)
+_QWEN3_5_27B = Published(_qwen3_5(5120, 17_408, 64, 24, value_heads=48, tied=False), 2_965_504, 4_325_376, 253_440)
+
+SERVED = {
+    "meta-llama/Llama-3.2-1B": Published(_llama(2048, 8192, 16, 32, tied=True), 212_992, 491_520, 130_304),
+    "meta-llama/Llama-3.2-3B": Published(_llama(3072, 8192, 28, 24, tied=True), 573_440, 946_176, 131_328),
+    "meta-llama/Llama-3.1-8B": _LLAMA_8B,
+    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_8B,
+    "meta-llama/Llama-3.1-70B": _LLAMA_70B,
+    "meta-llama/Llama-3.3-70B-Instruct": _LLAMA_70B,
+    "Qwen/Qwen3-4B-Instruct-2507": Published(_qwen3(2560, 9728, 36, 32, tied=True), 737_280, 1_327_104, 154_496),
+    "Qwen/Qwen3-8B": _QWEN3_8B,
+    "Qwen/Qwen3-8B-Base": _QWEN3_8B,
+    "Qwen/Qwen3-32B": Published(_qwen3(5120, 25_600, 64, 64, tied=False), 2_490_368, 5_898_240, 157_056),
+    "Qwen/Qwen3.5-4B": Published(_qwen3_5(2560, 9216, 32, 16, value_heads=32, tied=True), 897_024, 1_130_496, 250_880),
+    "Qwen/Qwen3.5-9B": _QWEN3_5_9B,
+    "Qwen/Qwen3.5-9B-Base": _QWEN3_5_9B,
+    "Qwen/Qwen3.5-27B": _QWEN3_5_27B,
+    "Qwen/Qwen3.6-27B": _QWEN3_5_27B,
+    "Qwen/Qwen3.8-27B": _QWEN3_5_27B,
+}
+
+REFUSED = {
+    "deepseek-ai/DeepSeek-V3.1": "deepseek_v3",
+    "deepseek-ai/DeepSeek-V3.1-Base": "deepseek_v3",
+    "openai/gpt-oss-120b": "gpt_oss",
+    "openai/gpt-oss-20b": "gpt_oss",
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": "qwen3_moe",
+    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
+    "Qwen/Qwen3-30B-A3B-Base": "qwen3_moe",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3_moe",
+    "Qwen/Qwen3-VL-235B-A22B-Instruct": "qwen3_vl_moe",
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": "qwen3_vl_moe",
+    "Qwen/Qwen3.5-35B-A3B": "qwen3_5_moe",
+    "Qwen/Qwen3.5-35B-A3B-Base": "qwen3_5_moe",
+    "Qwen/Qwen3.5-397B-A17B": "qwen3_5_moe",
+    "Qwen/Qwen3.6-35B-A3B": "qwen3_5_moe",
+}
+"""Mixtures of experts that transformers knows, by architecture."""
+
+UNKNOWN = ("deepseek-ai/DeepSeek-V4", "moonshotai/", "nvidia/", "thinkingmachines/", "zai-org/")
+"""How the names of others begin, all mixtures of experts: with code of their own, or layers that Tinsmith has no code for."""
+
+
+def write_architecture(model_type: str, directory: Path) -> Path:
+    """Write a configuration of this architecture, with transformers' own sizes, and nothing else."""
+    AutoConfig.for_model(model_type).save_pretrained(directory)
+    return directory

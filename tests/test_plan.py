@@ -1,0 +1,132 @@
+"""`tinsmith plan`, typed as a person types it."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from tests.bases import datum, load, random_tokens, renderer
+from tests.models.published import REFUSED, SERVED, write_architecture
+from tinsmith.cli import app
+from tinsmith.config import ModelsConfig, TrainingConfig
+from tinsmith.errors import ConfigError
+from tinsmith.models.sizing import size_of
+from tinsmith.protocol.shapes import LoraShape
+from tinsmith.training.backend import LocalBackend
+
+GIB = 2**30
+
+
+def plan(*arguments: str, code: int = 0) -> str:
+    """What the command prints."""
+    ran = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "400"})
+    assert (ran.exit_code, ran.stderr) == (code, ""), ran.output
+    return ran.stdout
+
+
+def planned(*arguments: str, code: int = 0) -> Any:
+    """What it prints with --json."""
+    return json.loads(plan(*arguments, "--json", code=code))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_adapters_have_as_many_parameters_as_tinker_publishes(name: str, tmp_path: Path) -> None:
+    directory = SERVED[name].write(tmp_path)
+    assert [file.name for file in directory.iterdir()] == ["config.json"]
+    assert planned(str(directory), "--rank", "1", "--memory-gib", "1000")["lora_parameters"] == SERVED[name].counts
+
+
+def test_they_follow_from_the_layers_of_the_model(tmp_path: Path) -> None:
+    """Of Qwen3.5-4B: 24 gated delta nets with 16 heads of queries and keys and 32 of values, 8 layers of attention with a gate."""
+    delta_net = 3 * (2560 + 4096) + 2 * (2560 + 2048)  # v, z and out; q and k
+    attention = (2560 + 8192) + 2 * (2560 + 1024) + (4096 + 2560)
+    assert SERVED["Qwen/Qwen3.5-4B"].attn == 24 * delta_net + 8 * attention
+    tree = planned(str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path)), "--rank", "32", "--memory-gib", "80")
+    assert tree["lora_parameters"]["attn"] == 32 * (24 * delta_net + 8 * attention)
+
+
+@pytest.mark.parametrize("model_type", sorted(set(REFUSED.values())))
+def test_mixtures_of_experts_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
+    ran = CliRunner().invoke(app, ["plan", str(write_architecture(model_type, tmp_path))])
+    assert isinstance(ran.exception, ConfigError)
+    assert f"'{model_type}' is a mixture of experts" in str(ran.exception) or f"models of type '{model_type}' are" in str(ran.exception)
+
+
+def test_what_fits_into_a_gpu_follows_from_its_memory(tmp_path: Path) -> None:
+    directory = str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path))
+    sizes = size_of(directory, ModelsConfig(device="cpu", dtype="bfloat16"))
+    large = planned(directory, "--memory-gib", "80")
+    assert (large["dtype"], large["memory_bytes"], large["weight_bytes"]) == ("bfloat16", 80 * GIB, 2 * large["parameters"])
+    left = 80 * GIB - large["weight_bytes"] - large["cache"]["bytes"]
+    assert large["adapters"]["fit"] == (left - large["pass_bytes"]) // large["adapters"]["bytes_each"]
+    assert large["full_parameters"] == {"needed_bytes": sizes.full_bytes, "free_bytes": left - large["pass_bytes"], "fits": False}
+    longest = large["longest_sequence"]
+    assert longest["limit"] == "memory"
+    taken = large["adapters"]["bytes_each"] + sizes.pass_bytes(longest["tokens"], TrainingConfig().logits_chunk)
+    assert 0 <= left - taken < sizes.token_bytes
+
+    huge = planned(directory, "--memory-gib", "4000")
+    assert huge["full_parameters"]["fits"]
+    assert huge["longest_sequence"] == {"tokens": 262_144, "limit": "context"}
+    assert planned(directory, "--memory-gib", "4000", "--max-context", "1000")["longest_sequence"] == {"tokens": 1000, "limit": "context"}
+    small = planned(directory, "--memory-gib", "8", code=1)
+    assert (small["fits"], small["adapters"]["fit"], small["longest_sequence"]["tokens"]) == (False, 0, 0)
+
+
+def test_only_layers_that_attend_keep_keys_and_values(tmp_path: Path) -> None:
+    cache = planned(str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path)), "--memory-gib", "80", "--kv-cache-gib", "8")["cache"]
+    state = 24 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)  # the convolution's last inputs in bfloat16, the recurrent state in float32
+    assert cache["state_bytes"] == state
+    of_tokens = cache["tokens"] * 8 * 2 * 4 * 256 * 2  # 8 layers, keys and values, 4 heads of 256 in bfloat16
+    assert 0.99 * 8 * GIB < of_tokens + cache["state_slots"] * state <= 8 * GIB
+    assert cache["tokens"] % cache["blocks"] == 0
+
+
+def test_a_person_reads_both_numbers_of_what_does_not_fit(tmp_path: Path) -> None:
+    options = [str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path)), "--memory-gib", "80", "--rank", "1"]
+    report, full = plan(*options), planned(*options)["full_parameters"]
+    assert "attn 897,024 + mlp 1,130,496 + unembed 250,880 = 2,278,400 parameters" in report
+    assert f"does not fit: {full['needed_bytes'] / GIB:.1f} GiB needed, {full['free_bytes'] / GIB:.1f} GiB left" in report
+    assert "tokens train, then the memory ends" in report
+
+
+def test_a_pass_that_is_too_large_is_made_smaller(tmp_path: Path) -> None:
+    options = [str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path)), "--memory-gib", "40"]
+    advised = re.search(r"none fits beside all of that, one does with --tokens-per-pass (\d+); ", plan(*options, code=1))
+    assert advised is not None
+    assert planned(*options, "--tokens-per-pass", advised[1])["adapters"]["fit"] == 1
+    assert "none fits beside all of that; " in plan(*options[:2], "8", code=1)
+
+
+def test_without_a_memory_it_is_this_machine(family_dir: Callable[[str], Path]) -> None:
+    tree = planned(str(family_dir("qwen3_5")), "--dtype", "float32")
+    network = load(family_dir("qwen3_5"), device="cpu").network
+    assert tree["parameters"] == sum(parameter.numel() for parameter in network.parameters())
+    assert tree["memory_bytes"] > tree["weight_bytes"] == 4 * tree["parameters"]
+    assert tree["fits"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
+def test_a_pass_keeps_about_as_much_as_estimated(family_dir: Callable[[str], Path], family: str) -> None:
+    base = load(family_dir(family), device="cpu")
+    backend = LocalBackend(base, TrainingConfig(logits_chunk=1))
+    backend.create_model("a", LoraShape(4, 0))
+    kept: dict[int, Tensor] = {}  # one tensor of each storage, which keeps the storage from being used again
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    work = [datum("a", renderer(base).render([random_tokens(1, 512)]))]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        assert not backend.run_pass(work, backward=True).failures
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*base.network.parameters(), *backend.optimizers["a"].weights.leaves())}
+    held = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights)
+    estimated = size_of(str(family_dir(family)), ModelsConfig(device="cpu", dtype="float32")).pass_bytes(512, 1)
+    assert 0.8 < estimated / held < 1.25

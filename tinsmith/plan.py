@@ -1,0 +1,200 @@
+"""`tinsmith plan`: what LoRA trains in a model, what of it fits into a device, and how long a sequence trains. No weight is read."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tinsmith.config import Config, ModelsConfig, base_model_sources
+from tinsmith.models.machine import look_around, size_text
+
+if TYPE_CHECKING:
+    from tinsmith.models.layout import Group
+    from tinsmith.models.sizing import Sizes
+
+GIB = 2**30
+_LIMITS = {"memory": "the memory", "context": "the model's context"}
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """What the local sampler's cache holds (--kv-cache-gib)."""
+
+    bytes: int
+    blocks: int
+    """Blocks of keys and values."""
+    tokens: int
+    """Tokens in all of these blocks."""
+    state_slots: int
+    """States of sequences, one for all gated delta nets of the model; 0 if it has none."""
+    state_bytes: int
+    """One of these states."""
+
+
+@dataclass(frozen=True)
+class AdaptersPlan:
+    """Adapters that are trained."""
+
+    bytes_each: int
+    """Weights, accumulated gradients and what AdamW remembers."""
+    snapshot_bytes: int
+    """A frozen copy to sample from."""
+    fit: int
+    """How many fit beside weights, cache and pass."""
+
+
+@dataclass(frozen=True)
+class FullPlan:
+    """Training of all parameters (rank 0), beside weights, cache and pass."""
+
+    needed_bytes: int
+    free_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether one such model can be trained."""
+        return self.needed_bytes <= self.free_bytes
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """The longest sequence that trains with one adapter, in a pass of its own."""
+
+    tokens: int
+    limit: Literal["memory", "context"]
+    """What keeps it from being longer: the memory, or the context of the model (--max-context)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole answer. Sizes are in bytes, and passes are estimated."""
+
+    model: str
+    architecture: str
+    parameters: int
+    rank: int
+    lora_parameters: "dict[Group, int]"
+    """What an adapter of this rank trains, by the switches of `create_lora_training_client`."""
+    dtype: str
+    device: str
+    memory_bytes: int
+    """What the device has, or what is free of it if it is this machine's."""
+    weight_bytes: int
+    """The frozen base model."""
+    pass_tokens: int
+    """The largest pass of several sequences (--tokens-per-pass)."""
+    pass_bytes: int
+    """What such a pass takes."""
+    cache: CachePlan | None
+    """None without the local sampler."""
+    adapters: AdaptersPlan
+    full_parameters: FullPlan
+    longest_sequence: SequencePlan
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model can be served and trained with LoRA at all."""
+        return self.adapters.fit > 0
+
+
+def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
+    """The plan for the one base model of `config`, on a GPU of this memory; None means the device that this machine would serve it on.
+
+    Raises ConfigError if the configuration of the model cannot be read, or if it could not be served.
+    """
+    from tinsmith.models.sizing import size_of  # here, because it imports transformers
+    from tinsmith.sampling.local.cache_shape import CacheShape
+    from tinsmith.sampling.prefix import BLOCK
+
+    ((name, source),) = base_model_sources(config).items()
+    if memory_gib is None:
+        sizes = size_of(source, config.models)
+        device, memory = _here(sizes)
+    else:
+        sizes = size_of(source, _on_a_gpu(config.models))
+        device, memory = "a GPU (--memory-gib)", int(memory_gib * GIB)
+    cache = None
+    if config.sampling.sampler == "local":
+        budget = int(config.sampling.kv_cache_gib * GIB)
+        shape = CacheShape(sizes.layout.layers, sizes.dtype, sizes.device)
+        divided = shape.divide(budget, config.sampling.max_running)
+        cache = CachePlan(budget, divided.blocks, divided.blocks * BLOCK, divided.slots, shape.state_bytes)
+    tokens, chunk = config.training.tokens_per_pass, config.training.logits_chunk
+    pass_bytes = sizes.pass_bytes(tokens, chunk)
+    left = memory - sizes.weight_bytes - (cache.bytes if cache else 0)
+    adapter = sizes.training_bytes(rank)
+    longest = max(0, left - adapter - sizes.pass_bytes(0, chunk)) // sizes.token_bytes
+    return Plan(
+        model=name,
+        architecture=sizes.layout.family.model_type,
+        parameters=sizes.parameters,
+        rank=rank,
+        lora_parameters=sizes.layout.group_parameters(rank),
+        dtype=str(sizes.dtype).removeprefix("torch."),
+        device=device,
+        memory_bytes=memory,
+        weight_bytes=sizes.weight_bytes,
+        pass_tokens=tokens,
+        pass_bytes=pass_bytes,
+        cache=cache,
+        adapters=AdaptersPlan(adapter, sizes.adapter_bytes(rank), max(0, left - pass_bytes) // adapter),
+        full_parameters=FullPlan(sizes.full_bytes, max(0, left - pass_bytes)),
+        longest_sequence=SequencePlan(min(longest, sizes.max_context), "memory" if longest < sizes.max_context else "context"),
+    )
+
+
+def _here(sizes: "Sizes") -> tuple[str, int]:
+    """The device of this machine that would serve the model, and how much of its memory is free."""
+    machine = look_around()
+    if sizes.device.type == "cpu":
+        return "the CPU of this machine", machine.memory_available
+    gpu = machine.gpus[sizes.device.index or 0]
+    return f"cuda:{gpu.index}, {gpu.name}", gpu.free
+
+
+def _on_a_gpu(models: ModelsConfig) -> ModelsConfig:
+    """The settings with which a GPU, which need not be here, would serve a model."""
+    return dataclasses.replace(models, device="cpu", dtype="bfloat16" if models.dtype == "auto" else models.dtype)
+
+
+def to_tree(plan: Plan) -> dict[str, object]:
+    """The plan as plain values, with what follows from them."""
+    tree: dict[str, object] = dataclasses.asdict(plan)
+    full = dataclasses.asdict(plan.full_parameters) | {"fits": plan.full_parameters.fits}
+    return tree | {"full_parameters": full, "fits": plan.fits}
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print the plan for a person."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for subject, detail in _lines(plan):
+        table.add_row(Text(subject), Text(detail))
+    console.print(Text(f"{plan.model} ({plan.architecture}, {plan.parameters:,} parameters in {plan.dtype}) on {plan.device}", "bold"))
+    console.print(table)
+
+
+def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Subject and detail of each line."""
+    longest = plan.longest_sequence
+    groups = " + ".join(f"{group} {count:,}" for group, count in plan.lora_parameters.items())
+    yield f"LoRA of rank {plan.rank}", f"{groups} = {sum(plan.lora_parameters.values()):,} parameters"
+    yield "memory", size_text(plan.memory_bytes)
+    yield "frozen weights", size_text(plan.weight_bytes)
+    if plan.cache is not None:
+        holds = f"{plan.cache.blocks:,} blocks, {plan.cache.tokens:,} tokens"
+        if plan.cache.state_slots:
+            holds += f"; {plan.cache.state_slots:,} states of {size_text(plan.cache.state_bytes)} of sequences"
+        yield "cache (--kv-cache-gib)", f"{size_text(plan.cache.bytes)}: {holds}"
+    yield f"a pass of {plan.pass_tokens:,} tokens", f"{size_text(plan.pass_bytes)}, roughly (--tokens-per-pass)"
+    adapters = plan.adapters
+    each = f"{size_text(adapters.bytes_each)} each, a snapshot to sample {size_text(adapters.snapshot_bytes)}"
+    none = "none fits beside all of that" + (f", one does with --tokens-per-pass {longest.tokens}" if longest.tokens else "")
+    yield "adapters", f"{f'{adapters.fit:,} train at once beside all of that' if adapters.fit else none}; {each}"
+    full = plan.full_parameters
+    fits = "fits" if full.fits else "does not fit"
+    yield "all parameters (rank 0)", f"{fits}: {size_text(full.needed_bytes)} needed, {size_text(full.free_bytes)} left beside all of that"
+    yield "longest sequence", f"{longest.tokens:,} tokens train, then {_LIMITS[longest.limit]} ends"
