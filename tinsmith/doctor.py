@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError
-from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around
+from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around, size_text
 
 if TYPE_CHECKING:
     from tinsmith.models.sizing import Sizes
@@ -113,16 +113,15 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
         parts = _parts(sizes, config)
         needed += sum(parts.values())
         yield Finding(name, "ok", f"{sizes.parameters:,} parameters, {str(sizes.dtype).removeprefix('torch.')} on {sizes.device.type}")
-        yield from (Finding(f"  {part}", "ok", _size(size)) for part, size in parts.items())
-        yield Finding("  a cached token", "ok", f"{_size(shape.block_bytes // BLOCK)}; the cache holds {cache.blocks * BLOCK:,} tokens")
+        yield from (Finding(f"  {part}", "ok", size_text(size)) for part, size in parts.items())
+        yield Finding("  a cached token", "ok", f"{size_text(shape.block_bytes // BLOCK)}; the cache holds {cache.blocks * BLOCK:,} tokens")
         if cache.slots:
             running = min(cache.places, config.sampling.max_running)
-            detail = (
-                f"{_size(shape.state_bytes)}; the cache holds {cache.slots:,} states, {running:,} of them for sequences that run at once"
-            )
-            yield Finding("  a sequence's state", "ok", f"{detail}, which take {_size(running * shape.state_bytes)} more during a pass")
+            holds = f"the cache holds {cache.slots:,} states, {running:,} of them for sequences that run at once"
+            detail = f"{size_text(shape.state_bytes)}; {holds}"
+            yield Finding("  a sequence's state", "ok", f"{detail}, which take {size_text(running * shape.state_bytes)} more during a pass")
         yield Finding(
-            "  one more trained model", "ok", f"{_size(sizes.training_bytes(RANK))}; a snapshot {_size(sizes.adapter_bytes(RANK))}"
+            "  one more trained model", "ok", f"{size_text(sizes.training_bytes(RANK))}; a snapshot {size_text(sizes.adapter_bytes(RANK))}"
         )
     if needed:
         fits: State = "ok" if needed <= free else "missing"
@@ -130,7 +129,8 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     for name, sizes in known.items():
         left = free - needed
         room: State = "ok" if sizes.full_bytes <= left else "note"
-        detail = f"{_size(sizes.full_bytes)} a model, a snapshot {_size(sizes.full_snapshot_bytes)}; {_gib(max(left, 0))} left for it"
+        needs = f"{size_text(sizes.full_bytes)} a model, a snapshot {size_text(sizes.full_snapshot_bytes)}"
+        detail = f"{needs}; {_gib(max(left, 0))} left for it"
         yield Finding(f"{name}, all parameters (rank 0)", room, detail if room == "ok" else f"does not fit: {detail}")
 
 
@@ -159,11 +159,3 @@ def _features(machine: Machine) -> Iterator[Finding]:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
-
-
-def _size(size: int) -> str:
-    """Bytes in the unit that suits them."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size} bytes"
