@@ -1,4 +1,4 @@
-"""Real vLLM servers. The tests share them, because one takes a minute to start: five starts in all, of which one is never finished."""
+"""Real vLLM servers. The tests share them, because one takes a minute to start: six starts in all, of which one is never finished."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +36,15 @@ def server(vision_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
 
 
+@pytest.fixture(scope="session")
+def hybrid_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same with a model most of whose layers are gated delta nets."""
+    directory = tmp_path_factory.mktemp("hybrid")
+    write_tiny_model("qwen3-5", directory)
+    with sampling_with_vllm(tmp_path_factory.mktemp("hybrid-server"), "--base-model", f"tiny={directory}") as running:
+        yield running
+
+
 @pytest.fixture
 def socket(server: Server) -> str:
     """Where the server's vLLM server listens now: a test before may have killed the one before."""
@@ -47,4 +56,20 @@ def service(server: Server, socket: str) -> Iterator[tinker.ServiceClient]:
     """An SDK client of the server, once vLLM is ready."""
     assert socket
     with tinker.ServiceClient(base_url=server.url, api_key="tml-vllm") as client:
+        yield client
+
+
+@pytest.fixture(params=["attention", "hybrid"])
+def each_server(request: pytest.FixtureRequest) -> Server:
+    """Both servers, one after the other: for tests of numbers."""
+    name = "hybrid_server" if request.param == "hybrid" else "server"
+    server: Server = request.getfixturevalue(name)
+    wait_for_vllm(server)
+    return server
+
+
+@pytest.fixture
+def each_service(each_server: Server) -> Iterator[tinker.ServiceClient]:
+    """An SDK client of each of them."""
+    with tinker.ServiceClient(base_url=each_server.url, api_key="tml-each") as client:
         yield client

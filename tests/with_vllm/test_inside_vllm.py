@@ -21,8 +21,8 @@ from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 
 SAMPLING = Path(tinsmith.__file__).parent / "sampling"
-INSIDE = [SAMPLING / "inside_vllm" / f"{name}.py" for name in ("adapter_check", "launcher", "receivers", "worker")]
-"""The modules that import vLLM."""
+INSIDE = [SAMPLING / "inside_vllm" / f"{name}.py" for name in ("adapter_check", "cpu_delta", "launcher", "receivers", "worker")]
+"""The modules that import vLLM or get its objects."""
 
 IMPORTS = {
     "vllm": None,
@@ -31,15 +31,20 @@ IMPORTS = {
     "vllm.distributed.weight_transfer.base.WeightTransferUpdateInfo": None,
     "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory": None,
     "vllm.entrypoints.launchers.api_server.entry.main": (),
+    "vllm.forward_context.get_forward_context": (),
     "vllm.lora.layers.base.BaseLayerWithLoRA": None,
+    "vllm.lora.model_manager": None,
     "vllm.lora.ops.torch_ops.lora_ops": None,
     "vllm.lora.punica_wrapper.punica_cpu": None,
     "vllm.lora.utils.parse_fine_tuned_lora_name": ("name", "weights_mapper"),
     "vllm.lora.worker_manager.LRUCacheWorkerLoRAManager": None,
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention": None,
     "vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead": None,
     "vllm.model_executor.model_loader.reload.finalize_layerwise_reload": None,
     "vllm.model_executor.model_loader.reload.initialize_layerwise_reload": None,
     "vllm.platforms.current_platform": None,
+    "vllm.utils.torch_utils.LayerNameType": None,
+    "vllm.utils.torch_utils._resolve_layer_name": ("layer_name",),
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": None,
 }
 """What we import, and for a function its parameters."""
@@ -62,6 +67,7 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory": {
         "register_engine": ("name", "module_path_or_cls", "class_name"),
     },
+    "vllm.forward_context.ForwardContext": {"attn_metadata": None, "no_compile_layers": None},
     "vllm.lora.layers.base.BaseLayerWithLoRA": {"load_weights": ("weights",)},
     "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA": {"lora_a_stacked": None, "lora_b_stacked": None},
     "vllm.lora.model_manager.LoRAModelManager": {
@@ -70,6 +76,7 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...] | None]] = {
         "packed_modules": None,
         "remove_adapter": ("adapter_id",),
     },
+    "vllm.lora.model_manager": {"process_packed_modules_mapping": None},
     "vllm.lora.ops.torch_ops.lora_ops": {
         "bgmv_expand": ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "add_inputs"),
         "bgmv_expand_slice": (
@@ -86,16 +93,42 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "vllm.lora.request.LoRARequest": {"load_inplace": None, "lora_int_id": None, "lora_name": None, "lora_path": None},
     "vllm.lora.worker_manager.LRUCacheWorkerLoRAManager": {"_adapter_manager": None, "add_adapter": ("lora_request",)},
     "vllm.lora.worker_manager.WorkerLoRAManager": {"list_adapters": ()},
+    "vllm.model_executor.layers.mamba.abstract.MambaBase": {"kv_cache": None},
+    "vllm.model_executor.layers.mamba.gdn.base.GatedDeltaNetAttention": {"prefix": None},
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn.QwenGatedDeltaNetAttention": {
+        "A_log": None,
+        "dt_bias": None,
+        "head_k_dim": None,
+        "head_v_dim": None,
+        "key_dim": None,
+        "num_k_heads": None,
+        "num_v_heads": None,
+        "value_dim": None,
+    },
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention": {
+        "_unpacked_conv_weight": ("layer",),
+        "cpu_gdn_attention_core": ("mixed_qkv", "b", "a", "core_attn_out", "layer_name"),
+    },
     "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod": {"process_weights_after_loading": ("layer",)},
     "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding": {"quant_method": None},
     "vllm.model_executor.models.interfaces.SupportsLoRA": {"packed_modules_mapping": None},
     "vllm.model_executor.models.interfaces.SupportsQuant": {"hf_to_vllm_mapper": None},
     "vllm.model_executor.models.utils.WeightsMapper": {"get_rename_mapper": ()},
     "vllm.platforms.interface.Platform": {"is_cpu": ()},
+    "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadata": {
+        "has_initial_state": None,
+        "non_spec_query_start_loc": None,
+        "non_spec_state_indices_tensor": None,
+        "num_decodes": None,
+        "num_prefills": None,
+    },
     "vllm.v1.worker.gpu_input_batch.CachedRequestState": {"num_computed_tokens": None, "prompt_token_ids": None},
-    "vllm.v1.worker.gpu_input_batch.InputBatch": {"num_reqs": (), "req_id_to_index": None, "req_ids": ()},
+    "vllm.v1.worker.gpu_input_batch.InputBatch": {"generators": None, "num_reqs": (), "req_id_to_index": None, "req_ids": ()},
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": {
+        "_bookkeeping_sync": ("scheduler_output", "sampler_output", "logits", "hidden_states", "num_scheduled_tokens"),
         "_get_prompt_logprobs_dict": ("hidden_states", "num_scheduled_tokens"),
+        "_sample": ("logits", "spec_decode_metadata"),
+        "discard_request_mask": None,
         "input_batch": None,
         "lora_config": None,
         "num_prompt_logprobs": None,
@@ -112,12 +145,14 @@ ONLY_IN_0_26 = {"get_unstacked_mapper", "trainer_send_weights"}
 """Names that vLLM 0.26 has, and 0.32 no more."""
 
 NOT_VLLMS = {
-    *("Module", "SIGKILL", "SIGTERM", "Size", "Tensor", "Thread", "_counted", "_receive", "_tensor", "accelerator", "add", "argv"),
-    *("array", "b64decode", "cat", "check_adapters_that_are_loaded", "compile", "expand", "expand_slice", "fileno", "get"),
-    *("get_tensor", "getpgid", "getpid", "handles", "identity", "index", "int32", "items", "kill", "killpg", "load", "loads"),
-    *("meeting_point", "named_modules", "nn", "offset_keys", "outline", "pair", "path", "read", "receive", "received"),
-    *("register", "rpartition", "run_module", "search", "setpgrp", "shrink", "sleep", "split", "start", "stdin", "synchronize"),
-    *("type", "was_checked", "zeros"),
+    *("Module", "SIGKILL", "SIGTERM", "Size", "Tensor", "Thread", "_counted", "_receive", "_tensor", "accelerator", "add", "append"),
+    *("argv", "array", "b64decode", "bfloat16", "bool", "cat", "check_adapters_that_are_loaded", "compile", "conv1d", "delta_net"),
+    *("dtype", "exp", "expand", "expand_slice", "fileno", "flatten", "float", "get", "get_state", "get_tensor", "getpgid", "getpid"),
+    *("handles", "identity", "index", "int32", "items", "kernels_take", "kill", "killpg", "load", "loads", "long", "mT"),
+    *("masked_fill", "meeting_point", "named_modules", "nn", "np", "offset_keys", "outline", "pair", "path", "read", "receive"),
+    *("received", "register", "repeat_interleave", "rpartition", "rsqrt", "run_module", "search", "set_state", "setpgrp", "shape"),
+    *("shrink", "sigmoid", "silu", "sleep", "softplus", "split", "square", "squeeze", "stack", "start", "stdin", "sum", "synchronize"),
+    *("to", "tolist", "transpose", "type", "unflatten", "values", "view", "was_checked", "zeros"),
 }
 """Names of attributes in these modules that are Python's, PyTorch's, NumPy's or ours."""
 

@@ -8,6 +8,9 @@ from typing import Literal
 TransferKind = Literal["file", "ipc", "broadcast"]
 """How full weights get into a server: as a file in memory, as memory of a GPU that both share, or from GPU to GPU."""
 
+DELTA_NET_PARTS = {"in_proj_qkv.q": "in_proj_q", "in_proj_qkv.k": "in_proj_k", "in_proj_qkv.v": "in_proj_v"}
+"""Parts of a gated delta net's fused layer that have an adapter each, and what they are called in the adapters that vLLM reads."""
+
 
 def backend_of(kind: TransferKind) -> str:
     """What vLLM calls our receiver of this kind (`receivers.py`), as its --weight-transfer-config takes it."""

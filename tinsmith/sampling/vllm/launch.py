@@ -10,9 +10,9 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ import tinsmith
 from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
+from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import TransferKind, backend_of
 from tinsmith.sampling.vllm.options import share_of, value_of
@@ -35,6 +36,8 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 _FOR_PASSES = 0.15
 """Part of a server's memory that is left for activations and CUDA graphs. An estimate."""
+_STATES = 3
+"""States of gated delta nets for which there must be room: what a pass reads, what it writes, and one in the prefix cache."""
 _SHORTEST = 1024
 """Tokens. A server with less room than that is not worth starting."""
 _UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
@@ -114,8 +117,7 @@ def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int) 
     if base.family.takes_images:
         options.append("--no-mm-device-do-normalize")  # pixel values come normalized, as the trainer's are
     if base.device.type == "cpu":
-        # A seeded request whose prompt is cut into pieces ends vLLM's engine on a CPU; without pieces a step must hold a whole prompt.
-        options += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(4096, longest))]
+        options.append("--enforce-eager")
     return [config.vllm.vllm_python or sys.executable, "-m", "tinsmith.sampling.inside_vllm.launcher", *options, *config.vllm.vllm_args]
 
 
@@ -180,17 +182,17 @@ class Sizes:
     weights: int
     cache_per_token: int
     """Keys and values of one token in all layers."""
+    state: int
+    """What all gated delta nets keep of one sequence."""
     per_lora_rank: int
     """One rank of one adapter on all modules that LoRA can train."""
 
 
-def sizes_of(text_config: Any, parameters: int, per_lora_rank: int, dtype: torch.dtype) -> Sizes:
+def sizes_of(layers: Sequence[LayerKind], parameters: int, per_lora_rank: int, dtype: torch.dtype) -> Sizes:
     """The sizes of a model with that many parameters, to which one rank of an adapter adds `per_lora_rank`."""
-    heads = text_config.num_attention_heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
-    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    cache = 2 * text_config.num_hidden_layers * kv_heads * head_dim
-    return Sizes(parameters * dtype.itemsize, cache * dtype.itemsize, per_lora_rank * dtype.itemsize)
+    cache = sum(layer.bytes_per_token(dtype) for layer in layers if isinstance(layer, Attention))
+    state = sum(layer.state_bytes(dtype) for layer in layers if isinstance(layer, DeltaNet))
+    return Sizes(parameters * dtype.itemsize, cache, state, per_lora_rank * dtype.itemsize)
 
 
 def longest_sequence(base: BaseModel, config: Config, gpu: int | None) -> int:
@@ -204,10 +206,10 @@ def longest_sequence(base: BaseModel, config: Config, gpu: int | None) -> int:
     if asked is not None:
         return _asked_for(asked, base.max_context)
     parameters, per_rank = sum(p.numel() for p in base.network.parameters()), base.layout.lora_parameters(LoraShape(rank=1, seed=0))
-    sizes = sizes_of(base.text_config, parameters, per_rank, base.dtype)
+    sizes = sizes_of(base.layout.layers, parameters, per_rank, base.dtype)
     if gpu is None:
         memory = cpu_cache_gib(config) * _GIB
-        fits, room = memory // sizes.cache_per_token, f"a cache of {memory / _GIB:g} GiB (--kv-cache-gib)"
+        fits, room = (memory - _STATES * sizes.state) // sizes.cache_per_token, f"a cache of {memory / _GIB:g} GiB (--kv-cache-gib)"
     else:
         memory = int(share_of(options) * torch.cuda.get_device_properties(gpu).total_memory)
         fits = tokens_that_fit(sizes, memory, config)
@@ -229,7 +231,7 @@ def longest_sequence(base: BaseModel, config: Config, gpu: int | None) -> int:
 def tokens_that_fit(sizes: Sizes, memory: int, config: Config) -> int:
     """Tokens whose keys and values fit into so many bytes of a GPU, beside weights, adapters and activations."""
     adapters = int(value_of(config.vllm.vllm_args, "--max-loras") or MAX_LORAS) * lora_rank(config.models.max_lora_rank)
-    left = memory * (1 - _FOR_PASSES) - sizes.weights - adapters * sizes.per_lora_rank
+    left = memory * (1 - _FOR_PASSES) - sizes.weights - _STATES * sizes.state - adapters * sizes.per_lora_rank
     return int(left // sizes.cache_per_token)
 
 

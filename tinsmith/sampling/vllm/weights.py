@@ -29,11 +29,11 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights
 from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.sampling.inside_vllm import TransferKind
+from tinsmith.sampling.inside_vllm import DELTA_NET_PARTS, TransferKind
 from tinsmith.sampling.inside_vllm.identity import Identity
 from tinsmith.sampling.inside_vllm.process_pair import TRAINER, ProcessPair
 from tinsmith.sampling.vllm.connection import Connection
-from tinsmith.training.peft_format import write_peft
+from tinsmith.training.peft_format import write_adapter
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "tinsmith-weights-"
@@ -58,7 +58,8 @@ class WeightFiles:
     def write(self, adapter: Adapter) -> Path:
         """Write an adapter to a new directory, which is returned."""
         directory = self.root / str(next(self._count))
-        write_peft(adapter, self.base.layout, self.base.tokenizer_id, directory)
+        names = {name: self._name_at_server(name) for name in adapter.masters}
+        write_adapter(adapter, names, list(names.values()), self.base.tokenizer_id, directory)
         return directory
 
     @torch.no_grad()
@@ -66,10 +67,17 @@ class WeightFiles:
         """The identity of an adapter as vLLM's layers hold it: in the dtype of the base, with B multiplied by the scale."""
         whole = Identity()
         for name, pair in adapter.working.items():
-            module = self.base.layout.module_name(name)
+            module = self._name_at_server(name)
             whole.add(f"{module}.a", pair.a)
             whole.add(f"{module}.b", pair.b * adapter.scale)
         return str(whole)
+
+    def _name_at_server(self, name: str) -> str:
+        """What a target of LoRA is called at a server: as in transformers, but for parts of a layer, which have names of their own."""
+        if self.base.layout.targets[name].rows is None:
+            return self.base.layout.module_name(name)
+        layer, part = name.rsplit(".", 2)[0], ".".join(name.rsplit(".", 2)[1:])
+        return f"{self.base.layout.language_model}.{layer}.{DELTA_NET_PARTS[part]}"
 
     def tensors(self, weights: FullWeights | None) -> dict[str, Tensor]:
         """All that full-parameter training can change, by checkpoint name, not copied: from `weights`, and from the base what they lack."""
