@@ -51,3 +51,9 @@ def text_base(family_base: Callable[[str], BaseModel]) -> BaseModel:
 def vision_base(family_base: Callable[[str], BaseModel]) -> BaseModel:
     """A model that takes images (Qwen3-VL)."""
     return family_base("qwen3_vl")
+
+
+@pytest.fixture(scope="session")
+def hybrid_base(family_base: Callable[[str], BaseModel]) -> BaseModel:
+    """A tiny model most of whose layers are gated delta nets. Tests must not change it."""
+    return family_base("qwen3_5")

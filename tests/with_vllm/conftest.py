@@ -1,4 +1,4 @@
-"""Real vLLM servers. The tests share them, because one takes a minute to start: six starts in all, of which one is never finished."""
+"""Real vLLM servers. The tests share them, because one takes a minute to start: the others start their own."""
 
 from collections.abc import Iterator
 from pathlib import Path

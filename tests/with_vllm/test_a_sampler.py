@@ -32,6 +32,7 @@ from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Processor, Renderer
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, ref_of
 from tinsmith.sampling.vllm.sampler import VLLMSampler, start_vllm_sampler
+from tinsmith.sampling.vllm.servers import Servers
 from tinsmith.wire.chunks import Chunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
@@ -103,7 +104,15 @@ def bench_of(count: int, socket: str, vision_dir: Path, tmp_path: Path, **more: 
         (tmp_path / "weights").mkdir()
         options = {"vllm_urls": [address for _, address in ways], "vllm_dir": str(tmp_path / "weights"), "max_running": SLOTS}
         config, own = load_config(options={"base_models": ["tiny"], **options, **more}), renderer(base)
-        yield Bench(base, own, start_vllm_sampler(base, own, config, awake.set), [proxy for proxy, _ in ways], awake)
+        sampler = start_vllm_sampler(base, own, config, awake.set)
+        sampler.client.run(all_ready(sampler.client.servers)).result()
+        yield Bench(base, own, sampler, [proxy for proxy, _ in ways], awake)
+
+
+async def all_ready(servers: Servers) -> None:
+    """Wait until all servers are tried out: what they compute for that is not to be counted."""
+    async with servers.changed:
+        await servers.changed.wait_for(lambda: all(server.state == "ready" for server in servers.all))
 
 
 @pytest.fixture

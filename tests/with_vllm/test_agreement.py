@@ -90,8 +90,7 @@ def test_full_weights_beside_base_and_adapter(each_service: tinker.ServiceClient
     assert worst_difference(train(service, "tiny"), prompts[1], sample(base, prompts[1])) < bound
 
 
-def test_what_it_learned_about_squares(each_service: tinker.ServiceClient) -> None:
-    service = each_service
+def test_what_it_learned_about_squares(service: tinker.ServiceClient) -> None:
     client = train(service, "tiny", rank=16)
     colors = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
     tokenizer = client.get_tokenizer()

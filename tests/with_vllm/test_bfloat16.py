@@ -37,6 +37,7 @@ def test_base_adapter_and_full_weights(kind: Literal["qwen3", "qwen3-vl", "qwen3
     options = ("--dtype", "bfloat16") if ON_GPU else ("--dtype", "bfloat16", "--vllm-transfer", "broadcast")
     with sampling_with_vllm(tmp_path, "--base-model", f"tiny={tmp_path / 'model'}", *options) as server:
         wait_for_vllm(server)
+        assert "applies no adapters" not in server.log.read_text()
         with tinker.ServiceClient(base_url=server.url, api_key="tml-bfloat16") as service:
             for rank, steps in ((8, 0), (8, 1), (0, 1)):
                 client = train(service, "tiny", rank=rank)

@@ -171,6 +171,7 @@ PATHS = {
     "/update_weights",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
+    "/version",
     "/weight_info",
 }
 """Of HTTP, that the client uses."""

@@ -10,13 +10,14 @@ from tinker import types
 
 from tests.acceptance.talking import image_input, numbers, scores, text_input, train, with_inputs
 from tests.running import Server
+from tests.with_vllm.serving import wait_for_vllm
 from tests.with_vllm.talking import FREE, learn, sample, snapshot, text_logprobs, trainers_logprobs, worst_difference
 
 
 @pytest.fixture(scope="module")
-def model(server: Server, socket: str) -> Iterator[tinker.TrainingClient]:
+def model(server: Server) -> Iterator[tinker.TrainingClient]:
     """A model far from its base."""
-    assert socket
+    wait_for_vllm(server)
     with tinker.ServiceClient(base_url=server.url, api_key="tml-parameters") as service:
         client = train(service, "tiny")
         learn(client)

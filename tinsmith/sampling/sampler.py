@@ -9,6 +9,7 @@ from typing import Protocol
 
 from tinsmith.errors import TinsmithError
 from tinsmith.models.full import Weights
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.wire.prompt_scores import PromptAnswers
@@ -81,6 +82,10 @@ class Sampler(Protocol):
         `weights` are the snapshot to sample from, None the base's own. With `stream`, tokens are yielded as they come. Raises UserError if
         the request can never run.
         """
+        ...
+
+    def check_model(self, shape: LoraShape) -> None:
+        """Raise UserError if a model of this shape can be trained, but not sampled."""
         ...
 
     def publish(self, weights: Weights) -> None:

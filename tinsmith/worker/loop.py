@@ -87,7 +87,7 @@ class Worker:
         self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, self.recorded, self.send)
         trained = {name: Trained(backends[name], renderers[name]) for name in self.bases}
         self.passes = Passes(trained, self.rendering, self.send, self.due.append, self.recorded.find)
-        self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append)
+        self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model)
         self.status = WorkerStatusReporter(self.samples, self.send)
         self.stopping = False
         self.suspicious = False

@@ -37,7 +37,11 @@ from tinsmith.worker.snapshots import Snapshots
 
 
 class Models:
-    """The models of a worker. `send` answers the engine; `enqueue` lets something be done by the device's thread."""
+    """The models of a worker.
+
+    `send` answers the engine; `enqueue` lets something be done by the device's thread; `check` raises UserError if a model of this base and
+    shape could not be sampled.
+    """
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class Models:
         disk: Background,
         send: Callable[[Message], None],
         enqueue: Callable[[Callable[[], None]], None],
+        check: Callable[[str, LoraShape], None],
     ) -> None:
         self.backends = backends
         self.snapshots = snapshots
@@ -54,6 +59,7 @@ class Models:
         self.disk = disk
         self.send = send
         self.enqueue = enqueue
+        self.check = check
 
     def call(self, message: Call) -> None:
         """Do what a call asks for. It is answered now, or when its files are written or read."""
@@ -61,7 +67,9 @@ class Models:
             backend = self.backends[message.base_model]
             match message:
                 case CreateModel():
-                    backend.create_model(message.model_id, LoraShape(**message.shape))
+                    shape = LoraShape(**message.shape)
+                    self.check(message.base_model, shape)
+                    backend.create_model(message.model_id, shape)
                     self._answer(message, {"base_fingerprint": backend.base.known_fingerprint})
                 case OptimStep():
                     settings = message.settings | {"betas": tuple(message.settings["betas"])}
@@ -112,7 +120,9 @@ class Models:
 
     def _restore(self, message: LoadModel, ended: "Future[SavedState]") -> None:
         with failing_into(partial(self._failed, message)):
-            self.backends[message.base_model].restore(message.model_id, ended.result())
+            state = ended.result()
+            self.check(message.base_model, state.about.shape)
+            self.backends[message.base_model].restore(message.model_id, state)
             self._answer(message, {})
 
     def _answer(self, message: Call, result: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from tinsmith.models.full import Weights
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFailed
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.sampler import SampleFailure, Sampler, SampleResult, TokensSampled
@@ -106,6 +107,11 @@ class Samples:
         """How many requests are finished."""
         snapshots.watchers.append(self._publish)
         snapshots.in_use = self._weights_in_use
+
+    def check_model(self, base_model: str, shape: LoraShape) -> None:
+        """Raise UserError if a model of this shape can be trained, but its sampler cannot sample it."""
+        if base_model in self.bases:
+            self.bases[base_model].sampler.check_model(shape)
 
     @property
     def has_work(self) -> bool:

@@ -13,7 +13,7 @@ from tinsmith.config import Config, load
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.layout import empty_network, layout_of
-from tinsmith.sampling.vllm.launch import longest_sequence
+from tinsmith.sampling.vllm.launch import longest_sequence, sizes_of
 
 GIB = 2**30
 CONTEXT = 262_144
@@ -75,6 +75,13 @@ def test_a_gpu_that_does_not_hold_the_weights_is_refused(qwen3_vl_8b: BaseModel,
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=24 * GIB))
     with pytest.raises(ConfigError, match=r"has 9.6 GiB of a GPU .* with 16.3 GiB of weights .*: no sequence of 1024 tokens fits in"):
         longest_sequence(qwen3_vl_8b, config_of("--gpu-memory-utilization=0.4"), 0)
+
+
+def test_gated_delta_nets_keep_a_state_and_no_cache(hybrid_base: BaseModel) -> None:
+    """Of four layers one attends, with 2 heads of 32; the others have 128 channels before 3 taps and 4 heads of 16 by 16."""
+    sizes = sizes_of(hybrid_base.layout.layers, 0, 0, torch.float32)
+    assert sizes.cache_per_token == 2 * 2 * 32 * 4
+    assert sizes.state == 3 * 4 * (3 * 128 + 4 * 16 * 16)
 
 
 def test_a_cpu_server_has_its_cache(qwen3_vl_8b: BaseModel, text_base: BaseModel) -> None:

@@ -18,6 +18,7 @@ from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter
 from tinsmith.models.threads import threads_for
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.choose import Chosen, choose
@@ -72,6 +73,9 @@ class LocalSampler:
     def room(self) -> int:
         """As many may wait as can run."""
         return self.schedule.max_running - sum(1 + s.forks for s in self.schedule.waiting)
+
+    def check_model(self, shape: LoraShape) -> None:
+        """It samples whatever can be trained."""
 
     def add(self, request_id: str, request: SampleRequest, rendered: RenderedInput, weights: Weights | None, stream: bool = False) -> None:
         params = request.params

@@ -99,14 +99,23 @@ class Canary:
 
     def compare(self, scores: Sequence[dict[str, Any] | None], expected: NDArray[np.float32], what: str) -> None:
         """Compare vLLM's prompt_logprobs of the canary with the trainer's, for the weights `what`. Raises TinsmithError if they differ."""
-        got = prompt_answers(scores, self.rendered, _QUESTIONS).logprobs
-        assert got is not None
-        difference = float(np.abs(got[self.text] - expected).mean())
-        if not difference <= _TOLERANCE[self.base.dtype]:
+        difference = self.difference(scores, expected)
+        if not difference <= self.tolerance:
             raise TinsmithError(
                 f"vLLM computes other log-probabilities than the trainer with {what}: {difference:.4g} nats apart on average on "
-                f"{len(expected)} tokens, where {_TOLERANCE[self.base.dtype]:g} is the limit; nothing is sampled from these weights"
+                f"{len(expected)} tokens, where {self.tolerance:g} is the limit; nothing is sampled from these weights"
             )
+
+    def difference(self, scores: Sequence[dict[str, Any] | None], expected: NDArray[np.float32]) -> float:
+        """How far vLLM's prompt_logprobs of the canary are from the trainer's on average, in nats; NaN if one of them is."""
+        got = prompt_answers(scores, self.rendered, _QUESTIONS).logprobs
+        assert got is not None
+        return float(np.abs(got[self.text] - expected).mean())
+
+    @property
+    def tolerance(self) -> float:
+        """The largest difference with which weights are sampled."""
+        return _TOLERANCE[self.base.dtype]
 
 
 def _picture() -> ImageChunk:

@@ -79,7 +79,7 @@ class VLLMClient:
 
     async def _open(self, sources: list[Launch | str], slots: int, hung_s: float) -> Servers:
         changed = asyncio.Condition()
-        return Servers([Server(source, slots, hung_s, changed) for source in sources], changed)
+        return Servers([Server(source, slots, hung_s, changed, self.publisher.try_probes) for source in sources], changed)
 
     async def _sample(self, job: Job) -> SampleResult:
         lost, newest = "", self._newest(job)

@@ -189,6 +189,12 @@ class Instance:
     """Different for every instance."""
     running: set[str] = field(default_factory=set)
     """Names of requests that have been sent with a name, by which the server can be told to abort them."""
+    refusal: str | None = None
+    """Why it is not sampled from at all (`versions.py`)."""
+    merged_kinds: frozenset[str] = frozenset()
+    """The kinds of layers to which it applies no adapters (`probes.py`). Adapters that train one of them are merged into the base."""
+    refused_kinds: frozenset[str] = frozenset()
+    """Those of them with which it computes something else than the trainer even then."""
     pictures: LRUCache[str, int] = field(default_factory=lambda: LRUCache(_PICTURE_CACHE, getsizeof=lambda size: size))
     """Size in bytes, by hash, of the pictures that the server has seen."""
     arriving: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)

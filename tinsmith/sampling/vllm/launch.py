@@ -25,6 +25,7 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import TransferKind, backend_of
 from tinsmith.sampling.vllm.options import share_of, value_of
 from tinsmith.sampling.vllm.servers import Launch
+from tinsmith.sampling.vllm.versions import check_installed
 from tinsmith.wire.prompt_scores import MAX_TOPK
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ def launches(base: BaseModel, config: Config, directory: Path) -> tuple[list[Lau
     """
     if len(os.fsencode(directory)) > _LONGEST_SOCKET:
         raise ConfigError(f"the directory {directory} is too long for sockets in it; choose a shorter vllm_dir")
+    check_installed(base, config.vllm.vllm_python or sys.executable)
     gpus = gpus_of(base.name, config, base.device, torch.cuda.device_count())
     longest = longest_sequence(base, config, gpus[0])
     logs = Path(config.data_dir).resolve() / "vllm"

@@ -7,15 +7,16 @@ need others wait until those that run have ended, in the order in which they cam
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, MutableMapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tinsmith.errors import TinsmithError
-from tinsmith.models.full import FullWeights
+from tinsmith.errors import TinsmithError, UserError
+from tinsmith.models.full import Weights
+from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD
 from tinsmith.models.lora import Adapter
 from tinsmith.sampling.inside_vllm.identity import identity
 from tinsmith.sampling.vllm.canary import Canary, ServedWeights
@@ -23,7 +24,9 @@ from tinsmith.sampling.vllm.connection import RefusedError, ServerFailedError
 from tinsmith.sampling.vllm.generate import score
 from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance
 from tinsmith.sampling.vllm.parameters import scoring_params
+from tinsmith.sampling.vllm.probes import AdapterProbe, kind_of
 from tinsmith.sampling.vllm.servers import Server
+from tinsmith.sampling.vllm.versions import has_delta_nets, refusal
 from tinsmith.sampling.vllm.weights import Tensors, Transfer, WeightFiles, new_transfer
 
 log = logging.getLogger(__name__)
@@ -61,13 +64,91 @@ def _forget_failure(tasks: "MutableMapping[str, asyncio.Task[T]]", key: str, tas
 class Publisher:
     """Publishes the weights of one base model. For one event loop."""
 
-    def __init__(self, files: WeightFiles, canary: Canary) -> None:
+    def __init__(self, files: WeightFiles, canary: Canary, probes: Sequence[AdapterProbe] = ()) -> None:
+        """Each new instance is asked which of the `probes` it applies."""
         self.files = files
         self.canary = canary
+        self.probes = probes
         self.device = canary.base.device
         self._transfers = itertools.count(1)
         self.folders: dict[str, asyncio.Task[Path]] = {}
         """By the key of an adapter: writes its files, and gives their directory."""
+
+    async def try_probes(self, instance: Instance) -> None:
+        """Find out whether a new instance can be sampled from, and to which kinds of layers it applies adapters.
+
+        Raises as `Connection.post`, and TinsmithError if it computes something else than the trainer with the base's weights.
+        """
+        await self._learn_label(instance)
+        if not instance.started_by_us and has_delta_nets(self.canary.base):
+            instance.refusal = refusal(self.canary.base, (await instance.connection.get("/version"))["version"])
+        if instance.refusal is not None:
+            log.error("the vLLM server at %s is not sampled from: %s", instance.connection.url, instance.refusal)
+            return
+        async with instance.weights_lock.holding(BASE, partial(self._transfer, instance, None)):
+            if self.probes:  # weights that are not the trainer's are left alone: they may be somebody else's
+                reply = await score(instance, self.canary.rendered, scoring_params(0), None)
+                self.canary.compare(reply["prompt_logprobs"], self.probes[0].bare, "the base weights")
+            left_out = [probe for probe in self.probes if not await self._applies(instance, probe)]
+        instance.merged_kinds = frozenset(probe.kind for probe in left_out)
+        for probe in left_out:
+            if not await self._applies_merged(instance, probe):
+                instance.refused_kinds |= {probe.kind}
+        if left_out:
+            log.warning(
+                "the vLLM server at %s applies no adapters to %s; what trains these is merged into the base's weights, or refused with %s",
+                instance.connection.url,
+                ", ".join(sorted(instance.merged_kinds)),
+                ", ".join(sorted(instance.refused_kinds)) or "none",
+            )
+
+    async def _applies(self, instance: Instance, probe: AdapterProbe) -> bool:
+        key = f"probe/{probe.kind}"
+        try:
+            name = await self._loaded(instance, key, probe.adapter)
+            reply = await score(instance, self.canary.rendered, scoring_params(0), name)
+            await self._unload(instance, name)
+        except (RefusedError, ServerFailedError) as error:
+            if not await instance.answers():
+                raise
+            log.info("the vLLM server at %s refuses a probe of %s: %s", instance.connection.url, probe.kind, error)
+            return False
+        finally:
+            instance.adapters.pop(key, None)
+        return self.canary.difference(reply["prompt_logprobs"], probe.expected) <= max(probe.allowed, self.canary.tolerance)
+
+    async def _applies_merged(self, instance: Instance, probe: AdapterProbe) -> bool:
+        try:
+            async with instance.weights_lock.holding(f"probe/{probe.kind}", partial(self._transfer, instance, probe.adapter)):
+                reply = await score(instance, self.canary.rendered, scoring_params(0), None)
+        except (RefusedError, ServerFailedError, UserError) as error:
+            log.info("the vLLM server at %s refuses a merged probe of %s: %s", instance.connection.url, probe.kind, error)
+            return False
+        return self.canary.difference(reply["prompt_logprobs"], probe.expected) <= max(probe.allowed, self.canary.tolerance)
+
+    def is_merged(self, instance: Instance, targets: Iterable[str]) -> bool:
+        """Whether adapters with these targets get to an instance merged into the base's weights. Full weights have no targets.
+
+        Raises UserError if it can compute with them in neither way, or is not sampled from at all.
+        """
+        if instance.refusal is not None:
+            raise UserError(instance.refusal)
+        kinds = {kind_of(target) for target in targets}
+        if not kinds & instance.merged_kinds:
+            return False
+        refused = kinds & instance.refused_kinds
+        if LM_HEAD in kinds and self.canary.base.head_name != HEAD_WEIGHT:
+            left_out = ", ".join(sorted(kinds & instance.merged_kinds))
+            raise UserError(
+                f"vLLM applies no adapters to {left_out} of {self.canary.base.name}. They cannot be merged either, because its output "
+                "projection is its embedding too: create the model with train_unembed=False, or serve it with --sampler local"
+            )
+        if refused:
+            raise UserError(
+                f"vLLM cannot compute with trained {', '.join(sorted(refused))} of {self.canary.base.name}, as adapters or merged; "
+                "serve it with --sampler local"
+            )
+        return True
 
     @asynccontextmanager
     async def serving(self, instance: Instance, served: ServedWeights) -> AsyncIterator[Serving]:
@@ -77,9 +158,11 @@ class Publisher:
         server computes something else with them than the trainer does.
         """
         await self._learn_label(instance)
-        async with instance.weights_lock.holding(_full_key(served), partial(self._transfer, instance, served.full)):
+        merged = self.is_merged(instance, served.adapter.masters if served.adapter is not None else ())
+        full = served.weights if merged else served.full
+        async with instance.weights_lock.holding(BASE if full is None else served.ref.key, partial(self._transfer, instance, full)):
             name = None
-            if served.adapter is not None:
+            if served.adapter is not None and not merged:
                 name = await self._loaded(instance, served.ref.key, served.adapter)
             compared = self._compared(instance, served, name)
             try:
@@ -91,7 +174,7 @@ class Publisher:
 
     async def prepare(self, instance: Instance, served: ServedWeights) -> None:
         """Load an adapter, and compare it if nobody has to wait for that, before a request needs it. Raises as `serving`."""
-        if served.adapter is None:
+        if served.adapter is None or self.is_merged(instance, served.adapter.masters):
             return
         await self._learn_label(instance)
         if instance.weights_lock.weights == BASE and not instance.weights_lock.queue:
@@ -170,16 +253,17 @@ class Publisher:
     async def _unload(self, instance: Instance, name: str) -> None:
         await instance.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def _transfer(self, instance: Instance, weights: FullWeights | None) -> None:
-        """Replace the weights that the server computes with. Nothing runs there meanwhile.
+    async def _transfer(self, instance: Instance, weights: Weights | None) -> None:
+        """Replace the weights that the server computes with; an adapter is merged into the base's. Nothing runs there meanwhile.
 
         After a failure the server holds nothing that could be sampled from, but the next attempt can begin.
         """
+        tensors = await asyncio.to_thread(self.files.tensors, weights)
         transfer = instance.transfer or await self._opened(instance)
         instance.transfer = None
         await instance.connection.post("/pause", mode="wait", clear_cache="false")  # pictures stay; prefixes are reset below
         try:
-            await self._send(instance, transfer, self.files.tensors(weights), f"{_LABEL}{self.files.root.name}-{next(self._transfers)}")
+            await self._send(instance, transfer, tensors, f"{_LABEL}{self.files.root.name}-{next(self._transfers)}")
             instance.transfer = transfer
         finally:
             if instance.transfer is None:
@@ -210,8 +294,3 @@ async def _has_compared(instance: Instance, name: str) -> bool:
     except (RefusedError, ServerFailedError):  # it has no such method
         return False
     return all(result["checked"] for result in reply["results"])
-
-
-def _full_key(served: ServedWeights) -> str:
-    """The key of the full weights that a server must compute with; for an adapter they are the base's."""
-    return served.ref.key if served.full is not None else BASE

@@ -23,6 +23,7 @@ from tinsmith.config import Config
 from tinsmith.errors import ConfigError, DeviceLostError, TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.prefix import BLOCK, prompt_keys, weights_key
@@ -33,6 +34,7 @@ from tinsmith.sampling.vllm.client import VLLMClient
 from tinsmith.sampling.vllm.job import Draft, Job
 from tinsmith.sampling.vllm.launch import launches
 from tinsmith.sampling.vllm.parameters import check_parameters, longest_answer
+from tinsmith.sampling.vllm.probes import make_probes
 from tinsmith.sampling.vllm.publisher import Publisher
 from tinsmith.sampling.vllm.servers import Launch
 from tinsmith.sampling.vllm.weights import WeightFiles
@@ -115,6 +117,11 @@ class VLLMSampler:
         longest = longest_answer(request, len(rendered), self.longest)
         self.pending[request_id] = _Pending(request_id, request, rendered, weights, stream, longest)
         self.new.append(self.pending[request_id])
+
+    def check_model(self, shape: LoraShape) -> None:
+        targets = self.base.layout.covered(shape) if shape.rank else ()
+        for instance in [server.instance for server in self.client.servers.all if server.instance is not None]:
+            self.client.publisher.is_merged(instance, targets)
 
     def publish(self, weights: Weights) -> None:
         model_id = ref_of(weights, self.base.name).inflight_of
@@ -279,7 +286,7 @@ def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake
     if not sources:
         started, longest = launches(base, config, files.root)
         sources += started
-    client = VLLMClient(sources, config.sampling.max_running, config.vllm.vllm_hung_s, Publisher(files, canary))
+    client = VLLMClient(sources, config.sampling.max_running, config.vllm.vllm_hung_s, Publisher(files, canary, make_probes(canary, files)))
     return VLLMSampler(base, canary, client, longest, config.training.logits_chunk, wake)
 
 

@@ -14,7 +14,7 @@ import re
 import secrets
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from cachetools import LRUCache
 
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.inside_vllm import TransferKind
-from tinsmith.sampling.vllm.connection import Connection
+from tinsmith.sampling.vllm.connection import Connection, ServerLostError
 from tinsmith.sampling.vllm.instance import Instance, Slots
 
 log = logging.getLogger(__name__)
@@ -64,12 +64,20 @@ class Launch:
 class Server:
     """One vLLM server, through all its instances."""
 
-    def __init__(self, source: Launch | str, slots: int, hung_s: float, changed: asyncio.Condition) -> None:
+    def __init__(
+        self,
+        source: Launch | str,
+        slots: int,
+        hung_s: float,
+        changed: asyncio.Condition,
+        try_out: Callable[[Instance], Awaitable[None]] | None = None,
+    ) -> None:
         """`source` says how to start it, or is the URL of one that runs already. It gets at most `slots` samples at a time.
 
         If it has samples to compute and its engine is silent for `hung_s` seconds, it is replaced. `changed` is notified whenever `state`
-        changes.
+        changes. `try_out` is awaited for each new instance before that is ready.
         """
+        self.try_out = try_out
         self.source = source
         self.slots = slots
         self.hung_s = hung_s
@@ -150,10 +158,23 @@ class Server:
         started = time.monotonic()
         if not await self._answers_within(instance, limit_s):
             return False
+        if not await self._is_tried_out(instance):
+            return False
         self.instance = instance
         self._suspected.clear()
         await self._change("ready", "")
         log.info("the vLLM server at %s is ready, %.1f s", instance.connection.url, time.monotonic() - started)
+        return True
+
+    async def _is_tried_out(self, instance: Instance) -> bool:
+        """Whether it is still there afterwards. What else fails is told to the first sample, which needs the same."""
+        if self.try_out is None:
+            return True
+        try:
+            await self.try_out(instance)
+        except TinsmithError as error:
+            log.warning("the vLLM server at %s could not be tried out: %s", instance.connection.url, error)
+            return not isinstance(error, ServerLostError)
         return True
 
     async def _watch(self, instance: Instance) -> None:

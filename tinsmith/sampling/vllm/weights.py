@@ -24,9 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.full import FullWeights
+from tinsmith.models.full import Weights
+from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD
 from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import DELTA_NET_PARTS, TransferKind
@@ -79,9 +80,41 @@ class WeightFiles:
         layer, part = name.rsplit(".", 2)[0], ".".join(name.rsplit(".", 2)[1:])
         return f"{self.base.layout.language_model}.{layer}.{DELTA_NET_PARTS[part]}"
 
-    def tensors(self, weights: FullWeights | None) -> dict[str, Tensor]:
-        """All that full-parameter training can change, by checkpoint name, not copied: from `weights`, and from the base what they lack."""
-        own = weights.working if weights is not None else {}
+    def base_weight(self, target: str) -> Tensor:
+        """The part of the base's weights that a target of LoRA changes, [out_features, in_features]."""
+        return self._part(self.parameters[self._parameter(target)], target)
+
+    def _part(self, weight: Tensor, target: str) -> Tensor:
+        start, end = self.base.layout.targets[target].rows or (0, len(weight))
+        return weight[start:end]
+
+    def _parameter(self, target: str) -> str:
+        """The name among full weights of the weight that a target of LoRA is, or is a part of."""
+        return self.base.head_name if target == LM_HEAD else f"{self.base.layout.targets[target].module}.weight"
+
+    @torch.no_grad()
+    def merged(self, adapter: Adapter) -> dict[str, Tensor]:
+        """The base's weights that an adapter changes, changed, by their names among full weights. They are copies.
+
+        Raises UserError if the adapter has a part on an output projection that is the embedding too.
+        """
+        if LM_HEAD in adapter.working and self.base.head_name != HEAD_WEIGHT:
+            raise UserError("its part on the output projection cannot be merged: it would change the embedding, which is the same matrix")
+        changed: dict[str, Tensor] = {}
+        for name, pair in adapter.working.items():
+            key = self._parameter(name)
+            if key not in changed:
+                changed[key] = self.parameters[key].detach().clone()
+            part = self._part(changed[key], name)
+            part.copy_(part.float() + adapter.scale * (pair.b.float() @ pair.a.float()))
+        return changed
+
+    def tensors(self, weights: Weights | None) -> dict[str, Tensor]:
+        """All that full-parameter training can change, by checkpoint name: from `weights`, and from the base what they lack.
+
+        They are not copied, but for the weights into which an adapter is merged. Raises UserError as `merged`.
+        """
+        own = self.merged(weights) if isinstance(weights, Adapter) else weights.working if weights is not None else {}
         return {self.base.layout.parameter_name(name): own.get(name, parameter) for name, parameter in self.parameters.items()}
 
     def remove(self, directory: Path) -> None:

@@ -1,0 +1,59 @@
+"""Probes change what they say, by so much that a server shows whether it applies them; merged weights compute what an adapter does."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.bases import random_adapter, renderer
+from tinsmith.errors import UserError
+from tinsmith.models.base import BaseModel
+from tinsmith.models.full import FullWeights
+from tinsmith.protocol.shapes import LoraShape
+from tinsmith.sampling.vllm.canary import Canary
+from tinsmith.sampling.vllm.probes import kind_of, make_probes
+from tinsmith.sampling.vllm.weights import WeightFiles
+
+MLP = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+ATTENTION = {f"self_attn.{part}_proj" for part in "qkvo"}
+DELTA_NET = {f"linear_attn.{name}" for name in ("in_proj_qkv.q", "in_proj_qkv.k", "in_proj_qkv.v", "in_proj_z", "out_proj")}
+
+
+@pytest.mark.parametrize(
+    ("base", "kinds"), [("vision_base", {"lm_head"} | MLP | ATTENTION), ("hybrid_base", {"lm_head"} | MLP | ATTENTION | DELTA_NET)]
+)
+def test_each_kind_of_layer_has_a_probe_that_shows(
+    base: str, kinds: set[str], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Far more than the largest difference with which weights are sampled, and in the layers of one kind."""
+    model: BaseModel = request.getfixturevalue(base)
+    canary, files = Canary(model, renderer(model)), WeightFiles(model, str(tmp_path_factory.mktemp("weights")))
+    probes = make_probes(canary, files)
+    assert {probe.kind for probe in probes} == kinds
+    for probe in probes:
+        changed = {kind_of(name) for name, pair in probe.adapter.masters.items() if pair.b.any()}
+        assert changed == {probe.kind}
+        assert probe.allowed > 10 * canary.tolerance
+        np.testing.assert_array_equal(probe.bare, canary.expected(None))
+        assert probe.change > probe.allowed
+    files.close()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("base", ["text_base", "vision_base", "hybrid_base"])
+def test_merged_weights_compute_what_an_adapter_does(
+    base: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model: BaseModel = request.getfixturevalue(base)
+    canary, files = Canary(model, renderer(model)), WeightFiles(model, str(tmp_path_factory.mktemp("weights")))
+    before = {name: parameter.clone() for name, parameter in files.parameters.items()}
+    adapter = random_adapter(model, seed=1, train_unembed=False)
+    merged = files.parameters | files.merged(adapter)
+    full = FullWeights(LoraShape(rank=0, seed=0), merged, model.dtype)
+    expected = canary.expected(adapter)
+    assert np.abs(expected - canary.expected(None)).mean() > 0.1
+    np.testing.assert_allclose(canary.expected(full), expected, atol=5e-4)
+    assert set(files.tensors(adapter)) == set(files.tensors(None))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in files.parameters.items())
+    with pytest.raises(UserError, match="its part on the output projection cannot be merged"):
+        files.tensors(random_adapter(model, seed=1))
+    files.close()
