@@ -144,6 +144,57 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, content: bytes, caplog: pyte
     assert ("is replaced by an empty file" in caplog.text) == bool(content)
 
 
+def spoil(directory: Path, kind: bytes) -> None:
+    """Write over the cells of all pages of this kind but the first page: 10 are those of indexes, 13 those of rows."""
+    file = directory / FILE_NAME
+    content = bytearray(file.read_bytes())
+    pages = [start for start in range(4096, len(content), 4096) if content[start : start + 1] == kind]
+    assert pages
+    for start in pages:
+        content[start + 1 : start + 4096] = b"\xff" * 4095
+    file.write_bytes(content)
+
+
+def many() -> dict[str, RecordedSequence]:
+    return {name(index): sequence(length=50, seed=index) for index in range(200)}
+
+
+@pytest.mark.parametrize("kind", [b"\x0a", b"\x0d"], ids=["indexes", "rows"])
+def test_a_file_that_is_damaged_inside_is_replaced(tmp_path: Path, kind: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    first = RecordedSequences(tmp_path, MIB)
+    first.put(many())
+    first.close()
+    spoil(tmp_path, kind)
+    recorded = RecordedSequences(tmp_path, MIB)
+    assert recorded.find(many()) == {}
+    recorded.put({name(0): sequence(seed=1)})
+    assert same(recorded.find([name(0)])[name(0)], sequence(seed=1))
+    recorded.close()
+    assert "is replaced by an empty file" in caplog.text
+
+
+def test_damage_that_shows_while_it_is_used_costs_what_was_recorded_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = RecordedSequences(tmp_path, MIB)
+    first.put(many())
+    first.close()
+    for use in ("put", "forget"):
+        recorded = RecordedSequences(tmp_path, MIB)
+        recorded.put(many())
+        with sqlite3.connect(tmp_path / FILE_NAME) as other:
+            other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        spoil(tmp_path, b"\x0a")
+        recorded._connection.execute("PRAGMA cache_size = 0")
+        if use == "put":
+            recorded.put({name(500): sequence(seed=1)})
+            assert list(recorded.find([name(0), name(500)])) == [name(500)]
+        else:
+            recorded.forget_session("s")
+            assert recorded.find(many()) == {}
+        recorded.close()
+        assert "is replaced by an empty file" in caplog.text
+        caplog.clear()
+
+
 def test_a_file_of_another_version_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
         connection.execute("PRAGMA user_version = 99")

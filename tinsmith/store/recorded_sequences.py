@@ -10,11 +10,11 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,8 @@ from tinsmith.store.database import check_available
 from tinsmith.store.retention import oldest_beyond
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FILE_NAME = "recorded_sequences.sqlite"
 
@@ -40,6 +42,8 @@ _LEFT_SHARE = 0.9
 """How much of the limit is left when some have to go, so that this does not happen with every sample."""
 _ROW_BYTES = 200
 """About what a row takes beside its arrays."""
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+"""Primary error codes of SQLite for a damaged file."""
 
 _TABLE = """
 CREATE TABLE IF NOT EXISTS recorded (
@@ -78,11 +82,10 @@ class RecordedSequences:
         self._lifetime_s = lifetime_s
         self._lock = threading.Lock()
         try:
-            self._connection = self._open()
+            self._connection, self._bytes = self._open()
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(f"{self._path} cannot be used: {error}; see to that, or delete it: what it records is lost then") from error
         self._purged_at = -_PURGE_S  # so that the first record looks for what has expired
-        self._bytes = self._total()
 
     def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
         """Keep sequences by id, in the place of what had these ids before. Raises StoreUnavailableError, for example for a full disk."""
@@ -99,17 +102,21 @@ class RecordedSequences:
             )
             for sequence_id, sequence in sequences.items()
         ]
-        with self._transaction() as connection:
+
+        def insert(connection: sqlite3.Connection) -> None:
             connection.executemany("INSERT OR REPLACE INTO recorded VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
             self._bytes += sum(row[3] for row in rows)
             self._purge(connection)
 
+        self._transact(insert)
+
     def find(self, sequence_ids: Iterable[str]) -> dict[str, RecordedSequence]:
         """Those of these sequences that are there, which are now kept for another day. Raises StoreUnavailableError."""
-        now = time.time()
-        found: dict[str, RecordedSequence] = {}
-        with self._transaction() as connection:
-            left = iter(dict.fromkeys(sequence_ids))
+        named = list(dict.fromkeys(sequence_ids))
+
+        def look(connection: sqlite3.Connection) -> dict[str, RecordedSequence]:
+            now, left = time.time(), iter(named)
+            found: dict[str, RecordedSequence] = {}
             while some := tuple(islice(left, _IDS_AT_A_TIME)):
                 which = f"WHERE expires_at > ? AND sequence_id IN ({', '.join('?' * len(some))})"
                 rows = connection.execute(f"SELECT sequence_id, prompt_length, tokens, logprobs FROM recorded {which}", (now, *some))
@@ -118,13 +125,18 @@ class RecordedSequences:
                         prompt_length, np.frombuffer(tokens, dtype="<i4"), np.frombuffer(logprobs, dtype="<f4")
                     )
                 connection.execute(f"UPDATE recorded SET expires_at = ? {which}", (now + self._lifetime_s, now, *some))
-        return found
+            return found
+
+        return self._transact(look)
 
     def forget_session(self, session_id: str) -> None:
         """Delete what an ended session sampled. Raises StoreUnavailableError."""
-        with self._transaction() as connection:
+
+        def delete(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM recorded WHERE session_id = ?", (session_id,))
-            self._bytes = self._total()
+            self._bytes = _total(connection)
+
+        self._transact(delete)
 
     def close(self) -> None:
         """Close the file."""
@@ -133,19 +145,24 @@ class RecordedSequences:
 
     # ---- The file
 
-    def _open(self) -> sqlite3.Connection:
+    def _open(self) -> tuple[sqlite3.Connection, int]:
+        """A connection to the file, or to an empty one in its place, and the sum of the sizes of its rows."""
         try:
             return self._connect()
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):  # locked, or its disk is full: nothing is wrong with the file
                 raise
-            log.warning("%s is replaced by an empty file, because it is damaged or of another version: %s", self._path, error)
+            return self._replace(error)
+
+    def _replace(self, error: sqlite3.Error) -> tuple[sqlite3.Connection, int]:
+        """As `_open`, after deleting the file."""
+        log.warning("%s is replaced by an empty file, because it is damaged or of another version: %s", self._path, error)
         for suffix in ("", "-wal", "-shm"):
             self._path.with_name(FILE_NAME + suffix).unlink(missing_ok=True)
         return self._connect()
 
-    def _connect(self) -> sqlite3.Connection:
-        """A connection in which transactions begin where the code says so."""
+    def _connect(self) -> tuple[sqlite3.Connection, int]:
+        """A connection in which transactions begin where the code says so, and the sum of the sizes of all rows."""
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=30.0)
         try:
             connection.execute("PRAGMA journal_mode=WAL")
@@ -155,28 +172,39 @@ class RecordedSequences:
                 raise sqlite3.DatabaseError(f"it has version {version}, this program writes {_VERSION}")
             connection.executescript(_TABLE)
             connection.execute(f"PRAGMA user_version = {_VERSION}")
+            return connection, _total(connection)
         except sqlite3.Error:
             connection.close()
             raise
-        return connection
 
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
+    def _transact(self, use: Callable[[sqlite3.Connection], T]) -> T:
+        """What `use` returns, which runs in one transaction; once more on an empty file, if the file turns out to be damaged."""
         with self._lock:
             try:
-                self._connection.execute("BEGIN IMMEDIATE")
                 try:
-                    yield self._connection
-                    self._connection.execute("COMMIT")
-                except BaseException:
-                    if self._connection.in_transaction:
-                        self._connection.execute("ROLLBACK")
-                    raise
-            except sqlite3.Error as error:
+                    return self._attempt(use)
+                except sqlite3.DatabaseError as error:
+                    if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _DAMAGED:  # missing if the connection is closed
+                        raise
+                    self._connection.close()
+                    self._connection, self._bytes = self._replace(error)
+                    return self._attempt(use)
+            except (sqlite3.Error, OSError) as error:
                 check_available(error)
                 raise TinsmithError(
                     f"{self._path} cannot be used: {error}; stop the server, delete the file and sample again what was recorded"
                 ) from error
+
+    def _attempt(self, use: Callable[[sqlite3.Connection], T]) -> T:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            result = use(self._connection)
+            self._connection.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise
+        return result
 
     def _purge(self, connection: sqlite3.Connection) -> None:
         """Delete what has expired, once a minute, and what is beyond the limit."""
@@ -184,14 +212,14 @@ class RecordedSequences:
         if now - self._purged_at >= _PURGE_S:
             self._purged_at = now
             connection.execute("DELETE FROM recorded WHERE expires_at <= ?", (time.time(),))
-            self._bytes = self._total()
+            self._bytes = _total(connection)
         if self._bytes > self._max_bytes:
-            self._bytes = self._total()  # ids that were put again were counted twice
+            self._bytes = _total(connection)  # ids that were put again were counted twice
             rows: Iterable[tuple[str, int]] = connection.execute("SELECT sequence_id, size FROM recorded ORDER BY expires_at")
             most = int(self._max_bytes * _LEFT_SHARE)
             gone = list(oldest_beyond(most, self._bytes, rows)) if self._bytes > self._max_bytes else []
             connection.executemany("DELETE FROM recorded WHERE sequence_id = ?", [(sequence_id,) for sequence_id in gone])
-            self._bytes = self._total()
+            self._bytes = _total(connection)
             if gone:
                 log.warning(
                     "deleted the %d least recently used recorded sequences: they take more than %.4g GiB (--recorded-sequences-gib)",
@@ -199,6 +227,7 @@ class RecordedSequences:
                     self._max_bytes / 2**30,
                 )
 
-    def _total(self) -> int:
-        (total,) = self._connection.execute("SELECT COALESCE(SUM(size), 0) FROM recorded").fetchone()
-        return int(total)
+
+def _total(connection: sqlite3.Connection) -> int:
+    (total,) = connection.execute("SELECT COALESCE(SUM(size), 0) FROM recorded").fetchone()
+    return int(total)
