@@ -43,8 +43,11 @@ def conversation(**changes: Any) -> Datum:
     )
 
 
-def laid_over(datum: Datum, targets: Any = TARGETS) -> Datum:
-    return with_recorded(datum, targets, MODEL, RECORDED)
+MODEL_INPUT = np.array([1, *TARGETS[:-1]])
+
+
+def laid_over(datum: Datum, targets: Any = TARGETS, model_input: Any = MODEL_INPUT) -> Datum:
+    return with_recorded(datum, model_input, targets, MODEL, RECORDED)
 
 
 def test_each_turn_has_the_logprobs_with_which_it_was_sampled() -> None:
@@ -64,7 +67,7 @@ def test_what_was_recorded_goes_before_what_the_datum_says() -> None:
 def test_a_part_of_a_sequence_has_its_part_of_the_logprobs() -> None:
     spans = (sampled(FIRST, 1, 2), prompt(SECOND, 0, 0), sampled(SECOND, 1, 1), sampled(FIRST, 0, 0))
     datum = Datum([], {"advantages": np.ones(3, dtype=np.float32)}, (prompt(FIRST, 0, 3),), spans)
-    assert laid_over(datum, np.array([12, 13, 22])).loss_fn_inputs["logprobs"].tolist() == [-2, -3, -5]
+    assert laid_over(datum, np.array([12, 13, 22]), np.array([1, 2, 3])).loss_fn_inputs["logprobs"].tolist() == [-2, -3, -5]
 
 
 def test_sequences_of_other_sessions_are_not_asked_for() -> None:
@@ -119,6 +122,15 @@ def test_sequences_of_other_sessions_are_not_asked_for() -> None:
 def test_wrong_provenance_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         laid_over(conversation(**changes))
+
+
+@pytest.mark.parametrize(("token", "named"), [(99, "99"), (-1, "of a picture")])
+def test_targets_follow_the_tokens_that_they_were_sampled_after(token: int, named: str) -> None:
+    other = MODEL_INPUT.copy()
+    other[4] = token
+    message = f"model_input at position 4 is {named}, but its provenance makes it token 1 of sequence {FIRST}, which is 12; name the tokens"
+    with pytest.raises(UserError, match=message):
+        laid_over(conversation(), model_input=other)
 
 
 def test_a_sampled_token_without_advantage_may_be_called_a_prompts() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL.Image import Image
 from transformers import AutoImageProcessor
 
@@ -39,6 +40,15 @@ class Measured:
 
     def __len__(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """[n] the token ids; -1 at the positions of pictures."""
+        parts = [
+            chunk.tokens if isinstance(chunk, TextChunk) else np.full(length, -1)
+            for chunk, length in zip(self.chunks, self.lengths, strict=True)
+        ]
+        return np.concatenate(parts).astype(np.int64, copy=False)
 
 
 @dataclass(frozen=True)

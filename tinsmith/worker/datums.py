@@ -76,7 +76,7 @@ def _prepare_datum(model_id: str, datum: Datum, loss: Loss, renderer: Renderer, 
     measured = renderer.measure(datum.chunks)
     targets = _targets(datum, loss, len(measured), renderer.base.vocab_size)
     if loss.needs_provenance:
-        datum = with_recorded(datum, targets, model_id, recorded)
+        datum = with_recorded(datum, measured.tokens, targets, model_id, recorded)
     optional = [name for name in loss.optional_inputs if name in datum.loss_fn_inputs]
     inputs = {name: _loss_input(datum, loss, name, targets.shape) for name in (*loss.inputs, *optional)}
     _check_thresholds(datum, loss, inputs)

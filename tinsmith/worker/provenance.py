@@ -26,26 +26,29 @@ def sequence_ids(data: Iterable[Datum], model_id: str) -> set[str]:
     return {sequence_id for sequence_id in named if ids.session_of(sequence_id) == ids.session_of(model_id)}
 
 
-def with_recorded(datum: Datum, targets: NDArray[np.int64], model_id: str, recorded: Mapping[str, RecordedSequence]) -> Datum:
+def with_recorded(
+    datum: Datum, model_input: NDArray[np.int64], targets: NDArray[np.int64], model_id: str, recorded: Mapping[str, RecordedSequence]
+) -> Datum:
     """The datum with two more inputs: "logprobs", as they were recorded, and "sequence_ratio_mask", 1 at sampled positions; 0 elsewhere.
 
-    `targets` [n] are its target tokens, one for each position of its model input. Raises UserError for spans that do not fit the datum or
-    what was recorded, and for an advantage at a position that was not sampled.
+    `model_input` [n] are its tokens, -1 in pictures, and `targets` [n] its target tokens. Raises UserError for spans that do not fit the
+    datum or what was recorded, and for an advantage at a position that was not sampled.
     """
     if not datum.model_input_spans or not datum.target_spans:
         raise UserError(
             "the datum does not say which sampled sequences its tokens come from; stable_reinforce needs that: sample with "
             "record_stability_info=True, and name the sequences with Datum.with_provenance"
         )
-    for field, spans in zip(_FIELDS, (datum.model_input_spans, datum.target_spans), strict=True):
-        _check_spans(field, spans, len(targets), model_id, recorded)
+    for field, spans, tokens in zip(_FIELDS, (datum.model_input_spans, datum.target_spans), (model_input, targets), strict=True):
+        _check_spans(field, spans, len(tokens), model_id, recorded)
+    _check_tokens("model_input", model_input, datum.model_input_spans, recorded)
+    _check_tokens("target_tokens", targets, datum.target_spans, recorded)
     logprobs, mask = np.zeros(len(targets), dtype=np.float32), np.zeros(len(targets), dtype=np.float32)
     start = 0
     for span in datum.target_spans:
         end = start + span.length
         if span.sampled:
             sequence = recorded[span.sequence_id]
-            _check_tokens(targets[start:end], sequence, span, start)
             logprobs[start:end] = sequence.logprobs[span.offset : span.offset + span.length]
             mask[start:end] = 1
         start = end
@@ -86,16 +89,22 @@ def _why_absent(sequence_id: str, model_id: str) -> str:
     )
 
 
-def _check_tokens(targets: NDArray[np.int64], sequence: RecordedSequence, span: ProvenanceSpan, start: int) -> None:
-    """Targets that are said to be sampled tokens are the ones that were sampled."""
-    sampled = sequence.tokens[span.offset : span.offset + span.length]
-    wrong = np.flatnonzero(targets != sampled)
-    if wrong.size:
-        first = int(wrong[0])
-        raise UserError(
-            f"target_tokens at position {start + first} is {targets[first]}, but its provenance makes it token {span.offset + first} "
-            f"of sequence {span.sequence_id}, which is {sampled[first]}; name the tokens that were sampled"
-        )
+def _check_tokens(field: str, tokens: NDArray[np.int64], spans: Iterable[ProvenanceSpan], recorded: Mapping[str, RecordedSequence]) -> None:
+    """Tokens that are said to be sampled are the ones that were sampled: as targets, and as what later targets follow."""
+    start = 0
+    for span in spans:
+        end = start + span.length
+        if span.sampled:
+            sampled = recorded[span.sequence_id].tokens[span.offset : span.offset + span.length]
+            wrong = np.flatnonzero(tokens[start:end] != sampled)
+            if wrong.size:
+                first = int(wrong[0])
+                found = tokens[start + first]
+                raise UserError(
+                    f"{field} at position {start + first} is {'of a picture' if found < 0 else found}, but its provenance makes it token "
+                    f"{span.offset + first} of sequence {span.sequence_id}, which is {sampled[first]}; name the tokens that were sampled"
+                )
+        start = end
 
 
 def _check_advantages(datum: Datum, mask: NDArray[np.float32]) -> None:
