@@ -5,8 +5,8 @@ Notation of the formulas: lp the log-probabilities that the model in training gi
 = r held in [clip_low_threshold, clip_high_threshold], which are bounds of the ratio itself. Sums go over the positions of one datum.
 
 Reductions are sums, never means, so that however a batch is split its gradients stay the same. A position whose weight or advantage is 0
-contributes exactly 0 to value and gradient, also where lp is -inf. In dro a sampled token without advantage keeps its penalty; what
-contributes exactly 0 there are the positions that do not count (`_counted`), such as the padding of prompts.
+contributes exactly 0 to value and gradient, also where lp is -inf. In dro and stable_reinforce a sampled token without advantage keeps its
+penalty; what contributes exactly 0 there are the positions that do not count (`_counted`, sequence_ratio_mask), such as those of prompts.
 
 The formulas are those of the public documentation of the Tinker API ("Loss functions"); papers are named where a loss has one. That of
 stable_reinforce is not public; ours is in `stable_reinforce.py`.
