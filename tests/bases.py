@@ -64,6 +64,7 @@ OTHER_DECODERS: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 16},
     "olmo": {},
     "olmo2": {},
+    "olmo3": {"sliding_window": 8, "pad_token_id": 0},
     "phi3": {"sliding_window": 8, "pad_token_id": 0},
     "smollm3": {"pad_token_id": 0},
     "starcoder2": {"sliding_window": 8},

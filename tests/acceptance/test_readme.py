@@ -15,7 +15,7 @@ def snippet(url: str, base_model: str) -> str:
     """The first Python block, for another server and model."""
     match = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert match is not None
-    code = match[1].replace("http://127.0.0.1:8000", url).replace("Qwen/Qwen3-4B-Instruct-2507", base_model)
+    code = match[1].replace("http://127.0.0.1:8000", url).replace("Qwen/Qwen3.5-4B", base_model)
     assert url in code
     assert f'base_model="{base_model}"' in code
     return code

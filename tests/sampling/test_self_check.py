@@ -13,7 +13,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.sampling.self_check import LENGTHS, check_base_model
 
-KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl"]
+KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 
 @pytest.mark.parametrize("family", [*KNOWN, *OTHER_DECODERS])

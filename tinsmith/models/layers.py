@@ -66,8 +66,16 @@ LayerKind = Attention | DeltaNet
 def layers_of(source: str, model_type: str, text_config: Any) -> tuple[LayerKind, ...]:
     """The kind of each layer of a language model with this transformers configuration, in order.
 
-    Raises ConfigError, naming `source`, for layers of another kind.
+    Raises ConfigError, naming `source`, for layers of another kind, or that a configuration does not describe by one size for all.
     """
+    try:
+        return _read_kinds(source, model_type, text_config)
+    except (AttributeError, RuntimeError) as error:  # the latter where sizes differ between layers
+        reason = str(error).split(". ")[0]
+        raise ConfigError(f"{source}: the layers of {model_type!r} are not supported: {reason}") from error
+
+
+def _read_kinds(source: str, model_type: str, text_config: Any) -> tuple[LayerKind, ...]:
     count = text_config.num_hidden_layers
     types = getattr(text_config, "layer_types", None) or ["full_attention"] * count
     known = {"full_attention": _attention, "sliding_attention": _attention}
