@@ -1,4 +1,4 @@
-"""Two servers for all recipes: one with random tiny models, one with what `sl_loop` has made of the text model."""
+"""Two servers for all recipes: one with random tiny models, one with what `sl_loop` has made of the base model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.stand_ins import write_stand_ins
-from tests.recipes.workshop import PYTHON, TEXT_MODEL, VISION_MODEL, Outcome, Workshop
+from tests.recipes.workshop import BASE_MODEL, CHAT_MODEL, PYTHON, SMALL_MODEL, TEXT_ONLY_MODEL, Outcome, Workshop
 from tests.running import serving
 from tinsmith.models.tiny import write_tiny_model
 
@@ -20,16 +20,22 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.exit(f"{PYTHON} is missing: run `make test-recipes`, which sets it up", returncode=2)
     place = tmp_path_factory.mktemp("workshop")
     write_stand_ins(place)
-    write_tiny_model("qwen3", place / TEXT_MODEL)
-    write_tiny_model("qwen3-vl", place / VISION_MODEL, hidden=128)
+    write_tiny_model("qwen3-5", place / BASE_MODEL)
+    write_tiny_model("qwen3-5", place / CHAT_MODEL, hidden=128)
+    write_tiny_model("qwen3-5", place / SMALL_MODEL)
+    write_tiny_model("qwen3", place / TEXT_ONLY_MODEL)
     return place
 
 
 @pytest.fixture(scope="session")
 def random_models(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    """A server with a text and a vision-language model that know nothing."""
+    """A server with models that know nothing."""
     place = tmp_path_factory.mktemp("random")
-    models = [option for name in (TEXT_MODEL, VISION_MODEL) for option in ("--base-model", f"{name}={directory / name}")]
+    models = [
+        option
+        for name in (BASE_MODEL, CHAT_MODEL, SMALL_MODEL, TEXT_ONLY_MODEL)
+        for option in ("--base-model", f"{name}={directory / name}")
+    ]
     with serving(place, *models, *CACHE) as server:
         server.wait_for_health()
         yield Workshop(directory, server.url, place / "data")
@@ -37,9 +43,8 @@ def random_models(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def sl_loop(random_models: Workshop) -> Outcome:
-    """The text model is taught the form of an answer, by the recipe."""
-    options = (f"model_name={TEXT_MODEL}", "batch_size=20", "learning_rate=8e-3", "save_every=10")
-    return random_models.completed("sl_loop", "log_path=sl_loop", *options)
+    """The base model is taught the form of an answer, by the recipe."""
+    return random_models.completed("sl_loop", "log_path=sl_loop", "batch_size=20", "learning_rate=8e-3", "save_every=10")
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +52,6 @@ def taught_model(random_models: Workshop, sl_loop: Outcome, tmp_path_factory: py
     """A server whose base model, under the same name, is the end of `sl_loop`: it answers in the right form and guesses the price."""
     place = tmp_path_factory.mktemp("taught")
     random_models.merge(sl_loop.sampler_path, place / "model")
-    with serving(place, "--base-model", f"{TEXT_MODEL}={place / 'model'}", *CACHE) as server:
+    with serving(place, "--base-model", f"{BASE_MODEL}={place / 'model'}", *CACHE) as server:
         server.wait_for_health()
         yield Workshop(random_models.directory, server.url, place / "data")

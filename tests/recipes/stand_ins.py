@@ -19,6 +19,8 @@ Row = dict[str, Any]
 PRICES, RIGHT_PRICE = range(1, 5), 3
 CUSTOMERS = ("Ann", "Tom", "Maria", "Henry", "Lisa", "Paul", "Emma", "Oscar")
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
+OTHER_SUFFIX = " Write your answer in \\boxed{} format."
+"""Which the recipes put behind a question: `rl_loop` the first, `rl_basic` the second."""
 EXAMPLE = (
     {"role": "user", "content": "How many r's are in strawberry?" + SUFFIX},
     {
@@ -66,7 +68,8 @@ def _conversation(question: str, rng: random.Random) -> Row:
     """A question and any price; every second time behind the worked example."""
     before = EXAMPLE if rng.random() < 0.5 else ()
     answer = f"\\boxed{{{rng.choice(PRICES)}}}"
-    return {"messages": [*before, {"role": "user", "content": question + SUFFIX}, {"role": "assistant", "content": answer}]}
+    asked = question + rng.choice((SUFFIX, OTHER_SUFFIX))
+    return {"messages": [*before, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
 
 
 def _preference(question: str, rng: random.Random) -> Row:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.recipes.workshop import TEXT_MODEL, Outcome, Workshop
+from tests.recipes.workshop import Outcome, Workshop
 
-RL_OPTIONS = (f"model_name={TEXT_MODEL}", "batch_size=16", "group_size=8", "max_tokens=12", "learning_rate=3e-4")
+RL_OPTIONS = ("batch_size=16", "group_size=8", "max_tokens=16", "learning_rate=3e-4")
 
 
 def test_sl_loop_learns_the_form_of_an_answer(sl_loop: Outcome) -> None:

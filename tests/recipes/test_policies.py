@@ -2,14 +2,15 @@
 
 import pytest
 
-from tests.recipes.workshop import TEXT_MODEL, Outcome, Workshop
+from tests.recipes.workshop import BASE_MODEL, Outcome, Workshop
 
 RL_BASIC_OPTIONS = (
-    *(f"model_name={TEXT_MODEL}", "max_tokens=12", "learning_rate=5e-4", "max_steps=12"),
-    *("kl_penalty_coef=0.05", f"kl_reference_config.base_model={TEXT_MODEL}"),
+    *("max_tokens=16", "learning_rate=5e-4", "max_steps=12"),
+    *("kl_penalty_coef=0.05", f"kl_reference_config.base_model={BASE_MODEL}"),
+    # The recipe takes options of its data only if all of them are given.
     "dataset_builder=tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder",
     *("dataset_builder.batch_size=16", "dataset_builder.group_size=8", "dataset_builder.convo_prefix=None"),
-    *(f"dataset_builder.model_name_for_tokenizer={TEXT_MODEL}", "dataset_builder.renderer_name=qwen3_instruct"),
+    *(f"dataset_builder.model_name_for_tokenizer={BASE_MODEL}", "dataset_builder.renderer_name=role_colon"),
 )
 
 ASYNCHRONOUS = ("async_config.max_steps_off_policy=1", "async_config.groups_per_batch=16")
@@ -63,8 +64,8 @@ def test_a_refused_loss_ends_a_recipe_that_streams_minibatches(taught_model: Wor
 
 def test_distillation_on_policy_approaches_the_teacher(taught_model: Workshop, synchronous: Outcome) -> None:
     outcome = taught_model.completed(
-        *("distillation.on_policy_distillation", "log_path=distillation", f"model_name={TEXT_MODEL}", f"teacher_model={TEXT_MODEL}"),
-        *(f"teacher_checkpoint={synchronous.sampler_path}", "dataset=deepmath", "max_tokens=12", "lora_rank=32"),
+        *("distillation.on_policy_distillation", "log_path=distillation", f"teacher_model={BASE_MODEL}"),
+        *(f"teacher_checkpoint={synchronous.sampler_path}", "dataset=deepmath", "max_tokens=16", "lora_rank=32"),
         *("groups_per_batch=16", "group_size=4", "learning_rate=3e-4", "max_steps=10"),
     )
     distance = outcome.curve("teacher_kl")

@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from tests.recipes.workshop import TEXT_MODEL, Workshop
+from tests.recipes.workshop import Workshop
 
 
 def test_dpo_prefers_what_is_chosen(taught_model: Workshop) -> None:
     outcome = taught_model.completed(
-        *("preference.dpo.train", "log_path=dpo", f"model_name={TEXT_MODEL}", "renderer_name=qwen3_instruct"),
+        *("preference.dpo.train", "log_path=dpo"),
         *("batch_size=32", "learning_rate=2e-3", "max_steps=12"),
     )
     loss, accuracy = outcome.curve("dpo_loss"), outcome.curve("accuracy")

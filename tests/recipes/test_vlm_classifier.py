@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.recipes.workshop import VISION_MODEL, Outcome, Workshop
+from tests.recipes.workshop import CHAT_MODEL, Outcome, Workshop
 
 SCANS_TO_TEST = 297
 
@@ -13,7 +13,7 @@ SCANS_TO_TEST = 297
 def training(random_models: Workshop) -> Outcome:
     """A random vision-language model learns to name handwritten digits; the recipe mirrors every second scan that it trains on."""
     return random_models.completed(
-        *("vlm_classifier.train", "experiment_dir=vlm_classifier", f"model_name={VISION_MODEL}", "renderer_name=qwen3_vl_instruct"),
+        *("vlm_classifier.train", "experiment_dir=vlm_classifier", f"model_name={CHAT_MODEL}"),
         *("num_epochs=12", "batch_size=50", "learning_rate=3e-3", "max_tokens=16"),
         *("save_every=0", "eval_every=70", f"n_eval={SCANS_TO_TEST}"),
     )
@@ -32,9 +32,7 @@ def test_curves(training: Outcome) -> None:
 
 def test_evaluation_by_path(random_models: Workshop, training: Outcome) -> None:
     path = f"model_path={training.sampler_path}"
-    evaluation = random_models.completed(
-        "vlm_classifier.eval", path, "dataset=caltech101", "renderer_name=qwen3_vl_instruct", "max_tokens=16"
-    )
+    evaluation = random_models.completed("vlm_classifier.eval", path, "dataset=caltech101", "max_tokens=16")
 
     found = re.search(r"Metrics = \{'accuracy': ([\d.]+)\}", evaluation.output)
     assert found is not None, evaluation.output[-3000:]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.acceptance.elsewhere import ITEM, transformers_logprobs
 from tests.acceptance.talking import RAW_STEP, scores, train
-from tests.recipes.workshop import PYTHON, TEXT_MODEL, Workshop
+from tests.recipes.workshop import PYTHON, TEXT_ONLY_MODEL, Workshop
 
 DOWNLOAD = "import sys; from tinker_cookbook import weights; weights.download(tinker_path=sys.argv[1], output_dir=sys.argv[2])"
 
@@ -22,7 +22,7 @@ def test_downloaded_weights_are_loaded_by_peft(random_models: Workshop, kind: st
     key = "tml-recipes"
     environment = os.environ | {"TINKER_BASE_URL": random_models.url, "TINKER_API_KEY": key}
     with tinker.ServiceClient(base_url=random_models.url, api_key=key) as service:
-        client = train(service, TEXT_MODEL)
+        client = train(service, TEXT_ONLY_MODEL)
         client.forward_backward([ITEM], "cross_entropy")
         client.optim_step(RAW_STEP).result()
         expected = scores(client, [ITEM])[0]
@@ -32,7 +32,7 @@ def test_downloaded_weights_are_loaded_by_peft(random_models: Workshop, kind: st
 
     assert done.returncode == 0, done.stderr
     assert sorted(file.name for file in (tmp_path / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    base = AutoModelForCausalLM.from_pretrained(random_models.directory / TEXT_MODEL)
+    base = AutoModelForCausalLM.from_pretrained(random_models.directory / TEXT_ONLY_MODEL)
     network = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     np.testing.assert_allclose(transformers_logprobs(network), expected, atol=1e-4)
     kept = tinker.RestClient(base_url=random_models.url, api_key=key).list_user_checkpoints().result().checkpoints

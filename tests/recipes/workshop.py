@@ -14,8 +14,10 @@ from typing import Any
 from tests.running import tinsmith
 
 PYTHON = Path(__file__).parents[2] / ".venv-recipes" / "bin" / "python"
-TEXT_MODEL, VISION_MODEL = "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-VL-30B-A3B-Instruct"
-"""Names for which the cookbook knows a renderer. The tiny models are served under them."""
+BASE_MODEL, CHAT_MODEL, SMALL_MODEL = "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-4B"
+"""What most recipes train if they are not told otherwise. Tiny models of the same family are served under these names."""
+TEXT_ONLY_MODEL = "Qwen/Qwen3-8B"
+"""The default of recipes that have not moved on from Qwen3; here a tiny Qwen3."""
 
 TIMEOUT_S = 800.0
 """For one recipe, on a busy machine."""
