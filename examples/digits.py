@@ -1,11 +1,11 @@
 """Teach a vision-language model to read handwritten digits, through an unmodified Tinker SDK.
 
-    make demo          or          python examples/digits.py [--epochs 12] [--output demo-output]
+    make demo          or          python examples/digits.py [--kind qwen3-vl] [--epochs 12] [--output demo-output]
 
-It makes a tiny random Qwen3-VL model (nothing is downloaded), starts `tinsmith serve` with it, and fine-tunes it with LoRA on 1,500 of the
-1,797 digit scans that come with scikit-learn. It asks the model about the other 297 scans before training and after every epoch. The
-functions from `prompt` to `fine_tune` are the Tinker script; the others prepare the data, run the server and draw the result. No checkpoint
-is saved.
+It makes a tiny random model of Qwen3-VL's architecture, or with `--kind qwen3-5` of Qwen3.5's (nothing is downloaded), starts
+`tinsmith serve` with it, and fine-tunes it with LoRA on 1,500 of the 1,797 digit scans that come with scikit-learn. It asks the model about
+the other 297 scans before training and after every epoch. The functions from `prompt` to `fine_tune` are the Tinker script; the others
+prepare the data, run the server and draw the result. No checkpoint is saved.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinsmith.models.tiny import write_tiny_model
 
-MODEL = "tiny-qwen3-vl"
+MODEL = "tiny"
 TRAINED, BATCH, LEARNING_RATE = 1500, 50, 3e-3
 IMAGE_SIDE, IMAGE_TOKENS = 64, 4  # the tiny model has patches of 16 pixels and merges 2 x 2 of them into a token
 BEFORE_IMAGE = "<|im_start|>user\n<|vision_start|>"
@@ -82,7 +82,7 @@ def encode_png(pixels: NDArray[np.float64]) -> bytes:
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, scan: Scan) -> types.ModelInput:
-    """The question in Qwen3's chat format, with the picture as a separate chunk."""
+    """The question in Qwen's chat format, with the picture as a separate chunk."""
     return types.ModelInput(
         chunks=[
             types.EncodedTextChunk(tokens=tokenizer.encode(BEFORE_IMAGE)),
@@ -206,9 +206,9 @@ def draw(curves: Curves, held_out: list[Scan], file: Path) -> None:
 NEXT_STEPS = """
 The same with a real model on a GPU:
 
-    tinsmith serve --base-model Qwen/Qwen3-VL-4B-Instruct
+    tinsmith serve --base-model Qwen/Qwen3.5-4B
     export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-anything
-    python your_tinker_script.py          # base_model="Qwen/Qwen3-VL-4B-Instruct"
+    python your_tinker_script.py          # base_model="Qwen/Qwen3.5-4B"
 
 `tinsmith serve --help` lists all settings. You can write your own script by changing this one, examples/digits.py.
 """
@@ -217,13 +217,14 @@ The same with a real model on a GPU:
 def main() -> None:
     """Make the model, start the server, fine-tune, and save the picture."""
     parser = argparse.ArgumentParser(description="Fine-tune a tiny vision-language model to read handwritten digits.")
+    parser.add_argument("--kind", choices=["qwen3-vl", "qwen3-5"], default="qwen3-vl", help="architecture of the model (default: qwen3-vl)")
     parser.add_argument("--epochs", type=int, default=12, help="passes over the 1,500 training scans (default: 12)")
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="directory of the results (default: demo-output)")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     model_dir = options.output / "model"
-    console.print(f"making a tiny random Qwen3-VL model in {model_dir}")
-    write_tiny_model("qwen3-vl", model_dir)
+    console.print(f"making a tiny random {options.kind} model in {model_dir}")
+    write_tiny_model(options.kind, model_dir)
     scans = load_scans()
     training, held_out = scans[:TRAINED], scans[TRAINED:]
     console.print("starting the server")
