@@ -54,6 +54,16 @@ def test_a_model_is_sized_without_loading_it(family_dir: Callable[[str], Path], 
     assert re.search(full + r"\d+\.\d GiB left for it", report)
 
 
+def test_blocks_and_slots_of_a_hybrid_model_are_told(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    options = ["--data-dir", str(tmp_path), "--device", "cpu", "--dtype", "float32", "--base-model", f"tiny={family_dir('qwen3_5')}"]
+    code, report = doctor(*options, "--kv-cache-gib", "0.004")
+    assert code == 0
+    # Keys and values of one layer, 2 heads of width 32; states of 3 layers: 4 heads of 16 x 16, and 3 inputs of 128 channels; in 4 bytes.
+    assert re.search(r"a cached token +ok +512 bytes; the cache holds 4,192 tokens", report)
+    state = r"16.5 KiB; the cache holds 127 states, 96 of them for sequences that run at once, which take 1.5 MiB more during a pass"
+    assert re.search(rf"a sequence's state +ok +{state}", report)
+
+
 def test_what_does_not_fit_is_missing(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     options = ["--data-dir", str(tmp_path), "--device", "cpu", "--kv-cache-gib", "9000"]
     code, report = doctor("--base-model", f"tiny={family_dir('qwen3')}", *options)

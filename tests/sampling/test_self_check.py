@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.bases import OTHER_DECODERS, load, write_decoder
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
+from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.sampling.self_check import LENGTHS, check_base_model
 
 KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
@@ -64,6 +65,32 @@ def test_decoding_that_differs_is_refused(family_dir: Callable[[str], Path], dty
     with pytest.raises(ConfigError, match="decoding with a cache gives other log-probabilities than a full forward pass: they differ by"):
         check_base_model(base, samples=True)
     check_base_model(base, samples=False)
+
+
+def twice(steps: StateSteps) -> None:
+    """What a pass that is tried again after it has changed its states would leave."""
+    for layer, index in steps.states.index.items():
+        before = steps.states.memory[index, steps.slots]
+        steps.states.inputs[index, steps.slots] = steps.inputs[layer]
+        steps.states.memory[index, steps.slots] = 2 * steps.memory[layer] - before
+
+
+SPOILED = {
+    "steps that are lost": ("commit", lambda steps: None, "the sampler computes other log-probabilities of a prompt"),
+    "steps that are taken twice": ("commit", twice, "the sampler computes other log-probabilities of a prompt"),
+    "forks without a state": ("copy", lambda states, source, target: None, "what goes on from the prefix cache gives other"),
+    "saved states that nobody finds": ("longest", lambda states, keys: 0, "the sampler finds nothing of a prompt that it has computed"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_states_that_are_not_those_of_the_tokens_are_refused(
+    family_base: Callable[[str], BaseModel], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    name, instead, reason = SPOILED[what]
+    monkeypatch.setattr(StateSteps if name == "commit" else StateSlots, name, instead)
+    with pytest.raises(ConfigError, match=reason):
+        check_base_model(family_base("qwen3_5"), samples=True)
 
 
 def test_a_window_that_we_are_not_told_of_is_refused(family_dir: Callable[[str], Path]) -> None:
