@@ -13,8 +13,9 @@ from tests.bases import random_adapter, random_tokens, renderer
 from tests.sampling.local.byte_fallback import WORDS, byte_fallback_tokenizer
 from tests.sampling.local.test_sampler import PARAMS, ask, run, sampler_of
 from tinsmith.errors import UserError
-from tinsmith.models.base import BaseModel
+from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.lora import LoraPair
+from tinsmith.models.pass_plan import PassPlan
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.local.sequence import Sequence
 from tinsmith.sampling.prompt_scores import PromptScores
@@ -180,3 +181,34 @@ def test_memory_that_never_suffices_fails_one_request_after_the_other(text_base:
     assert sorted([failure.request_id, *rest]) == list("01234")
     expected = undisturbed(text_base)
     assert rest == {key: expected[key] for key in rest}
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_memory_for_one_sequence_alone_serves_all_of_them_one_after_the_other(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, prompts: int
+) -> None:
+    """A running sequence and one token of a prompt are the smallest pass of two; only leaving one of them out makes it smaller."""
+    asked = [renderer(text_base).render([random_tokens(number, 20)]) for number in range(1 + prompts)]
+    expected: dict[str, list[int]] = {}
+    for number, rendered in enumerate(asked):
+        alone = sampler_of(text_base)
+        alone.add(str(number), ask(), rendered, None)
+        expected |= {name: result.sequences[0].tokens for name, result in run(alone).items()}
+    sampler, inner, refused = sampler_of(text_base), text_base.hidden_states, []
+
+    def alone_only(row: PackedRow, plan: PassPlan) -> torch.Tensor:
+        if len(row.lengths) > 1:
+            refused.append(row.lengths)
+            raise torch.OutOfMemoryError("injected")
+        return inner(row, plan)
+
+    monkeypatch.setattr(text_base, "hidden_states", alone_only)
+    sampler.add("0", ask(), asked[0], None)
+    sampler.step()
+    for number in range(1, 1 + prompts):
+        sampler.add(str(number), replace(ask(), sampling_session_id=f"{number}:sample:0"), asked[number], None)
+    done: dict[str, Any] = {}
+    for _ in range(500):
+        done |= {event.request_id: event for event in sampler.step()}
+    assert refused
+    assert {name: event.sequences[0].tokens for name, event in done.items() if isinstance(event, SampleResult)} == expected

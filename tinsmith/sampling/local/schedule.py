@@ -157,10 +157,13 @@ class Schedule:
         tokens = sum(len(window) for _, window in prompts)
         if tokens + len(self.running) < 2:
             return False
-        if tokens >= len(self.running):
+        if tokens >= max(2, len(self.running)):
             self.prefill_tokens = max(1, sum(_cost(sequence, window.end) for sequence, window in prompts) // 2)
         else:
-            self.max_running = len(self.running) // 2
+            if len(self.running) == 1:  # and one token of a prompt, which then waits until the running sequence has ended
+                for sequence in list(reversed(self.filling)):
+                    self._preempt(sequence)
+            self.max_running = max(1, len(self.running) // 2)
             while len(self.running) > self.max_running:
                 self._preempt(self.running[-1])
         log.warning("out of memory: passes take %d prompt tokens and %d sequences now", self.prefill_tokens, self.max_running)
