@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from tests.bases import OTHER_DECODERS, load, write_decoder
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
+from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.sampling.self_check import LENGTHS, check_base_model
 
@@ -22,7 +24,7 @@ def test_what_we_serve_passes(family_base: Callable[[str], BaseModel], family: s
     check_base_model(family_base(family), samples=True)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_vl", "qwen3_5"])
 def test_rounding_to_bfloat16_passes(family_dir: Callable[[str], Path], family: str) -> None:
     check_base_model(load(family_dir(family), dtype="bfloat16"), samples=True)
 
@@ -57,6 +59,75 @@ def test_layers_that_carry_state_along_the_row_are_refused(family_dir: Callable[
     base = doctored(family_dir("qwen3"), lambda output: output + output.roll(1, dims=1), dtype)
     with pytest.raises(ConfigError, match="a sequence depends on others in its packed row: they differ by"):
         check_base_model(base, samples=True)
+
+
+def test_a_leak_below_the_rounding_is_refused(family_dir: Callable[[str], Path]) -> None:
+    base = doctored(family_dir("qwen3"), lambda output: output + output.roll(1, dims=1) / 64, "bfloat16")
+    with pytest.raises(ConfigError, match="a sequence changes with the tokens of others in its packed row: by"):
+        check_base_model(base, samples=False)
+
+
+class LeakingBackward(torch.autograd.Function):
+    """Nothing forward; backward each token also gets the gradient of the next."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] + grads[0].roll(-1, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("operation", ["convolve", "delta_rule"])
+def test_a_plan_that_ignores_where_sequences_begin_is_refused(
+    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, operation: str, dtype: str
+) -> None:
+    """Convolution and delta rule keep sequences apart each for itself: one of the two is not enough."""
+    own = getattr(PackedPlan, operation)
+
+    def one_long_sequence(plan: PackedPlan, layer: int, x: Tensor, *others: Tensor) -> Tensor:
+        result: Tensor = own(PackedPlan([len(x)], x.device, x.dtype), layer, x, *others)
+        return result
+
+    base = load(family_dir("qwen3_5"), dtype=dtype)
+    check_base_model(base, samples=False)
+    monkeypatch.setattr(PackedPlan, operation, one_long_sequence)
+    with pytest.raises(ConfigError, match=r"a sequence (depends on|changes with the tokens of) others in its packed row: "):
+        check_base_model(base, samples=False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("operation", ["convolve", "delta_rule"])
+def test_a_backward_that_leaks_is_refused(
+    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, operation: str, dtype: str
+) -> None:
+    own = getattr(PackedPlan, operation)
+
+    def leaking(plan: PackedPlan, layer: int, *inputs: Tensor) -> Tensor:
+        compute: Any = LeakingBackward.apply
+        result: Tensor = compute(own(plan, layer, *inputs))
+        return result
+
+    base = load(family_dir("qwen3_5"), dtype=dtype)
+    monkeypatch.setattr(PackedPlan, operation, leaking)
+    with pytest.raises(ConfigError, match="the loss of a sequence has gradients in others of its packed row: by"):
+        check_base_model(base, samples=False)
+
+
+def test_an_adapter_whose_gradients_miss_a_part_is_refused(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value of a row with several sequences is right, its gradient lacks what comes through the values of the delta rule."""
+    own = PackedPlan.delta_rule
+
+    def cut(plan: PackedPlan, layer: int, query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tensor:
+        several = len(plan.lengths.lengths) > 1
+        return own(plan, layer, query, key, value.detach() if several else value, *others)
+
+    base = load(family_dir("qwen3_5"))
+    monkeypatch.setattr(PackedPlan, "delta_rule", cut)
+    with pytest.raises(ConfigError, match="a sequence has other gradients in a packed row than alone: by"):
+        check_base_model(base, samples=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -3,7 +3,7 @@
 On random sequences of several lengths, with random LoRA adapters whose B is not zero, and for an image model with a picture:
 
     each sequence alone      =  transformers' own outer forward with its own attention (final soft caps, logit scales, masks, positions)
-    all of them in one row   =  each alone
+    all of them in one row   =  each alone, and no sequence reaches another, forward or backward (`leaks.py`)
     sampled step by step     =  each alone (the real sampler: prompts into the paged cache, some in pieces, then decoding; and again behind
                                 each answer, from the prefix cache, two samples of each)
 
@@ -15,7 +15,7 @@ import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,14 +34,14 @@ from tinsmith.models.lora import Adapter, Segment, new_adapter
 from tinsmith.models.pass_plan import PackedPlan, PassPlan
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
-from tinsmith.rendering.packing import pack, packing_order
+from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
+from tinsmith.sampling.leaks import CHUNK, EXACT, Probe, check_leaks, packed_logprobs
 from tinsmith.sampling.local.cache_shape import CacheSizes
 from tinsmith.sampling.local.kv_cache import blocks_for
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleFailure, SampleResult
-from tinsmith.training.logprobs import target_logprobs
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
@@ -54,30 +54,19 @@ FURTHER = 9
 """Tokens of the text after each answer, behind which it is sampled again."""
 WINDOW = 16
 """Length of sliding windows during the check."""
-CHUNK = 64
-"""Rows of logits that exist at a time."""
 PIECE = 60
 """Prompt tokens that the sampler computes at a time, so that some prompts come in pieces."""
 ROOM = 4096
 """Context window during the check."""
 PIXELS = 64
 """Width and height of the picture; the model's processor may enlarge it."""
-EXACT = 1e-4
-"""Largest difference of any log-probability in float32."""
 ROUNDED = 0.05
 """Mean difference over a sequence that is normal in bfloat16: logits between 16 and 32 are rounded to multiples of 0.125."""
 NOISE = 3.0
-"""In bfloat16 a deep model may differ by this many times what it differs between two of transformers' own attention functions."""
+"""In bfloat16 a model may differ by this many times what transformers differs from itself, with another of its attention functions and
+where each of its linears and norms rounds its output otherwise."""
 HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Names in configurations of functions between the output projection and the logits."""
-
-
-@dataclass(frozen=True, eq=False)
-class Probe:
-    """One random sequence and whose weights it runs with."""
-
-    rendered: RenderedInput
-    adapter: Adapter | None
 
 
 @torch.no_grad()
@@ -101,11 +90,13 @@ def _check(base: BaseModel, probes: list[Probe], samples: bool) -> None:
     reference = [_transformers_logprobs(base, probe, "eager") for probe in probes]
     allowed = EXACT
     if base.dtype != torch.float32:
-        other = [_transformers_logprobs(base, probe, "sdpa") for probe in probes]
+        with _rounded_otherwise(base):
+            other = [_transformers_logprobs(base, probe, "sdpa") for probe in probes]
         allowed = max(ROUNDED, NOISE * _difference(base, reference, other))
     bare = [_logprobs(base, [replace(probe, adapter=_without_head(probe.adapter))])[0] for probe in probes]
     _compare(base, f"transformers computes other log-probabilities{_head_settings(base)}", bare, reference, allowed)
     _compare(base, "a sequence depends on others in its packed row", _logprobs(base, probes), alone, allowed)
+    check_leaks(base, probes)
     if samples:
         _check_sampler(base, probes, alone, allowed)
 
@@ -186,6 +177,26 @@ def _short_windows(base: BaseModel) -> Iterator[None]:
             holder.sliding_window = window
 
 
+@contextmanager
+def _rounded_otherwise(base: BaseModel) -> Iterator[None]:
+    """Outputs of the language model's linears, norms and so on change by up to one unit of their last place, at random."""
+    generator = torch.Generator().manual_seed(0)
+
+    def change(_module: object, _inputs: object, output: Any) -> Any:
+        if not isinstance(output, Tensor):
+            return output
+        relative = torch.finfo(output.dtype).eps / 2 * (2 * torch.rand(output.shape, generator=generator) - 1).to(output.device)
+        return (output * (1 + relative)).to(output.dtype)
+
+    leaves = [module for module in base.language_model.modules() if not list(module.children())]
+    handles = [module.register_forward_hook(change) for module in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 # The ways to compute them
 
 
@@ -229,14 +240,8 @@ def _check_layers(base: BaseModel, probe: Probe) -> None:
 
 
 def _logprobs(base: BaseModel, probes: list[Probe]) -> list[Tensor]:
-    """[n - 1] for each probe: log-probabilities of its own next tokens, computed in one packed row."""
-    order = packing_order([len(p.rendered) for p in probes], [p.adapter for p in probes])
-    chosen = [probes[i] for i in order]
-    row = pack([p.rendered for p in chosen], [p.adapter for p in chosen], base.device)
-    hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
-    scored = target_logprobs(hidden, base.lm_head, row.token_ids.roll(-1).unsqueeze(-1), row.segments, CHUNK).squeeze(-1)
-    by_probe = dict(zip(order, scored.split(row.lengths), strict=True))
-    return [by_probe[i][:-1].cpu() for i in range(len(probes))]
+    """`packed_logprobs`, on the CPU."""
+    return [logprobs.cpu() for logprobs in packed_logprobs(base, probes)]
 
 
 def _transformers_logprobs(base: BaseModel, probe: Probe, implementation: str) -> Tensor:

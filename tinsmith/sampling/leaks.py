@@ -1,0 +1,147 @@
+"""Do sequences of a packed row reach each other? The part of the self-check that looks for it, forward and backward.
+
+Every second sequence of a row is a neighbour of the others, and then the other way round:
+
+    forward     neighbours with other tokens leave the log-probabilities of a sequence as they are
+    backward    the loss of a sequence has no gradient at all in its neighbours' tokens, and in its own tokens and its adapter the gradient
+                that it has alone
+
+The first two compare what should be computed alike, and find a leak in any precision.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.errors import ConfigError
+from tinsmith.models.base import BaseModel
+from tinsmith.models.lora import Adapter
+from tinsmith.models.pass_plan import PackedPlan
+from tinsmith.rendering.packing import pack, packing_order
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.training.logprobs import target_logprobs
+
+CHUNK = 64
+"""Rows of logits that exist at a time."""
+EXACT = 1e-4
+"""Largest difference of any log-probability in float32; of a gradient, relative to the largest number of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """One random sequence and whose weights it runs with."""
+
+    rendered: RenderedInput
+    adapter: Adapter | None
+
+
+def packed_logprobs(base: BaseModel, probes: Sequence[Probe]) -> list[Tensor]:
+    """[n - 1] for each probe: log-probabilities of its own next tokens, computed in one packed row."""
+    order = row_order(probes)
+    chosen = [probes[i] for i in order]
+    row = pack([p.rendered for p in chosen], [p.adapter for p in chosen], base.device)
+    hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
+    scored = target_logprobs(hidden, base.lm_head, row.token_ids.roll(-1).unsqueeze(-1), row.segments, CHUNK).squeeze(-1)
+    by_probe = dict(zip(order, scored.split(row.lengths), strict=True))
+    return [by_probe[i][:-1] for i in range(len(probes))]
+
+
+def row_order(probes: Sequence[Probe]) -> list[int]:
+    """The probes in the order of their packed row."""
+    return packing_order([len(p.rendered) for p in probes], [p.adapter for p in probes])
+
+
+def check_leaks(base: BaseModel, probes: Sequence[Probe]) -> None:
+    """Raise ConfigError if sequences of a packed row reach each other."""
+    order = row_order(probes)
+    packed = packed_logprobs(base, probes)
+    alone = [_gradients(base, [probe], [0]) for probe in probes]
+    for own in (order[::2], order[1::2]):
+        changed = [probe if i in own else _shuffled(probe) for i, probe in enumerate(probes)]
+        found = packed_logprobs(base, changed)
+        _refuse("a sequence changes with the tokens of others in its packed row", max(_apart(found[i], packed[i]) for i in own), EXACT)
+        gradients = _gradients(base, probes, own)
+        others = [gradients.tokens[i] for i in range(len(probes)) if i not in own]
+        _refuse("the loss of a sequence has gradients in others of its packed row", max(g.abs().max().item() for g in others), 0.0)
+        if base.dtype == torch.float32:
+            _compare_gradients(probes, own, gradients, alone)
+
+
+def _shuffled(probe: Probe) -> Probe:
+    """The probe with its text in another order."""
+    tokens, text = probe.rendered.token_ids.copy(), probe.rendered.is_text
+    tokens[text] = np.roll(tokens[text], 1)
+    return replace(probe, rendered=replace(probe.rendered, token_ids=tokens))
+
+
+def _refuse(what: str, found: float, allowed: float) -> None:
+    if not found <= allowed:  # also when it is NaN
+        raise ConfigError(f"{what}: by {found:.3g}, allowed is {allowed:.3g}")
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+@dataclass(frozen=True, eq=False)
+class _Gradients:
+    """Of a fixed random sum of the log-probabilities of some probes."""
+
+    tokens: list[Tensor]
+    """For each probe of the row [n, hidden], of the embeddings of its tokens."""
+    adapters: dict[int, Tensor]
+    """By the `id` of each adapter [parameters], of all its matrices."""
+
+
+@torch.enable_grad()
+def _gradients(base: BaseModel, probes: Sequence[Probe], counted: Collection[int]) -> _Gradients:
+    """Those of the probes whose numbers are in `counted`, computed in one packed row of all."""
+    adapters = {id(probe.adapter): probe.adapter for probe in probes if probe.adapter is not None}
+    with _embeddings(base) as embeddings:
+        logprobs = packed_logprobs(base, probes)
+    loss = torch.stack([(logprobs[i] * _direction(logprobs[i])).sum() for i in counted]).sum()
+    leaves = [embeddings[0], *(leaf for adapter in adapters.values() for leaf in adapter.leaves())]
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    first, *rest = (torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True))
+    order = row_order(probes)
+    pieces = dict(zip(order, first.split([len(probes[i].rendered) for i in order]), strict=True))
+    by_adapter = {}
+    for key, adapter in adapters.items():
+        count = len(adapter.leaves())
+        by_adapter[key], rest = torch.cat([g.flatten().float() for g in rest[:count]]), rest[count:]
+    return _Gradients([pieces[i] for i in range(len(probes))], by_adapter)
+
+
+def _direction(x: Tensor) -> Tensor:
+    """Random numbers in the shape of x, the same ones each time."""
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+
+
+@contextmanager
+def _embeddings(base: BaseModel) -> Iterator[list[Tensor]]:
+    """Collects the embeddings [tokens, hidden] of the passes inside, as leaves that gradients can be taken of."""
+    kept: list[Tensor] = []
+
+    def keep(_module: object, _inputs: object, output: Tensor) -> Tensor:
+        kept.append(output.detach().requires_grad_())
+        return kept[-1]
+
+    handle = base.language_model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+def _compare_gradients(probes: Sequence[Probe], own: Collection[int], found: _Gradients, alone: Sequence[_Gradients]) -> None:
+    """The gradients of the probes `own`, in a row with others, are those that they have alone."""
+    pairs = [(found.tokens[i], alone[i].tokens[0]) for i in own]
+    for key in {id(probes[i].adapter) for i in own if probes[i].adapter is not None}:
+        mine = [alone[i].adapters[key] for i in own if id(probes[i].adapter) == key]
+        pairs.append((found.adapters[key], torch.stack(mine).sum(0)))
+    apart = max(_apart(got, expected) / max(expected.abs().max().item(), 1e-6) for got, expected in pairs)
+    _refuse("a sequence has other gradients in a packed row than alone", apart, EXACT)
