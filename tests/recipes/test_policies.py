@@ -66,7 +66,7 @@ def test_distillation_on_policy_approaches_the_teacher(taught_model: Workshop, s
     outcome = taught_model.completed(
         *("distillation.on_policy_distillation", "log_path=distillation", f"teacher_model={BASE_MODEL}"),
         *(f"teacher_checkpoint={synchronous.sampler_path}", "dataset=deepmath", "max_tokens=16", "lora_rank=32"),
-        *("groups_per_batch=16", "group_size=4", "learning_rate=3e-4", "max_steps=10"),
+        *("groups_per_batch=16", "group_size=4", "learning_rate=7e-4", "max_steps=10"),
     )
     distance = outcome.curve("teacher_kl")
 
