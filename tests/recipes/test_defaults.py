@@ -13,7 +13,7 @@ TRAINING = {
     "math_rl.train": ("groups_per_batch=4", "max_steps=2"),
     "preference.shorter.train": ("batch_size=4", "group_size=4", "max_tokens=16", "max_steps=2"),
     "multiplayer_rl.guess_number.train": ("batch_size=4", "group_size=2", "max_tokens=8", "max_steps=2"),
-    "multiplayer_rl.twenty_questions.train": ("batch_size=2", "group_size=2", "max_tokens=8", "max_steps=1"),
+    "multiplayer_rl.twenty_questions.train": ("batch_size=2", "group_size=2", "max_tokens=8", "eval_every=0", "max_steps=1"),
 }
 """Options by recipe."""
 
