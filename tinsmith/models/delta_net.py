@@ -1,10 +1,14 @@
 """Gated delta nets (Qwen3.5): our way through the layer that transformers has built, so that packed sequences do not mix.
 
 transformers' layer keeps its parameters. With a plan (`models/pass_plan.py`) the layer asks that plan for its convolution and its
-delta rule, as attention layers do; without one it computes as transformers does, which is what the self-check compares
+delta rule, as attention layers do; without one it computes as transformers does in PyTorch, which is what the self-check compares
 with.
 """
 
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,7 +28,8 @@ def follow_plans(language_model: nn.Module) -> None:
 def _forward(module: Any, hidden_states: Tensor, *arguments: Any, plan: PassPlan | None = None, **keywords: Any) -> Tensor:
     """What transformers calls: hidden_states [1, tokens, hidden] -> [1, tokens, hidden]."""
     if plan is None:
-        output: Tensor = type(module).forward(module, hidden_states, *arguments, **keywords)
+        with _plain_pytorch(type(module)):
+            output: Tensor = type(module).forward(module, hidden_states, *arguments, **keywords)
         return output
     tokens = hidden_states.shape[1]
     mixed = plan.convolve(module.layer_idx, module.in_proj_qkv(hidden_states)[0], module.conv1d.weight.squeeze(1))  # [tokens, channels]
@@ -43,3 +48,19 @@ def _forward(module: Any, hidden_states: Tensor, *arguments: Any, plan: PassPlan
     normed = module.norm(out.reshape(-1, module.head_v_dim), gate)  # [tokens · value_heads, value_dim]
     result: Tensor = module.out_proj(normed.view(1, tokens, -1))
     return result
+
+
+@contextmanager
+def _plain_pytorch(layer: type[nn.Module]) -> Iterator[None]:
+    """Let a layer of transformers compute with what transformers has written itself.
+
+    Where flash-linear-attention is installed, transformers decides at its import to use those kernels always: also for tensors on the CPU,
+    where they fail, and in float32, where they are less exact than what is compared with them.
+    """
+    functions = vars(sys.modules[layer.__module__])
+    kept = {name: functions[name] for name in inspect.unwrap(layer.forward).__code__.co_names if inspect.isfunction(functions.get(name))}
+    functions.update({name: inspect.unwrap(function) for name, function in kept.items()})
+    try:
+        yield
+    finally:
+        functions.update(kept)
