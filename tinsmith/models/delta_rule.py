@@ -8,7 +8,7 @@ flash-linear-attention's kernels where these can be used (`models/delta_kernels.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +17,6 @@ from torch.nn.functional import silu
 
 from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks, unit
 from tinsmith.models.delta_kernels import kernels_for
-
-
-class DeltaState(NamedTuple):
-    """What continues sequences in one layer."""
-
-    inputs: Tensor
-    """[sequences, taps - 1, channels]: the last inputs of the convolution, the latest last, zeros before the first token."""
-    memory: Tensor
-    """[sequences, value_heads, key_dim, value_dim] float32: the recurrent state."""
 
 
 @dataclass(frozen=True)
