@@ -12,7 +12,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5
 from tests.bases import DEVICE
 from tinsmith.models.norms import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNorm, fuse_norms
 
-KINDS: list[tuple[type[nn.Module], type[FusedRMSNorm]]] = [
+KINDS: list[tuple[type[nn.Module], type[nn.Module]]] = [
     (Qwen3RMSNorm, FusedRMSNorm),
     (GemmaRMSNorm, ZeroCentredRMSNorm),
     (Qwen3_5RMSNorm, ZeroCentredRMSNorm),
@@ -22,7 +22,7 @@ KINDS: list[tuple[type[nn.Module], type[FusedRMSNorm]]] = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("theirs", "ours"), KINDS)
-def test_values_and_gradients_equal_transformers(theirs: type[nn.Module], ours: type[FusedRMSNorm], dtype: torch.dtype) -> None:
+def test_values_and_gradients_equal_transformers(theirs: type[nn.Module], ours: type[nn.Module], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     plain: Any = nn.ModuleDict({"norm": theirs(48, eps=1e-5)}).to(DEVICE, dtype)
     plain["norm"].weight.data.uniform_(0.5, 6)

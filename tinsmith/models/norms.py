@@ -36,10 +36,15 @@ class ZeroCentredRMSNorm(FusedRMSNorm):
         return rms_norm(x.float(), weight.shape, 1 + weight.float(), self.eps).to(x.dtype)
 
 
-class GatedRMSNorm(FusedRMSNorm):
+class GatedRMSNorm(nn.Module):
     """The plain one times SiLU of a gate, in float32, and rounded once (gated delta nets)."""
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalise x [..., hidden], and multiply by what the gate of the same shape lets through."""
         return _recomputed(self._norm, x, gate, self.weight)
 
@@ -85,19 +90,24 @@ def fuse_norms(model: nn.Module) -> int:
     return replaced
 
 
-def _fused_twin(module: nn.Module) -> FusedRMSNorm | None:
+def _fused_twin(module: nn.Module) -> nn.Module | None:
     """Our form of a module that is an RMSNorm as transformers writes it, if their results agree."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(eps, float):
         return None
-    kinds = {1: (FusedRMSNorm, ZeroCentredRMSNorm), 2: (GatedRMSNorm,)}.get(len(signature(module.forward).parameters), ())
-    return next((twin for twin in (kind(weight, eps) for kind in kinds) if _agree(module, twin, weight, len(kinds) == 1)), None)
+    inputs = len(signature(module.forward).parameters)
+    twins: list[nn.Module] = []
+    if inputs == 1:
+        twins = [FusedRMSNorm(weight, eps), ZeroCentredRMSNorm(weight, eps)]
+    elif inputs == 2:
+        twins = [GatedRMSNorm(weight, eps)]
+    return next((twin for twin in twins if _agree(module, twin, weight, inputs)), None)
 
 
-def _agree(module: nn.Module, twin: FusedRMSNorm, weight: Tensor, gated: bool) -> bool:
-    """Whether both give the same for random numbers."""
+def _agree(module: nn.Module, twin: nn.Module, weight: Tensor, inputs: int) -> bool:
+    """Whether both give the same for random numbers, of which they take that many."""
     generator = torch.Generator("cpu").manual_seed(0)
-    inputs = [torch.randn(8, len(weight), generator=generator).to(weight.device, weight.dtype) for _ in range(1 + gated)]
+    numbers = [torch.randn(8, len(weight), generator=generator).to(weight.device, weight.dtype) for _ in range(inputs)]
     with torch.no_grad():
-        expected, got = module(*inputs).float(), twin(*inputs).float()
+        expected, got = module(*numbers).float(), twin(*numbers).float()
     return torch.allclose(got, expected, rtol=4 * torch.finfo(weight.dtype).eps, atol=1e-6)
