@@ -13,7 +13,7 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 8
 
 def alone(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
     """Attention of one sequence written out, shapes as in `PassPlan.attend`."""
-    key, value = (x.repeat_interleave(HEADS // KV_HEADS, 0) for x in (key, value))
+    query, key, value = (x.repeat_interleave(HEADS // x.shape[1], 1).transpose(0, 1) for x in (query, key, value))
     distance = torch.arange(query.shape[1], device=DEVICE).unsqueeze(1) - torch.arange(query.shape[1], device=DEVICE)
     unseen = (distance < 0) | (distance >= (window or len(distance)))
     scores = (query @ key.transpose(1, 2) * scale).masked_fill(unseen, -torch.inf)
@@ -29,9 +29,9 @@ def test_packed_equals_each_alone(lengths: list[int], window: int | None, seed: 
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(DEVICE).requires_grad_()
 
-    rows = random(HEADS, tokens, WIDTH), random(KV_HEADS, tokens, WIDTH), random(KV_HEADS, tokens, WIDTH)
+    rows = random(tokens, HEADS, WIDTH), random(tokens, KV_HEADS, WIDTH), random(tokens, KV_HEADS, WIDTH)
     weights = random(tokens, HEADS, WIDTH)
-    pieces = zip(*(x.split(lengths, dim=1) for x in rows), strict=True)
+    pieces = zip(*(x.split(lengths) for x in rows), strict=True)
     expected = torch.cat([alone(q, k, v, 0.3, window) for q, k, v in pieces])
     plan = PackedPlan(lengths, torch.device(DEVICE), torch.float32)
     got = plan.attend(0, *rows, 0.3, window)

@@ -49,18 +49,18 @@ def varlen_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     left = -1 if window is None else window - 1
-    groups = query.shape[0] // key.shape[0]
-    q, k, v = (x.transpose(0, 1) for x in (query, key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)))
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(left, 0))
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(left, 0))
     assert isinstance(out, Tensor)  # a tuple only if the log-sum-exp is asked for
     return out
 
 
 def attend_run(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-    """Causal attention of the sequences of one run: query, key, value [heads, run tokens, head_dim] -> [run tokens, heads, head_dim]."""
+    """Causal attention of the sequences of one run: query, key, value [run tokens, heads, head_dim] -> the shape of query."""
 
-    def batched(x: Tensor) -> Tensor:  # [heads, run tokens, head_dim] -> [sequences, heads, length, head_dim]
-        return x.view(x.shape[0], run.count, run.length, x.shape[2]).transpose(0, 1)
+    def batched(x: Tensor) -> Tensor:  # [run tokens, heads, head_dim] -> [sequences, heads, length, head_dim]
+        return x.reshape(run.count, run.length, *x.shape[1:]).transpose(1, 2)
 
     mask = None
     if window is not None and window < run.length:
@@ -93,7 +93,8 @@ def _attention(
     unknown = [name for name, value in others.items() if name not in HARMLESS and value is not None]
     if unknown:
         raise ConfigError(f"its attention needs what Tinsmith does not compute: {', '.join(unknown)}")
-    out = plan.attend(module.layer_idx, query[0], key[0], value[0], scaling, sliding_window)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    out = plan.attend(module.layer_idx, q, k, v, scaling, sliding_window)
     return out.unsqueeze(0), None
 
 

@@ -20,7 +20,7 @@ class PassPlan(Protocol):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         """Attention output [tokens, heads, head_dim] of layer number `layer`.
 
-        query [heads, tokens, head_dim], key and value [kv_heads, tokens, head_dim], rotary positions already applied. `window` is the
+        query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim], rotary positions already applied. `window` is the
         number of last positions a token sees, itself included; None means all.
         """
         ...
@@ -58,7 +58,7 @@ class PackedPlan:
             return varlen_attention(query, key, value, self.cu_seqlens, self.max_length, scale, window)
         sizes = [run.count * run.length for run in self.runs]
         # Split, not sliced: backward then joins the gradients of the pieces once, instead of adding up rows of zeros with one piece each.
-        pieces = zip(self.runs, query.split(sizes, dim=1), key.split(sizes, dim=1), value.split(sizes, dim=1), strict=True)
+        pieces = zip(self.runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
         parts = [attend_run(run, q, k, v, scale, window) for run, q, k, v in pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

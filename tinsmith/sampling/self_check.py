@@ -215,8 +215,8 @@ class LayerCheck:
             raise ConfigError(f"layer {layer} attends, its configuration says that it is a {kind}")
         expected = kind.kv_heads, kind.head_dim
         for name, tensor in (("keys", key), ("values", value)):
-            if (tensor.shape[0], tensor.shape[2]) != expected:
-                raise ConfigError(f"its {name} have {tensor.shape[0]} heads of width {tensor.shape[2]}, its configuration says {expected}")
+            if tensor.shape[1:] != expected:
+                raise ConfigError(f"its {name} have {tensor.shape[1]} heads of width {tensor.shape[2]}, its configuration says {expected}")
         return self.plan.attend(layer, query, key, value, scale, window)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:

@@ -31,16 +31,17 @@ def test_pieces_give_what_the_whole_gives(window: int | None) -> None:
     cuts = [[0, 20, 21, 22, 23], [0, 1, 30, 33, 70], [0, 4, 5, 6, 9]]
     cache = KVCache(CacheShape((Attention(KV_HEADS, HEAD_DIM),), torch.float32, torch.device("cpu")), 20)
     blocks = [cache.take(blocks_for(n)) for n in lengths]
-    query, key, value = ([torch.randn(h, n, HEAD_DIM) for n in lengths] for h in (HEADS, KV_HEADS, KV_HEADS))
+    query, key, value = ([torch.randn(n, h, HEAD_DIM) for n in lengths] for h in (HEADS, KV_HEADS, KV_HEADS))
     parts: list[list[torch.Tensor]] = [[], [], []]
     for step in range(4):
         windows = [Window(own[: blocks_for(cut[step + 1])], cut[step], cut[step + 1]) for own, cut in zip(blocks, cuts, strict=True)]
-        q, k, v = (torch.cat([x[:, w.start : w.end] for x, w in zip(xs, windows, strict=True)], dim=1) for xs in (query, key, value))
+        q, k, v = (torch.cat([x[w.start : w.end] for x, w in zip(xs, windows, strict=True)]) for xs in (query, key, value))
         out = CachedPlan(cache, windows).attend(0, q, k, v, SCALE, window)
         for own, piece in zip(parts, out.split([len(w) for w in windows]), strict=True):
             own.append(piece)
     for q, k, v, pieces, length in zip(query, key, value, parts, lengths, strict=True):
         causal = torch.ones(length, length, dtype=torch.bool).tril()
         mask = causal if window is None else causal & torch.ones(length, length, dtype=torch.bool).triu(1 - window)
-        expected = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=SCALE, enable_gqa=True)[0]
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        expected = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)[0]
         torch.testing.assert_close(torch.cat(pieces), expected.transpose(0, 1), atol=1e-5, rtol=0)

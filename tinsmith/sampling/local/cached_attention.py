@@ -62,13 +62,12 @@ class CachedPlan:
         self.cache.store(layer, self.places, key, value)
         if self.packed and not self.groups:
             return self.packed.attend(layer, query, key, value, scale, window)
-        by_token = query.transpose(0, 1)
-        out = torch.empty_like(by_token)
+        out = torch.empty_like(query)
         if self.packed:
-            q, k, v = (x[:, self.fresh] for x in (query, key, value))
+            q, k, v = (x[self.fresh] for x in (query, key, value))
             out[self.fresh] = self.packed.attend(layer, q, k, v, scale, window)
         for group in self.groups:
-            out[group.rows] = group.attend(by_token[group.rows], *self.cache.of_layer(layer), scale, window)
+            out[group.rows] = group.attend(query[group.rows], *self.cache.of_layer(layer), scale, window)
         return out
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:

@@ -109,10 +109,10 @@ class KVCache:
         return target
 
     def store(self, layer: int, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write key and value [kv_heads, tokens, head_dim] of new tokens of a layer, at `places` [tokens] (block · BLOCK + offset)."""
+        """Write key and value [tokens, kv_heads, head_dim] of new tokens of a layer, at `places` [tokens] (block · BLOCK + offset)."""
         index = self.index[layer]
-        self.keys[index].flatten(0, 1).index_copy_(0, places, key.transpose(0, 1))
-        self.values[index].flatten(0, 1).index_copy_(0, places, value.transpose(0, 1))
+        self.keys[index].flatten(0, 1).index_copy_(0, places, key)
+        self.values[index].flatten(0, 1).index_copy_(0, places, value)
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [blocks, BLOCK, kv_heads, head_dim] each."""
