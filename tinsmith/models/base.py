@@ -234,12 +234,22 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
     """
     transformers_logging.disable_progress_bar()  # bars have no place in a server's log
     device = pick_device(config.device)
+    family = family_of(source, read_config(source))
+    network = _load_network(source, family, pick_dtype(config.dtype, device))
+    return base_model_of(name, source, network, config, feature_cache_bytes)
+
+
+def base_model_of(name: str, source: str, network: Any, config: ModelsConfig, feature_cache_bytes: int) -> BaseModel:
+    """The base model of a network that is already in memory, in the precision that `config` asks for. It is changed for our passes.
+
+    Configuration and tokenizer are read from `source`. Weights there are read only if the fingerprint is asked for.
+    """
+    device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     if dtype == torch.float32:  # float32 means float32: convolutions (the tower's patches) default to TF32 on CUDA
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     model_config = read_config(source)
     family = family_of(source, model_config)
-    network = _load_network(source, family, dtype)
     network.to(device).eval().requires_grad_(False)
     use_attention(network, family, ATTENTION)
     language_model = family.language_model(network)
