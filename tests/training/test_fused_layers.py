@@ -23,6 +23,8 @@ from tinsmith.training.peft_format import read_peft, write_peft
 
 RANK = 4
 FUSED = "layers.0.linear_attn.in_proj_qkv"
+CLOSE = 1e-3
+"""Bound on logprobs: this small model's float32 is up to 2.5e-4 from its float64 at single tokens, and differs between processors."""
 KEY = f"base_model.model.model.language_model.{FUSED}.lora_%s.weight"
 
 
@@ -109,7 +111,7 @@ def test_a_plain_adapter_of_peft_is_three_parts_with_one_a(hybrid: BaseModel, la
     assert torch.equal(q, k)
     assert torch.equal(q, v)
     assert len({tensor.data_ptr() for tensor in (q, k, v)}) == 3  # they are trained apart
-    np.testing.assert_allclose(ours(hybrid, adapter, rendered), theirs(twin, hybrid, rendered), atol=1e-4)
+    np.testing.assert_allclose(ours(hybrid, adapter, rendered), theirs(twin, hybrid, rendered), atol=CLOSE)
 
 
 @pytest.mark.parametrize("others", [[], ["q_proj"]])
@@ -122,7 +124,7 @@ def test_an_adapter_that_mixes_parts_is_refused_unless_all_have_its_rank(
         rendered = example(hybrid)
         adapter = read_peft(tmp_path, layout)
         assert adapter.shape.rank == 3 * RANK
-        np.testing.assert_allclose(ours(hybrid, adapter, rendered), theirs(twin, hybrid, rendered), atol=1e-4)
+        np.testing.assert_allclose(ours(hybrid, adapter, rendered), theirs(twin, hybrid, rendered), atol=CLOSE)
         return
     with pytest.raises(UserError, match=r"in_proj_qkv: lora_B of rank 12 is not block-diagonal; .* an adapter of rank 4 on each .*q, k, v"):
         read_peft(tmp_path, layout)

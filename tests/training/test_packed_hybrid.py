@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from tests.bases import DEVICE, datum, picture_chunks, random_adapter, random_tokens, renderer, shifted
+from tests.bases import datum, picture_chunks, random_adapter, random_tokens, renderer, shifted
 from tests.training.test_against_peft import path_in_network, twin_logprobs
 from tests.training.test_backend import gradients
 from tinsmith.config import TrainingConfig
@@ -45,12 +45,12 @@ def compute(backend: LocalBackend, work: Sequence[DatumWork]) -> list[DatumResul
 
 
 class Twin:
-    """transformers' own model, whose linears compute with an adapter of ours: W + scale · B A, on all or on some of their outputs."""
+    """transformers' own model on the CPU, whose linears compute with an adapter of ours: W + scale · B A, on all or some outputs."""
 
     def __init__(self, directory: Path, base: BaseModel, adapter: Adapter) -> None:
         network: Any = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="sdpa")
-        self.network = network.to(DEVICE).eval()
-        self.leaves = [leaf.detach().clone().requires_grad_() for leaf in adapter.leaves()]
+        self.network = network.eval()
+        self.leaves = [leaf.detach().cpu().clone().requires_grad_() for leaf in adapter.leaves()]
         pairs = zip(self.leaves[::2], self.leaves[1::2], strict=True)
         weights: dict[str, Tensor] = {}
         for (name, target), (a, b) in zip(((name, base.layout.targets[name]) for name in adapter.masters), pairs, strict=True):
@@ -78,7 +78,7 @@ def assert_transformers_agrees(base: BaseModel, directory: Path, inputs: Sequenc
         (-(weights * expected).sum()).backward(retain_graph=True)
     for got, leaf in zip(backend.optimizers["a"].gradients or [], twin.leaves, strict=True):
         assert leaf.grad is not None
-        torch.testing.assert_close(got, leaf.grad, rtol=1e-3, atol=1e-4 * max(1.0, leaf.grad.abs().max().item()))
+        torch.testing.assert_close(got.cpu(), leaf.grad, rtol=1e-3, atol=1e-4 * max(1.0, leaf.grad.abs().max().item()))
 
 
 def test_hard_lengths_in_one_row(hybrid: BaseModel, family_dir: Callable[[str], Path]) -> None:
