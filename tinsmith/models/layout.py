@@ -21,6 +21,13 @@ but for `in_proj_qkv` of a gated delta net, whose queries, keys and values have 
 MLP_LINEARS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "c_fc", "c_proj", "fc1", "fc2", "dense_h_to_4h", "dense_4h_to_h")
 """Names of the linears of a dense MLP; each model has some of them."""
 
+SAME_INPUT: dict[str, tuple[str, ...]] = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "gate_up": ("gate_proj", "up_proj"),
+    "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+}
+"""Linears of one attention block, MLP or gated delta net that read the same input, and what they are called together."""
+
 LM_HEAD = "lm_head"
 """Name of the output projection among an adapter's modules."""
 HEAD_WEIGHT = "lm_head.weight"
@@ -50,6 +57,27 @@ class LoraTarget:
 
 
 @dataclass(frozen=True)
+class Projection:
+    """Linear layers that read the same input, so that one multiplication by their weights, laid one below the other, computes them all.
+
+    A linear that shares its input with no other is a projection of its own.
+    """
+
+    name: str
+    """`layers.0.self_attn.qkv` for linears that are computed together; one that is alone has its own name."""
+    modules: tuple[str, ...]
+    """Names of the linears inside the language model, in the order of their rows; `LM_HEAD` for the output projection."""
+    targets: dict[str, tuple[int, int]]
+    """What LoRA can train of it, by the name in `Layout.targets`, in the order of rows: rows [start, end) of the joint output.
+
+    Some rows may belong to no target, and so may all of them.
+    """
+    in_features: int
+    out_features: int
+    """All rows of the joint output."""
+
+
+@dataclass(frozen=True)
 class Layout:
     """Names and sizes of what can be trained in a base model."""
 
@@ -65,6 +93,8 @@ class Layout:
 
     The name is that of the module inside the language model; a part of one is named behind it: `layers.0.linear_attn.in_proj_qkv.q`.
     """
+    projections: dict[str, Projection]
+    """Every linear of the language model, joined where several read the same input, by name; last the output projection, as `LM_HEAD`."""
 
     def covered(self, shape: LoraShape) -> dict[str, LoraTarget]:
         """What an adapter of this shape covers."""
@@ -144,7 +174,7 @@ def layout_of(source: str, family: Family, network: Any) -> Layout:
         raise ConfigError(f"{source}: its output projection is {head}; Tinsmith needs a linear layer without a bias")
     targets[LM_HEAD] = LoraTarget("unembed", LM_HEAD, head.in_features, head.out_features)
     names = {module: name for name, module in network.named_modules()}
-    return Layout(family, names[language_model], names[head], layers, targets)
+    return Layout(family, names[language_model], names[head], layers, targets, _projections(linears | {LM_HEAD: head}, targets))
 
 
 def _targets(name: str, linear: nn.Linear, group: Group, layers: tuple[LayerKind, ...]) -> dict[str, LoraTarget]:
@@ -157,6 +187,37 @@ def _targets(name: str, linear: nn.Linear, group: Group, layers: tuple[LayerKind
         f"{name}.{part}": LoraTarget(group, name, linear.in_features, end - start, (start, end))
         for part, (start, end) in layer.sections.items()
     }
+
+
+def _projections(linears: dict[str, nn.Linear], targets: dict[str, LoraTarget]) -> dict[str, Projection]:
+    """All linears, those that read the same input joined; in the order in which the first linear of each comes."""
+    parts: dict[str, list[tuple[str, LoraTarget]]] = {}
+    for name, target in targets.items():
+        parts.setdefault(target.module, []).append((name, target))
+    joined: dict[str, Projection] = {}
+    for first_name, first_linear in linears.items():
+        name, modules = _same_input(first_name, linears)
+        if name in joined:
+            continue
+        rows: dict[str, tuple[int, int]] = {}
+        start = 0
+        for module in modules:
+            for part, target in parts.get(module, []):
+                first, end = target.rows or (0, target.out_features)
+                rows[part] = start + first, start + end
+            start += linears[module].out_features
+        joined[name] = Projection(name, modules, rows, first_linear.in_features, start)
+    return joined
+
+
+def _same_input(name: str, linears: dict[str, nn.Linear]) -> tuple[str, tuple[str, ...]]:
+    """The linears that read the same input as this one, itself included, behind the name of all of them together."""
+    parent, _, last = name.rpartition(".")
+    for together, parts in SAME_INPUT.items():
+        modules = tuple(f"{parent}.{part}" for part in parts)
+        if last in parts and all(module in linears for module in modules):
+            return f"{parent}.{together}", modules
+    return name, (name,)
 
 
 def _group(name: str) -> Group | None:
