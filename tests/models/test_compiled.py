@@ -1,0 +1,44 @@
+"""Functions that are compiled on a GPU: they compute the same, once for each width, and as written where they cannot be compiled."""
+
+import logging
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.bases import DEVICE
+from tinsmith.models.compiled import Compiled, compilations, compiled
+
+
+@compiled
+def scaled(x: Tensor, weight: Tensor) -> Tensor:
+    return x.float().sigmoid().to(x.dtype) * weight
+
+
+def test_as_written_on_a_cpu() -> None:
+    before = compilations()
+    assert torch.equal(scaled(torch.zeros(2, 4), torch.ones(4)), torch.full((2, 4), 0.5))
+    assert compilations() == before
+
+
+@pytest.mark.skipif(DEVICE == "cpu" and shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_once_for_each_width_whatever_the_number_of_rows() -> None:
+    function = Compiled(scaled.function)
+    before = compilations()
+    for rows, width in ((3, 8), (5, 8), (7, 8), (3, 16), (9, 16)):
+        x, weight = torch.randn(rows, width, device=DEVICE), torch.randn(width, device=DEVICE)
+        torch.testing.assert_close(function._call_compiled([x, weight], x, weight), scaled.function(x, weight))
+    assert compilations() == before + 2
+
+
+def test_what_cannot_be_compiled_runs_as_written(caplog: pytest.LogCaptureFixture) -> None:
+    def waits(x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+    function = Compiled(waits)
+    x = torch.ones(3, device=DEVICE)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(function._call_compiled([x], x), torch.full((3,), 3.0, device=DEVICE))
+    assert [record.message.split(" runs as written")[0] for record in caplog.records] == [function.name]
