@@ -1,0 +1,322 @@
+"""Training on one GPU through `Backend.run_pass` and `optim_step`: tokens per second and memory, and the rivals on the same card.
+
+Published shapes with random weights, bfloat16. A step is forward, backward and AdamW. The rivals are transformers with PEFT, without and
+with Liger's kernels, all in bfloat16. Parts:
+
+- card      the card's own matmul rate and copy bandwidth, which the other parts need
+- lora      Qwen3-4B, LoRA of rank 32, 4 and 8 sequences of 1,024 tokens, with the share of the card's matmul rate
+- recompute the same 8 sequences in no more memory than Liger took
+- long      one sequence of 32,768 and one of 131,072 tokens; Liger with checkpointing at 32,768
+- mixed     32 sequences of 128 to 4,096 tokens, against micro-batches of one
+- tenants   eight LoRA models of ranks 8 to 64, 4 sequences each, against one model of rank 64 with all 32
+- pictures  Qwen3-VL-4B, 8 sequences of a new 512² picture and 256 tokens; the pictures are processed beforehand on both sides
+- full      Qwen3-1.7B, all weights, 8 sequences of 1,024; transformers with bfloat16 weights, and with float32 ones under autocast
+- hybrid    Qwen3.5-4B, LoRA of rank 32, 4 and 8 sequences of 1,024
+
+    python -m benchmarks.gpu.training --parts card,lora --output benchmarks/results/training.txt
+    TINY=1 python -m benchmarks.gpu.training
+"""
+
+import itertools
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.gpu.measuring import TINY, Figures, begin, card, figure, isolated, peak_memory, ratio, release, say, timed
+from benchmarks.gpu.rivals import Inputs, lora_network, step_of, texts
+from benchmarks.gpu.shapes import base_of, configuration, flops_per_token, network_of, write_surroundings
+from tinsmith.config import TrainingConfig
+from tinsmith.models.base import BaseModel, PictureInput
+from tinsmith.models.families import IMAGE_FAMILIES, ImageSpan, positions
+from tinsmith.protocol.shapes import AdamSettings, LoraShape
+from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.training.backend import DatumWork, LocalBackend
+from tinsmith.training.losses import LOSSES
+
+PARTS = ("card", "lora", "recompute", "long", "mixed", "tenants", "pictures", "full", "hybrid")
+SIDES = ("ours", "peft", "liger", "transformers")
+LENGTH = 32 if TINY else 1024
+LONG = (64, 256) if TINY else (32768, 131072)
+MIXED = (8, 128) if TINY else (128, 4096)
+RANK = 32
+RANKS = tuple(range(8, 65, 8))
+ADAM = AdamSettings(lr=1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0, grad_clip_norm=0.0)
+
+Batch = list[NDArray[np.int32]]
+
+
+def batch_of(lengths: Sequence[int]) -> Batch:
+    """Random token ids, one sequence for each length."""
+    generator = np.random.default_rng(0)
+    return [generator.integers(0, 1500, length).astype(np.int32) for length in lengths]
+
+
+def datum(model_id: str, rendered: RenderedInput) -> DatumWork:
+    """Next-token prediction on all tokens but the last, whose target is unknown."""
+    targets = np.append(rendered.token_ids[1:], 0).astype(np.int64)
+    weights = np.append(np.ones(len(targets) - 1), 0).astype(np.float32)
+    return DatumWork(model_id, rendered, targets, LOSSES["cross_entropy"], {"weights": weights})
+
+
+def text_datum(model_id: str, tokens: NDArray[np.int32]) -> DatumWork:
+    """A datum of text."""
+    return datum(model_id, RenderedInput(tokens, (), (), torch.arange(len(tokens)).unsqueeze(0)))
+
+
+def train(backend: LocalBackend, passes: Sequence[Sequence[DatumWork]], models: Sequence[str]) -> None:
+    """One step: all passes, then the optimizer of each model."""
+    for work in passes:
+        outcome = backend.run_pass(work, backward=True)
+        if outcome.failures:
+            raise RuntimeError(f"out of memory or worse: {outcome.failures}")
+    for model in models:
+        backend.optim_step(model, ADAM)
+
+
+def filled(work: Sequence[DatumWork], most: int) -> list[list[DatumWork]]:
+    """The work in passes of at most `most` tokens, in order, as the engine fills them."""
+    passes: list[list[DatumWork]] = []
+    room = 0
+    for item in work:
+        if not passes or len(item.rendered) > room:
+            passes.append([])
+            room = most
+        passes[-1].append(item)
+        room -= len(item.rendered)
+    return passes
+
+
+def backend_of(base: BaseModel, ranks: dict[str, int]) -> LocalBackend:
+    """A backend with a model of each name; rank 0 trains all weights."""
+    backend = LocalBackend(base, TrainingConfig())
+    for seed, (name, rank) in enumerate(ranks.items()):
+        backend.create_model(name, LoraShape(rank, seed=seed, train_unembed=rank == 0))
+    return backend
+
+
+def measured(config: Any, lengths: Sequence[int], step: Callable[[], object], matmul: float, all_weights: bool = False) -> Figures:
+    """Tokens per second, share of the matmul rate and memory of a step on sequences of these lengths."""
+    timing = timed(step)
+    rate = sum(lengths) / timing.median
+    share = flops_per_token(config, list(lengths), all_weights) * rate / (matmul * 1e12) if matmul else 0.0
+    return {"tokens_per_s": rate, "matmul_share": share, **peak_memory(), **timing.shown()}
+
+
+def ours(shape: str, lengths: Sequence[int], ranks: dict[str, int], matmul: float, alone: bool = False, memory_gib: float = 0.0) -> Figures:
+    """Our Backend on text; the sequences go to the models in turn. `alone` gives each sequence a pass of its own."""
+    config = configuration(shape)
+    network = network_of(config)
+    release()
+    if memory_gib:
+        total = torch.cuda.get_device_properties(0).total_memory / 2**30
+        torch.cuda.set_per_process_memory_fraction(memory_gib / total)
+    backend = backend_of(base_of(config, network), ranks)
+    share = len(lengths) // len(ranks)
+    work = [text_datum(list(ranks)[i // share], tokens) for i, tokens in enumerate(batch_of(lengths))]
+
+    def step() -> None:
+        train(backend, [[item] for item in work] if alone else filled(work, backend.tokens_per_pass), list(ranks))
+
+    found = measured(config, lengths, step, matmul, all_weights=0 in ranks.values())
+    return found | {"tokens_per_pass": backend.tokens_per_pass}
+
+
+def theirs(shape: str, lengths: Sequence[int], matmul: float, liger: bool = False, checkpointing: bool = False) -> Figures:
+    """What transformers and PEFT do on text."""
+    config = configuration(shape)
+    release()
+    step = step_of(lora_network(config, RANK, checkpointing, liger), texts(batch_of(lengths)))
+    return measured(config, lengths, step, matmul)
+
+
+class Script:
+    """The command line's choice, and what has been measured."""
+
+    def __init__(self) -> None:
+        self.asked = begin(__doc__, PARTS, SIDES)
+        self.matmul = 0.0
+        self.found: dict[str, Figures] = {}
+
+    def case(self, name: str, side: str, action: Callable[[], Figures]) -> Figures:
+        """Measure one side of a part, if it was asked for."""
+        if side.partition("_")[0] not in self.asked.sides:
+            return {}
+        label = f"{name}/{side}"
+        self.found[label] = isolated(label, action, self.asked.budget)
+        return self.found[label]
+
+    def compare(self, name: str, one: str, other: str, wanted: str) -> None:
+        """The line of a ratio of tokens per second, with that of memory."""
+        mine, rival = self.found.get(one, {}), self.found.get(other, {})
+        memory = ratio(mine, rival, "gib")
+        details = {"memory_ratio": memory} if memory else {}
+        figure(name, ratio(mine, rival), wanted, over=other, **details)
+
+    def card(self) -> None:
+        """Measure the card."""
+        self.matmul = isolated("card", card, 60).get("matmul_tflops", 0.0)
+        say(share="tokens_per_s * passes * 2 * (parameters + query_width * layers * length) / matmul; 2 passes for LoRA, 3 for all weights")
+
+    def lora(self) -> None:
+        """4 and 8 sequences."""
+        for count, wanted in ((4, "at least 1.55"), (8, "at least 1.15")):
+            name, lengths = f"lora_{count}x{LENGTH}", [LENGTH] * count
+            mine = self.case(name, "ours", partial(ours, "4B", lengths, {"m": RANK}, self.matmul))
+            self.case(name, "peft", partial(theirs, "4B", lengths, self.matmul))
+            self.case(name, "liger", partial(theirs, "4B", lengths, self.matmul, liger=True))
+            self.compare(f"{name}_over_peft", f"{name}/ours", f"{name}/peft", "")
+            self.compare(f"{name}_over_liger", f"{name}/ours", f"{name}/liger", f"{wanted}, memory at most 1.2")
+            figure(f"{name}_matmul_share", mine.get("matmul_share"), "at least 0.55")
+
+    def recompute(self) -> None:
+        """8 sequences, in Liger's memory."""
+        name = f"lora_8x{LENGTH}"
+        rival = self.found.get(f"{name}/liger") or self.case(name, "liger", partial(theirs, "4B", [LENGTH] * 8, self.matmul, liger=True))
+        room = rival.get("reserved_gib", 0.0)
+        if room:
+            self.case("recompute", "ours", partial(ours, "4B", [LENGTH] * 8, {"m": RANK}, self.matmul, memory_gib=room))
+            self.compare("recompute_over_liger", "recompute/ours", f"{name}/liger", "at least 1.1, memory at most 1")
+
+    def long(self) -> None:
+        """One sequence."""
+        for length in LONG:
+            self.case(f"long_{length}", "ours", partial(ours, "4B", [length], {"m": RANK}, self.matmul))
+        length = LONG[0]
+        self.case(f"long_{length}", "liger", partial(theirs, "4B", [length], self.matmul, liger=True, checkpointing=True))
+        self.compare(f"long_{length}_over_liger", f"long_{length}/ours", f"long_{length}/liger", "at least 1.2")
+
+    def mixed(self) -> None:
+        """32 sequences of many lengths."""
+        lengths = [int(n) for n in np.random.default_rng(1).integers(MIXED[0], MIXED[1] + 1, 32)]
+        self.case("mixed", "ours", partial(ours, "4B", lengths, {"m": RANK}, self.matmul))
+        self.case("mixed", "ours_one_by_one", partial(ours, "4B", lengths, {"m": RANK}, self.matmul, alone=True))
+        self.case("mixed", "peft", partial(theirs, "4B", lengths, self.matmul))
+        self.case("mixed", "liger", partial(theirs, "4B", lengths, self.matmul, liger=True))
+        for side in ("peft", "liger", "ours_one_by_one"):
+            self.compare(f"mixed_over_{side}", "mixed/ours", f"mixed/{side}", "at least 3" if side == "peft" else "")
+
+    def tenants(self) -> None:
+        """Eight models against one."""
+        lengths = [LENGTH] * 32
+        self.case("tenants", "ours", partial(ours, "4B", lengths, {f"m{rank}": rank for rank in RANKS}, self.matmul))
+        self.case("tenants", "ours_one_model", partial(ours, "4B", lengths, {"m": 64}, self.matmul))
+        self.compare("tenants_over_one_model", "tenants/ours", "tenants/ours_one_model", "at least 0.95")
+
+    def pictures(self) -> None:
+        """Pictures that no step has seen before."""
+        self.case("pictures", "ours", partial(our_pictures, self.matmul))
+        self.case("pictures", "peft", partial(their_pictures, self.matmul))
+        self.compare("pictures_over_peft", "pictures/ours", "pictures/peft", "at least 2")
+
+    def full(self) -> None:
+        """All weights."""
+        lengths = [LENGTH] * 8
+        self.case("full", "ours", partial(ours, "1.7B", lengths, {"m": 0}, self.matmul))
+        for side, dtype in (("transformers_bfloat16", torch.bfloat16), ("transformers_autocast", torch.float32)):
+            self.case("full", side, partial(their_full, lengths, self.matmul, dtype))
+            self.compare(f"full_over_{side}", "full/ours", f"full/{side}", "at least 1.4" if dtype == torch.bfloat16 else "at least 1.7")
+
+    def hybrid(self) -> None:
+        """A model most of whose layers are gated delta nets."""
+        for count in (4, 8):
+            name, lengths = f"hybrid_{count}x{LENGTH}", [LENGTH] * count
+            self.case(name, "ours", partial(ours, "Qwen3.5-4B", lengths, {"m": RANK}, self.matmul))
+            found = self.case(name, "peft", partial(theirs, "Qwen3.5-4B", lengths, self.matmul))
+            if not found:
+                self.case(name, "peft_checkpointing", partial(theirs, "Qwen3.5-4B", lengths, self.matmul, checkpointing=True))
+            self.compare(f"{name}_over_peft", f"{name}/ours", f"{name}/peft", "")
+        mine = self.found.get(f"hybrid_8x{LENGTH}/ours", {}).get("tokens_per_s")
+        figure("hybrid_over_before", mine / 7906 if mine else None, "at least 1.3 times the 7,906 tokens per second of an H200 before")
+
+
+def their_full(lengths: Sequence[int], matmul: float, dtype: torch.dtype) -> Figures:
+    """What transformers does with AdamW on all weights: of bfloat16, or of float32 under autocast."""
+    config = configuration("1.7B")
+    release()
+    model = network_of(config, dtype).train()
+    step = step_of(model, texts(batch_of(lengths)), autocast=dtype == torch.float32)
+    return measured(config, lengths, step, matmul, all_weights=True)
+
+
+SEQUENCES = 2 if TINY else 8
+TEXT, SIDE = (12, 4) if TINY else (256, 32)
+"""Tokens of text beside a picture, and its patches along a side: 32 patches of 16 pixels, merged by two, are 256 tokens."""
+
+
+def picture_inputs(config: Any, family: Any, steps: int) -> list[list[RenderedInput]]:
+    """For each step its sequences: text, a picture that was not there before, text."""
+    generator = np.random.default_rng(0)
+    vision = config.vision_config
+    width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    numbers = itertools.count()
+    grid, rows = (1, SIDE, SIDE), SIDE * SIDE // vision.spatial_merge_size**2
+
+    def sequence() -> RenderedInput:
+        digest = next(numbers).to_bytes(32, "big")
+        picture = PictureInput(digest, torch.randn(SIDE * SIDE, width), grid, slice(0, rows))
+        before, after = (generator.integers(0, 1500, n).astype(np.int32) for n in (TEXT // 2, TEXT - TEXT // 2))
+        tokens = np.concatenate([before, np.full(rows, config.image_token_id, np.int32), after])
+        spans = (ImageSpan(len(before), rows, grid),)
+        return RenderedInput(tokens, spans, (picture,), positions(family, len(tokens), spans, vision.spatial_merge_size))
+
+    return [[sequence() for _ in range(SEQUENCES)] for _ in range(steps)]
+
+
+def our_pictures(matmul: float) -> Figures:
+    """Our Backend on pictures."""
+    config = configuration("VL-4B")
+    network = network_of(config)
+    release()
+    backend = backend_of(base_of(config, network), {"m": RANK})
+    steps = [[datum("m", rendered) for rendered in sequences] for sequences in picture_inputs(config, backend.base.family, 20)]
+    upcoming = itertools.cycle(steps)
+    lengths = [len(item.rendered) for item in steps[0]]
+
+    def step() -> None:
+        backend.base.features.clear()  # whatever was seen before is new again
+        train(backend, filled(next(upcoming), backend.tokens_per_pass), ["m"])
+
+    return measured(config, lengths, step, matmul)
+
+
+def their_pictures(matmul: float) -> Figures:
+    """What transformers and PEFT do on the same."""
+    config = configuration("VL-4B")
+    with tempfile.TemporaryDirectory() as folder:
+        write_surroundings(config, Path(folder))  # for the ids of its small tokenizer
+    family = IMAGE_FAMILIES[config.model_type]
+    release()
+    steps = [_together(sequences, config) for sequences in picture_inputs(config, family, 20)]
+    upcoming = itertools.cycle(steps)
+    lengths = [steps[0]["input_ids"].shape[1]] * SEQUENCES
+    return measured(config, lengths, step_of(lora_network(config, RANK), lambda: [next(upcoming)]), matmul)
+
+
+def _together(sequences: Sequence[RenderedInput], config: Any) -> Inputs:
+    """A batch for transformers, its pixels in bfloat16 already."""
+    ids = torch.stack([torch.from_numpy(rendered.token_ids).long() for rendered in sequences])
+    pictures = [picture for rendered in sequences for picture in rendered.pictures]
+    return {
+        "input_ids": ids,
+        "labels": ids,
+        "mm_token_type_ids": (ids == config.image_token_id).int(),
+        "pixel_values": torch.cat([picture.pixel_values for picture in pictures]).to(torch.bfloat16),
+        "image_grid_thw": torch.tensor([picture.grid_thw for picture in pictures]),
+    }
+
+
+def main() -> None:
+    """Measure what was asked for."""
+    script = Script()
+    for part in script.asked.parts:
+        getattr(script, part)()
+
+
+if __name__ == "__main__":
+    main()
