@@ -10,10 +10,11 @@ decays (logarithms), and D_ij = exp(t_i - t_j) for j <= i, 0 elsewhere:
     out = exp(t) q S + P U,                               P = (q kᵀ) ∘ D
     S' = exp(t_end) S + Rᵀ U,                             R = exp(t_end - t) k
 
-so that S' = M S + Rᵀ V' with M = exp(t_end) I - Rᵀ W: everything but this last recurrence is computed for all chunks of all sequences at
-once, and the recurrence takes one multiplication for each chunk index, for all sequences that are that long.
+Everything but U and S' is computed for all chunks of all sequences at once. These two take a multiplication each for each chunk index, for
+all sequences that are that long. (S' = M S + Rᵀ V' with M = exp(t_end) I - Rᵀ W would take one, but M is larger than all else.)
 
-The backward is written by hand. It keeps the inputs alone and computes the rest again, which saves most of the memory of a layer.
+The backward is written by hand. It keeps the inputs alone and computes the rest again, which saves most of the memory of a layer. What is
+elementwise between the multiplications is compiled on a GPU (`models/compiled.py`).
 """
 
 import itertools
@@ -26,6 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from tinsmith.models.compiled import compiled
 
 SMALLEST, LARGEST = 16, 64
 """Tokens of a chunk: about the width of a head, where what grows with the one balances what grows with the other, and no more than the
@@ -62,11 +65,11 @@ class Chunks:
         """How many sequences have a chunk after chunk `number`."""
         return self.slabs[number + 1][1] - self.slabs[number + 1][0] if number + 1 < len(self.slabs) else 0
 
-    def spread(self, x: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    def spread(self, x: Tensor, groups: int = 1) -> Tensor:
         """[tokens, heads, dim] -> [chunks · heads · groups, size, dim], each head `groups` times, zeros where a chunk has no token."""
         heads, dim = x.shape[1:]
-        spread = x.new_zeros(self.count, heads, groups, self.size, dim, dtype=dtype)
-        spread[self.chunk, :, :, self.place] = x.to(dtype).unsqueeze(2)
+        spread = x.new_zeros(self.count, heads, groups, self.size, dim)
+        spread[self.chunk, :, :, self.place] = x.unsqueeze(2)
         return spread.view(-1, self.size, dim)
 
     def collect(self, x: Tensor, heads: int) -> Tensor:
@@ -129,8 +132,29 @@ class _Inputs(NamedTuple):
         return found
 
 
+class _Spread(NamedTuple):
+    """The inputs of some heads, chunk by chunk; B = chunks · value_heads."""
+
+    value: Tensor
+    """[B, size, value_dim]; it comes first because its precision decides whether functions are compiled."""
+    query: Tensor
+    """[B, size, key_dim]"""
+    key: Tensor
+    """[B, size, key_dim]"""
+    decay: Tensor
+    """[B, size, 1]"""
+    beta: Tensor
+    """[B, size, 1]"""
+
+
+def _spread(inputs: _Inputs, chunks: Chunks) -> _Spread:
+    groups = inputs.value.shape[1] // inputs.key.shape[1]
+    query, key = chunks.spread(inputs.query, groups), chunks.spread(inputs.key, groups)
+    return _Spread(chunks.spread(inputs.value), query, key, *(chunks.spread(x.unsqueeze(-1)) for x in (inputs.decay, inputs.beta)))
+
+
 class _Local(NamedTuple):
-    """What all chunks of some heads compute before the recurrence; B = chunks · value_heads."""
+    """What all chunks of some heads compute before the recurrence, in float32 or float64."""
 
     query: Tensor
     """[B, size, key_dim], of length 1 / sqrt(key_dim)"""
@@ -140,44 +164,44 @@ class _Local(NamedTuple):
     """[B, size, 1]: exp(t)"""
     rest: Tensor
     """[B, size, 1]: exp(t_end - t)"""
-    beta: Tensor
-    """[B, size, 1]"""
     between: Tensor
     """D [B, size, size]"""
     similar: Tensor
     """(k kᵀ) ∘ D [B, size, size], of which the strict lower triangle counts"""
     inverse: Tensor
     """(I + L)⁻¹ [B, size, size]"""
+    seen: Tensor
+    """W [B, size, key_dim]"""
     solved: Tensor
-    """[W | V'] [B, size, key_dim + value_dim]"""
-    step: Tensor
-    """M [B, key_dim, key_dim]"""
-    written: Tensor
-    """Rᵀ V' [B, key_dim, value_dim]"""
-    value: Tensor
-    """[B, size, value_dim]"""
+    """V' [B, size, value_dim]"""
+    left: Tensor
+    """R [B, size, key_dim]"""
+    attended: Tensor
+    """P [B, size, size]"""
+
+    @property
+    def kept(self) -> Tensor:
+        """exp(t_end) [B, 1, 1]: what is left of a state behind the chunk."""
+        return self.total[:, -1:]
 
 
-def _local(inputs: _Inputs, chunks: Chunks) -> _Local:
-    query, key, value, decay, beta, _ = inputs
+@compiled
+def _local(value: Tensor, query: Tensor, key: Tensor, decay: Tensor, beta: Tensor) -> _Local:
+    """The fields of `_Spread` -> `_Local`."""
     dtype = torch.promote_types(value.dtype, torch.float32)
-    groups, key_dim = value.shape[1] // key.shape[1], key.shape[2]
-    q = chunks.spread(unit(query.to(dtype)) * key_dim**-0.5, groups, dtype)
-    k = chunks.spread(unit(key.to(dtype)), groups, dtype)
-    v = chunks.spread(value, 1, dtype)
-    b = chunks.spread(beta.unsqueeze(-1), 1, dtype)  # [B, size, 1]
-    t = chunks.spread(decay.unsqueeze(-1), 1, dtype).cumsum(1)  # [B, size, 1]
-    later = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=v.device).triu(1)
-    between = (t - t.mT).masked_fill_(later, -torch.inf).exp_()
-    similar = torch.bmm(k, k.mT).mul_(between)
-    inverse = _unit_lower_inverse((similar * b).tril_(-1))
-    total, end = t.exp(), t[:, -1:]
-    rest = (end - t).exp()
-    solved = torch.bmm(inverse, torch.cat([k * (b * total), v * b], -1))
-    written = torch.bmm((k * rest).mT, solved)  # [B, key_dim, key_dim + value_dim]
-    step, written = -written[:, :, :key_dim], written[:, :, key_dim:]
-    step.diagonal(dim1=1, dim2=2).add_(end.exp()[:, :, 0])
-    return _Local(q, k, total, rest, b, between, similar, inverse, solved, step, written, v)
+    size = value.shape[1]
+    q = unit(query.to(dtype)) * key.shape[2] ** -0.5
+    k = unit(key.to(dtype))
+    b = beta.to(dtype)
+    t = decay.to(dtype).cumsum(1)  # [B, size, 1]
+    later = torch.ones(size, size, dtype=torch.bool, device=value.device).triu(1)
+    between = (t - t.mT).masked_fill(later, -torch.inf).exp()
+    similar = torch.bmm(k, k.mT) * between
+    inverse = _unit_lower_inverse((similar * b).tril(-1))
+    total = t.exp()
+    rest = (t[:, -1:] - t).exp()
+    seen, solved = torch.bmm(inverse, k * (b * total)), torch.bmm(inverse, value.to(dtype) * b)
+    return _Local(q, k, total, rest, between, similar, inverse, seen, solved, k * rest, torch.bmm(q, k.mT) * between)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -200,10 +224,13 @@ def _unit_lower_inverse(lower: Tensor) -> Tensor:
     small = (
         lower.unflatten(1, (-1, SMALLEST)).unflatten(3, (-1, SMALLEST)).diagonal(dim1=1, dim2=3).movedim(-1, 1)
     )  # [B, size / 16, 16, 16]
-    inverse = small.new_zeros(lower.shape)
-    cut = inverse.unflatten(1, (-1, SMALLEST)).unflatten(3, (-1, SMALLEST)).diagonal(dim1=1, dim2=3).movedim(-1, 1)
-    cut.copy_(_join_blocks(small.flatten(0, 1), None, 1).view_as(small))
-    return inverse if size == SMALLEST else _join_blocks(lower, inverse, SMALLEST)
+    inverses = _join_blocks(small.flatten(0, 1), None, 1)
+    if size == SMALLEST:
+        return inverses
+    blocks = inverses.unflatten(0, (-1, size // SMALLEST))  # [B, size / 16, 16, 16]
+    diagonal = torch.eye(size // SMALLEST, dtype=torch.bool, device=lower.device)[:, None, :, None]
+    # [B, size / 16, 16, size / 16, 16]: each block on the diagonal, zeros elsewhere, whatever stands in the blocks
+    return _join_blocks(lower, torch.where(diagonal, blocks.unsqueeze(3), 0.0).flatten(3, 4).flatten(1, 2), SMALLEST)
 
 
 def _join_blocks(lower: Tensor, inverse: Tensor | None, block: int) -> Tensor:
@@ -223,51 +250,77 @@ def _join_blocks(lower: Tensor, inverse: Tensor | None, block: int) -> Tensor:
     return inverse
 
 
-def _states(local: _Local, chunks: Chunks, heads: int, before: Tensor | None, keeps: bool) -> tuple[Tensor, Tensor]:
-    """The state before each chunk [B, key_dim, value_dim], and after each sequence [sequences, heads, key_dim, value_dim] if `keeps`."""
-    states = torch.empty_like(local.written)
-    first = chunks.slabs[0][1] * heads
+class _Course(NamedTuple):
+    """The recurrence of some heads."""
+
+    states: Tensor
+    """S, before each chunk [B, key_dim, value_dim]"""
+    updates: Tensor
+    """U [B, size, value_dim]"""
+    after: Tensor
+    """The states after each sequence [sequences, heads, key_dim, value_dim]; empty if they are not kept."""
+
+
+def _course(local: _Local, chunks: Chunks, heads: int, before: Tensor | None, keeps: bool) -> _Course:
+    states = local.solved.new_empty(len(local.solved), local.key.shape[2], local.solved.shape[2])
+    updates = torch.empty_like(local.solved)
+    begun = chunks.slabs[0][1] * heads
     if before is None:
-        states[:first] = 0.0
+        states[:begun] = 0.0
     else:
-        states[:first] = before.index_select(0, chunks.order).flatten(0, 1)
+        states[:begun] = before.index_select(0, chunks.order).flatten(0, 1)
+
+    def advance(rows: slice, target: Tensor) -> Tensor:
+        """Write into `target` the states behind these chunks."""
+        torch.mul(states[rows], local.kept[rows], out=target)
+        return target.baddbmm_(local.left[rows].mT, updates[rows])
+
     ended: list[Tensor] = []
-    for number, (start, end) in enumerate(chunks.slabs):
-        on = chunks.goes_on(number) * heads
-        now, last = start * heads, end * heads if keeps else start * heads + on
-        if now == last:
-            break
-        following = torch.baddbmm(local.written[now:last], local.step[now:last], states[now:last])
-        states[end * heads : end * heads + on] = following[:on]
-        ended.append(following[on:])
+    for number, (first, end) in enumerate((start * heads, end * heads) for start, end in chunks.slabs):
+        last = first + chunks.goes_on(number) * heads  # of those that go on
+        torch.baddbmm(local.solved[first:end], local.seen[first:end], states[first:end], alpha=-1, out=updates[first:end])
+        if last > first:
+            advance(slice(first, last), states[end : end + last - first])
+        if keeps and end > last:
+            ended.append(advance(slice(last, end), states.new_empty(end - last, *states.shape[1:])))
     if not keeps:
-        return states, states.new_empty(0, 0)
-    return states, torch.cat(ended[::-1]).unflatten(0, (-1, heads)).index_select(0, chunks.rank)
+        return _Course(states, updates, states.new_empty(0, 0))
+    return _Course(states, updates, torch.cat(ended[::-1]).unflatten(0, (-1, heads)).index_select(0, chunks.rank))
 
 
-def _state_gradients(
-    local: _Local, chunks: Chunks, heads: int, direct: Tensor, after: Tensor | None, wants_before: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the state after each chunk [B, key_dim, value_dim], and before each sequence.
+class _Return(NamedTuple):
+    """The recurrence of some heads, backward."""
 
-    `direct` are those of the state before each chunk by what that chunk computes of it.
-    """
+    states: Tensor
+    """The gradients of the state after each chunk [B, key_dim, value_dim]."""
+    updates: Tensor
+    """The gradients of U [B, size, value_dim]."""
+    before: Tensor | None
+    """The gradients of the states before each sequence."""
+
+
+def _return(local: _Local, chunks: Chunks, heads: int, d_out: Tensor, d_after: Tensor | None, wants_before: bool) -> _Return:
+    """`d_out` [B, size, value_dim] are the gradients of the outputs."""
+    updates = torch.bmm(local.attended.mT, d_out)
+    direct = torch.bmm((local.query * local.total).mT, d_out)  # of the state before each chunk, by what the chunk reads of it
     gradients = torch.zeros_like(direct)
-    by_rank = None if after is None else after.index_select(0, chunks.order).flatten(0, 1)  # [sequences · heads, ...]
+    by_rank = None if d_after is None else d_after.index_select(0, chunks.order).flatten(0, 1)  # [sequences · heads, ...]
     at_start: Tensor | None = None
     for number in range(len(chunks.slabs) - 1, -1, -1):
         start, end = (chunk * heads for chunk in chunks.slabs[number])
-        on = chunks.goes_on(number) * heads
+        now, on = slice(start, end), chunks.goes_on(number) * heads
         if by_rank is not None:
             gradients[start + on : end] = by_rank[on : end - start]
+        updates[now].baddbmm_(local.left[now], gradients[now])
         if number or wants_before:
-            earlier = torch.baddbmm(direct[start:end], local.step[start:end].mT, gradients[start:end])
+            direct[now].baddbmm_(local.seen[now].mT, updates[now], alpha=-1)
+            earlier = direct[now].addcmul_(gradients[now], local.kept[now])
             if number:
                 behind = chunks.slabs[number - 1][0] * heads
                 gradients[behind : behind + end - start] = earlier
             else:
                 at_start = earlier.unflatten(0, (-1, heads)).index_select(0, chunks.rank)
-    return gradients, at_start
+    return _Return(gradients, updates, at_start)
 
 
 @contextmanager
@@ -316,13 +369,11 @@ class _DeltaRule(torch.autograd.Function):
 
 def _forward(inputs: _Inputs, chunks: Chunks, keeps: bool) -> tuple[Tensor, Tensor]:
     """The outputs [tokens, value_heads, value_dim] of some heads, and the states after each sequence, or an empty tensor."""
-    heads, key_dim = inputs.value.shape[1], inputs.key.shape[2]
-    local = _local(inputs, chunks)
-    states, after = _states(local, chunks, heads, inputs.before, keeps)
-    updates = torch.baddbmm(local.solved[:, :, key_dim:], local.solved[:, :, :key_dim], states, alpha=-1)  # U [B, size, value_dim]
-    attended = torch.bmm(local.query, local.key.mT).mul_(local.between)  # P [B, size, size]
-    out = torch.baddbmm(torch.bmm(attended, updates), local.query * local.total, states)
-    return chunks.collect(out, heads), after
+    heads = inputs.value.shape[1]
+    local = _local(*_spread(inputs, chunks))
+    course = _course(local, chunks, heads, inputs.before, keeps)
+    out = torch.baddbmm(torch.bmm(local.attended, course.updates), local.query * local.total, course.states)
+    return chunks.collect(out, heads), course.after
 
 
 def _backward(
@@ -330,53 +381,54 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of query, key, value, decay, beta and `before` of some heads."""
     query, key, value, decay, beta, before = inputs
-    heads, key_dim = value.shape[1], key.shape[2]
-    local = _local(inputs, chunks)
-    dtype = local.value.dtype
-    states, _ = _states(local, chunks, heads, before, keeps=False)
-    q, k, between, seen = local.query, local.key, local.between, local.solved[:, :, :key_dim]
-    updates = torch.baddbmm(local.solved[:, :, key_dim:], seen, states, alpha=-1)
-    attended = torch.bmm(q, k.mT).mul_(between)
-    d_o = chunks.spread(d_out, 1, dtype)  # [B, size, value_dim]
-
-    # The recurrence, backward: what each chunk does with the state before it, then from the last chunk to the first.
-    d_updates = torch.bmm(attended.mT, d_o)
-    direct = torch.baddbmm(torch.bmm((q * local.total).mT, d_o), seen.mT, d_updates, alpha=-1)  # [B, key_dim, value_dim]
-    d_states, d_before = _state_gradients(local, chunks, heads, direct, None if d_after is None else d_after.to(dtype), wants_before)
-
-    # The rest, for all chunks at once.
-    d_updates = torch.baddbmm(d_updates, k * local.rest, d_states)
-    d_solved = torch.cat([torch.bmm(d_updates, states.mT).neg_(), d_updates], -1)
-    d_right = torch.bmm(local.inverse.mT, d_solved)  # of [β exp(t) k | β v]
-    d_lower = torch.bmm(d_right, local.solved.mT).neg_().tril_(-1)
-    d_read = torch.bmm(d_o, states.mT)  # of exp(t) q
-    d_written = torch.bmm(updates, d_states.mT)  # of R
-    d_attended = torch.bmm(d_o, updates.mT)  # of P, of which the lower triangle counts
-    d_right_key, d_right_value = d_right[:, :, :key_dim], d_right[:, :, key_dim:]
-
-    by_key = _row_sums(d_right_key, k)
-    d_beta = by_key * local.total + _row_sums(d_right_value, local.value) + _row_sums(local.similar, d_lower)
-    d_decayed = d_lower * local.similar * local.beta + d_attended * attended  # of the logarithm of D
-    by_rest = _row_sums(d_written, k) * local.rest
-    d_t = (by_key * local.beta + _row_sums(d_read, q)) * local.total - by_rest
-    d_t += d_decayed.sum(2, keepdim=True) - d_decayed.sum(1).unsqueeze(2)
-    end = local.rest[:, :1] * local.total[:, :1]  # exp(t_end)
-    d_t[:, -1:] += by_rest.sum(1, keepdim=True) + end * (states * d_states).sum((1, 2)).view(-1, 1, 1)
-    d_decay = d_t.flip(1).cumsum(1).flip(1)
-
-    d_dots = d_attended.mul_(between)
-    d_lower = d_lower.mul_(between).mul_(local.beta)
-    d_q = torch.baddbmm(d_read * local.total, d_dots, k)
-    d_k = d_right_key * (local.beta * local.total) + d_written * local.rest
-    d_k = torch.baddbmm(d_k, d_dots.mT, q).baddbmm_(d_lower + d_lower.mT, k)
+    heads = value.shape[1]
+    spread = _spread(inputs, chunks)
+    local = _local(*spread)
+    dtype = local.solved.dtype
+    states, updates, _ = _course(local, chunks, heads, before, keeps=False)
+    d_o = chunks.spread(d_out).to(dtype)  # [B, size, value_dim]
+    d_states, d_updates, d_before = _return(local, chunks, heads, d_o, None if d_after is None else d_after.to(dtype), wants_before)
+    d_q, d_k, d_v, d_decay, d_beta = _gradients(spread.value, spread.beta, d_o, d_states, d_updates, states, updates, *local)
     return (
-        _through_unit(query, _sum_groups(chunks.collect(d_q, heads), query.shape[1]) * key_dim**-0.5),
+        _through_unit(query, _sum_groups(chunks.collect(d_q, heads), query.shape[1]) * key.shape[2] ** -0.5),
         _through_unit(key, _sum_groups(chunks.collect(d_k, heads), key.shape[1])),
-        chunks.collect(d_right_value * local.beta, heads).to(value.dtype),
+        chunks.collect(d_v, heads),
         chunks.collect(d_decay, heads)[:, :, 0].to(decay.dtype),
         chunks.collect(d_beta, heads)[:, :, 0].to(beta.dtype),
         d_before,
     )
+
+
+@compiled
+def _gradients(
+    value: Tensor, beta: Tensor, d_out: Tensor, d_states: Tensor, d_updates: Tensor, states: Tensor, updates: Tensor, *fields: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of unit queries and keys, values, decays and betas of all chunks at once; `fields` are those of `_Local`."""
+    local = _Local(*fields)
+    q, k, dtype = local.query, local.key, local.key.dtype
+    v, b = value.to(dtype), beta.to(dtype)
+    d_seen = torch.bmm(d_updates, states.mT).neg()  # of W
+    d_right_key, d_right_value = torch.bmm(local.inverse.mT, d_seen), torch.bmm(local.inverse.mT, d_updates)  # of β exp(t) k and of β v
+    d_lower = (torch.bmm(d_right_key, local.seen.mT) + torch.bmm(d_right_value, local.solved.mT)).neg().tril(-1)
+    d_read = torch.bmm(d_out, states.mT)  # of exp(t) q
+    d_left = torch.bmm(updates, d_states.mT)  # of R
+    d_attended = torch.bmm(d_out, updates.mT)  # of P, of which the lower triangle counts
+
+    by_key = _row_sums(d_right_key, k)
+    d_beta = by_key * local.total + _row_sums(d_right_value, v) + _row_sums(local.similar, d_lower)
+    d_decayed = d_lower * local.similar * b + d_attended * local.attended  # of the logarithm of D
+    by_rest = _row_sums(d_left, k) * local.rest
+    d_t = (by_key * b + _row_sums(d_read, q)) * local.total - by_rest
+    d_t = d_t + d_decayed.sum(2, keepdim=True) - d_decayed.sum(1).unsqueeze(2)
+    at_end = by_rest.sum(1, keepdim=True) + local.kept * (states * d_states).sum((1, 2)).view(-1, 1, 1)
+    d_decay = d_t.flip(1).cumsum(1).flip(1) + at_end  # a decay counts in the t of its own token and of all later ones
+
+    d_dots = d_attended * local.between
+    d_lower = d_lower * local.between * b
+    d_q = torch.baddbmm(d_read * local.total, d_dots, k)
+    d_k = d_right_key * (b * local.total) + d_left * local.rest
+    d_k = d_k + torch.bmm(d_dots.mT, q) + torch.bmm(d_lower + d_lower.mT, k)
+    return d_q, d_k, (d_right_value * b).to(value.dtype), d_decay, d_beta
 
 
 def _row_sums(a: Tensor, b: Tensor) -> Tensor:
