@@ -31,6 +31,7 @@ from tinsmith.models.lora import ActiveSegments, Segment
 from tinsmith.models.lora_linear import attach
 from tinsmith.models.norms import fuse_norms
 from tinsmith.models.pass_plan import PassPlan
+from tinsmith.models.recompute import RecomputedLayers
 from tinsmith.protocol.shapes import LoraShape
 
 
@@ -103,6 +104,7 @@ class BaseModel:
     dtype: torch.dtype
     max_context: int
     active: ActiveSegments
+    recomputed_layers: RecomputedLayers
     layout: Layout
     """What of it can be trained."""
     features: LRUCache[bytes, PictureFeatures]
@@ -167,8 +169,11 @@ class BaseModel:
         """The output projection [vocabulary, hidden] of a model: its own, or the base's, to which an adapter adds its part."""
         return owner.working.get(self.head_name, self.lm_head) if isinstance(owner, FullWeights) else self.lm_head
 
-    def hidden_states(self, row: PackedRow, plan: PassPlan) -> Tensor:
-        """Final hidden states [tokens, hidden] of a packed row, after the last norm."""
+    def hidden_states(self, row: PackedRow, plan: PassPlan, recompute: int = 0) -> Tensor:
+        """Final hidden states [tokens, hidden] of a packed row, after the last norm.
+
+        The first `recompute` layers keep only their inputs for a backward pass (`models/recompute.py`).
+        """
         embedding = self.language_model.get_input_embeddings()
         embeddings = self._call(row, embedding, f"{self.embedding_name}.", row.token_ids)
         extra: dict[str, Any] = {}
@@ -178,7 +183,7 @@ class BaseModel:
             extra = _deepstack_arguments(row, features)
         positions = row.positions if not self.family.mrope else row.positions.unsqueeze(1)
         inputs: dict[str, Any] = {"inputs_embeds": embeddings.unsqueeze(0), "position_ids": positions, "plan": plan}
-        with self.active.during(row.segments):
+        with self.active.during(row.segments), self.recomputed_layers.during(recompute, row.full):
             output = self._call(row, self.language_model, "", use_cache=False, **inputs, **extra)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
@@ -273,6 +278,7 @@ def base_model_of(name: str, source: str, network: Any, config: ModelsConfig, fe
         dtype=dtype,
         max_context=context_length(name, model_config.get_text_config(), config.max_context),
         active=active,
+        recomputed_layers=RecomputedLayers(language_model, active),
         layout=layout,
         features=LRUCache(maxsize=feature_cache_bytes, getsizeof=lambda f: f.nbytes),
         computed_fingerprint=compute_fingerprint(source),

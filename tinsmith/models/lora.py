@@ -125,9 +125,9 @@ class ActiveSegments:
 
     @contextmanager
     def during(self, segments: list[Segment]) -> Iterator[None]:
-        """Set the segments while the body runs. Afterwards no adapter is kept alive by them."""
-        self.segments = segments
+        """Set the segments while the body runs. Afterwards they are what they were: no adapter is kept alive by them."""
+        before, self.segments = self.segments, segments
         try:
             yield
         finally:
-            self.segments = []
+            self.segments = before
