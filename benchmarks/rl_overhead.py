@@ -20,7 +20,7 @@ from benchmarks.timing import report
 from tests.bases import load, renderer
 from tests.rl.scripted import chunk_of
 from tests.running import serving
-from tinsmith.models.base import PictureInput
+from tinsmith.models.pictures import PictureInput
 from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.datums import likelihood_datum

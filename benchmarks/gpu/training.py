@@ -32,8 +32,9 @@ from benchmarks.gpu.measuring import TINY, Figures, begin, card, figure, isolate
 from benchmarks.gpu.rivals import Inputs, lora_network, step_of, texts
 from benchmarks.gpu.shapes import base_of, configuration, flops_per_token, network_of, write_surroundings
 from tinsmith.config import TrainingConfig
-from tinsmith.models.base import BaseModel, PictureInput
+from tinsmith.models.base import BaseModel
 from tinsmith.models.families import IMAGE_FAMILIES, ImageSpan, positions
+from tinsmith.models.pictures import PictureInput, PixelLevels
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.backend import DatumWork, LocalBackend
@@ -253,13 +254,14 @@ def picture_inputs(config: Any, family: Any, steps: int) -> list[list[RenderedIn
     """For each step its sequences: text, a picture that was not there before, text."""
     generator = np.random.default_rng(0)
     vision = config.vision_config
-    width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    levels = PixelLevels(torch.linspace(-1, 1, 256).repeat(3, 1), vision.temporal_patch_size)
     numbers = itertools.count()
     grid, rows = (1, SIDE, SIDE), SIDE * SIDE // vision.spatial_merge_size**2
 
     def sequence() -> RenderedInput:
         digest = next(numbers).to_bytes(32, "big")
-        picture = PictureInput(digest, torch.randn(SIDE * SIDE, width), grid, slice(0, rows))
+        pixels = torch.randint(0, 256, (SIDE * SIDE, 3 * vision.patch_size**2), dtype=torch.uint8)
+        picture = PictureInput(digest, pixels, levels, grid, slice(0, rows))
         before, after = (generator.integers(0, 1500, n).astype(np.int32) for n in (TEXT // 2, TEXT - TEXT // 2))
         tokens = np.concatenate([before, np.full(rows, config.image_token_id, np.int32), after])
         spans = (ImageSpan(len(before), rows, grid),)

@@ -14,7 +14,8 @@ from PIL.Image import Image
 from tests.bases import png
 from tests.engine.here import LONG_S, Here
 from tinsmith.config import TrainingConfig
-from tinsmith.models.base import BaseModel, PictureInput
+from tinsmith.models.base import BaseModel
+from tinsmith.models.pictures import PictureInput
 from tinsmith.store.records import Outcome
 from tinsmith.training.backend import DatumResult, DatumWork
 from tinsmith.wire import tinker_pb2

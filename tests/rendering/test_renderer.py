@@ -20,7 +20,8 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from tests.bases import image, picture_chunks, png, random_tokens, renderer, text
 from tinsmith.config import ImagesConfig
 from tinsmith.errors import UserError
-from tinsmith.models.base import BaseModel, PictureInput
+from tinsmith.models.base import BaseModel
+from tinsmith.models.pictures import PictureInput
 from tinsmith.rendering import renderer as rendering
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer

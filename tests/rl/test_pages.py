@@ -10,7 +10,8 @@ from PIL import Image
 from tests.bases import renderer
 from tests.rl.scripted import chunk_of
 from tests.rl.test_rollouts import play
-from tinsmith.models.base import BaseModel, PictureInput
+from tinsmith.models.base import BaseModel
+from tinsmith.models.pictures import PictureInput
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.datums import likelihood_datum
 from tinsmith.rl.env import user

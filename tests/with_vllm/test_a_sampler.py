@@ -25,9 +25,10 @@ from tests.sampling.local.test_sampler import forward_logprobs
 from tests.with_vllm.proxy import Proxy, in_front_of
 from tests.with_vllm.serving import generated, processes_of, vllm_pids
 from tinsmith.config import load as load_config
-from tinsmith.models.base import BaseModel, PictureInput
+from tinsmith.models.base import BaseModel
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import LoraPair
+from tinsmith.models.pictures import PictureInput
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Processor, Renderer
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, ref_of

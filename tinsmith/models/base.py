@@ -4,7 +4,6 @@ The vision tower and the language model are called as two modules. Picture featu
 rendering computed; the outer transformers `forward`, which looks for placeholder ids, is never used.
 """
 
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,39 +30,9 @@ from tinsmith.models.lora import ActiveSegments, Segment
 from tinsmith.models.lora_linear import attach
 from tinsmith.models.norms import fuse_norms
 from tinsmith.models.pass_plan import PassPlan
+from tinsmith.models.pictures import PictureFeatures, PictureInput
 from tinsmith.models.recompute import RecomputedLayers
 from tinsmith.protocol.shapes import LoraShape
-
-
-@dataclass(frozen=True, eq=False)
-class PictureInput:
-    """One processed image, ready for the vision tower."""
-
-    sha256: bytes
-    pixel_values: Tensor
-    """[patches, patch_dim] float32, on the CPU."""
-    grid_thw: tuple[int, int, int]
-    rows: slice
-    """Which of its image tokens lie in the sequence: all, unless the sequence is a part of one."""
-
-
-@dataclass(frozen=True, eq=False)
-class PictureFeatures:
-    """What the frozen tower makes of one image."""
-
-    embeddings: Tensor
-    """[image tokens, hidden]"""
-    deepstack: tuple[Tensor, ...]
-    """Features for the first language layers (Qwen3-VL), each [image tokens, hidden]; empty for other families."""
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held, in bytes."""
-        return sum(t.nbytes for t in (self.embeddings, *self.deepstack))
-
-    def part(self, rows: slice) -> "PictureFeatures":
-        """Those of some of its image tokens."""
-        return PictureFeatures(self.embeddings[rows], tuple(layer[rows] for layer in self.deepstack))
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,10 +175,10 @@ class BaseModel:
         return [features.part(p.rows) for features, p in zip(known, pictures, strict=True)]
 
     def _run_tower(self, pictures: list[PictureInput]) -> list[PictureFeatures]:
-        pixels = torch.cat([p.pixel_values for p in pictures]).to(self.device, self.dtype)
+        pixels = torch.cat([p.levels.values(p.pixels.to(self.device), self.dtype) for p in pictures])
         grids = torch.tensor([p.grid_thw for p in pictures], device=self.device)
         output = self.network.model.get_image_features(pixels, grids, return_dict=True)
-        counts = [math.prod(p.grid_thw) // self.merge_size**2 for p in pictures]
+        counts = [p.image_tokens(self.merge_size) for p in pictures]
         layers = [_by_picture(layer, counts) for layer in getattr(output, "deepstack_features", None) or []]
         return [
             PictureFeatures(embeddings.clone(), tuple(layer[i].clone() for layer in layers))

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 from cachetools import LRUCache
 
-from tinsmith.models.base import PictureInput
+from tinsmith.models.pictures import PictureInput
 
 Key = tuple[bytes, str]
 """The SHA-256 of a picture's bytes, and the format that they are labelled with."""
@@ -16,7 +16,7 @@ class PictureCache:
     """Processed pictures by key. When they take more than `max_bytes`, the least recently used ones go. Any thread may use it."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._held: LRUCache[Key, PictureInput] = LRUCache(max_bytes, getsizeof=lambda picture: picture.pixel_values.nbytes)
+        self._held: LRUCache[Key, PictureInput] = LRUCache(max_bytes, getsizeof=lambda picture: picture.pixels.nbytes)
         self._making: dict[Key, Future[PictureInput]] = {}
         """Pictures that a thread is processing now."""
         self._lock = threading.Lock()
@@ -67,5 +67,5 @@ class PictureCache:
     def _end(self, key: Key, picture: PictureInput | None) -> None:
         with self._lock:
             del self._making[key]
-            if picture is not None and picture.pixel_values.nbytes <= self._held.maxsize:
+            if picture is not None and picture.pixels.nbytes <= self._held.maxsize:
                 self._held[key] = picture

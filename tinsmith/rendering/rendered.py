@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tinsmith.models.base import PictureInput
 from tinsmith.models.families import ImageSpan
+from tinsmith.models.pictures import PictureInput
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Chunks of a ModelInput -> RenderedInput. The only place where text and pictures become token ids.
 
-A picture is decoded and processed once, by the model's own Hugging Face image processor on its Pillow backend, and remembered by the hash
-of its bytes. Placeholders are expanded here; a placeholder id that arrives as a text token stays text.
+A picture is decoded and processed once (`processor.py`), and remembered by the hash of its bytes. Placeholders are expanded here; a
+placeholder id that arrives as a text token stays text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL.Image import Image
-from transformers import AutoImageProcessor
 
 from tinsmith.config import ImagesConfig
 from tinsmith.errors import TinsmithError, UserError
-from tinsmith.models.base import BaseModel, PictureInput
+from tinsmith.models.base import BaseModel
 from tinsmith.models.families import ImageSpan, positions
+from tinsmith.models.pictures import PictureInput
 from tinsmith.rendering.pictures import PictureCache
+from tinsmith.rendering.processor import LocalProcessor
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.forward_backward import IMAGE_FORMATS
-from tinsmith.wire.images import ImageHeader, check_pixels, decode, read_header
+from tinsmith.wire.images import check_pixels, decode, read_header
 
 Processor = Callable[[bytes, Image], PictureInput]
 """The SHA-256 of a picture's bytes, and the picture in RGB -> what the vision tower takes."""
@@ -61,28 +61,6 @@ class _NewPicture:
     pixels: int
 
 
-class LocalProcessor:
-    """The model's own Hugging Face image processor, in this process."""
-
-    def __init__(self, base: BaseModel) -> None:
-        self.merge_size = base.merge_size
-        self.processor: Any = AutoImageProcessor.from_pretrained(base.tokenizer_id, backend="pil")
-
-    def __call__(self, sha256: bytes, image: Image) -> PictureInput:
-        output = self.processor(images=[image], return_tensors="pt")
-        time, height, width = output["image_grid_thw"][0].tolist()
-        tokens = time * height * width // self.merge_size**2
-        return PictureInput(sha256, output["pixel_values"].to(torch.float32), (time, height, width), slice(0, tokens))
-
-    def tokens(self, header: ImageHeader) -> int:
-        """How many image tokens a picture of that size takes. Raises UserError if the processor takes none of that shape."""
-        try:
-            patches: int = self.processor.get_number_of_image_patches(header.height, header.width, {})
-        except ValueError as error:
-            raise UserError(f"the image of {header.width} x {header.height} pixels cannot be used: {error}") from error
-        return patches // self.merge_size**2
-
-
 class Renderer:
     """Renders for one base model, for several threads at once. `read_blob` fetches image bytes that are in the store, by SHA-256."""
 
@@ -93,7 +71,7 @@ class Renderer:
         self.base = base
         self.limits = limits
         self.read_blob = read_blob
-        self.local = LocalProcessor(base) if base.family.takes_images else None
+        self.local = LocalProcessor(base.tokenizer_id) if base.family.takes_images else None
         """Counts the tokens of every picture, also of those that `processor` processes."""
         self.processor: Processor | None = processor or self.local
         self.placeholder = int(base.config.image_token_id) if base.family.takes_images else -1

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from tinsmith.errors import TinsmithError
-from tinsmith.models.base import PictureInput
+from tinsmith.models.pictures import PictureInput
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.vllm.connection import ServerFailedError
 from tinsmith.sampling.vllm.instance import Instance
@@ -166,7 +166,7 @@ def _known(instance: Instance, rendered: RenderedInput) -> set[str]:
 
 def _sizes(instance: Instance, rendered: RenderedInput) -> dict[str, int]:
     """Hash and size in bytes of the prompt's pictures that are not too large for the server to remember."""
-    sizes = {picture.sha256.hex(): picture.pixel_values.nbytes for picture in rendered.pictures}
+    sizes = {picture.sha256.hex(): picture.pixel_values_nbytes for picture in rendered.pictures}
     return {key: size for key, size in sizes.items() if size <= instance.pictures.maxsize}
 
 
