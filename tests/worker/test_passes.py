@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL.Image import Image
 
 from tests.bases import png
 from tests.engine.here import Here
 from tinsmith.config import ImagesConfig, TrainingConfig
 from tinsmith.errors import StoreUnavailableError, UserError
 from tinsmith.models.base import BaseModel
+from tinsmith.models.pictures import PictureInput
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, error_of
@@ -340,6 +342,32 @@ def test_passes_are_computed_in_their_order_however_long_their_pictures_take(gal
         assert len(gallery.due) == 1  # the device begins with what needs no thread
     assert [message.number for message in gallery.answers() if isinstance(message, PassDone)] == [1, 2, 3]
     assert (gallery.passes.passes, gallery.passes.rendered) == ({}, {})
+
+
+def test_pictures_of_one_pass_are_decoded_side_by_side(gallery: Bench) -> None:
+    """Neither of two threads goes on before the other has a picture too; the texts between them keep their places."""
+    gallery.passes.rendering = Background("rendering", 2, lambda: None)
+    renderer, both = gallery.passes.bases["tiny"].renderer, threading.Barrier(2, timeout=LONG_S)
+    processor = renderer.processor
+    assert processor is not None
+
+    def together(sha256: bytes, image: Image) -> PictureInput:
+        both.wait()
+        return processor(sha256, image)
+
+    renderer.processor = together
+    gallery.prepare("m/1", request(texts=[3], pictures=[png(1), png(2)]))
+    gallery.prepare("m/2", request(texts=[9]))
+    gallery.answers()
+    gallery.run(1, ("m/1", 1), ("m/2", 0), ("m/1", 2), ("m/1", 0))
+    done = gallery.answer()
+    assert [(operation, index, *shape) for operation, index, shape in done.results] == [
+        ("m/1", 1, PICTURE_TOKENS + 1),
+        ("m/2", 0, 9),
+        ("m/1", 2, PICTURE_TOKENS + 1),
+        ("m/1", 0, 3),
+    ]
+    assert done.failures == []
 
 
 def test_an_operation_that_is_dropped_while_it_is_in_a_pass_harms_no_other(gallery: Bench) -> None:

@@ -57,8 +57,9 @@ log = logging.getLogger(__name__)
 IDLE_S = 1.0
 """How long an idle worker sleeps before it looks whether its engine still lives."""
 
-RENDERING_THREADS = 2
-"""Threads that decode pictures and read large requests. Most of that holds Python's lock, so more of them would only wait."""
+RENDERING_THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))
+"""Threads that decode pictures and read large requests. Decoding and resizing release Python's lock, so they decode side by side; half of
+the processor's cores are left to what else computes there."""
 
 DISK_THREADS = 4
 """Files that are written or read at a time: each waits for a disk or an object store."""

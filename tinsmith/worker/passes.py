@@ -6,6 +6,7 @@ by a pool of threads, so that the device never waits for what a processor could 
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,8 +66,8 @@ class Passes:
         """What threads prepare, and is not given up, by operation."""
         self.passes: dict[int, RunPass] = {}
         """Passes that the device has not been given, by number, in the order in which they came."""
-        self.rendered: dict[int, list[Rendered]] = {}
-        """The datums of those whose pictures are decoded."""
+        self.rendered: dict[int, list[Rendered | None]] = {}
+        """Their datums; None for one whose pictures are being decoded."""
 
     def prepare(self, message: Prepare) -> None:
         """Check an operation, here or in a thread, and answer."""
@@ -109,19 +110,29 @@ class Passes:
             self.preparing.pop(operation, None)
 
     def run(self, message: RunPass) -> None:
-        """Let a pass be computed, after its pictures are decoded in a thread."""
+        """Let a pass be computed, after threads have decoded its pictures: each datum that has new ones in a job of its own."""
         pieces = [((operation, index), self.datums[operation][index]) for operation, index in message.pieces]
         self.passes[message.number] = message
-        if any(datum.undecoded for _, datum in pieces):
-            self.rendering.run(partial(_render, pieces), lambda ended: self._enqueue(message, ended.result()))
-        else:
-            self._enqueue(message, _render(pieces))
+        late = [place for place, (_, datum) in enumerate(pieces) if datum.undecoded]
+        self.rendered[message.number] = [None if place in late else _render(*piece) for place, piece in enumerate(pieces)]
+        for place in late:
+            self.rendering.run(partial(_render, *pieces[place]), partial(self._take, message, place))
+        self._enqueue()
 
-    def _enqueue(self, message: RunPass, rendered: "list[Rendered]") -> None:
+    def _take(self, message: RunPass, place: int, ended: Future[Rendered]) -> None:
+        """One datum of a pass is rendered."""
+        self.rendered[message.number][place] = ended.result()
+        self._enqueue()
+
+    def _enqueue(self) -> None:
         """Give the device what can be computed now, in the order of the passes: another would round the sums of gradients otherwise."""
-        self.rendered[message.number] = rendered
-        while self.passes and (first := next(iter(self.passes))) in self.rendered:
-            self.enqueue(partial(self._compute, self.passes.pop(first), self.rendered.pop(first)))
+        while self.passes:
+            first = next(iter(self.passes))
+            rendered = [datum for datum in self.rendered[first] if datum is not None]
+            if len(rendered) < len(self.rendered[first]):
+                return
+            del self.rendered[first]
+            self.enqueue(partial(self._compute, self.passes.pop(first), rendered))
 
     def _compute(self, message: RunPass, rendered: "list[Rendered]") -> None:
         """Compute a pass and answer. An operation with a broken picture contributes nothing more."""
@@ -161,14 +172,9 @@ class Passes:
                     del self.datums[operation]
 
 
-def _render(pieces: Sequence[tuple[Piece, CheckedDatum]]) -> list[Rendered]:
-    """Decode the pictures of a pass."""
-    rendered: list[Rendered] = []
-    for piece, datum in pieces:
-        with failing_into(partial(_note, rendered, piece)):
-            rendered.append((piece, datum.work()))
-    return rendered
-
-
-def _note(rendered: list[Rendered], piece: Piece, error: TinsmithError) -> None:
-    rendered.append((piece, error))
+def _render(piece: Piece, datum: CheckedDatum) -> Rendered:
+    """Decode the pictures of a datum."""
+    failures: list[TinsmithError] = []
+    with failing_into(failures.append):
+        return piece, datum.work()
+    return piece, failures[0]
