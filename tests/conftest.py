@@ -1,11 +1,15 @@
 """Base models that several rooms test with. They never change, so one of each serves the whole run."""
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+
+if os.environ.get("TINSMITH_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which transformers does; its kernels then compute on a CPU
 
 from tests.bases import load, write_family
 from tinsmith.models.base import BaseModel

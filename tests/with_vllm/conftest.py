@@ -17,6 +17,7 @@ def vllm_is_there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     if not PYTHON.exists():
         pytest.exit(f"{PYTHON} is missing: run `make test-vllm`, which sets it up", returncode=2)
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)  # it is meant for our own kernels
         patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm-cache")))
         yield
 

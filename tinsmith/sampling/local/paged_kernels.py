@@ -1,0 +1,213 @@
+"""The Triton kernels of `paged_attention`: many programs share a row's tokens, and a second kernel merges what they found.
+
+A decode step reads every key and value once and computes little, so all that counts is how much memory is being read at a time. A program
+serves all query heads of one key/value head, for a share of one row's tokens (a split). There are so many splits that the programs fill
+the multiprocessors; a short row leaves most of its splits empty, and these end at once.
+"""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinsmith.sampling.prefix import BLOCK
+
+TILES: dict[int, tuple[int, int, int]] = {16: (128, 4, 3), 32: (128, 4, 3), 64: (128, 4, 4), 128: (64, 4, 4), 256: (64, 8, 3)}
+"""By head_dim, rounded up to a power of two: tokens that a program loads at a time, its warps, and how many loads are under way."""
+PROGRAMS = 4
+"""Programs for each multiprocessor, if the rows have tokens for as many."""
+MOST_SPLITS = 64
+"""Splits of a row at most: the merging kernel holds what all of them found."""
+GROUP_ROWS = 16
+"""The least rows of a tensor core's product: the query heads of a key/value head are padded to it."""
+
+
+def paged_kernel(
+    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None = None
+) -> Tensor:
+    """As `paged_attention`, for head_dim up to 256. Nothing is read on the host."""
+    rows, heads, head_dim = query.shape
+    kv_heads = keys.shape[2]
+    padded = max(16, triton.next_power_of_2(head_dim))
+    tile, warps, stages = TILES[padded]
+    splits = _splits(rows * kv_heads, -(-table.shape[1] * BLOCK // tile), query.device)
+    query = query if query.stride()[1:] == (head_dim, 1) else query.contiguous()
+    out = torch.empty(rows, heads, head_dim, dtype=query.dtype, device=query.device)
+    merged = splits > 1
+    parts = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=query.device) if merged else out
+    weights = torch.empty(rows, heads, splits, dtype=torch.float32, device=query.device) if merged else out
+    seen = 0 if window is None else window
+    attend: Any = _attend
+    attend[(kv_heads, rows, splits)](
+        query,
+        keys,
+        values,
+        table,
+        lengths,
+        out,
+        parts,
+        weights,
+        scale * math.log2(math.e),
+        query.stride(0),
+        table.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        GROUP_PADDED=max(GROUP_ROWS, triton.next_power_of_2(heads // kv_heads)),
+        HEAD_DIM=head_dim,
+        HEAD_PADDED=padded,
+        BLOCK=BLOCK,
+        TILE=tile,
+        SPLITS=splits,
+        WINDOW=seen,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    if merged:
+        merge: Any = _merge
+        merge[(heads, rows)](
+            lengths,
+            out,
+            parts,
+            weights,
+            HEADS=heads,
+            HEAD_DIM=head_dim,
+            HEAD_PADDED=padded,
+            BLOCK=BLOCK,
+            TILE=tile,
+            SPLITS=splits,
+            SPLITS_PADDED=triton.next_power_of_2(splits),
+            WINDOW=seen,
+            num_warps=4,
+        )
+    return out
+
+
+def _splits(programs: int, tiles: int, device: torch.device) -> int:
+    """How many splits fill the device if one split of every row makes that many programs, and the longest row has so many tiles."""
+    return max(1, min(-(-PROGRAMS * _multiprocessors(device) // programs), tiles, MOST_SPLITS))
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    """How many there are; in Triton's interpreter, which computes on a CPU, a few."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@triton.jit
+def _shares(length: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr) -> tl.tuple:
+    """Where the first tile of a row begins, the tokens of each of its splits, and how many splits have any."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK
+    tiles = tl.cdiv(length - begin, TILE)
+    each = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
+    return begin, each * TILE, tl.cdiv(tiles, each)
+
+
+@triton.jit
+def _attend(
+    query: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    lengths: tl.tensor,
+    out: tl.tensor,
+    parts: tl.tensor,
+    weights: tl.tensor,
+    scale: tl.tensor,
+    query_stride: tl.tensor,
+    table_stride: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> None:
+    """One split of one row for one key/value head. `scale` is to the base 2, as are all exponentials here."""
+    kv_head = tl.program_id(0)  # neighbouring programs read neighbouring memory
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    begin, share, used = _shares(length, BLOCK, TILE, SPLITS, WINDOW)
+    group = tl.arange(0, GROUP_PADDED)
+    channel = tl.arange(0, HEAD_PADDED)
+    heads = kv_head * GROUP + group
+    held = (group < GROUP)[:, None] & (channel < HEAD_DIM)[None, :]
+    row_heads = row.to(tl.int64) * KV_HEADS * GROUP + heads  # [GROUP_PADDED]
+    if split < used:
+        first = begin + split * share
+        last = tl.minimum(first + share, length)
+        q = tl.load(query + row.to(tl.int64) * query_stride + heads[:, None] * HEAD_DIM + channel[None, :], mask=held, other=0.0)
+        token = tl.arange(0, TILE)
+        highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_PADDED], tl.float32)
+        sums = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
+        own = table + row.to(tl.int64) * table_stride
+        for start in range(first, last, TILE):
+            place = start + token
+            seen = place < last
+            if WINDOW > 0:
+                seen = seen & (place >= length - WINDOW)
+            block = tl.load(own + place // BLOCK, mask=place < last, other=0).to(tl.int64)
+            offset = (block * BLOCK + place % BLOCK) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM  # [TILE]
+            inside = seen[:, None] & (channel < HEAD_DIM)[None, :]
+            k = tl.load(keys + offset[:, None] + channel[None, :], mask=inside, other=0.0)  # [TILE, HEAD_PADDED]
+            v = tl.load(values + offset[:, None] + channel[None, :], mask=inside, other=0.0)
+            scores = tl.dot(q, tl.trans(k)) * scale  # [GROUP_PADDED, TILE]
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            p = tl.exp2(scores - higher[:, None])
+            shrink = tl.exp2(highest - higher)
+            total = total * shrink + tl.sum(p, 1)
+            sums = tl.dot(p.to(v.dtype), v, acc=sums * shrink[:, None])
+            highest = higher
+        found = sums / total[:, None]
+        if used == 1:
+            tl.store(out + row_heads[:, None] * HEAD_DIM + channel[None, :], found.to(out.dtype.element_ty), mask=held)
+        else:
+            place = row_heads * SPLITS + split
+            tl.store(parts + place[:, None] * HEAD_DIM + channel[None, :], found.to(parts.dtype.element_ty), mask=held)
+            tl.store(weights + place, (highest + tl.log2(total)).to(weights.dtype.element_ty), mask=group < GROUP)
+    elif split == 0:  # a row of length 0
+        nothing = tl.zeros([GROUP_PADDED, HEAD_PADDED], out.dtype.element_ty)
+        tl.store(out + row_heads[:, None] * HEAD_DIM + channel[None, :], nothing, mask=held)
+
+
+@triton.jit
+def _merge(
+    lengths: tl.tensor,
+    out: tl.tensor,
+    parts: tl.tensor,
+    weights: tl.tensor,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+    WINDOW: tl.constexpr,
+) -> None:
+    """The output of one head of a row, from what its splits found."""
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    _, _, used = _shares(tl.load(lengths + row), BLOCK, TILE, SPLITS, WINDOW)
+    if used > 1:
+        place = row.to(tl.int64) * HEADS + head
+        split = tl.arange(0, SPLITS_PADDED)
+        channel = tl.arange(0, HEAD_PADDED)
+        weight = tl.load(weights + place * SPLITS + split, mask=split < used, other=float("-inf"))
+        weight = tl.exp2(weight - tl.max(weight, 0))
+        weight = weight / tl.sum(weight, 0)
+        inside = (split < used)[:, None] & (channel < HEAD_DIM)[None, :]
+        found = tl.load(parts + (place * SPLITS + split)[:, None] * HEAD_DIM + channel[None, :], mask=inside, other=0.0)
+        merged = tl.sum(found * weight[:, None], 0)
+        tl.store(out + place * HEAD_DIM + channel, merged.to(out.dtype.element_ty), mask=channel < HEAD_DIM)
