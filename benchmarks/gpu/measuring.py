@@ -9,12 +9,14 @@ import argparse
 import gc
 import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing.connection import Connection
@@ -104,6 +106,11 @@ def _commit() -> str:
 
 def isolated(name: str, action: Callable[[], Figures], limit_s: float) -> Figures:
     """Run a case in a fork and say its figures; empty if it failed, ran out of memory or was not done after `limit_s` seconds."""
+    return isolated_series(name, lambda: iter([("", action())]), limit_s).get("", {})
+
+
+def isolated_series(name: str, action: Callable[[], Iterator[tuple[str, Figures]]], limit_s: float) -> dict[str, Figures]:
+    """The same for a case that yields figures one after the other, each under a name of its own: what comes in time counts."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(name, action, sender))
@@ -111,33 +118,38 @@ def isolated(name: str, action: Callable[[], Figures], limit_s: float) -> Figure
     sys.stdout.flush()
     process.start()
     sender.close()
-    found: Figures = {}
+    found: dict[str, Figures] = {}
     try:
-        if receiver.poll(limit_s):
-            found = receiver.recv()
+        while receiver.poll(max(0.0, limit_s - (time.perf_counter() - started))):
+            told = receiver.recv()
+            if told is None:
+                break
+            label, figures = told
+            found[label] = figures
+            elapsed = round(time.perf_counter() - started, 1)
+            say(case=f"{name}/{label}" if label else name, **figures, after_s=elapsed)
         else:
             say(case=name, failed=f"not done after {limit_s:.0f} s")
     except EOFError:
         say(case=name, failed="its process died")
     finally:
-        process.kill()  # what it holds on the device goes with it
+        with suppress(ProcessLookupError):  # what it holds on the device goes with it, and so do programs that it has started
+            os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
-    if found:
-        say(case=name, **found, whole_s=round(time.perf_counter() - started, 1))
     return found
 
 
-def _answer(name: str, action: Callable[[], Figures], sender: Connection) -> None:
+def _answer(name: str, action: Callable[[], Iterator[tuple[str, Figures]]], sender: Connection) -> None:
+    os.setpgid(0, 0)
     try:
-        found = action()
+        for told in action():
+            sender.send(told)
     except torch.OutOfMemoryError as error:
-        found = {}
         say(case=name, failed="out of memory", reason=str(error).partition(". ")[0])
     except Exception as error:  # noqa: BLE001  the other cases go on
-        found = {}
         traceback.print_exc(limit=-3, file=sys.stdout)
         say(case=name, failed=f"{type(error).__name__}: {error}".partition("\n")[0])
-    sender.send(found)
+    sender.send(None)
 
 
 def finish() -> None:
