@@ -82,8 +82,8 @@ def no_space_left(*_arguments: object) -> None:
 
 def steps_taken(here: Here) -> float:
     """What the optimizer has counted."""
-    optimizer = here.backend().optimizers[MODEL]
-    return float(optimizer.adamw.state[optimizer.weights.tensors()[0]]["step"])
+    moments = here.backend().optimizers[MODEL].moments()
+    return next(value.item() for name, value in moments.items() if name.endswith(".step"))
 
 
 def everything_ran(here: Here) -> bool:

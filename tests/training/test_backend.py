@@ -50,9 +50,10 @@ def test_a_model_that_is_deleted_frees_its_tensors(text_base: BaseModel, rank: i
     backend.optim_step("gone", STEP)
     backend.run_pass([datum("gone", renderer(text_base).render([random_tokens(1, 9)]))], backward=True)
     optimizer = backend.optimizers["gone"]
-    held = [*optimizer.weights.tensors(), *optimizer.weights.leaves(), *optimizer.moments().values(), *(optimizer.gradients or [])]
+    moments = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
+    held = [*optimizer.weights.leaves(), *optimizer.weights.buffers(), *moments, *(optimizer.totals or [])]
     alive = [weakref.ref(tensor) for tensor in held]
-    del optimizer, held
+    del optimizer, held, moments
     backend.delete_model("gone")
     gc.collect()
     assert not [tensor for tensor in alive if tensor() is not None]

@@ -104,6 +104,30 @@ def test_a_damaged_optimizer_is_refused(text_base: BaseModel, tmp_path: Path) ->
     read_state(tmp_path / "c", text_base)
 
 
+@pytest.mark.parametrize("rank", [4, 0])
+def test_an_optimizer_that_remembers_other_steps_or_not_all_is_refused(text_base: BaseModel, tmp_path: Path, rank: int) -> None:
+    state = trained(text_base, rank).copy_state("a", optimizer=True)
+    assert state.moments is not None
+    name = list(state.tensors)[1]
+    write_state(replace(state, moments=state.moments | {f"{name}.step": torch.tensor(7.0)}), tmp_path / "c")
+    with pytest.raises(TinsmithError, match=r"optimizer\.safetensors is damaged .*have made 2 to 7 steps"):
+        read_state(tmp_path / "c", text_base, optimizer=True)
+    del state.moments[f"{name}.exp_avg"]
+    write_state(state, tmp_path / "c")
+    with pytest.raises(TinsmithError, match=rf"optimizer\.safetensors is damaged .*{name}\.exp_avg is missing"):
+        read_state(tmp_path / "c", text_base, optimizer=True)
+
+
+@pytest.mark.parametrize("rank", [4, 0])
+def test_a_model_that_was_saved_before_its_first_step_starts_anew(text_base: BaseModel, tmp_path: Path, rank: int) -> None:
+    backend = LocalBackend(text_base, TrainingConfig())
+    backend.create_model("a", LoraShape(rank, seed=1))
+    write_state(backend.copy_state("a", optimizer=True), tmp_path / "c")
+    backend.restore("b", read_state(tmp_path / "c", text_base, optimizer=True))
+    assert backend.optimizers["b"].moments() == {}
+    assert advance(backend, "a", 0) == advance(backend, "b", 0)
+
+
 def test_a_checkpoint_that_cannot_be_written_says_where(text_base: BaseModel, tmp_path: Path) -> None:
     adapter = trained(text_base).snapshot("a", new_ref())
     (tmp_path / "c").touch()

@@ -58,6 +58,79 @@ def test_steps_with_changing_settings_equal_torch() -> None:
             assert torch.equal(tensor, leaf)
 
 
+def test_an_adapter_steps_as_torch_does_with_all_its_numbers_in_one_tensor() -> None:
+    """Bit for bit: what differs from one tensor for each matrix is only which numbers a processor computes side by side."""
+    optimizer = ModelOptimizer(small_adapter())
+    (buffer,) = optimizer.weights.buffers()
+    copy = buffer.clone().requires_grad_()
+    reference = torch.optim.AdamW([copy], fused=True)
+    for seed, settings in enumerate(SETTINGS[:2]):
+        flat = torch.empty_like(buffer)
+        for view, gradient in zip(optimizer.weights.cut([flat]), gradients(optimizer.weights, seed), strict=True):
+            view.copy_(gradient)
+        optimizer.contribution(gradients(optimizer.weights, seed))()
+        optimizer.step(settings)
+        copy.grad = flat
+        reference.param_groups[0].update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+        reference.step()
+        assert torch.equal(buffer, copy.detach())
+
+
+def test_what_torch_remembers_of_each_tensor_is_gone_on_from() -> None:
+    """Checkpoints of earlier versions were written by an AdamW that had each matrix for itself."""
+    adapter = small_adapter()
+    copies = {name: tensor.clone().requires_grad_() for name, tensor in adapter.named_tensors().items()}
+    reference = torch.optim.AdamW(list(copies.values()), lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
+    for seed in range(3):
+        for copy, gradient in zip(copies.values(), gradients(adapter, seed), strict=True):
+            copy.grad = gradient
+        reference.step()
+    pairs = {name: LoraPair(copies[f"{name}.a"].detach(), copies[f"{name}.b"].detach()) for name in adapter.masters}
+    moments = {f"{name}.{entry}": value for name, copy in copies.items() for entry, value in reference.state[copy].items()}
+    optimizer = ModelOptimizer(Adapter(adapter.shape, pairs, torch.float32), moments)
+    assert list(optimizer.moments()) == list(moments)
+    assert all(torch.equal(value, moments[name]) for name, value in optimizer.moments().items())
+    optimizer.contribution(gradients(adapter, 3))()
+    optimizer.step(settings())
+    for copy, gradient in zip(copies.values(), gradients(adapter, 3), strict=True):
+        copy.grad = gradient
+    reference.step()
+    for tensor, copy in zip(optimizer.weights.tensors(), copies.values(), strict=True):
+        torch.testing.assert_close(tensor, copy.detach(), atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_passes_add_up_where_a_pass_does_not_reach_all(kind: str, dtype: torch.dtype) -> None:
+    optimizer = ModelOptimizer(fresh_weights(kind, dtype))
+    passes: list[list[torch.Tensor | None]] = [[g.to(dtype) for g in gradients(optimizer.weights, seed)] for seed in range(3)]
+    passes[0][0] = passes[2][1] = None
+    expected = [torch.zeros_like(tensor) for tensor in optimizer.weights.tensors()]
+    for found in passes:
+        for total, gradient in zip(expected, found, strict=True):
+            if gradient is not None:
+                total += gradient.float()
+        before = None if optimizer.gradients is None else [total.clone() for total in optimizer.gradients]
+        add = optimizer.contribution([None if gradient is None else gradient.clone() for gradient in found])
+        if before is None:
+            assert optimizer.gradients is None
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(before, optimizer.gradients or [], strict=True))
+        add()
+        assert all(torch.equal(a, b) for a, b in zip(expected, optimizer.gradients or [], strict=True))
+
+
+def test_the_norm_of_many_numbers_is_exact() -> None:
+    """On a CPU, float32 loses four digits if it adds up as many squares one after the other."""
+    generator = torch.Generator().manual_seed(0)
+    wide = {"up": LoraPair(torch.zeros(8, 500_000), torch.zeros(4, 8))}
+    optimizer = ModelOptimizer(Adapter(LoraShape(8, 0), wide, torch.float32))
+    found = [torch.rand(tensor.shape, generator=generator) for tensor in optimizer.weights.tensors()]
+    optimizer.contribution([gradient.clone() for gradient in found])()
+    expected = torch.cat([gradient.double().flatten() for gradient in found]).norm().item()
+    assert optimizer.step(SETTINGS[0])["grad_norm"] == pytest.approx(expected, rel=2e-5)
+
+
 def test_a_step_consumes_its_gradients() -> None:
     optimizer = ModelOptimizer(small_adapter())
     optimizer.contribution(list(gradients(optimizer.weights, 0)))()

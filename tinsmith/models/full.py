@@ -4,7 +4,7 @@ The base keeps its own, and so does every other model: a pass over such weights 
 the same names. The vision tower stays frozen and shared. Masters are float32 on every device; passes compute in the base's dtype.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,14 @@ class FullWeights:
     def leaves(self) -> list[Tensor]:
         """All working copies, in the order of `tensors`: what gradients are taken of."""
         return list(self.working.values())
+
+    def buffers(self) -> list[Tensor]:
+        """What an optimizer updates: each master alone, because a buffer for all could not be freed or mapped piece by piece."""
+        return self.tensors()
+
+    def cut(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """What is laid out like `buffers`, such as gradients, in the order and shapes of `tensors`: as it is."""
+        return list(buffers)
 
     @property
     def nbytes(self) -> int:

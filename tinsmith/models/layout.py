@@ -4,6 +4,7 @@ Training, checkpoints, memory sizing, export, import, vLLM and the self-check as
 it: the network is built on torch's meta device, which reads no weight and takes no memory.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +28,9 @@ SAME_INPUT: dict[str, tuple[str, ...]] = {
     "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 }
 """Linears of one attention block, MLP or gated delta net that read the same input, and what they are called together."""
+
+_SECTIONS = tuple(f"in_proj_qkv.{section}" for section in "qkv")
+"""How the names of the parts of a gated delta net's `in_proj_qkv` end, in the order of its rows."""
 
 LM_HEAD = "lm_head"
 """Name of the output projection among an adapter's modules."""
@@ -130,6 +134,24 @@ class Layout:
     def parameter_name(self, name: str) -> str:
         """The name that transformers gives a parameter of `FullWeights`."""
         return f"{self.head}.weight" if name == HEAD_WEIGHT else f"{self.language_model}.{name}"
+
+
+def side_by_side(names: Iterable[str]) -> list[list[str]]:
+    """Names of LoRA targets in groups: those that read the same input in one, in the order of the rows of their `Projection`.
+
+    The names alone say so, because adapters of a checkpoint have no `Layout` at hand.
+    """
+    groups: dict[str, list[tuple[tuple[int, int], str]]] = {}
+    for name in names:
+        module, _, section = name.rpartition(".") if name.endswith(_SECTIONS) else (name, "", "")
+        parent, _, last = module.rpartition(".")
+        together = next((key for key, parts in SAME_INPUT.items() if last in parts), None)
+        if together is None:
+            groups[name] = [((0, 0), name)]
+        else:
+            place = SAME_INPUT[together].index(last), "qkv".index(section)  # "" is at 0
+            groups.setdefault(f"{parent}.{together}", []).append((place, name))
+    return [[name for _, name in sorted(group)] for group in groups.values()]
 
 
 def switched_on(shape: LoraShape) -> set[Group]:

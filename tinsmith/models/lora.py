@@ -9,15 +9,15 @@ masked by multiplication, so a NaN in one model cannot reach another.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tinsmith.models.layout import Layout
+from tinsmith.models.layout import Layout, Projection, side_by_side
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 
@@ -38,34 +38,64 @@ class LoraPair(NamedTuple):
 class Adapter:
     """One set of LoRA matrices. `masters` are float32; `working` are the copies in the base's dtype that passes read.
 
-    In float32 the two are the same tensors. After `masters` changed, call `refresh`.
+    All masters are views of one buffer, and all working copies of another, so that an optimizer step, a refresh and a snapshot are a few
+    operations, however many layers there are. In float32 both are the same buffer. After `masters` changed, call `refresh`.
+
+    An adapter is made of any matrices, which are copied, to `device` if one is given.
     """
 
     shape: LoraShape
     masters: dict[str, LoraPair]
     dtype: torch.dtype
-    working: dict[str, LoraPair] = field(init=False)
     ref: WeightsRef | None = None
     """The identity of weights that are sampled from. None for weights that train, because training changes them."""
+    device: InitVar[torch.device | None] = None
+    working: dict[str, LoraPair] = field(init=False)
+    flat: Tensor = field(init=False)
+    """[parameter_count] the buffer of the masters: the A's of a projection next to each other, in the order of its rows, then their B's."""
+    flat_working: Tensor = field(init=False)
+    """[parameter_count] the buffer of the working copies, in the same order."""
 
-    def __post_init__(self) -> None:
-        self.working = {name: LoraPair(*(t.detach().to(self.dtype).requires_grad_() for t in pair)) for name, pair in self.masters.items()}
+    def __post_init__(self, device: torch.device | None) -> None:
+        places = {name: 2 * number for number, name in enumerate(self.masters)}  # of A in `tensors`; B is the next
+        groups = side_by_side(self.masters)
+        self._order = [places[name] + part for group in groups for part in (0, 1) for name in group]
+        given = self.tensors()
+        self._shapes = [tensor.shape for tensor in given]
+        self.flat = torch.cat([given[place].detach().flatten() for place in self._order]).to(device)
+        self.flat_working = self.flat.to(self.dtype)
+        self.masters, self.working = (_pairs(self.masters, self.cut([flat])) for flat in (self.flat, self.flat_working))
+        for leaf in self.leaves():
+            leaf.requires_grad_()
+        self._stacks: dict[str, Tensor] = {}
 
     @property
     def scale(self) -> float:
         """What B·A is multiplied by."""
         return LORA_ALPHA / self.shape.rank
 
+    def stacked_a(self, projection: Projection) -> Tensor:
+        """The working A's of what the adapter covers of a projection, in the order of its targets: a view [sum of ranks, in_features].
+
+        It takes no gradient: gradients are taken of `leaves`. Raises KeyError if the adapter covers nothing of the projection.
+        """
+        if projection.name not in self._stacks:
+            covered = [self.working[name].a for name in projection.targets if name in self.working]
+            if not covered:
+                raise KeyError(f"the adapter covers nothing of {projection.name}")
+            rows, start = sum(len(a) for a in covered), covered[0].storage_offset()
+            stack = self.flat_working[start : start + rows * projection.in_features]  # [rows · in_features]
+            self._stacks[projection.name] = stack.view(rows, projection.in_features)
+        return self._stacks[projection.name]
+
     def refresh(self) -> None:
         """Make the working copies equal to the masters again."""
-        if self.dtype != torch.float32:
-            with torch.no_grad():
-                torch._foreach_copy_(self.leaves(), self.tensors())
+        if self.flat_working.dtype != self.flat.dtype:
+            self.flat_working.copy_(self.flat)
 
     def snapshot(self, ref: WeightsRef) -> "Adapter":
         """A frozen copy that later training does not change. `ref` becomes its identity."""
-        copies = {name: LoraPair(pair.a.clone(), pair.b.clone()) for name, pair in self.masters.items()}
-        return Adapter(self.shape, copies, self.dtype, ref)
+        return Adapter(self.shape, self.masters, self.dtype, ref)
 
     def tensors(self) -> list[Tensor]:
         """All masters in a fixed order: a and b of each module."""
@@ -79,16 +109,31 @@ class Adapter:
         """All working copies, in the order of `tensors`: what gradients are taken of."""
         return [tensor for pair in self.working.values() for tensor in pair]
 
+    def buffers(self) -> list[Tensor]:
+        """What an optimizer updates: the masters in one tensor."""
+        return [self.flat]
+
+    def cut(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Views, in the order and shapes of `tensors`, of something that is laid out like `buffers`, such as gradients."""
+        (flat,) = buffers
+        sizes = [self._shapes[place].numel() for place in self._order]
+        found = dict(zip(self._order, flat.split(sizes), strict=True))
+        return [found[place].view(shape) for place, shape in enumerate(self._shapes)]
+
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""
-        copies = self.leaves() if self.dtype != torch.float32 else []
-        return sum(tensor.nbytes for tensor in (*self.tensors(), *copies))
+        return self.flat.nbytes + (self.flat_working.nbytes if self.flat_working.dtype != self.flat.dtype else 0)
 
     @property
     def parameter_count(self) -> int:
         """How many numbers the adapter trains."""
-        return sum(tensor.numel() for tensor in self.tensors())
+        return self.flat.numel()
+
+
+def _pairs(names: Iterable[str], tensors: list[Tensor]) -> dict[str, LoraPair]:
+    """A and B of each module, from tensors in the order a, b, a, b and so on."""
+    return {name: LoraPair(a, b) for name, a, b in zip(names, tensors[::2], tensors[1::2], strict=True)}
 
 
 def new_adapter(shape: LoraShape, layout: Layout, device: torch.device, dtype: torch.dtype) -> Adapter:
@@ -101,8 +146,8 @@ def new_adapter(shape: LoraShape, layout: Layout, device: torch.device, dtype: t
     for name, target in layout.covered(shape).items():
         bound = 1 / math.sqrt(target.in_features)
         a = torch.empty(shape.rank, target.in_features).uniform_(-bound, bound, generator=generator)
-        masters[name] = LoraPair(a.to(device), torch.zeros(target.out_features, shape.rank, device=device))
-    return Adapter(shape, masters, dtype)
+        masters[name] = LoraPair(a, torch.zeros(target.out_features, shape.rank))
+    return Adapter(shape, masters, dtype, device=device)
 
 
 @dataclass(frozen=True)

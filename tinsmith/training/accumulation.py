@@ -17,6 +17,16 @@ Batch = tuple[list[Tensor], list[Tensor]]
 """Parts of the float32 totals, and of the gradients to add to them."""
 
 
+def start_with(totals: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Write the gradients of a first pass to `totals`, whatever is there; 0 where the pass did not reach a tensor."""
+    reached = [(total, gradient) for total, gradient in zip(totals, gradients, strict=True) if gradient is not None]
+    if reached:
+        torch._foreach_copy_(*_batch(reached))
+    for total, gradient in zip(totals, gradients, strict=True):
+        if gradient is None:
+            total.zero_()
+
+
 class Addition:
     """The gradients of one pass for one model. Making it may run out of memory; `add` cannot."""
 

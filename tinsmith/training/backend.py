@@ -167,9 +167,7 @@ class LocalBackend:
     def _load(self, model_id: str, state: SavedState) -> None:
         if state.about.shape.rank == 0:
             self._require_memory_to_train(state.about.shape)
-        device = self.base.device
-        moments = None if state.moments is None else {name: tensor.to(device) for name, tensor in state.moments.items()}
-        self.optimizers[model_id] = ModelOptimizer(weights_from(state, self.base), moments)
+        self.optimizers[model_id] = ModelOptimizer(weights_from(state, self.base), state.moments)
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
         """Run the work in as many passes as it takes.

@@ -25,6 +25,7 @@ from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter, LoraPair
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
+from tinsmith.training.update_check import MOMENTS
 
 FORMAT_VERSION = 2
 _READABLE = (1, 2)
@@ -142,8 +143,10 @@ def weights_from(state: SavedState, base: BaseModel, ref: WeightsRef | None = No
     tensors of `state` may become those of the weights, so a state is used once.
     """
     shape = state.about.shape
-    dtype = base.dtype if ref is not None and shape.rank == 0 else torch.float32
-    return _weights(shape, {name: tensor.to(base.device, dtype) for name, tensor in state.tensors.items()}, base.dtype, ref)
+    if shape.rank > 0:
+        return _adapter(shape, state.tensors, base.dtype, ref, base.device)
+    dtype = base.dtype if ref is not None else torch.float32
+    return FullWeights(shape, {name: tensor.to(base.device, dtype) for name, tensor in state.tensors.items()}, base.dtype, ref)
 
 
 def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> dict[str, Tensor]:
@@ -155,6 +158,14 @@ def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> di
     strange = [name for name in moments if name.rpartition(".")[0] not in weights]
     if strange:
         raise _damaged(path, ValueError(f"{strange[0]} belongs to no tensor of {_WEIGHTS}"))
+    missing = [f"{name}.{entry}" for name in weights for entry in MOMENTS if moments and f"{name}.{entry}" not in moments]
+    if missing:
+        raise _damaged(path, ValueError(f"{missing[0]} is missing"))
+    steps = {moments[f"{name}.step"].item() for name in weights} if moments else set()
+    if len(steps) > 1:
+        raise _damaged(
+            path, ValueError(f"its tensors have made {min(steps):.0f} to {max(steps):.0f} steps, but all make each step together")
+        )
     return moments
 
 
@@ -182,8 +193,9 @@ def stored_weights(directory: Path, about: About) -> Weights:
 
 
 def weights_on_host(state: SavedState) -> Weights:
-    """Weights on the CPU in float32, made of the tensors of `state` without a copy."""
-    return _weights(state.about.shape, state.tensors, torch.float32)
+    """Weights on the CPU in float32. Full weights are made of the tensors of `state` without a copy."""
+    shape = state.about.shape
+    return _adapter(shape, state.tensors, torch.float32) if shape.rank > 0 else FullWeights(shape, state.tensors, torch.float32)
 
 
 def _expected(base: BaseModel, shape: LoraShape) -> dict[str, tuple[int, ...]]:
@@ -206,11 +218,12 @@ def _tensors(path: Path, mapped: bool) -> dict[str, Tensor]:
     return tensors if mapped else {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def _weights(shape: LoraShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, ref: WeightsRef | None = None) -> Weights:
-    if shape.rank == 0:
-        return FullWeights(shape, dict(tensors), dtype, ref)
+def _adapter(
+    shape: LoraShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, ref: WeightsRef | None = None, device: torch.device | None = None
+) -> Adapter:
     names = dict.fromkeys(name.rpartition(".")[0] for name in tensors)
-    return Adapter(shape, {name: LoraPair(tensors[f"{name}.a"], tensors[f"{name}.b"]) for name in names}, dtype, ref)
+    pairs = {name: LoraPair(tensors[f"{name}.a"].float(), tensors[f"{name}.b"].float()) for name in names}
+    return Adapter(shape, pairs, dtype, ref, device)
 
 
 def has_moments(directory: Path) -> bool:

@@ -11,38 +11,64 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tinsmith.errors import UserError
 from tinsmith.models.full import Weights, training_bytes
 from tinsmith.protocol.shapes import AdamSettings
-from tinsmith.training.accumulation import Addition
+from tinsmith.training.accumulation import Addition, start_with
 from tinsmith.training.update_check import Bounds, configure, require_finite_step
+
+NORM_PIECE = 2**18
+"""Numbers whose squares are added up before they meet the others: on a CPU float32 loses digits in longer sums."""
 
 
 class ModelOptimizer:
-    """What one model trains, with gradient accumulators and AdamW's moments, all float32."""
+    """What one model trains, with gradient accumulators and AdamW's moments, all float32 and laid out like `Weights.buffers`."""
 
     def __init__(self, weights: Weights, moments: Mapping[str, Tensor] | None = None) -> None:
-        """Start anew, or from what the optimizer of a saved model remembered (`moments`)."""
+        """Start anew, or from what the optimizer of a saved model remembered (`moments`), which is copied from wherever it lies."""
         self.weights = weights
-        self.gradients: list[Tensor] | None = None
+        self.totals: list[Tensor] | None = None
+        """The gradients that have been accumulated; None before the first."""
         self.bounds: Bounds | None = None
         """How large weights and moments are at most; None if they must be measured."""
-        self.adamw = torch.optim.AdamW(weights.tensors(), lr=0.0, fused=True)
-        tensors = weights.named_tensors()
-        for key, value in (moments or {}).items():
-            name, _, entry = key.rpartition(".")
-            self.adamw.state[tensors[name]][entry] = value
+        self.adamw = torch.optim.AdamW(weights.buffers(), lr=0.0, fused=True)
+        if moments:
+            self._remember(moments)
+
+    def _remember(self, moments: Mapping[str, Tensor]) -> None:
+        """Take over what `moments` returned once: that of all tensors, after the same number of steps."""
+        buffers = self.weights.buffers()
+        for buffer in buffers:
+            step = torch.zeros((), dtype=torch.float32, device=buffer.device)
+            self.adamw.state[buffer] = {"step": step, "exp_avg": torch.zeros_like(buffer), "exp_avg_sq": torch.zeros_like(buffer)}
+        places = self.moments()
+        for name, value in moments.items():
+            places[name].copy_(value)
+        for buffer in buffers[1:]:
+            self.adamw.state[buffer]["step"].copy_(self.adamw.state[buffers[0]]["step"])
 
     def moments(self) -> dict[str, Tensor]:
-        """What AdamW remembers, as TENSOR.exp_avg, TENSOR.exp_avg_sq and TENSOR.step; empty before the first step.
+        """What AdamW remembers, as TENSOR.step, TENSOR.exp_avg and TENSOR.exp_avg_sq; empty before the first step.
 
-        These are the optimizer's own tensors: the next step changes them.
+        These are the optimizer's own tensors: the next step changes them. All tensors of a model have made the same steps.
         """
-        tensors = self.weights.named_tensors()
-        return {f"{name}.{entry}": value for name, tensor in tensors.items() for entry, value in self.adamw.state[tensor].items()}
+        states = [self.adamw.state[buffer] for buffer in self.weights.buffers()]
+        if not all(states):
+            return {}
+        firsts, seconds = (self.weights.cut([state[entry] for state in states]) for entry in ("exp_avg", "exp_avg_sq"))
+        found: dict[str, Tensor] = {}
+        for name, first, second in zip(self.weights.named_tensors(), firsts, seconds, strict=True):
+            found |= {f"{name}.step": states[0]["step"], f"{name}.exp_avg": first, f"{name}.exp_avg_sq": second}
+        return found
+
+    @property
+    def gradients(self) -> list[Tensor] | None:
+        """What has been accumulated for each tensor, in the order of `Weights.tensors`; None before the first."""
+        return self.weights.cut(self.totals) if self.totals is not None else None
 
     @property
     def unclaimed(self) -> int:
         """Bytes that the model will take when it is trained, beyond what it holds now."""
-        held = (*(self.gradients or []), *self.moments().values())
-        return training_bytes(self.weights.parameter_count, self.weights.dtype) - self.weights.nbytes - sum(t.nbytes for t in held)
+        moments: list[Tensor] = [tensor for state in self.adamw.state.values() for tensor in state.values()]
+        held = sum(tensor.nbytes for tensor in (*(self.totals or []), *moments))
+        return training_bytes(self.weights.parameter_count, self.weights.dtype) - self.weights.nbytes - held
 
     def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
         """The gradients of one pass, in the order of `Weights.tensors`; None where the pass did not reach a tensor.
@@ -50,18 +76,18 @@ class ModelOptimizer:
         They are added when what is returned is called. Making it may run out of memory and changes nothing; calling it cannot fail. The
         gradients belong to the optimizer from then on, and may be changed in place.
         """
-        if self.gradients is not None:
-            return Addition(self.gradients, gradients).add
-        pairs = zip(self.weights.tensors(), gradients, strict=True)
-        first = [torch.zeros_like(tensor) if gradient is None else gradient.float() for tensor, gradient in pairs]
+        if self.totals is not None:
+            return Addition(self.weights.cut(self.totals), gradients).add
+        first = [torch.empty_like(buffer) for buffer in self.weights.buffers()]
+        start_with(self.weights.cut(first), gradients)
         return partial(self._begin_with, first)
 
-    def _begin_with(self, gradients: list[Tensor]) -> None:
-        self.gradients = gradients
+    def _begin_with(self, totals: list[Tensor]) -> None:
+        self.totals = totals
 
     def clear(self) -> None:
         """Forget what has been accumulated."""
-        self.gradients = None
+        self.totals = None
 
     def step(self, settings: AdamSettings) -> dict[str, float]:
         """Update the masters and clear the accumulators; returns metrics (`grad_norm` is taken before clipping).
@@ -69,45 +95,47 @@ class ModelOptimizer:
         Without gradients nothing moves, as in torch. Raises UserError when the gradient or the update is not finite; weights and moments
         stay as they were then.
         """
-        gradients, self.gradients = self.gradients, None
-        if gradients is None:
+        totals, self.totals = self.totals, None
+        if totals is None:
             return {"grad_norm": 0.0, "learning_rate": settings.lr}
-        total_norm = get_total_norm(gradients)
+        total_norm = get_total_norm([piece for total in totals for piece in total.flatten().split(NORM_PIECE)])
         metrics = {"grad_norm": total_norm.item(), "learning_rate": settings.lr}
         if not isfinite(metrics["grad_norm"]):
             raise UserError(
                 f"the gradient norm is {metrics['grad_norm']}: the step was refused, the gradients are cleared and the weights stay as "
                 "they were; look for infinite weights, -inf log-probabilities or a learning rate that is too high"
             )
-        tensors = self.weights.tensors()
+        buffers = self.weights.buffers()
         try:
-            for tensor, gradient in zip(tensors, gradients, strict=True):
-                tensor.grad = gradient
+            for buffer, total in zip(buffers, totals, strict=True):
+                buffer.grad = total
             if settings.grad_clip_norm > 0:
-                clip_grads_with_norm_(tensors, settings.grad_clip_norm, total_norm)
-            bounds = self._checked(gradients, metrics["grad_norm"], settings)
+                clip_grads_with_norm_(buffers, settings.grad_clip_norm, total_norm)
+            bounds = self._checked(totals, metrics["grad_norm"], settings)
             self._update(settings)
             self.bounds = bounds
         finally:
-            for tensor in tensors:
-                tensor.grad = None
+            for buffer in buffers:
+                buffer.grad = None
         self.weights.refresh()
         return metrics
 
-    def _checked(self, gradients: list[Tensor], grad_norm: float, settings: AdamSettings) -> Bounds | None:
+    def _checked(self, totals: list[Tensor], grad_norm: float, settings: AdamSettings) -> Bounds | None:
         """The bounds after a step, None if they must be measured then. Raises UserError if the step is not finite."""
+        buffers = self.weights.buffers()
         if self.bounds is None:
-            moments = self.moments().items()
-            first, second = ([value for name, value in moments if name.endswith(entry)] for entry in (".exp_avg", ".exp_avg_sq"))
-            self.bounds = Bounds.measured(self.weights.tensors(), first, second)
+            states = [state for buffer in buffers if (state := self.adamw.state[buffer])]
+            first, second = ([state[entry] for state in states] for entry in ("exp_avg", "exp_avg_sq"))
+            self.bounds = Bounds.measured(buffers, first, second)
         after = self.bounds.after(grad_norm, settings)
         if after is None:
-            require_finite_step(self.weights.named_tensors(), gradients, self.adamw, settings, self.weights.dtype)
+            gradients = self.weights.cut(totals)
+            require_finite_step(self.weights.named_tensors(), gradients, self.moments(), settings, self.weights.dtype)
         return after
 
     def _update(self, settings: AdamSettings) -> None:
         configure(self.adamw, settings)
-        first = not self.moments()
+        first = not any(self.adamw.state.values())
         try:
             self.adamw.step()
         except RuntimeError:

@@ -24,6 +24,9 @@ SMALLEST_EPS = float(torch.finfo(torch.float32).tiny)
 PIECE_SIZE = 2**22
 """Numbers of a tensor that are computed ahead at a time."""
 
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW remembers of a tensor."""
+
 
 @dataclass(frozen=True)
 class Bounds:
@@ -61,24 +64,25 @@ def configure(adamw: torch.optim.AdamW, settings: AdamSettings) -> None:
 
 
 def require_finite_step(
-    weights: Mapping[str, Tensor], gradients: Sequence[Tensor], adamw: torch.optim.AdamW, settings: AdamSettings, dtype: torch.dtype
+    weights: Mapping[str, Tensor], gradients: Sequence[Tensor], moments: Mapping[str, Tensor], settings: AdamSettings, dtype: torch.dtype
 ) -> None:
-    """Compute the step of `adamw` on copies. Raises UserError naming a tensor that would not stay finite, also in `dtype`.
+    """Compute AdamW's step on copies. Raises UserError naming a tensor that would not stay finite, also in `dtype`.
 
-    Takes the memory of a few pieces, and changes nothing.
+    `moments` are what AdamW remembers of each tensor, as `ModelOptimizer.moments` names them. Takes the memory of a few pieces, and changes
+    nothing.
     """
     for (name, tensor), gradient in zip(weights.items(), gradients, strict=True):
-        for found in _computed_ahead(tensor, gradient, adamw, settings):
+        state = {entry: moments[f"{name}.{entry}"] for entry in MOMENTS} if moments else {}
+        for found in _computed_ahead(tensor, gradient, state, settings):
             wrong = [what for what, values in found.items() if not torch.isfinite(values).all()]
             wrong = wrong or ([f"weights in {dtype}"] if not torch.isfinite(found["weights"].to(dtype)).all() else [])
             if wrong:
                 raise UserError(_refusal(name, wrong, tensor, settings))
 
 
-def _computed_ahead(tensor: Tensor, gradient: Tensor, adamw: torch.optim.AdamW, settings: AdamSettings) -> Iterator[dict[str, Tensor]]:
-    """Weights and moments after the step, some rows of the tensor at a time."""
+def _computed_ahead(tensor: Tensor, gradient: Tensor, state: Mapping[str, Tensor], settings: AdamSettings) -> Iterator[dict[str, Tensor]]:
+    """Weights and moments after the step, some rows of the tensor at a time; `state` is what AdamW remembers of it."""
     rows = max(1, PIECE_SIZE * len(tensor) // max(1, tensor.numel()))
-    state = adamw.state.get(tensor, {})
     moments = {name: values.split(rows) for name, values in state.items() if name != "step"}
     for index, (part, part_gradient) in enumerate(zip(tensor.split(rows), gradient.split(rows), strict=True)):
         copy = part.detach().clone()

@@ -1,0 +1,67 @@
+"""Adapters: all matrices in one buffer, what belongs together side by side."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.bases import new_ref, random_adapter
+from tinsmith.models.base import BaseModel
+from tinsmith.models.layout import LM_HEAD, side_by_side
+from tinsmith.models.lora import Adapter, LoraPair, new_adapter
+from tinsmith.protocol.shapes import LoraShape
+
+FAMILIES = ["qwen3", "phi3", "gpt_neox", "qwen3_vl", "qwen3_5"]
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_a_of_a_projection_are_one_view(family_base: Callable[[str], BaseModel], model_type: str, backwards: bool) -> None:
+    base = family_base(model_type)
+    adapter = random_adapter(base, rank=3)
+    if backwards:  # a checkpoint may hold them in any order
+        adapter = Adapter(adapter.shape, dict(reversed(adapter.masters.items())), adapter.dtype)
+    for projection in base.layout.projections.values():
+        if not projection.targets:
+            continue
+        stacked = adapter.stacked_a(projection)
+        assert torch.equal(stacked, torch.cat([adapter.masters[name].a for name in projection.targets]).to(adapter.dtype))
+        assert stacked.untyped_storage().data_ptr() == adapter.flat_working.untyped_storage().data_ptr()
+    grouped = side_by_side(base.layout.targets)
+    assert grouped == [list(projection.targets) for projection in base.layout.projections.values() if projection.targets]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_views_follow_their_buffers(text_base: BaseModel, dtype: torch.dtype) -> None:
+    adapter = new_adapter(LoraShape(2, seed=0), text_base.layout, torch.device("cpu"), dtype)
+    frozen = adapter.snapshot(new_ref())
+    stacks = {name: adapter.stacked_a(projection) for name, projection in text_base.layout.projections.items()}
+    before = [leaf.detach().clone() for leaf in (*frozen.tensors(), *frozen.leaves())]
+    adapter.flat.normal_(generator=torch.Generator().manual_seed(1))
+    adapter.refresh()
+    assert all(torch.equal(leaf, master.to(dtype)) for leaf, master in zip(adapter.leaves(), adapter.tensors(), strict=True))
+    for name, projection in text_base.layout.projections.items():
+        assert torch.equal(stacks[name], torch.cat([adapter.working[target].a for target in projection.targets]))
+    assert all(torch.equal(a, b) for a, b in zip((*frozen.tensors(), *frozen.leaves()), before, strict=True))
+    assert adapter.nbytes == adapter.parameter_count * (4 if dtype == torch.float32 else 6)
+    assert adapter.parameter_count == sum(tensor.numel() for tensor in adapter.tensors())
+
+
+def test_an_adapter_copies_what_it_is_made_of(text_base: BaseModel) -> None:
+    pairs = {"up": LoraPair(torch.ones(2, 5), torch.ones(4, 2)), LM_HEAD: LoraPair(torch.ones(2, 5), torch.ones(9, 2))}
+    adapter = Adapter(LoraShape(2, 0), dict(pairs), torch.float32)
+    pairs["up"].a.zero_()
+    assert all(tensor.eq(1).all() for tensor in adapter.tensors())
+    with pytest.raises(KeyError, match=r"covers nothing of layers\.0\.mlp\.gate_up"):
+        adapter.stacked_a(text_base.layout.projections["layers.0.mlp.gate_up"])
+
+
+def test_one_seed_gives_the_numbers_that_it_always_gave(text_base: BaseModel) -> None:
+    """A is drawn module by module in the order of the layout, whatever its place in the buffer."""
+    adapter = new_adapter(LoraShape(2, seed=7), text_base.layout, torch.device("cpu"), torch.float32)
+    generator = torch.Generator().manual_seed(7)
+    for name, target in text_base.layout.targets.items():
+        bound = target.in_features**-0.5
+        drawn = torch.empty(2, target.in_features).uniform_(-bound, bound, generator=generator)
+        assert torch.equal(adapter.masters[name].a, drawn)
+        assert not adapter.masters[name].b.any()
