@@ -90,7 +90,8 @@ def test_full_weights_beside_base_and_adapter(each_service: tinker.ServiceClient
     assert worst_difference(train(service, "tiny"), prompts[1], sample(base, prompts[1])) < bound
 
 
-def test_what_it_learned_about_squares(service: tinker.ServiceClient) -> None:
+def test_what_it_learned_about_squares(each_service: tinker.ServiceClient) -> None:
+    service = each_service
     client = train(service, "tiny", rank=16)
     colors = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
     tokenizer = client.get_tokenizer()
@@ -107,9 +108,9 @@ def test_what_it_learned_about_squares(service: tinker.ServiceClient) -> None:
         weights = [0.0] * (prompt.length - 1) + [1.0] * len(answer)
         return with_inputs(whole, target_tokens=targets, weights=weights)
 
-    for step in range(30):
+    for step in range(60):
         client.forward_backward([lesson(name, 10 * step + i) for i, name in enumerate(colors)], "cross_entropy")
-        client.optim_step(types.AdamParams(learning_rate=0.01)).result()
+        client.optim_step(types.AdamParams(learning_rate=0.003)).result()
     sampler = snapshot(client)
     for name in colors:
         reply = sample(sampler, question(name, 999), types.SamplingParams(max_tokens=8, temperature=0.0))
