@@ -5,9 +5,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from tinsmith.sampling.choose import COLDEST, Choice, choose, draw, draws_needed, truncate
-from tinsmith.sampling.randomness import uniforms
+from tests.bases import DEVICE
+from tinsmith.sampling.choose import COLDEST, Choice, choose, choose_next, draw, draws_needed
+from tinsmith.sampling.randomness import as_bits, uniforms
+from tinsmith.sampling.truncation import order_preserving, truncate
+
+
+def numbers_of(seeds: NDArray[np.uint64], samples: NDArray[np.uint64], positions: NDArray[np.uint64], count: int = 1) -> torch.Tensor:
+    """`uniforms` of unsigned numbers."""
+    bits = [as_bits(array).to(DEVICE) for array in (seeds, samples, positions)]
+    return uniforms(bits[0], bits[1], bits[2], count).cpu()
 
 
 def same_for_all(count: int, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, seed: int = 0) -> Choice:
@@ -25,14 +36,14 @@ def same_for_all(count: int, temperature: float = 1.0, top_k: int = -1, top_p: f
 
 def chosen(logits: torch.Tensor, how: Choice) -> tuple[list[int], list[float]]:
     """Tokens and their log-probabilities."""
-    found = choose(logits, how)
+    found = choose(logits.to(DEVICE), how)
     return [c.token for c in found], [c.logprob for c in found]
 
 
 def test_each_row_reports_as_many_of_the_likeliest_as_it_asks_for() -> None:
     how = replace(same_for_all(3, temperature=0.5), topk=np.array([2, 0, 3]))
     expected = (LOGITS / 0.5).log_softmax(-1).sort(descending=True)
-    tops = [c.top for c in choose(LOGITS.expand(3, -1), how)]
+    tops = [c.top for c in choose(LOGITS.expand(3, -1).to(DEVICE), how)]
     for (ids, logprobs), k in zip(tops, [2, 0, 3], strict=True):
         assert ids == expected.indices[:k].tolist()
         np.testing.assert_allclose(logprobs, expected.values[:k], atol=1e-6)
@@ -67,7 +78,7 @@ def test_the_likeliest_stays_the_likeliest_at_any_temperature(temperature: float
     """At 1e30 the log-probabilities of all tokens are the same number."""
     logits = LOGITS.roll(3).expand(50, -1)
     how = replace(same_for_all(50, temperature, top_k=1), topk=np.full(50, 3))
-    found = choose(logits, how)
+    found = choose(logits.to(DEVICE), how)
     assert {c.token for c in found} == {3}
     assert {tuple(c.top[0]) for c in found} == {(3, 4, 5)}
     expected = (logits[0].double() - 2.0).div(max(temperature, COLDEST)).log_softmax(-1)
@@ -95,7 +106,7 @@ def test_top_k_at_a_high_temperature_keeps_the_likeliest() -> None:
 )
 def test_truncation_keeps_exactly_these(top_k: int, top_p: float, kept: set[int]) -> None:
     logprobs = LOGITS.log_softmax(-1).unsqueeze(0)
-    rest = truncate(LOGITS.unsqueeze(0), logprobs, np.array([top_k]), np.array([top_p], np.float32))[0]
+    rest = truncate(LOGITS.unsqueeze(0), logprobs, torch.tensor([top_k]), torch.tensor([top_p]))[0]
     assert set(rest.isfinite().nonzero().squeeze(1).tolist()) == kept
     tokens, reported = chosen(LOGITS.expand(500, -1), same_for_all(500, top_k=top_k, top_p=top_p))
     assert set(tokens) <= kept
@@ -104,7 +115,7 @@ def test_truncation_keeps_exactly_these(top_k: int, top_p: float, kept: set[int]
 
 def test_top_p_is_taken_among_what_top_k_left() -> None:
     # Of the first two tokens the first has 0.73 of the probability: with top_p=0.7 it stays alone.
-    rest = truncate(LOGITS.unsqueeze(0), LOGITS.log_softmax(-1).unsqueeze(0), np.array([2]), np.array([0.7], np.float32))[0]
+    rest = truncate(LOGITS.unsqueeze(0), LOGITS.log_softmax(-1).unsqueeze(0), torch.tensor([2]), torch.tensor([0.7]))[0]
     assert rest.isfinite().tolist() == [True, False, False, False, False, False]
 
 
@@ -119,22 +130,22 @@ def test_one_row_does_not_care_about_its_neighbours() -> None:
 def test_random_numbers_are_a_function_of_seed_sample_and_position() -> None:
     n = 20_000
     zeros, count = np.zeros(n, np.uint64), np.arange(n, dtype=np.uint64)
-    (by_position,) = uniforms(zeros, zeros, count)
-    (by_sample,) = uniforms(zeros, count, zeros)
-    (by_seed,) = uniforms(count, zeros, zeros)
-    by_count = uniforms(zeros[:1], zeros[:1], zeros[:1], count=n).squeeze(1)
+    (by_position,) = numbers_of(zeros, zeros, count).numpy()
+    (by_sample,) = numbers_of(zeros, count, zeros).numpy()
+    (by_seed,) = numbers_of(count, zeros, zeros).numpy()
+    by_count = numbers_of(zeros[:1], zeros[:1], zeros[:1], count=n).squeeze(1).numpy()
     for numbers in (by_position, by_sample, by_seed, by_count):
         assert numbers.min() >= 0.0
         assert numbers.max() < 1.0
         np.testing.assert_allclose(np.histogram(numbers, 10, (0, 1))[0] / n, 0.1, atol=0.01)
         assert len(np.unique(numbers)) == n
     assert abs(np.corrcoef(by_position[1:], by_sample[1:])[0, 1]) < 0.03
-    np.testing.assert_array_equal(by_position[5:9], uniforms(zeros[:4], zeros[:4], count[5:9])[0])
+    np.testing.assert_array_equal(by_position[5:9], numbers_of(zeros[:4], zeros[:4], count[5:9])[0])
 
 
 def test_seeds_of_64_bits_differ() -> None:
     seeds = np.array([0, 1, 2**63, 2**64 - 1], dtype=np.uint64)
-    assert len(set(uniforms(seeds, seeds * 0, seeds * 0)[0].tolist())) == 4
+    assert len(set(numbers_of(seeds, seeds * 0, seeds * 0)[0].tolist())) == 4
 
 
 @pytest.mark.parametrize("vocabulary", [1, 15, 16, 17, 256, 300, 5000])
@@ -142,7 +153,7 @@ def test_draws_follow_the_distribution_whatever_the_size_of_the_vocabulary(vocab
     draws = 40_000
     logprobs = torch.linspace(0, 4, vocabulary).log_softmax(0).unsqueeze(0)
     zeros, count = np.zeros(draws, np.uint64), np.arange(draws, dtype=np.uint64)
-    tokens = draw(logprobs, uniforms(zeros, zeros, count, draws_needed(vocabulary))[:, np.newaxis])[0].numpy()
+    tokens = draw(logprobs, numbers_of(zeros, zeros, count, draws_needed(vocabulary)).unsqueeze(1))[0].numpy()
     # Ten parts of the vocabulary, each with the probability that is its due.
     part = np.arange(vocabulary) * 10 // vocabulary
     expected = np.bincount(part, logprobs[0].exp().numpy(), minlength=10)
@@ -152,7 +163,7 @@ def test_draws_follow_the_distribution_whatever_the_size_of_the_vocabulary(vocab
 def test_what_has_no_probability_is_never_drawn() -> None:
     logprobs = torch.full((1, 300), -torch.inf)
     logprobs[0, [0, 17, 130]] = 0.0
-    edges = np.full((draws_needed(300), 1, 2), [0.0, 1.0])  # 1.0 is more than there can be
+    edges = torch.tensor([0.0, 1.0], dtype=torch.float64).expand(draws_needed(300), 1, 2)  # 1.0 is more than there can be
     assert draw(logprobs, edges).tolist() == [[0, 130]]
 
 
@@ -163,5 +174,74 @@ def test_rounding_differences_hardly_ever_change_a_draw() -> None:
     logits = torch.randn(1, vocabulary, generator=generator) * 3
     noise = torch.randn(1, vocabulary, generator=generator) * 1e-4
     zeros, count = np.zeros(draws, np.uint64), np.arange(draws, dtype=np.uint64)
-    u = uniforms(zeros, zeros, count, draws_needed(vocabulary))[:, np.newaxis]
+    u = numbers_of(zeros, zeros, count, draws_needed(vocabulary)).unsqueeze(1)
     assert (draw(logits.log_softmax(-1), u) != draw((logits + noise).log_softmax(-1), u)).sum() < 20
+
+
+def split_mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The mixing function of SplitMix64, in unsigned numbers."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def test_random_numbers_are_those_of_split_mix_bit_for_bit() -> None:
+    generator = np.random.default_rng(0)
+    seeds, samples, positions = (generator.integers(0, 2**64, 1000, dtype=np.uint64) for _ in range(3))
+    gamma = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        state = split_mix(seeds + gamma)
+        state = split_mix(state ^ split_mix(samples + gamma * np.uint64(2)))
+        state = split_mix(state ^ split_mix(positions + gamma * np.uint64(3)))
+        state = split_mix(state + gamma * np.arange(4, dtype=np.uint64)[:, np.newaxis])
+    expected = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    np.testing.assert_array_equal(numbers_of(seeds, samples, positions, 4).numpy(), expected)
+
+
+def test_the_image_of_logits_keeps_their_order() -> None:
+    numbers = torch.tensor([-torch.inf, -1e30, -2.0, -1.5, -1e-45, 0.0, 1e-45, 1e-38, 1.0, 1.5, 3e38, torch.inf], device=DEVICE)
+    assert (order_preserving(numbers).diff() > 0).all()
+    assert order_preserving(torch.tensor([-0.0, 0.0], device=DEVICE)).diff().item() == 0
+
+
+def kept_by_sorting(logits: NDArray[np.float32], weights: NDArray[np.float64], top_k: int, top_p: float) -> set[int]:
+    """The tokens that are left, found by sorting."""
+    order = np.argsort(-logits, kind="stable")[: top_k if top_k > 0 else None]
+    before = np.concatenate([[0.0], np.cumsum(weights[order])])
+    return {int(token) for index, token in enumerate(order) if index == 0 or top_p == 1 or before[index] < top_p * before[-1]}
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.integers(-6, 6), min_size=1, max_size=40),
+    st.sampled_from([-1, 1, 2, 3, 7, 100]),
+    st.sampled_from([1.0, 0.0, 0.1, 0.5, 0.77, 0.99]),
+    st.sampled_from([0.5, 1.0, 1e30]),
+)
+def test_truncation_is_that_of_a_sorted_vocabulary(steps: list[int], top_k: int, top_p: float, temperature: float) -> None:
+    """Among equal logits the lower id comes first. The rows beside it change nothing, nor do those that truncate nothing change."""
+    logits = torch.tensor([steps, [0] * len(steps), steps], dtype=torch.float32, device=DEVICE) / 3
+    logprobs = (logits / temperature).log_softmax(-1)
+    on = torch.tensor([top_k, 1, -1], device=DEVICE), torch.tensor([top_p, 0.3, 1.0], device=DEVICE)
+    rest = truncate(logits, logprobs, *on)
+    weights = logprobs[0].double().exp().cpu().numpy()
+    exact_p = float(np.float32(top_p))
+    assert set(rest[0].isfinite().nonzero().flatten().tolist()) == kept_by_sorting(logits[0].cpu().numpy(), weights, top_k, exact_p)
+    assert rest[1].isfinite().nonzero().flatten().tolist() == [0]
+    torch.testing.assert_close(rest[2], logprobs[2], atol=0, rtol=0)
+
+
+def test_rows_chosen_on_the_device_are_those_chosen_one_by_one() -> None:
+    rows, vocabulary = 12, 700
+    logits = (torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1)) * 3).to(DEVICE)
+    how = replace(
+        same_for_all(rows),
+        temperature=np.tile(np.array([0, 0.7, 1, 2], np.float32), 3),
+        top_k=np.repeat(np.array([-1, 5, 50]), 4),
+        top_p=np.array([1, 0.9, 0.5, 1] * 3, np.float32),
+        seed=np.arange(rows, dtype=np.uint64) + np.uint64(2**63),
+    )
+    tokens, logprobs = choose_next(logits, how.on(logits.device), truncates=True)
+    alone = [choose(logits[row : row + 1], how.of(slice(row, row + 1)))[0] for row in range(rows)]
+    assert tokens.tolist() == [one.token for one in alone]
+    np.testing.assert_allclose(logprobs.cpu(), [one.logprob for one in alone], atol=1e-6)

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tinsmith.sampling.randomness import uniforms
+from tinsmith.sampling.randomness import as_bits, uniforms
+from tinsmith.sampling.truncation import truncate
 
 COLDEST = float(np.finfo(np.float32).tiny)
 """The lowest temperature above 0: devices without subnormal numbers take smaller ones for 0, and 0 / 0 is NaN."""
@@ -41,6 +42,17 @@ class Choice:
         """The choices of some of the sequences."""
         return Choice(*(getattr(self, field.name)[rows] for field in fields(self)))
 
+    def on(self, device: torch.device) -> "DeviceChoice":
+        """The same on a device, without `topk`."""
+        numbers = [torch.from_numpy(array) for array in (self.temperature, self.top_k, self.top_p)]
+        bits = [as_bits(array) for array in (self.seed, self.sample, self.position)]
+        return DeviceChoice(*(tensor.to(device) for tensor in (*numbers, *bits)))
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any of them has a top_k or a top_p."""
+        return bool(((self.top_k > 0) | (self.top_p < 1)).any())
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -53,8 +65,42 @@ class Chosen:
     """The likeliest tokens and their log-probabilities, likeliest first, as many as were asked for."""
 
 
+@dataclass(frozen=True, eq=False)
+class DeviceChoice:
+    """How each of n rows wants its next token chosen, on the device of the logits; all tensors [n]."""
+
+    temperature: Tensor
+    """float32; 0 takes the likeliest token."""
+    top_k: Tensor
+    """int64; values below 1 are off."""
+    top_p: Tensor
+    """float32; 1 is off."""
+    seed: Tensor
+    """int64, with the bits of a number of 0 to 2**64 - 1; so are `sample` and `position`."""
+    sample: Tensor
+    """Index among the samples of one request."""
+    position: Tensor
+    """How many tokens the sequence has generated."""
+
+
+def choose_next(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[Tensor, Tensor]:
+    """The next token [n] int64 of each row of `logits` [n, vocabulary] float32, and its log-probability [n] float32.
+
+    The log-probability is that of `Chosen.logprob`. `truncates` says whether any row has a top_k or top_p; without it they are not looked
+    at. Nothing is read on the host, so that a CUDA graph can capture it.
+    """
+    temperature = choice.temperature.unsqueeze(1)
+    greedy = choice.temperature == 0
+    logprobs = logprobs_at(logits, torch.where(temperature == 0, 1.0, temperature))
+    u = uniforms(choice.seed, choice.sample, choice.position, draws_needed(logits.shape[1]))
+    left = truncate(logits, logprobs, choice.top_k, choice.top_p) if truncates else logprobs
+    drawn = draw(left, u.unsqueeze(-1)).squeeze(1)
+    tokens = torch.where(greedy, logits.argmax(-1), drawn)
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
 def choose(logits: Tensor, how: Choice) -> list[Chosen]:
-    """The next token for each row of `logits` [n, vocabulary] (float32)."""
+    """The next token for each row of `logits` [n, vocabulary] (float32), as `choose_next`."""
     chosen: list[Chosen] = []
     for start in range(0, len(logits), ROWS):
         rows = slice(start, start + ROWS)
@@ -63,15 +109,9 @@ def choose(logits: Tensor, how: Choice) -> list[Chosen]:
 
 
 def _choose_rows(logits: Tensor, how: Choice) -> list[Chosen]:
-    temperature = torch.from_numpy(how.temperature).to(logits.device).unsqueeze(1)
-    greedy = temperature == 0
-    logprobs = logprobs_at(logits, torch.where(greedy, 1.0, temperature))
-    u = uniforms(how.seed, how.sample, how.position, draws_needed(logits.shape[1]))
-    drawn = draw(truncate(logits, logprobs, how.top_k, how.top_p), u[..., np.newaxis]).squeeze(1)
-    tokens = torch.where(greedy.squeeze(1), logits.argmax(-1), drawn) if (how.temperature == 0).any() else drawn
-    chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    tops = _tops(logits, logprobs, how.topk)
-    return [Chosen(*parts) for parts in zip(tokens.tolist(), chosen.tolist(), tops, strict=True)]
+    tokens, logprobs = choose_next(logits, how.on(logits.device), how.truncates)
+    tops = _tops(logits, how)
+    return [Chosen(*parts) for parts in zip(tokens.tolist(), logprobs.tolist(), tops, strict=True)]
 
 
 def logprobs_at(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -82,35 +122,19 @@ def logprobs_at(logits: Tensor, temperature: Tensor) -> Tensor:
     return ((logits - logits.amax(-1, keepdim=True)) / temperature.clamp(min=COLDEST)).log_softmax(-1)
 
 
-def _tops(logits: Tensor, logprobs: Tensor, topk: NDArray[np.int64]) -> list[tuple[list[int], list[float]]]:
-    largest = int(topk.max())
+def _tops(logits: Tensor, how: Choice) -> list[tuple[list[int], list[float]]]:
+    largest = int(how.topk.max())
     if largest == 0:
-        return [([], [])] * len(topk)
-    ids = logits.topk(largest).indices  # a high temperature makes the log-probabilities of different tokens equal
-    values = logprobs.gather(1, ids)
-    return [(row[:k], own[:k]) for k, row, own in zip(topk.tolist(), ids.tolist(), values.tolist(), strict=True)]
+        return [([], [])] * len(how.topk)
+    temperature = torch.from_numpy(np.where(how.temperature == 0, np.float32(1), how.temperature)).to(logits.device)
+    ids, values = likeliest(logits, temperature, largest)
+    return [(row[:k], own[:k]) for k, row, own in zip(how.topk.tolist(), ids.tolist(), values.tolist(), strict=True)]
 
 
-def truncate(logits: Tensor, logprobs: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
-    """`logprobs` [n, vocabulary] with -inf outside the top k tokens, then outside the smallest set of probability top_p among the rest.
-
-    The `logits` [n, vocabulary] say which token is likelier: a high temperature makes their log-probabilities equal.
-    """
-    rows = np.flatnonzero((top_k > 0) | (top_p < 1))
-    if not rows.size:
-        return logprobs
-    index = torch.from_numpy(rows).to(logprobs.device)
-    columns = logits[index].sort(stable=True, dim=-1, descending=True).indices
-    ordered = logprobs[index].gather(1, columns)
-    k = torch.from_numpy(np.where(top_k[rows] > 0, top_k[rows], logprobs.shape[1])).to(logprobs.device).unsqueeze(1)
-    ordered = ordered.masked_fill(torch.arange(logprobs.shape[1], device=logprobs.device) >= k, -torch.inf)
-    p = torch.from_numpy(top_p[rows]).to(logprobs.device).unsqueeze(1)
-    probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities  # probability of all likelier tokens
-    dropped = (before >= p) & (p < 1)
-    dropped[:, 0] = False  # the likeliest token is always kept, also by a top_p that is 0 in float32
-    ordered = ordered.masked_fill(dropped, -torch.inf)
-    return logprobs.index_copy(0, index, torch.empty_like(ordered).scatter_(1, columns, ordered))
+def likeliest(logits: Tensor, temperature: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens [n, count] of each row, likeliest first, and their log-probabilities at `temperature` [n] above 0."""
+    ids = logits.topk(count).indices  # a high temperature makes the log-probabilities of different tokens equal
+    return ids, logprobs_at(logits, temperature.unsqueeze(1)).gather(1, ids)
 
 
 def draws_needed(vocabulary: int) -> int:
@@ -118,20 +142,20 @@ def draws_needed(vocabulary: int) -> int:
     return max(1, math.ceil(math.log(vocabulary, BRANCHES) - 1e-9))
 
 
-def draw(logprobs: Tensor, u: NDArray[np.float64]) -> Tensor:
-    """Token ids [n, k] from log-probabilities [n, vocabulary] (not normalized) and `u` [draws_needed(vocabulary), n, k] in [0, 1).
+def draw(logprobs: Tensor, u: Tensor) -> Tensor:
+    """Token ids [n, k] from log-probabilities [n, vocabulary] (not normalized) and random numbers.
 
-    The vocabulary is a tree, and at each of its nodes inverse transform sampling chooses one of `BRANCHES` children. Over the whole
-    vocabulary at once there would be as many borders as tokens at which a rounding difference of the logits, as other batch mates cause
-    it, turns a number into the neighbouring token; here there are a few dozen. Sums are in float64: the tail of a large vocabulary keeps
-    its share.
+    `u` [draws_needed(vocabulary), n, k] float64 holds these, in [0, 1). The vocabulary is a tree, and at each of its nodes inverse
+    transform sampling chooses one of `BRANCHES` children. Over the whole vocabulary at once there would be as many borders as tokens at
+    which a rounding difference of the logits, as other batch mates cause it, turns a number into the neighbouring token; here there are
+    a few dozen. Sums are in float64: the tail of a large vocabulary keeps its share.
     """
     levels = [_filled(logprobs.exp())]
     for _ in u[1:]:
         levels.append(_filled(levels[-1].unflatten(1, (-1, BRANCHES)).sum(-1, dtype=torch.float64)))
     chosen = torch.zeros(u.shape[1:], dtype=torch.int64, device=logprobs.device)
     children = torch.arange(BRANCHES, device=logprobs.device)
-    for level, numbers in zip(reversed(levels), torch.from_numpy(u).to(logprobs.device), strict=True):
+    for level, numbers in zip(reversed(levels), u, strict=True):
         candidates = chosen.unsqueeze(-1) * BRANCHES + children  # [n, k, BRANCHES]
         cumulative = level.gather(1, candidates.flatten(1)).view_as(candidates).cumsum(-1, dtype=torch.float64)
         total = cumulative[..., -1:]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.choose import draw, draws_needed, logprobs_at
-from tinsmith.sampling.randomness import uniforms
+from tinsmith.sampling.randomness import as_bits, uniforms
 from tinsmith.wire.prompt_scores import Alternatives, PromptAnswers, PromptQuestions, TargetLogprobs, TopLogprobs
 from tinsmith.wire.sample import SamplingParams
 
@@ -100,9 +100,10 @@ class PromptScores:
         rows = np.flatnonzero(self.text[places])
         index = torch.from_numpy(rows).to(logits.device)
         k = self.asked.alternatives
-        at = np.repeat(places[rows].astype(np.uint64), k)
+        at = np.repeat(places[rows], k)
         which = np.tile(np.arange(ALTERNATIVE, ALTERNATIVE + k, dtype=np.uint64), len(rows))
-        u = uniforms(np.full(len(at), self.seed, dtype=np.uint64), which, at, draws_needed(logits.shape[1])).reshape(-1, len(rows), k)
+        seeds, samples, positions = (as_bits(numbers).to(logits.device) for numbers in (np.full(len(at), self.seed, np.uint64), which, at))
+        u = uniforms(seeds, samples, positions, draws_needed(logits.shape[1])).view(-1, len(rows), k)
         if self.temperature == 0:
             tokens = logits[index].argmax(-1, keepdim=True).expand(-1, k)
         else:
