@@ -18,10 +18,11 @@ with Liger's kernels, all in bfloat16. Parts:
 """
 
 import itertools
-import tempfile
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,9 @@ from numpy.typing import NDArray
 
 from benchmarks.gpu.measuring import TINY, Figures, begin, card, figure, isolated, peak_memory, ratio, release, say, timed
 from benchmarks.gpu.rivals import Inputs, lora_network, step_of, texts
-from benchmarks.gpu.shapes import base_of, configuration, flops_per_token, network_of, write_surroundings
+from benchmarks.gpu.shapes import base_of, configuration, flops_per_token, network_of
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
-from tinsmith.models.families import IMAGE_FAMILIES, ImageSpan, positions
-from tinsmith.models.pictures import PictureInput, PixelLevels
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.backend import DatumWork, LocalBackend
@@ -245,29 +244,22 @@ def their_full(lengths: Sequence[int], matmul: float, dtype: torch.dtype) -> Fig
     return measured(config, lengths, step, matmul, all_weights=True)
 
 
-SEQUENCES = 2 if TINY else 8
-TEXT, SIDE = (12, 4) if TINY else (256, 32)
-"""Tokens of text beside a picture, and its patches along a side: 32 patches of 16 pixels, merged by two, are 256 tokens."""
+SEQUENCES, STEPS = (2, 3) if TINY else (8, 8)
+TEXT, SIDE = (12, 64) if TINY else (256, 512)
+"""Tokens of text beside a picture, and its pixels along a side; 512² are 256 tokens."""
 
 
-def picture_inputs(config: Any, family: Any, steps: int) -> list[list[RenderedInput]]:
-    """For each step its sequences: text, a picture that was not there before, text."""
-    generator = np.random.default_rng(0)
-    vision = config.vision_config
-    levels = PixelLevels(torch.linspace(-1, 1, 256).repeat(3, 1), vision.temporal_patch_size)
-    numbers = itertools.count()
-    grid, rows = (1, SIDE, SIDE), SIDE * SIDE // vision.spatial_merge_size**2
+def rendered_pictures(base: BaseModel) -> tuple[list[list[RenderedInput]], float]:
+    """For each step its sequences, text around a picture that no other has; and the seconds of processor time that a picture took."""
+    from tests.bases import picture_chunks, renderer
 
-    def sequence() -> RenderedInput:
-        digest = next(numbers).to_bytes(32, "big")
-        pixels = torch.randint(0, 256, (SIDE * SIDE, 3 * vision.patch_size**2), dtype=torch.uint8)
-        picture = PictureInput(digest, pixels, levels, grid, slice(0, rows))
-        before, after = (generator.integers(0, 1500, n).astype(np.int32) for n in (TEXT // 2, TEXT - TEXT // 2))
-        tokens = np.concatenate([before, np.full(rows, config.image_token_id, np.int32), after])
-        spans = (ImageSpan(len(before), rows, grid),)
-        return RenderedInput(tokens, spans, (picture,), positions(family, len(tokens), spans, vision.spatial_merge_size))
-
-    return [[sequence() for _ in range(SEQUENCES)] for _ in range(steps)]
+    render = renderer(base)
+    chunks = [picture_chunks(base, 2 * number, TEXT - 2, width=SIDE, height=SIDE) for number in range(STEPS * SEQUENCES)]
+    began = time.process_time()
+    with ThreadPoolExecutor() as pool:
+        rendered = list(pool.map(render.render, chunks))
+    each_s = (time.process_time() - began) / len(rendered)
+    return [rendered[start : start + SEQUENCES] for start in range(0, len(rendered), SEQUENCES)], each_s
 
 
 def our_pictures(matmul: float) -> Figures:
@@ -276,7 +268,8 @@ def our_pictures(matmul: float) -> Figures:
     network = network_of(config)
     release()
     backend = backend_of(base_of(config, network), {"m": RANK})
-    steps = [[datum("m", rendered) for rendered in sequences] for sequences in picture_inputs(config, backend.base.family, 20)]
+    sequences, render_s = rendered_pictures(backend.base)
+    steps = [[datum("m", rendered) for rendered in those] for those in sequences]
     upcoming = itertools.cycle(steps)
     lengths = [len(item.rendered) for item in steps[0]]
 
@@ -284,17 +277,17 @@ def our_pictures(matmul: float) -> Figures:
         backend.base.features.clear()  # whatever was seen before is new again
         train(backend, filled(next(upcoming), backend.tokens_per_pass), ["m"])
 
-    return measured(config, lengths, step, matmul)
+    return measured(config, lengths, step, matmul) | {"render_cpu_s_per_picture": render_s}
 
 
 def their_pictures(matmul: float) -> Figures:
     """What transformers and PEFT do on the same."""
     config = configuration("VL-4B")
-    with tempfile.TemporaryDirectory() as folder:
-        write_surroundings(config, Path(folder))  # for the ids of its small tokenizer
-    family = IMAGE_FAMILIES[config.model_type]
+    sequences, _ = rendered_pictures(base_of(config))
+    steps = [_together(those, config) for those in sequences]
+    config = deepcopy(config)
+    config.text_config._attn_implementation = config.vision_config._attn_implementation = config._attn_implementation = "sdpa"  # not ours
     release()
-    steps = [_together(sequences, config) for sequences in picture_inputs(config, family, 20)]
     upcoming = itertools.cycle(steps)
     lengths = [steps[0]["input_ids"].shape[1]] * SEQUENCES
     return measured(config, lengths, step_of(lora_network(config, RANK), lambda: [next(upcoming)]), matmul)
