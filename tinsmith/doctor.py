@@ -136,13 +136,15 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
 
 def _parts(sizes: "Sizes", config: Config) -> dict[str, int]:
     """Bytes of what one base model needs to train one adapter and to sample."""
+    from tinsmith.models.pass_memory import KEEP_ALL  # here, because it imports transformers
+
     training = config.training
     tokens = training.tokens_per_pass
     return {
         "weights": sizes.weight_bytes,
         "key/value cache (--kv-cache-gib)": int(config.sampling.kv_cache_gib * GIB) if config.sampling.sampler == "local" else 0,
         f"one trained model of rank {RANK}": sizes.training_bytes(RANK),
-        f"a pass of {tokens:,} tokens (--tokens-per-pass), roughly": sizes.pass_bytes(tokens, training.logits_chunk),
+        f"a pass of {tokens:,} tokens (--tokens-per-pass), roughly": sizes.passes.bytes(tokens, training.logits_chunk, KEEP_ALL),
     }
 
 

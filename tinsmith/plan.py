@@ -89,6 +89,8 @@ class Plan:
     """The largest pass of several sequences (--tokens-per-pass)."""
     pass_bytes: int
     """What such a pass takes."""
+    recomputed_layers: int
+    """How many layers such a pass must recompute to fit beside one adapter."""
     cache: CachePlan | None
     """None without the local sampler."""
     adapters: AdaptersPlan
@@ -124,10 +126,13 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         divided = shape.divide(budget, config.sampling.max_running)
         cache = CachePlan(budget, divided.blocks, divided.blocks * BLOCK, divided.slots, shape.state_bytes)
     tokens, chunk = config.training.tokens_per_pass, config.training.logits_chunk
-    pass_bytes = sizes.pass_bytes(tokens, chunk)
+    passes = sizes.passes
     left = memory - sizes.weight_bytes - (cache.bytes if cache else 0)
     adapter = sizes.training_bytes(rank)
-    longest = max(0, left - adapter - sizes.pass_bytes(0, chunk)) // sizes.token_bytes
+    effort = passes.effort_for(tokens, chunk, left - adapter) or passes.smallest
+    pass_bytes = passes.bytes(tokens, chunk, effort)
+    smallest = passes.bytes(tokens, chunk, passes.smallest)
+    longest = passes.longest(chunk, left - adapter, 0, sizes.max_context)
     return Plan(
         model=name,
         architecture=sizes.layout.family.model_type,
@@ -140,8 +145,9 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         weight_bytes=sizes.weight_bytes,
         pass_tokens=tokens,
         pass_bytes=pass_bytes,
+        recomputed_layers=effort.recompute,
         cache=cache,
-        adapters=AdaptersPlan(adapter, sizes.adapter_bytes(rank), max(0, left - pass_bytes) // adapter),
+        adapters=AdaptersPlan(adapter, sizes.adapter_bytes(rank), max(0, left - smallest) // adapter),
         full_parameters=FullPlan(sizes.full_bytes, max(0, left - pass_bytes)),
         longest_sequence=SequencePlan(min(longest, sizes.max_context), "memory" if longest < sizes.max_context else "context"),
     )
@@ -189,7 +195,8 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
         if plan.cache.state_slots:
             holds += f"; {plan.cache.state_slots:,} states of {size_text(plan.cache.state_bytes)} of sequences"
         yield "cache (--kv-cache-gib)", f"{size_text(plan.cache.bytes)}: {holds}"
-    yield f"a pass of {plan.pass_tokens:,} tokens", f"{size_text(plan.pass_bytes)}, roughly (--tokens-per-pass)"
+    again = f", {plan.recomputed_layers} layers of it recomputed" if plan.recomputed_layers else ""
+    yield f"a pass of {plan.pass_tokens:,} tokens", f"{size_text(plan.pass_bytes)}, roughly (--tokens-per-pass){again}"
     adapters = plan.adapters
     each = f"{size_text(adapters.bytes_each)} each, a snapshot to sample {size_text(adapters.snapshot_bytes)}"
     none = "none fits beside all of that" + (f", one does with --tokens-per-pass {longest.tokens}" if longest.tokens else "")

@@ -15,6 +15,7 @@ from tests.bases import png
 from tests.engine.here import LONG_S, Here
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
+from tinsmith.models.pass_memory import Effort
 from tinsmith.models.pictures import PictureInput
 from tinsmith.store.records import Outcome
 from tinsmith.training.backend import DatumResult, DatumWork
@@ -38,10 +39,10 @@ def fail_on_guilty(here: Here, monkeypatch: pytest.MonkeyPatch, error: Exception
     """Every pass with the guilty datum raises, where torch would."""
     run = here.backend()._run
 
-    def failing(work: Sequence[DatumWork], backward: bool) -> list[DatumResult]:
+    def failing(work: Sequence[DatumWork], backward: bool, effort: Effort) -> list[DatumResult]:
         if any(len(datum.rendered) == GUILTY for datum in work):
             raise error
-        return run(work, backward)
+        return run(work, backward, effort)
 
     monkeypatch.setattr(here.backend(), "_run", failing)
 

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.bases import datum, load, random_tokens, renderer
 from tests.training.test_backend import assert_same, backend_with, gradients
 from tinsmith.models.base import BaseModel
+from tinsmith.models.pass_memory import Effort
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 
 ERRORS = {
@@ -25,10 +26,10 @@ def break_on(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, guilty: Dat
     """Make every pass with this datum fail where torch would raise."""
     run = backend._run
 
-    def failing(work: Sequence[DatumWork], backward: bool) -> list[DatumResult]:
+    def failing(work: Sequence[DatumWork], backward: bool, effort: Effort) -> list[DatumResult]:
         if any(item is guilty for item in work):
             raise error
-        return run(work, backward)
+        return run(work, backward, effort)
 
     monkeypatch.setattr(backend, "_run", failing)
 

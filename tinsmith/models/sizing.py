@@ -10,11 +10,8 @@ from tinsmith.models.base import pick_device, pick_dtype
 from tinsmith.models.families import context_length, family_of, read_config
 from tinsmith.models.full import snapshot_bytes, training_bytes
 from tinsmith.models.layout import Layout, empty_network, layout_of
+from tinsmith.models.pass_memory import PassMemory, pass_memory_of
 from tinsmith.protocol.shapes import LoraShape
-
-KEPT_OF_ATTENTION, KEPT_OF_MLP, KEPT_OF_RESIDUALS = 3, 4, 1
-"""What a pass keeps of a token for its backward, about: so many times all that the linears around attention give, or those of a gated delta
-net; and in each layer so many times the width of the MLP, and so many times the hidden width."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +56,10 @@ class Sizes:
         """A snapshot of such a model."""
         return snapshot_bytes(self.language_parameters, self.dtype)
 
-    def pass_bytes(self, tokens: int, logits_chunk: int) -> int:
-        """What a forward_backward pass of that many tokens keeps, roughly, with `logits_chunk` rows of logits and their gradient."""
-        logits: int = logits_chunk * self.text_config.vocab_size
-        return tokens * self.token_bytes + 2 * logits * 4
-
     @property
-    def token_bytes(self) -> int:
-        """What a forward_backward pass keeps of each token, roughly."""
-        text = self.text_config
-        attention = sum(target.out_features for target in self.layout.targets.values() if target.group == "attn")
-        each_layer = KEPT_OF_MLP * text.intermediate_size + KEPT_OF_RESIDUALS * text.hidden_size
-        numbers: int = text.num_hidden_layers * each_layer + KEPT_OF_ATTENTION * attention
-        return numbers * self.dtype.itemsize
+    def passes(self) -> PassMemory:
+        """What passes take."""
+        return pass_memory_of(self.layout, self.text_config, self.dtype)
 
 
 def size_of(source: str, config: ModelsConfig) -> Sizes:

@@ -1,7 +1,7 @@
 """Training on one base model: the `Backend` interface, and its implementation in one process (`LocalBackend`).
 
-It holds the models and their optimizers, and divides work into passes (`packed_pass.py`): a pass that fails is halved until the datum is
-found that fails.
+It holds the models and their optimizers, and divides work into passes (`packed_pass.py`). A pass that finds too little memory recomputes
+more of itself (`efforts.py`), and one that fails in any other way, or still, is halved until the datum is found that fails.
 """
 
 import logging
@@ -19,11 +19,13 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights, new_full_weights, snapshot_bytes, training_bytes
 from tinsmith.models.lora import new_adapter
 from tinsmith.models.machine import require_memory
+from tinsmith.models.pass_memory import Effort, pass_memory_of
 from tinsmith.models.threads import threads_for, threads_for_step
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import shared_rows
 from tinsmith.training.checkpoint import About, SavedState, copy_to_host, weights_from
+from tinsmith.training.efforts import Efforts
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.packed_pass import DatumResult, DatumWork, run_packed
 
@@ -108,6 +110,8 @@ class LocalBackend:
         self.config = config
         self.tokens_per_pass = config.tokens_per_pass
         self.optimizers: dict[str, ModelOptimizer] = {}
+        memory = pass_memory_of(base.layout, base.text_config, base.dtype)
+        self.efforts = Efforts(memory, base.device, config.logits_chunk, self._promised)
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
         base = self.base
@@ -183,7 +187,7 @@ class LocalBackend:
         while passes:
             chosen = passes.popleft()
             part = [work[i] for i in chosen]
-            outcome = self._attempt(part, backward)
+            outcome = self._compute(part, backward)
             if not isinstance(outcome, PassError):
                 for i, result in zip(chosen, outcome, strict=True):
                     results[i] = result
@@ -194,13 +198,33 @@ class LocalBackend:
                     self._plan_smaller_passes(part)
                 first = _half(part)
                 passes.extendleft((chosen[first:], chosen[:first]))
+        if self.tokens_per_pass < self.config.tokens_per_pass and self.efforts.may_grow():
+            self.tokens_per_pass = min(2 * self.tokens_per_pass, self.config.tokens_per_pass)
+            log.info("no pass ran out of memory for a while: they take up to %d tokens again", self.tokens_per_pass)
         return PassResult(results, failures)
 
-    def _attempt(self, work: Sequence[DatumWork], backward: bool) -> list[DatumResult] | PassError:
+    def _compute(self, work: Sequence[DatumWork], backward: bool) -> list[DatumResult] | PassError:
+        """One pass, with as much recomputation as it takes to fit into the memory."""
+        tokens = sum(len(datum.rendered) for datum in work)
+        effort = self.efforts.first(tokens, backward)
+        while True:
+            outcome = self._attempt(work, backward, effort)
+            if not isinstance(outcome, PassError) or not outcome.out_of_memory:
+                return outcome
+            self._give_back()
+            more = self.efforts.more(effort, tokens, alone=len(work) == 1) if backward else None
+            if more is None:
+                return outcome
+            effort = more
+            where = ", with their inputs in host memory" if effort.offload else ""
+            log.warning("out of memory in a pass of %d tokens: it recomputes %d layers%s", tokens, effort.recompute, where)
+
+    def _attempt(self, work: Sequence[DatumWork], backward: bool, effort: Effort) -> list[DatumResult] | PassError:
         """One pass. Whatever it raises is returned, so that the tensors of the failed pass are free before the next one starts."""
+        tokens = sum(len(datum.rendered) for datum in work)
         try:
-            with threads_for(self.base, sum(len(datum.rendered) for datum in work)):
-                return self._run(work, backward)
+            with threads_for(self.base, tokens), self.efforts.measured(tokens, effort, backward):
+                return self._run(work, backward, effort)
         except Exception as error:
             if is_out_of_memory(error):
                 return PassError(str(error), out_of_memory=True)
@@ -208,9 +232,9 @@ class LocalBackend:
             log.warning("a pass of %d datums failed", len(work), exc_info=len(work) == 1)
             return PassError(f"{type(error).__name__}: {error}", out_of_memory=False)
 
-    def _run(self, work: Sequence[DatumWork], backward: bool) -> list[DatumResult]:
+    def _run(self, work: Sequence[DatumWork], backward: bool, effort: Effort) -> list[DatumResult]:
         optimizers = [self._optimizer(datum.model_id) for datum in work]
-        return run_packed(self.base, work, optimizers, backward, self.config.logits_chunk)
+        return run_packed(self.base, work, optimizers, backward, self.config.logits_chunk, effort)
 
     def _reason(self, datum: DatumWork, error: PassError) -> str:
         if not error.out_of_memory:
@@ -223,6 +247,9 @@ class LocalBackend:
         total = sum(len(datum.rendered) for datum in work)
         self.tokens_per_pass = max(1, min(self.tokens_per_pass, total // 2))
         log.warning("out of memory in a pass of %d tokens: it goes on in two, later ones take %d tokens", total, self.tokens_per_pass)
+
+    def _give_back(self) -> None:
+        """Let the next pass have the memory of a failed one in pieces of other sizes."""
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -238,13 +265,17 @@ class LocalBackend:
 
     def _require_memory(self, purpose: str, needed: int, device: torch.device) -> None:
         """Raise UserError if `device` has not so many bytes free, beside what the models on it will still take when they train."""
-        promised = sum(model.unclaimed for model in self.optimizers.values()) if device == self.base.device else 0
-        require_memory(purpose, needed, device, promised)
+        require_memory(purpose, needed, device, self._promised() if device == self.base.device else 0)
+
+    def _promised(self) -> int:
+        """Bytes of the device that its models will still take when they train."""
+        return sum(model.unclaimed for model in self.optimizers.values())
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether an error of torch or numpy means that an allocation failed, on any device."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+    text = str(error).lower()  # memory of the host that the device can read has no class of its own
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text or "out of memory" in text
 
 
 def _not_loaded(model_id: str) -> str:

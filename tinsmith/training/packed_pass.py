@@ -5,6 +5,7 @@ leaves no trace.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.full import Weights
+from tinsmith.models.pass_memory import KEEP_ALL, Effort
 from tinsmith.models.pass_plan import PackedPlan
+from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.rendering.packing import pack, packing_order, segments_of
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.logprobs import target_logprobs
@@ -48,18 +51,23 @@ class DatumResult:
 
 
 def run_packed(
-    base: BaseModel, work: Sequence[DatumWork], optimizers: Sequence[ModelOptimizer], backward: bool, logits_chunk: int
+    base: BaseModel,
+    work: Sequence[DatumWork],
+    optimizers: Sequence[ModelOptimizer],
+    backward: bool,
+    logits_chunk: int,
+    effort: Effort = KEEP_ALL,
 ) -> list[DatumResult]:
     """Compute datums in one row; with `backward` each model's gradients go to its optimizer.
 
     `optimizers` are those of the models of each datum, which share a row (`packing.shared_rows`). Logits exist for `logits_chunk` tokens
-    at a time. Raises whatever torch raises, before any gradient is added.
+    at a time. `effort` changes the memory that the pass takes, and no result. Raises whatever torch raises, before any gradient is added.
     """
     owners = [optimizer.weights for optimizer in optimizers]
     order = packing_order([len(datum.rendered) for datum in work], owners)
     row = pack([work[i].rendered for i in order], [owners[i] for i in order], base.device)
     with torch.set_grad_enabled(backward):
-        parts = _logprobs(base, row, [work[i] for i in order], [owners[i] for i in order], logits_chunk)
+        parts = _logprobs(base, row, [work[i] for i in order], [owners[i] for i in order], logits_chunk, effort)
         losses = [work[i].loss.compute(part, _inputs(work[i], base.device)) for i, part in zip(order, parts, strict=True)]
         per_datum = torch.stack(losses)  # [datums]
     metrics = _metrics([work[i] for i in order], parts)
@@ -73,13 +81,17 @@ def run_packed(
     return in_order
 
 
-def _logprobs(base: BaseModel, row: PackedRow, work: Sequence[DatumWork], owners: Sequence[Weights], chunk: int) -> list[Tensor]:
+def _logprobs(
+    base: BaseModel, row: PackedRow, work: Sequence[DatumWork], owners: Sequence[Weights], chunk: int, effort: Effort
+) -> list[Tensor]:
     """Log-probabilities of the targets of each datum of the row, in their shape.
 
     Neighbours with the same number K of targets a position are scored together, whichever model they belong to. No datum is padded to the
     K of another, which may be in the millions.
     """
-    hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))  # [tokens, hidden]
+    plan = PackedPlan(row.lengths, base.device, base.dtype)
+    with kept_in_host_memory(len(row.token_ids)) if effort.offload else nullcontext():
+        hidden = base.hidden_states(row, plan, effort.recompute)  # [tokens, hidden]
     head = base.head(owners[0])  # [vocabulary, hidden]; a model with a head of its own is alone in the row
     parts: list[Tensor] = []
     start = 0

@@ -1,0 +1,123 @@
+"""The estimate of what a pass takes, against the bytes that passes really take."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.bases import datum, load, random_adapter, random_tokens, renderer, write_family
+from tests.memory import CountedMemory
+from tests.models.published import SERVED
+from tests.training.test_backend import backend_with
+from tinsmith.config import ModelsConfig
+from tinsmith.models.base import BaseModel
+from tinsmith.models.pass_memory import KEEP_ALL, Effort, PassMemory, pass_memory_of
+from tinsmith.models.pass_plan import PackedPlan
+from tinsmith.models.sizing import size_of
+from tinsmith.rendering.packing import pack
+from tinsmith.training.backend import DatumWork, LocalBackend
+from tinsmith.training.packed_pass import run_packed
+
+TOKENS, CHUNK = 512, 64
+WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 1024}
+"""Sizes of which a row is most of a pass, as it is of real models."""
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_5_text"])
+def wide_base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
+    """A tiny model of four layers whose row is wide."""
+    directory: Path = tmp_path_factory.mktemp("wide")
+    write_family(request.param, directory)
+    config = AutoConfig.from_pretrained(directory)
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] if request.param == "qwen3_5_text" else None
+    for name, value in (WIDE | {"layer_types": kinds or ["full_attention"] * 4}).items():
+        setattr(config, name, value)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return load(directory, device="cpu")
+
+
+def memory_of(base: BaseModel) -> PassMemory:
+    """The estimate for a loaded model."""
+    return pass_memory_of(base.layout, base.text_config, base.dtype)
+
+
+def work_for(base: BaseModel) -> tuple[LocalBackend, list[DatumWork]]:
+    """A pass of two sequences of one model."""
+    backend = backend_with(base, a=4)
+    return backend, [datum("a", renderer(base).render([random_tokens(seed, TOKENS // 2)])) for seed in range(2)]
+
+
+def test_what_is_kept_is_estimated_to_a_sixth(wide_base: BaseModel) -> None:
+    """For any number of recomputed layers, counting each byte that autograd keeps when the forward has ended."""
+    adapter = random_adapter(wide_base)
+    row = pack([renderer(wide_base).render([random_tokens(seed, TOKENS // 2)]) for seed in range(2)], [adapter] * 2, wide_base.device)
+    plan = PackedPlan(row.lengths, wide_base.device, wide_base.dtype)
+    memory = memory_of(wide_base)
+    known = {tensor.untyped_storage().data_ptr() for tensor in [*wide_base.network.parameters(), *adapter.leaves()]}
+    for recompute in range(wide_base.text_config.num_hidden_layers + 1):
+        kept: dict[int, Tensor] = {}  # one tensor of each storage, which keeps the storage from being used again
+
+        def keep(tensor: Tensor, kept: dict[int, Tensor] = kept) -> Tensor:
+            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            wide_base.hidden_states(row, plan, recompute)
+        held = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in known)
+        layers = TOKENS * (recompute * memory.input + sum(memory.kept[recompute:]))
+        assert 5 / 6 < (layers + TOKENS * memory.input) / held < 7 / 6, recompute  # the last norm keeps a row too
+
+
+def test_the_peak_of_a_pass_is_estimated_to_a_fifth(wide_base: BaseModel) -> None:
+    backend, work = work_for(wide_base)
+    memory = memory_of(wide_base)
+    peaks = []
+    for recompute in range(wide_base.text_config.num_hidden_layers):
+        effort = Effort(recompute)
+        with CountedMemory(wide_base.network.parameters()) as counted:
+            run_packed(wide_base, work, [backend.optimizers["a"]] * 2, True, CHUNK, effort)
+        backend.clear_gradients("a")
+        assert 0.8 < memory.bytes(TOKENS, CHUNK, effort) / counted.peak < 1.2, recompute
+        peaks.append(counted.peak)
+    assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> PassMemory:
+    """The estimate for Qwen3.5-4B on a GPU."""
+    return size_of(str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path)), ModelsConfig(device="cpu", dtype="bfloat16")).passes
+
+
+def test_no_more_is_recomputed_than_the_memory_asks_for(published: PassMemory) -> None:
+    everything = published.bytes(8192, 1024, KEEP_ALL)
+    assert published.effort_for(8192, 1024, everything) == KEEP_ALL
+    chosen = published.effort_for(8192, 1024, everything // 2)
+    assert chosen is not None
+    assert published.bytes(8192, 1024, chosen) <= everything // 2 < published.bytes(8192, 1024, Effort(chosen.recompute - 1))
+    least = published.bytes(8192, 1024, published.smallest)
+    assert published.effort_for(8192, 1024, least) == published.smallest
+    assert published.effort_for(8192, 1024, least - 1) is None
+    sizes = [published.bytes(8192, 1024, Effort(count)) for count in range(published.smallest.recompute + 1)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_host_memory_makes_sequences_longer(published: PassMemory) -> None:
+    free = 20 * 2**30
+    alone = published.longest(1024, free, 0, 2**20)
+    helped = published.longest(1024, free, 100 * 2**30, 2**20)
+    little = published.longest(1024, free, published.host_bytes(alone + 100, published.smallest_with_host), 2**20)
+    assert published.bytes(alone, 1024, published.smallest) <= free < published.bytes(alone + 1, 1024, published.smallest)
+    assert published.bytes(helped, 1024, published.smallest_with_host) <= free
+    assert alone < little == alone + 100 < helped
+    assert published.longest(1024, free, 0, 1000) == 1000
+    assert published.longest(1024, 2**20, 0, 1000) == 0
+
+
+def test_every_family_has_an_estimate(family_base: Callable[[str], BaseModel]) -> None:
+    for family in ("gpt_neox", "gemma", "qwen2_5_vl", "qwen3_5"):
+        memory = memory_of(family_base(family))
+        assert len(memory.kept) == family_base(family).text_config.num_hidden_layers
+        assert min(memory.kept) > memory.input > 0

@@ -1,0 +1,126 @@
+"""Passes that find too little memory: what they recompute, that it changes nothing, and what is learnt from them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.bases import DEVICE, datum, load, random_tokens, renderer
+from tests.memory import CountedMemory
+from tests.training.test_backend import backend_with, gradients
+from tinsmith.models.base import BaseModel
+from tinsmith.models.pass_memory import KEEP_ALL, Effort, PassMemory
+from tinsmith.training.backend import DatumWork, LocalBackend
+from tinsmith.training.efforts import PATIENCE, Efforts
+from tinsmith.training.packed_pass import run_packed
+
+MEMORY = PassMemory(kept=(100, 100, 100, 100), input=10, transient=20, ends=0, logits=0)
+"""A model of four layers."""
+TOKENS = 2**20
+
+
+def efforts(free: int, device: str = "cpu", memory: PassMemory = MEMORY) -> Efforts:
+    """The decisions where so many bytes of this machine's memory are not promised to others."""
+    found = Efforts(memory, torch.device(device), 1, lambda: 0)
+    found.promised = lambda: int(-free / 0.95)
+    return found
+
+
+def peak_of(backend: LocalBackend, base: BaseModel, work: Sequence[DatumWork], effort: Effort) -> int:
+    """What a pass takes at once."""
+    counted = CountedMemory(base.network.parameters())
+    with counted:
+        run_packed(base, work, [backend.optimizers[item.model_id] for item in work], True, backend.config.logits_chunk, effort)
+    return counted.peak
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts the memory of the CPU")
+def test_a_sequence_that_does_not_fit_is_recomputed_with_the_same_gradients(family_dir: Callable[[str], Path]) -> None:
+    base = load(family_dir("qwen3_5"))
+    backend = backend_with(base, a=4)
+    work = [datum("a", renderer(base).render([random_tokens(0, 700)]))]
+    kept, recomputed = (peak_of(backend, base, work, effort) for effort in (KEEP_ALL, backend.efforts.memory.smallest))
+    assert recomputed < 0.6 * kept
+    expected = gradients(backend, "a")
+    backend.run_pass(work, backward=True)
+    expected = gradients(backend, "a")
+    with CountedMemory(base.network.parameters(), limit=(kept + recomputed) / 2) as limited:
+        outcome = backend.run_pass(work, backward=True)
+    assert limited.refused == 1
+    assert outcome.failures == {}
+    assert all(torch.equal(one, other) for one, other in zip(gradients(backend, "a"), expected, strict=True))
+    assert backend.tokens_per_pass == backend.config.tokens_per_pass
+    with CountedMemory(base.network.parameters(), limit=recomputed / 2):
+        refused = backend.run_pass(work, backward=True)
+    assert "a sequence of 700 tokens needs more memory than cpu has left" in refused.failures[0]
+    assert backend.optimizers["a"].gradients is None
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts the memory of the CPU")
+def test_sequences_are_halved_only_when_recomputing_does_not_help(text_base: BaseModel) -> None:
+    backend, render = backend_with(text_base, a=4, b=8), renderer(text_base)
+    work = [datum("ab"[i % 2], render.render([random_tokens(i, 200)]), i) for i in range(4)]
+    kept, recomputed = (peak_of(backend, text_base, work, effort) for effort in (KEEP_ALL, backend.efforts.memory.smallest))
+    for name in "ab":
+        backend.clear_gradients(name)
+    for limit, halved in (((kept + recomputed) / 2, False), (0.7 * recomputed, True)):
+        backend.tokens_per_pass = backend.config.tokens_per_pass
+        with CountedMemory(text_base.network.parameters(), limit=limit):
+            assert backend.run_pass(work, backward=True).failures == {}
+        assert (backend.tokens_per_pass == 400) == halved
+
+
+def test_host_memory_gives_the_gradients_of_keeping_everything(text_base: BaseModel) -> None:
+    backend, render = backend_with(text_base, a=4, b=8), renderer(text_base)
+    work = [datum("ab"[i % 2], render.render([random_tokens(i, 30)]), i) for i in range(4)]
+    owners = [backend.optimizers[item.model_id] for item in work]
+    found = []
+    for effort in (KEEP_ALL, backend.efforts.memory.smallest_with_host):
+        assert effort.offload == (effort != KEEP_ALL)
+        run_packed(text_base, work, owners, True, 1024, effort)
+        found.append([gradient for name in "ab" for gradient in gradients(backend, name)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_the_free_memory_decides_how_much_is_recomputed() -> None:
+    whole = MEMORY.bytes(TOKENS, 1, KEEP_ALL)
+    assert efforts(2 * whole + 2**50).first(TOKENS, backward=True) == KEEP_ALL
+    scarce = Efforts(MEMORY, torch.device("cpu"), 1, lambda: 2**60)
+    assert scarce.first(TOKENS, backward=True) == MEMORY.smallest
+    assert scarce.first(TOKENS, backward=False) == KEEP_ALL
+    assert scarce.first(100, backward=True) == KEEP_ALL  # nothing that anybody would notice
+
+
+def test_what_passes_took_corrects_the_estimate() -> None:
+    decisions = efforts(2**50)
+    estimated = decisions.estimate(TOKENS, KEEP_ALL)
+    decisions.learn(1.5)
+    assert decisions.estimate(TOKENS, KEEP_ALL) == pytest.approx(1.5 * estimated)
+    for _ in range(100):
+        decisions.learn(0.8)
+    assert decisions.estimate(TOKENS, KEEP_ALL) == pytest.approx(0.8 * estimated, rel=1e-3)
+
+
+def test_after_an_out_of_memory_more_is_recomputed_and_in_the_end_nothing_helps() -> None:
+    decisions = Efforts(MEMORY, torch.device("cuda"), 1, lambda: 0)
+    assert decisions.more(KEEP_ALL, 100, alone=False) == Effort(3)
+    assert decisions.more(Effort(3), 100, alone=False) is None
+    assert decisions.more(Effort(3), 100, alone=True) == Effort(4, offload=True)
+    assert decisions.more(Effort(4, offload=True), 100, alone=True) is None
+    assert decisions.more(Effort(3), 2**50, alone=True) is None  # which the host has no room for
+    assert decisions.factor > 1
+    assert Efforts(MEMORY, torch.device("cpu"), 1, lambda: 0).more(Effort(3), 100, alone=True) is None
+
+
+def test_passes_grow_again_after_a_while(text_base: BaseModel) -> None:
+    backend, render = backend_with(text_base, a=4), renderer(text_base)
+    work = [datum("a", render.render([random_tokens(0, 5)]))]
+    backend.tokens_per_pass = backend.config.tokens_per_pass // 4
+    for _ in range(PATIENCE):
+        assert backend.tokens_per_pass == backend.config.tokens_per_pass // 4
+        backend.run_pass(work, backward=False)
+    assert backend.tokens_per_pass == backend.config.tokens_per_pass // 2
+    for _ in range(2 * PATIENCE):
+        backend.run_pass(work, backward=False)
+    assert backend.tokens_per_pass == backend.config.tokens_per_pass

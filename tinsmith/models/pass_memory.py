@@ -1,0 +1,142 @@
+"""What a pass keeps for its backward, estimated from the sizes of a model; and how many layers must be recomputed to fit into a memory.
+
+One estimate serves all who ask: passes decide with it what to recompute (`training/efforts.py`), it says how long a sequence trains, and
+the local sampler's cache leaves room for it. A test holds it to the bytes that passes really take.
+
+The memory is largest at one of two moments: when the forward has ended and the LM head is computed, and while the last of the recomputed
+layers is computed again, when the others wait with their inputs alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tinsmith.models.layers import Attention, DeltaNet
+from tinsmith.models.layout import Layout, LoraTarget
+
+FLOAT = 4
+"""Bytes of a float32 number."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a pass spends to need less memory. More of it takes longer and gives the same bits."""
+
+    recompute: int = 0
+    """How many of the first layers keep only their inputs and are computed again."""
+    offload: bool = False
+    """Whether these inputs wait in host memory."""
+
+
+KEEP_ALL = Effort()
+"""Nothing is recomputed."""
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """Bytes that passes over one base model take, by tokens."""
+
+    kept: tuple[int, ...]
+    """What each layer keeps of a token."""
+    input: int
+    """The input of a layer, for a token: all that a recomputed layer keeps of it."""
+    transient: int
+    """What a layer's backward takes of a token beside what is kept."""
+    ends: int
+    """What is kept of a token before the first layer and behind the last."""
+    logits: int
+    """What the LM head takes of a token whose logits are in memory."""
+
+    @property
+    def smallest(self) -> Effort:
+        """What needs least of the device without help of the host. The last layer is not recomputed: its backward comes at once."""
+        return Effort(max(0, len(self.kept) - 1))
+
+    @property
+    def smallest_with_host(self) -> Effort:
+        """What needs least of the device. Only inputs of layers may wait in host memory, so the last one is recomputed as well."""
+        return Effort(len(self.kept), offload=True)
+
+    def bytes(self, tokens: int, logits_chunk: int, effort: Effort) -> int:
+        """What a forward_backward pass takes beyond weights and what is accumulated, with `logits_chunk` rows of logits at a time."""
+        again = self.kept[: effort.recompute]
+        # Copies to the host are part of the stream of the device: the input of one layer is there, and that of the next on its way.
+        inputs = min(2, len(again)) if effort.offload else len(again)
+        kept = inputs * self.input + sum(self.kept[effort.recompute :])
+        head = min(logits_chunk, tokens) * self.logits
+        forward_ends = tokens * kept + max(head, tokens * self.transient)
+        # A layer that is computed again comes when all that follow have freed what they kept.
+        layer_again = tokens * (inputs * self.input + max(again, default=0) + self.transient)
+        return tokens * self.ends + max(forward_ends, layer_again)
+
+    def host_bytes(self, tokens: int, effort: Effort) -> int:
+        """What waits in host memory meanwhile."""
+        return tokens * self.input * effort.recompute if effort.offload else 0
+
+    def effort_for(self, tokens: int, logits_chunk: int, free: int) -> Effort | None:
+        """The least recomputation with which a pass of that many tokens fits into `free` bytes; None if it fits with none."""
+        low, high = 0, self.smallest.recompute  # what more layers take is never more
+        if self.bytes(tokens, logits_chunk, self.smallest) > free:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if self.bytes(tokens, logits_chunk, Effort(middle)) <= free:
+                high = middle
+            else:
+                low = middle + 1
+        return Effort(low)
+
+    def longest(self, logits_chunk: int, free: int, host_free: int, limit: int) -> int:
+        """The most tokens, up to `limit`, of which a pass fits, with everything that can be done for it.
+
+        `host_free` bytes of host memory may take the inputs of recomputed layers; 0 where the device computes in host memory itself.
+        """
+        low, high = 0, limit
+        while low < high:
+            tokens = (low + high + 1) // 2
+            if self._fits(tokens, logits_chunk, free, host_free):
+                low = tokens
+            else:
+                high = tokens - 1
+        return low
+
+    def _fits(self, tokens: int, logits_chunk: int, free: int, host_free: int) -> bool:
+        if self.bytes(tokens, logits_chunk, self.smallest) <= free:
+            return True
+        host = self.smallest_with_host
+        return self.host_bytes(tokens, host) <= host_free and self.bytes(tokens, logits_chunk, host) <= free
+
+
+def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype) -> PassMemory:
+    """What passes over a model of this layout and transformers configuration take."""
+    hidden: int = text_config.hidden_size
+    by_layer: list[list[LoraTarget]] = [[] for _ in layout.layers]
+    for target in layout.targets.values():
+        if target.group != "unembed":
+            by_layer[int(target.module.split(".")[1])].append(target)
+    kept, widest = [], 0
+    for kind, targets in zip(layout.layers, by_layer, strict=True):
+        # Of the outputs of a block's linears, those of the last one are as wide as the row itself.
+        around = sum(target.out_features for target in targets if target.group == "attn") - hidden
+        gate_up = sum(target.out_features for target in targets if target.group == "mlp") - hidden
+        widest = max(widest, gate_up)
+        mixing = _attention(kind, text_config, around) if isinstance(kind, Attention) else _delta_net(kind)
+        # The row before both norms and behind them; of the MLP its gate before and behind the activation, what it multiplies, the product.
+        numbers = 4 * hidden + mixing + 2 * gate_up
+        kept.append(numbers * dtype.itemsize)
+    logits: int = text_config.vocab_size * 2 * FLOAT
+    return PassMemory(tuple(kept), hidden * dtype.itemsize, (widest + 2 * hidden) * dtype.itemsize, 2 * hidden * dtype.itemsize, logits)
+
+
+def _attention(kind: Attention, text_config: Any, projected: int) -> int:
+    """Numbers that attention keeps of a token: what is projected, and queries and keys with their positions, and the output."""
+    queries: int = text_config.num_attention_heads * kind.head_dim
+    keys = kind.kv_heads * kind.head_dim
+    return projected + (queries + keys) + queries
+
+
+def _delta_net(kind: DeltaNet) -> int:
+    """Numbers that a gated delta net keeps of a token: the inputs of its convolution, of its rule, of its norm and of what follows."""
+    values = kind.value_heads * kind.value_dim
+    return 2 * kind.channels + 3 * values + 4 * kind.value_heads

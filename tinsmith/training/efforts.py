@@ -1,0 +1,88 @@
+"""How much of a pass is recomputed: decided by what is free of the device before it, and learnt from what passes really took.
+
+A pass that runs out of memory all the same is tried again with as much recomputation as there is. What does not help a row of several
+sequences is halved (`training/backend.py`); a single one lets the inputs of its layers wait in host memory before it is refused.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tinsmith.models.machine import free_memory
+from tinsmith.models.pass_memory import KEEP_ALL, Effort, PassMemory
+
+log = logging.getLogger(__name__)
+
+FREE_SHARE = 0.95
+"""How much of the free memory a pass is planned into: the rest is lost between its tensors."""
+TOO_SMALL = 2**26
+"""Bytes of an estimate below which nothing is measured: allocations of other sizes than ours would be most of it."""
+PATIENCE = 64
+"""Passes without an out-of-memory after which larger ones are tried again."""
+
+
+class Efforts:
+    """What the passes of one base model spend to fit. `promised` says how many free bytes others will still take."""
+
+    def __init__(self, memory: PassMemory, device: torch.device, logits_chunk: int, promised: Callable[[], int]) -> None:
+        self.memory = memory
+        self.device = device
+        self.logits_chunk = logits_chunk
+        self.promised = promised
+        self.factor = 1.0
+        """What passes took of what was estimated, lately: it rises at once and falls slowly."""
+        self.undisturbed = 0
+        """Passes since the last out-of-memory."""
+
+    def estimate(self, tokens: int, effort: Effort) -> int:
+        """Bytes that a forward_backward pass of so many tokens will take, as far as is known by now."""
+        return int(self.factor * self.memory.bytes(tokens, self.logits_chunk, effort))
+
+    def first(self, tokens: int, backward: bool) -> Effort:
+        """The effort to begin with. A pass without backward keeps nothing anyway."""
+        if not backward or self.estimate(tokens, KEEP_ALL) < TOO_SMALL:
+            return KEEP_ALL
+        free = int(FREE_SHARE * (free_memory(self.device) - self.promised()) / self.factor)
+        return self.memory.effort_for(tokens, self.logits_chunk, free) or self.memory.smallest
+
+    def more(self, effort: Effort, tokens: int, alone: bool) -> Effort | None:
+        """The effort to try after an out-of-memory with `effort`; None if only fewer sequences can help, or for one alone nothing.
+
+        The estimate was too low then, and is corrected.
+        """
+        self.undisturbed = 0
+        if self.device.type != "cpu":  # where nothing is measured that could correct the factor again
+            self.factor *= 1.1
+        if effort.recompute < self.memory.smallest.recompute:
+            return self.memory.smallest
+        host = self.memory.smallest_with_host
+        if not alone or effort.offload or self.device.type == "cpu":
+            return None
+        needed = self.memory.host_bytes(tokens, host)
+        return host if needed < free_memory(torch.device("cpu")) else None
+
+    @contextmanager
+    def measured(self, tokens: int, effort: Effort, backward: bool) -> Iterator[None]:
+        """Compare what the body, a pass, takes of the device with the estimate, if it succeeds. A CPU keeps no such count."""
+        expected = self.memory.bytes(tokens, self.logits_chunk, effort)
+        if self.device.type != "cuda" or not backward or expected < TOO_SMALL:
+            yield
+        else:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            yield
+            self.learn((torch.cuda.max_memory_allocated(self.device) - before) / expected)
+        self.undisturbed += 1
+
+    def learn(self, ratio: float) -> None:
+        """Note that a pass took `ratio` times what `PassMemory` says."""
+        self.factor = ratio if ratio > self.factor else 0.9 * self.factor + 0.1 * ratio
+
+    def may_grow(self) -> bool:
+        """Whether larger passes may be tried again. Asked once, it takes as many passes until it is so again."""
+        if self.undisturbed < PATIENCE:
+            return False
+        self.undisturbed = 0
+        return True
