@@ -80,9 +80,18 @@ INSIDE_A_MODEL = [
     "get_output_embeddings",
     "model.get_image_features",
     "model.language_model.get_input_embeddings",
+    "model.visual.blocks",
+    "model.visual.deepstack_merger_list",
+    "model.visual.deepstack_visual_indexes",
+    "model.visual.merger",
+    "model.visual.patch_embed.proj.weight",
+    "model.visual.pos_embed.weight",
+    "model.visual.rotary_pos_emb.attention_scaling",
+    "model.visual.rotary_pos_emb.inv_freq",
+    "model.visual.spatial_merge_size",
     "set_attn_implementation",
 ]
-"""What models/base.py uses of a loaded image-text model."""
+"""What models/base.py, models/vision_tower.py and the self-check use of a loaded image-text model."""
 
 
 def modules() -> list[Path]:

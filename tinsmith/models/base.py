@@ -32,6 +32,7 @@ from tinsmith.models.norms import fuse_norms
 from tinsmith.models.pass_plan import PassPlan
 from tinsmith.models.pictures import PictureFeatures, PictureInput
 from tinsmith.models.recompute import RecomputedLayers
+from tinsmith.models.vision_tower import VisionTower
 from tinsmith.protocol.shapes import LoraShape
 
 
@@ -163,32 +164,20 @@ class BaseModel:
             return module(*arguments, **keywords)
         return row.full.call(module, prefix, *arguments, **keywords)
 
-    @torch.no_grad()
+    @cached_property
+    def tower(self) -> VisionTower:
+        """What makes features of pictures; for a model that takes them."""
+        return VisionTower(self.network.model.visual, self.device, self.dtype)
+
     def picture_features(self, pictures: Sequence[PictureInput]) -> list[PictureFeatures]:
         """Features of the rows of each picture, in order; each distinct picture goes through the tower once and is kept by its hash."""
         missing = {p.sha256: p for p in pictures if p.sha256 not in self.features}
-        fresh = dict(zip(missing, self._run_tower(list(missing.values())), strict=True)) if missing else {}
+        fresh = dict(zip(missing, self.tower.features(list(missing.values())), strict=True)) if missing else {}
         known = [fresh.get(p.sha256) or self.features[p.sha256] for p in pictures]
         for digest, features in fresh.items():
             if features.nbytes <= self.features.maxsize:
                 self.features[digest] = features
         return [features.part(p.rows) for features, p in zip(known, pictures, strict=True)]
-
-    def _run_tower(self, pictures: list[PictureInput]) -> list[PictureFeatures]:
-        pixels = torch.cat([p.levels.values(p.pixels.to(self.device), self.dtype) for p in pictures])
-        grids = torch.tensor([p.grid_thw for p in pictures], device=self.device)
-        output = self.network.model.get_image_features(pixels, grids, return_dict=True)
-        counts = [p.image_tokens(self.merge_size) for p in pictures]
-        layers = [_by_picture(layer, counts) for layer in getattr(output, "deepstack_features", None) or []]
-        return [
-            PictureFeatures(embeddings.clone(), tuple(layer[i].clone() for layer in layers))
-            for i, embeddings in enumerate(_by_picture(output.pooler_output, counts))
-        ]
-
-
-def _by_picture(features: Tensor | Sequence[Tensor], counts: list[int]) -> Sequence[Tensor]:
-    """Features [tokens, hidden] cut into those of each picture; before 5.18 transformers leaves some of them in one piece."""
-    return features.split(counts) if isinstance(features, Tensor) else features
 
 
 def _deepstack_arguments(row: PackedRow, features: list[PictureFeatures]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The self-check: before a base model is served it shows that our ways of computing it agree with each other and with transformers.
 
-On random sequences of several lengths, with random LoRA adapters whose B is not zero, and for an image model with a picture:
+On random sequences of several lengths, with random LoRA adapters whose B is not zero, and for an image model with a picture, of which the
+features are compared first (`tower_check.py`):
 
     each sequence alone      =  transformers' own outer forward with its own attention (final soft caps, logit scales, masks, positions)
     all of them in one row   =  each alone, and no sequence reaches another, forward or backward (`leaks.py`)
@@ -41,7 +42,9 @@ from tinsmith.sampling.leaks import CHUNK, EXACT, Probe, check_leaks, packed_log
 from tinsmith.sampling.local.cache_shape import CacheSizes
 from tinsmith.sampling.local.kv_cache import blocks_for
 from tinsmith.sampling.local.sampler import LocalSampler
+from tinsmith.sampling.rounding import NOISE, rounded_otherwise
 from tinsmith.sampling.sampler import SampleFailure, SampleResult
+from tinsmith.sampling.tower_check import check_tower
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
@@ -62,9 +65,6 @@ PIXELS = 64
 """Width and height of the picture; the model's processor may enlarge it."""
 ROUNDED = 0.05
 """Mean difference over a sequence that is normal in bfloat16: logits between 16 and 32 are rounded to multiples of 0.125."""
-NOISE = 3.0
-"""In bfloat16 a model may differ by this many times what transformers differs from itself, with another of its attention functions and
-where each of its linears and norms rounds its output otherwise."""
 HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Names in configurations of functions between the output projection and the logits."""
 
@@ -75,7 +75,10 @@ def check_base_model(base: BaseModel, samples: bool) -> None:
     base = replace(base, max_context=max(base.max_context, ROOM))  # the network is shared; the configured context does not matter here
     try:
         with _short_windows(base):
-            _check(base, _probes(base), samples)
+            renderer = Renderer(base, ImagesConfig(), _no_blob)
+            if renderer.local is not None:
+                check_tower(base, renderer.local)
+            _check(base, _probes(base, renderer), samples)
     except ConfigError as error:
         raise ConfigError(f"{base.name} ({base.family.model_type}) cannot be served: {error}") from error
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # the network's own code does not take a packed row
@@ -90,7 +93,7 @@ def _check(base: BaseModel, probes: list[Probe], samples: bool) -> None:
     reference = [_transformers_logprobs(base, probe, "eager") for probe in probes]
     allowed = EXACT
     if base.dtype != torch.float32:
-        with _rounded_otherwise(base):
+        with rounded_otherwise(base.language_model):
             other = [_transformers_logprobs(base, probe, "sdpa") for probe in probes]
         allowed = max(ROUNDED, NOISE * _difference(base, reference, other))
     bare = [_logprobs(base, [replace(probe, adapter=_without_head(probe.adapter))])[0] for probe in probes]
@@ -116,12 +119,11 @@ def _difference(base: BaseModel, ours: Sequence[Tensor], theirs: Sequence[Tensor
 # Random sequences
 
 
-def _probes(base: BaseModel) -> list[Probe]:
+def _probes(base: BaseModel, renderer: Renderer) -> list[Probe]:
     """Texts of two adapters and of the bare base, and a text with a picture for a model that takes images."""
     adapters = [_random_adapter(base, seed=1, train_unembed=True), _random_adapter(base, seed=2, train_unembed=False)]
     owners = [adapters[0], adapters[0], adapters[1], None]
     generator = np.random.default_rng(0)
-    renderer = Renderer(base, ImagesConfig(), _no_blob)
     inputs: list[tuple[list[Chunk], Adapter | None]] = [
         ([_random_text(base, generator, length)], owner) for length, owner in zip(LENGTHS, owners, strict=True)
     ]
@@ -175,26 +177,6 @@ def _short_windows(base: BaseModel) -> Iterator[None]:
     finally:
         for holder, window in kept:
             holder.sliding_window = window
-
-
-@contextmanager
-def _rounded_otherwise(base: BaseModel) -> Iterator[None]:
-    """Outputs of the language model's linears, norms and so on change by up to one unit of their last place, at random."""
-    generator = torch.Generator().manual_seed(0)
-
-    def change(_module: object, _inputs: object, output: Any) -> Any:
-        if not isinstance(output, Tensor):
-            return output
-        relative = torch.finfo(output.dtype).eps / 2 * (2 * torch.rand(output.shape, generator=generator) - 1).to(output.device)
-        return (output * (1 + relative)).to(output.dtype)
-
-    leaves = [module for module in base.language_model.modules() if not list(module.children())]
-    handles = [module.register_forward_hook(change) for module in leaves]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # The ways to compute them

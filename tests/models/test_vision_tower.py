@@ -1,0 +1,110 @@
+"""Our way through the vision tower: transformers' numbers, for pictures of many sizes in one call, in every family and precision."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.bases import DEVICE, image, load, renderer
+from tinsmith.models import vision_tower
+from tinsmith.models.base import BaseModel
+from tinsmith.models.families import IMAGE_FAMILIES
+from tinsmith.models.pictures import PictureFeatures, PictureInput
+from tinsmith.models.vision_tower import Spans, VisionTower
+
+SIZES = [(96, 64), (64, 160), (96, 64), (512, 512), (33, 200), (300, 500), (700, 90)]
+"""Widths and heights. Of most of them, Qwen2.5-VL's windows have several sizes."""
+
+
+def pictures_of(base: BaseModel) -> list[PictureInput]:
+    render = renderer(base)
+    return [render.render([image(seed, *size)]).pictures[0] for seed, size in enumerate(SIZES)]
+
+
+def layers(features: PictureFeatures) -> list[Tensor]:
+    """Embeddings, and those of the deepstack layers."""
+    return [features.embeddings, *features.deepstack]
+
+
+@torch.no_grad()
+def transformers_layers(base: BaseModel, picture: PictureInput) -> list[Tensor]:
+    """The same of one picture, by transformers' tower."""
+    pixels, grid = picture.pixel_values.to(base.device, base.dtype), torch.tensor([picture.grid_thw], device=base.device)
+    output: Any = base.network.model.get_image_features(pixels, grid, return_dict=True)
+    found = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+    return [layer if isinstance(layer, Tensor) else layer[0] for layer in found]
+
+
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+def test_pictures_of_all_sizes_together_are_each_alone_and_transformers(family_base: Callable[[str], BaseModel], family: str) -> None:
+    base = family_base(family)
+    pictures = pictures_of(base)
+    for picture, together in zip(pictures, base.tower.features(pictures), strict=True):
+        (alone,) = base.tower.features([picture])
+        expected = transformers_layers(base, picture)
+        assert len(expected) == 1 + (family == "qwen3_vl")
+        for mine, lone, theirs in zip(layers(together), layers(alone), expected, strict=True):
+            torch.testing.assert_close(mine, lone, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", IMAGE_FAMILIES)
+def test_in_bfloat16_we_are_no_further_off_than_transformers(
+    family_base: Callable[[str], BaseModel], family_dir: Callable[[str], Path], family: str
+) -> None:
+    exact, rounded = family_base(family), load(family_dir(family), dtype="bfloat16")
+    pictures = pictures_of(exact)
+    ours, theirs = [], []
+    for picture, features in zip(pictures, rounded.tower.features(pictures), strict=True):
+        expected = transformers_layers(exact, picture)
+        ours += [(mine.float() - right).abs().flatten() for mine, right in zip(layers(features), expected, strict=True)]
+        theirs += [(x.float() - right).abs().flatten() for x, right in zip(transformers_layers(rounded, picture), expected, strict=True)]
+    assert torch.cat(ours).median() <= 1.1 * torch.cat(theirs).median()
+
+
+def test_more_pictures_than_go_through_at_once(vision_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = pictures_of(vision_base)
+    whole = vision_base.tower.features(pictures)
+    monkeypatch.setattr(vision_tower, "PATCHES_AT_ONCE", 100)
+    parts = vision_base.tower.features(pictures)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one.embeddings, other.embeddings, rtol=1e-5, atol=1e-5)
+
+
+def test_pictures_of_two_renderers_keep_their_own_levels(vision_base: BaseModel) -> None:
+    """As those of a self-check and of a server would, whose processors were loaded apart."""
+    pictures = [picture for _ in range(2) for picture in pictures_of(vision_base)[:2]]
+    assert len({id(picture.levels) for picture in pictures}) == 2
+    first, second, third, fourth = (features.embeddings for features in vision_base.tower.features(pictures))
+    torch.testing.assert_close(first, third)
+    torch.testing.assert_close(second, fourth)
+
+
+def test_what_follows_from_a_size_is_kept_within_a_limit(vision_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = pictures_of(vision_base)
+    monkeypatch.setattr(vision_tower, "GRID_BYTES", 2**17)
+    tower = VisionTower(vision_base.network.model.visual, vision_base.device, vision_base.dtype)
+    features = tower.features(pictures)
+    assert 0 < len(tower.grids) < len({picture.grid_thw for picture in pictures})
+    for one, other in zip(features, tower.features(pictures), strict=True):
+        assert torch.equal(one.embeddings, other.embeddings)
+
+
+@pytest.mark.parametrize("head_dim", [64, 72, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[16, 4, 64, 16, 8], [24, 24, 24]])
+def test_patches_attend_within_their_spans(lengths: list[int], dtype: torch.dtype, head_dim: int) -> None:
+    """Against attention to all patches with a mask, in float32; these are the widths of heads that towers have."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(sum(lengths), 6, head_dim, generator=generator).to(DEVICE, dtype)
+    query, key, value = qkv[:, :2], qkv[:, 2:4], qkv[:, 4:]
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(DEVICE)
+    q, k, v = (x.float().transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # [1, heads, patches, head_dim]
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=owner[:, None] == owner, scale=0.1)[0].transpose(0, 1)
+    found = Spans(lengths, torch.device(DEVICE), dtype).attend(query, key, value, 0.1)
+    bound = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(found.float(), expected, rtol=bound, atol=bound)

@@ -1,0 +1,292 @@
+"""The vision tower over packed pictures: all patches in one row, without a loop over pictures and without waiting for the device.
+
+transformers' towers compute attention picture by picture, or window by window, and read the sizes of pictures back from the device. Here
+sizes stay on the host, and what follows from the size of a picture alone is kept. The weights are those of transformers' modules, and the
+self-check compares the features with theirs. The tower is frozen, so nothing is kept for a backward.
+
+Kinds of towers: Qwen3-VL and Qwen3.5 add learned position embeddings, and Qwen3-VL gives features of several layers. In Qwen2.5-VL most
+layers attend within windows, so its patches are laid window by window.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from cachetools import LRUCache
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
+
+from tinsmith.models.compiled import compiled
+from tinsmith.models.pictures import PictureFeatures, PictureInput
+
+PATCHES_AT_ONCE = 2**15
+"""Patches that go through the tower in one call, so that its memory is bounded; a single picture may have more."""
+
+GRID_BYTES = 2**26
+"""Memory on the device for what follows from the sizes of pictures."""
+
+Grid = tuple[int, int, int]
+"""Frames, rows and columns of the patches of a picture."""
+
+
+@compiled
+def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of x and delta [patches, width], and the layer norm of it."""
+    total = x + delta
+    return total, layer_norm(total, weight.shape, weight, bias, eps)
+
+
+@compiled
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of x and delta [patches, width], and the RMS norm of it."""
+    total = x + delta
+    return total, rms_norm(total, weight.shape, weight, eps)
+
+
+@compiled
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (j, pairs + j) of x [patches, heads, 2 * pairs] by the angles of its patch, cos and sin [patches, pairs] float32."""
+    first, second = x.float().chunk(2, dim=-1)  # [patches, heads, pairs]
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat([first * c - second * s, second * c + first * s], dim=-1).to(x.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class GridTables:
+    """What follows from the size of a picture: the same for every picture of that size."""
+
+    cos: Tensor
+    """[patches, pairs] float32, of the rotations of queries and keys."""
+    sin: Tensor
+    embedding: Tensor | None
+    """[patches, hidden]: the learned position embeddings, resampled to the picture's size; None for a tower that has none."""
+    order: NDArray[np.int64]
+    """[image tokens]: which merged patch comes at each place, if windows are laid one after the other."""
+    windows: list[int]
+    """Patches of each window."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory on the device, in bytes."""
+        return sum(tensor.nbytes for tensor in (self.cos, self.sin, self.embedding) if tensor is not None)
+
+
+class Spans:
+    """Patches that attend to each other: neighbours in the row, a frame or a window of one picture."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> None:
+        self.longest = max(lengths)
+        self.cu_seqlens: Tensor | None = None
+        """[spans + 1] int32 on the device, where the variable-length kernel computes."""
+        self.groups: list[tuple[int, Tensor | None]] = []
+        """Elsewhere: each length, and the rows of the spans that have it [spans * length]; None for all rows."""
+        ends = np.cumsum(lengths)
+        if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+            self.cu_seqlens = to_device(np.concatenate([[0], ends]).astype(np.int32), device)
+        elif len(set(lengths)) == 1:
+            self.groups = [(lengths[0], None)]
+        else:
+            sizes = np.repeat(lengths, lengths)  # [patches]: the length of each patch's span
+            self.groups = [(length, to_device(np.flatnonzero(sizes == length), device)) for length in sorted(set(lengths))]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention within each span, in both directions: all [patches, heads, head_dim]."""
+        if self.cu_seqlens is not None:
+            from torch.nn.attention.varlen import varlen_attn
+
+            out = varlen_attn(query, key, value, self.cu_seqlens, self.cu_seqlens, self.longest, self.longest, scale=scale)
+            assert isinstance(out, Tensor)  # a tuple only if the log-sum-exp is asked for
+            return out
+        if self.groups[0][1] is None:
+            return _attend_equal(self.groups[0][0], query, key, value, scale)
+        mixed = torch.empty_like(query)
+        for length, rows in self.groups:
+            assert rows is not None
+            q, k, v = (x.index_select(0, rows) for x in (query, key, value))
+            mixed.index_copy_(0, rows, _attend_equal(length, q, k, v, scale))
+        return mixed
+
+
+def _attend_equal(length: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """`Spans.attend` of spans that all have this length."""
+    # [patches, heads, head_dim] -> [spans, heads, length, head_dim]
+    q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (query, key, value))
+    return scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(0, 1)
+
+
+class VisionTower:
+    """The frozen tower of one model. `visual` is transformers' module, whose weights it computes with."""
+
+    def __init__(self, visual: Any, device: torch.device, dtype: torch.dtype) -> None:
+        self.visual = visual
+        self.device = device
+        self.dtype = dtype
+        self.merge: int = visual.spatial_merge_size
+        self.deepstack: list[int] = list(getattr(visual, "deepstack_visual_indexes", []))
+        """Layers whose outputs are features for the first language layers too."""
+        self.full: set[int] | None = set(visual.fullatt_block_indexes) if hasattr(visual, "fullatt_block_indexes") else None
+        """Layers that attend to the whole picture; the others attend within windows. None if all do."""
+        self.window: int = visual.window_size // visual.patch_size // self.merge if self.full is not None else 0
+        """Merged patches along each side of a window."""
+        self.grids: LRUCache[Grid, GridTables] = LRUCache(GRID_BYTES, getsizeof=lambda tables: tables.nbytes)
+
+    @torch.no_grad()
+    def features(self, pictures: Sequence[PictureInput]) -> list[PictureFeatures]:
+        """Features of each picture, in order."""
+        return [features for part in _parts(pictures) for features in self._features(part)]
+
+    def _features(self, pictures: Sequence[PictureInput]) -> list[PictureFeatures]:
+        tables = [self._tables(picture.grid_thw) for picture in pictures]
+        embeddings, *deepstack = self._walk(self._embed(pictures), [picture.grid_thw for picture in pictures], tables)
+        counts = [picture.image_tokens(self.merge) for picture in pictures]
+        layers = [layer.split(counts) for layer in deepstack]
+        return [
+            PictureFeatures(own.clone(), tuple(layer[i].clone() for layer in layers))  # copies, so that a batch can be freed
+            for i, own in enumerate(embeddings.split(counts))
+        ]
+
+    def _embed(self, pictures: Sequence[PictureInput]) -> Tensor:
+        """Pixels -> [patches, hidden]. A convolution over whole patches is a matrix multiplication."""
+        values = []
+        for levels, group in groupby(pictures, key=lambda picture: picture.levels):
+            pixels = [picture.pixels for picture in group]
+            row = torch.empty(sum(map(len, pixels)), pixels[0].shape[1], dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            torch.cat(pixels, out=row)
+            values.append(levels.values(row.to(self.device, non_blocking=True), self.dtype))
+        patches = values[0] if len(values) == 1 else torch.cat(values)  # [patches, patch_dim]
+        projection = self.visual.patch_embed.proj
+        return linear(patches, projection.weight.flatten(1), projection.bias)
+
+    def _walk(self, hidden: Tensor, grids: Sequence[Grid], tables: Sequence[GridTables]) -> list[Tensor]:
+        """Embedded patches [patches, hidden] -> merged features [image tokens, out], and those of each deepstack layer."""
+        if tables[0].embedding is not None:
+            hidden = hidden + torch.cat([table.embedding for table in tables if table.embedding is not None])
+        frames = [rows * columns for count, rows, columns in grids for _ in range(count)]
+        spans = windows = Spans(frames, self.device, self.dtype)
+        order: Tensor | None = None
+        if self.full is not None:
+            order = self._window_order(tables)
+            hidden = hidden.unflatten(0, (-1, self.merge**2)).index_select(0, order).flatten(0, 1)
+            windows = Spans([length for table in tables for length in table.windows], self.device, self.dtype)
+        cos, sin = (torch.cat(parts) for parts in zip(*((table.cos, table.sin) for table in tables), strict=True))
+        deepstack = []
+        delta: Tensor | None = None
+        for index, block in enumerate(self.visual.blocks):
+            hidden, normed = _add_norm(block.norm1, hidden, delta)
+            attended = _attention(block.attn, normed, cos, sin, spans if self.full is None or index in self.full else windows)
+            hidden, normed = _add_norm(block.norm2, hidden, attended)
+            delta = block.mlp(normed)
+            if index in self.deepstack:
+                deepstack.append(self.visual.deepstack_merger_list[self.deepstack.index(index)](hidden + delta))
+        assert delta is not None, "a tower has layers"
+        merged: Tensor = self.visual.merger(hidden + delta)
+        if order is not None:
+            merged = torch.empty_like(merged).index_copy_(0, order, merged)
+        return [merged, *deepstack]
+
+    def _window_order(self, tables: Sequence[GridTables]) -> Tensor:
+        """[image tokens] where in the row of all pictures the merged patch at each place comes from."""
+        starts = np.cumsum([0, *(len(table.order) for table in tables)])
+        return to_device(np.concatenate([table.order + start for table, start in zip(tables, starts[:-1], strict=True)]), self.device)
+
+    def _tables(self, grid: Grid) -> GridTables:
+        if (tables := self.grids.get(grid)) is None:
+            tables = self._make_tables(grid)
+            if tables.nbytes <= self.grids.maxsize:
+                self.grids[grid] = tables
+        return tables
+
+    def _make_tables(self, grid: Grid) -> GridTables:
+        order, windows = window_order(grid, self.merge, self.window) if self.full is not None else (np.empty(0, np.int64), [])
+        rows, columns = patch_places(grid, self.merge)  # [patches] each
+        embedding = self._position_embedding(grid, rows, columns) if hasattr(self.visual, "pos_embed") else None
+        places = np.stack([rows, columns], axis=1)  # [patches, 2]
+        if self.full is not None:
+            places = places.reshape(-1, self.merge**2, 2)[order].reshape(-1, 2)
+        rotary = self.visual.rotary_pos_emb
+        angles = to_device(places, self.device).float().unsqueeze(-1) * rotary.inv_freq.float()  # [patches, 2, pairs / 2]
+        cos, sin = (turn(angles).flatten(1) * rotary.attention_scaling for turn in (torch.cos, torch.sin))
+        return GridTables(cos, sin, embedding, order, windows)
+
+    def _position_embedding(self, grid: Grid, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Tensor:
+        """The square grid of learned embeddings at the places of a picture's patches, between its four neighbours: [patches, hidden]."""
+        table: Tensor = self.visual.pos_embed.weight  # [side * side, hidden]
+        side = math.isqrt(len(table))
+        (row_taps, row_weights), (column_taps, column_weights) = (_taps(rows, grid[1], side), _taps(columns, grid[2], side))
+        taps = (row_taps[:, :, None] * side + column_taps[:, None, :]).reshape(-1, 4)
+        weights = (row_weights[:, :, None] * column_weights[:, None, :]).reshape(-1, 4, 1)
+        return (table[to_device(taps, self.device)] * to_device(weights, self.device)).sum(1).to(self.dtype)
+
+
+def _parts(pictures: Sequence[PictureInput]) -> Iterator[list[PictureInput]]:
+    """Cut into parts of at most `PATCHES_AT_ONCE`, or of one picture."""
+    part: list[PictureInput] = []
+    patches = 0
+    for picture in pictures:
+        if part and patches + len(picture.pixels) > PATCHES_AT_ONCE:
+            yield part
+            part, patches = [], 0
+        part.append(picture)
+        patches += len(picture.pixels)
+    if part:
+        yield part
+
+
+def _attention(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor, spans: Spans) -> Tensor:
+    """What attention makes of normed [patches, hidden], by the weights of a transformers module: [patches, hidden]."""
+    heads = attention.num_heads
+    qkv = attention.qkv(normed).unflatten(1, (3 * heads, -1))  # [patches, 3 * heads, head_dim]
+    rotated = rotate(qkv[:, : 2 * heads], cos, sin)
+    mixed = spans.attend(rotated[:, :heads], rotated[:, heads:], qkv[:, 2 * heads :], attention.scaling)
+    out: Tensor = attention.proj(mixed.flatten(1))
+    return out
+
+
+def _add_norm(norm: Any, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sum of hidden and delta [patches, hidden], and the norm of it by the weights of a transformers module."""
+    if delta is None:
+        return hidden, norm(hidden)
+    if isinstance(norm, nn.LayerNorm):
+        assert norm.bias is not None
+        return add_layer_norm(hidden, delta, norm.weight, norm.bias, norm.eps)
+    return add_rms_norm(hidden, delta, norm.weight, norm.variance_epsilon)
+
+
+def patch_places(grid: Grid, merge: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Row and column of each patch of a picture [patches], in their order: merged patches next to each other."""
+    frames, rows, columns = grid
+
+    def in_order(places: NDArray[np.int64]) -> NDArray[np.int64]:
+        blocks = places.reshape(rows // merge, merge, columns // merge, merge).transpose(0, 2, 1, 3)
+        return np.tile(blocks.reshape(-1), frames)
+
+    down, across = np.indices((rows, columns))
+    return in_order(down), in_order(across)
+
+
+def window_order(grid: Grid, merge: int, window: int) -> tuple[NDArray[np.int64], list[int]]:
+    """The merged patches of a picture, window by window, and how many patches each window has; those at the edges may be smaller."""
+    frame, row, column = np.indices((grid[0], grid[1] // merge, grid[2] // merge))
+    down, across = -(-grid[1] // merge // window), -(-grid[2] // merge // window)  # windows along each side
+    of_each = ((frame * down + row // window) * across + column // window).reshape(-1)  # [image tokens]
+    return np.argsort(of_each, kind="stable"), (np.bincount(of_each) * merge**2).tolist()
+
+
+def _taps(places: NDArray[np.int64], size: int, side: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The two neighbours of each of `size` places, spread from edge to edge over a row of `side`, and their weights: both [n, 2]."""
+    source = places.astype(np.float32) * np.float32(side - 1) / np.float32(max(size - 1, 1))
+    first = np.floor(source)
+    ahead = np.arange(2, dtype=np.float32)
+    taps = np.minimum(first[:, None] + ahead, side - 1).astype(np.int64)
+    return taps, 1 - np.abs(source[:, None] - first[:, None] - ahead)
+
+
+def to_device(array: "NDArray[Any]", device: torch.device) -> Tensor:
+    """A copy of a small array on the device, without waiting for it."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,31 @@
+"""How far a model moves when its numbers are rounded otherwise: the noise that the self-check allows for in half precision."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NOISE = 3.0
+"""In half precision we may differ from transformers by this many times what it differs from itself, computed with other roundings."""
+
+
+@contextmanager
+def rounded_otherwise(model: nn.Module) -> Iterator[None]:
+    """Outputs of the model's linears, norms and so on change by up to one unit of their last place, at random."""
+    generator = torch.Generator().manual_seed(0)
+
+    def change(_module: object, _inputs: object, output: Any) -> Any:
+        if not isinstance(output, Tensor):
+            return output
+        relative = torch.finfo(output.dtype).eps / 2 * (2 * torch.rand(output.shape, generator=generator) - 1).to(output.device)
+        return (output * (1 + relative)).to(output.dtype)
+
+    leaves = [module for module in model.modules() if not list(module.children())]
+    handles = [module.register_forward_hook(change) for module in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
