@@ -1,0 +1,191 @@
+"""LoRA in a decode batch: each row is one token with an adapter of its own, or with none, and one multiplication serves them all.
+
+The A's of all adapters of a batch lie in one buffer for each projection, and so do their B's: an adapter of rank r has r neighbouring
+columns, the same in all projections. All rows are multiplied by what lies there, and each row keeps the products of its own columns:
+
+    u = x A^T,     u[row, column] = 0 where the column is not the row's,     y += 32 / rank · u B^T
+
+They are selected, not multiplied by 0, and adapters whose numbers are not finite get no columns: so no NaN reaches the row of another.
+Which columns are a row's is read on the device. A CUDA graph that was captured with these buffers therefore computes with what has been
+written into them since; only when they grow, and lie elsewhere, is it of no more use.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tinsmith.errors import UserError
+from tinsmith.models.layout import Layout, Projection
+from tinsmith.models.lora import LORA_ALPHA, Adapter
+
+FEWEST = 32
+"""Columns of the smallest buffers; larger ones have twice as many as the last."""
+OUTPUTS = 64
+"""Outputs that one program of the kernels computes."""
+
+
+class Multiplication(Protocol):
+    """A linear layer, or several that read the same input, as `models/joined_linear.py` has them."""
+
+    @property
+    def name(self) -> str:
+        """Of its projection in the layout."""
+        ...
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Without adapters: x [rows, in] -> [rows, out], a new tensor."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Matrices:
+    """The matrices of all adapters of a batch for one projection."""
+
+    rows: Mapping[str, tuple[int, int]]
+    """Its targets, and the outputs [start, end) that each adds to."""
+    a: Tensor
+    """[targets, columns, in]"""
+    b: Tensor
+    """[out, columns]"""
+    tiles: Tensor
+    """[tiles, 3]: the work of the kernels' programs (`output_tiles`)."""
+
+    def places(self, start: int, end: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Of each target its name, A [end - start, in] and B [out of the target, end - start] of these columns, as views."""
+        for (name, (first, last)), a in zip(self.rows.items(), self.a, strict=True):
+            yield name, a[start:end], self.b[first:last, start:end]
+
+
+class BatchedAdapters:
+    """The columns of the adapters of a batch, for all projections of a model."""
+
+    def __init__(self, layout: Layout, device: torch.device, dtype: torch.dtype, most: int) -> None:
+        """There are no columns yet, and never more than the least power of two that is `most` or more."""
+        self.projections = [projection for projection in layout.projections.values() if projection.targets]
+        self.device = device
+        self.dtype = dtype
+        self.most = most
+        self.columns = 0
+        self.generation = 0
+        """How often the buffers were replaced: what was captured with another number of it is of no more use."""
+        self.matrices: dict[str, Matrices] = {}
+        self._placed: dict[int, tuple[Adapter, int, int]] = {}
+        """Adapters and their columns [start, end), by identity."""
+
+    def place(self, adapter: Adapter) -> tuple[int, int] | None:
+        """The columns [start, end) of an adapter, which gets some if it has none; None if there is no room for it.
+
+        The buffers may be replaced by larger ones; columns that are given stay where they are. Raises UserError for an adapter that holds a
+        number that is not finite: it would reach other rows. To find that out, this waits for the device.
+        """
+        if id(adapter) in self._placed:
+            return self._placed[id(adapter)][1:]
+        if not torch.isfinite(adapter.flat_working).all():
+            name = "an adapter" if adapter.ref is None else adapter.ref.label
+            raise UserError(f"{name} cannot be sampled from: some of its weights are NaN or infinite; load an earlier checkpoint")
+        rank = adapter.shape.rank
+        free = self._gap(rank)
+        if free is None:
+            return None
+        self._grow(free + rank)
+        self._write(adapter, free)
+        self._placed[id(adapter)] = adapter, free, free + rank
+        return free, free + rank
+
+    def forget(self, adapter: Adapter) -> None:
+        """Give its columns to others; it may have none."""
+        self._placed.pop(id(adapter), None)
+
+    def for_rows(self, columns: Tensor) -> "RowAdapters":
+        """The adapters of rows with these columns [rows, 2]: from which, inclusive, to which, exclusive. Equal numbers mean the base."""
+        return RowAdapters(self, columns)
+
+    def _gap(self, rank: int) -> int | None:
+        """The first column behind which so many are free."""
+        start = 0
+        for _, first, last in sorted(self._placed.values(), key=lambda placed: placed[1]):
+            if first - start >= rank:
+                break
+            start = last
+        return start if start + rank <= max(self.columns, self.most) else None
+
+    def _grow(self, columns: int) -> None:
+        """Replace the buffers if they are too small; what lies in them is copied."""
+        if columns <= self.columns:
+            return
+        before, self.columns = self.columns, max(FEWEST, 1 << (columns - 1).bit_length())
+        for projection in self.projections:
+            old = self.matrices.get(projection.name)
+            new = self._matrices(projection)
+            if old is not None:
+                new.a[:, :before].copy_(old.a)
+                new.b[:, :before].copy_(old.b)
+            self.matrices[projection.name] = new
+        self.generation += 1
+
+    def _matrices(self, projection: Projection) -> Matrices:
+        a = torch.zeros(len(projection.targets), self.columns, projection.in_features, dtype=self.dtype, device=self.device)
+        b = torch.zeros(projection.out_features, self.columns, dtype=self.dtype, device=self.device)
+        return Matrices(projection.targets, a, b, output_tiles(list(projection.targets.values()), self.device))
+
+    @torch.no_grad()
+    def _write(self, adapter: Adapter, start: int) -> None:
+        """Copy the matrices of an adapter to its columns; zeros where it covers nothing."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for matrices in self.matrices.values():
+            for name, a, b in matrices.places(start, start + adapter.shape.rank):
+                pair = adapter.working.get(name)
+                if pair is None:
+                    a.zero_()
+                    b.zero_()
+                else:
+                    targets += (a, b)
+                    sources += pair
+        torch._foreach_copy_(targets, sources)
+
+
+class RowAdapters:
+    """The adapters of the rows of one step; the same object serves all layers."""
+
+    def __init__(self, batched: BatchedAdapters, columns: Tensor) -> None:
+        self.matrices = batched.matrices
+        self.columns = columns
+        self._uses_kernels = columns.is_cuda and batched.dtype in (torch.bfloat16, torch.float16)
+        if not self._uses_kernels and self.matrices:
+            column = torch.arange(batched.columns, device=columns.device)
+            start, end = columns.unsqueeze(-1).unbind(1)  # [rows, 1] each
+            self._own = (column >= start) & (column < end)  # [rows, columns]
+            self._scale = (LORA_ALPHA / (end - start).clamp(min=1)).to(batched.dtype)
+
+    def apply(self, linear: Multiplication, x: Tensor) -> Tensor:
+        """The layer with each row's adapter: x [rows, in] -> [rows, out]."""
+        y = linear.multiply(x)
+        matrices = self.matrices.get(linear.name)
+        if matrices is None:
+            return y
+        if self._uses_kernels:
+            from tinsmith.models.lora_kernels import add_adapters
+
+            add_adapters(y, x, self.columns, matrices.a, matrices.b, matrices.tiles)
+        else:
+            self._add(y, x, matrices)
+        return y
+
+    def _add(self, y: Tensor, x: Tensor, matrices: Matrices) -> None:
+        """Add what the adapters make of x [rows, in] to y [rows, out]."""
+        reduced = (x @ matrices.a.flatten(0, 1).t()).unflatten(1, matrices.a.shape[:2])  # [rows, targets, columns]
+        reduced = torch.where(self._own.unsqueeze(1), reduced, 0)
+        for (first, last), u in zip(matrices.rows.values(), reduced.unbind(1), strict=True):
+            y[:, first:last].addcmul_(u @ matrices.b[first:last].t(), self._scale)
+
+
+def output_tiles(targets: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """[tiles, 3] int32: the number of a target, and outputs [start, end) of it, at most `OUTPUTS`; together all outputs of all targets."""
+    tiles = [
+        (number, first, min(first + OUTPUTS, end)) for number, (start, end) in enumerate(targets) for first in range(start, end, OUTPUTS)
+    ]
+    return torch.tensor(tiles, dtype=torch.int32, device=device)

@@ -1,0 +1,171 @@
+"""Triton kernels for LoRA in a decode batch (`models/batched_lora.py`): two launches for a projection, whatever adapters its rows have.
+
+A row's columns are read on the device, and matrices that no row of a tile needs are not read: buffers for many adapters cost no more than
+small ones.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinsmith.models.batched_lora import OUTPUTS
+from tinsmith.models.lora import LORA_ALPHA
+
+CHUNK = 32
+"""Columns that a program computes at a time; buffers have a multiple of it."""
+MOST_ROWS = 64
+"""Rows of a program, at most."""
+STEP = 128
+"""Inputs that the first kernel multiplies at a time."""
+SHARE = 512
+"""Inputs of a program of the first kernel, unless there would be more than `SPLITS` programs for one tile."""
+SPLITS = 8
+
+
+def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, tiles: Tensor) -> None:
+    """Add to y [rows, out] what the adapters of the rows make of x [rows, in].
+
+    `columns` [rows, 2] are those of each row, a [targets, columns, in], b [out, columns]; `tiles` come from `output_tiles`. Nothing is read
+    on the host.
+    """
+    rows, inputs = x.shape
+    width = a.shape[1]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    row_tile = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
+    share = max(SHARE, triton.cdiv(triton.cdiv(inputs, SPLITS), STEP) * STEP)
+    splits = triton.cdiv(inputs, share)
+    row_tiles = triton.cdiv(rows, row_tile)
+    reduced = torch.empty(splits, rows, len(a) * width, dtype=torch.float32, device=x.device)
+    reduce: Any = _reduce
+    reduce[(len(a) * width // CHUNK, row_tiles, splits)](
+        x,
+        a,
+        columns,
+        reduced,
+        rows,
+        x.stride(0),
+        columns.stride(0),
+        INPUTS=inputs,
+        WIDTH=width,
+        TARGETS=len(a),
+        ROWS=row_tile,
+        CHUNK=CHUNK,
+        STEP=STEP,
+        SHARE=share,
+        num_warps=4,
+        num_stages=3,
+    )
+    expand: Any = _expand
+    expand[(len(tiles), row_tiles)](
+        y,
+        b,
+        columns,
+        reduced,
+        tiles,
+        rows,
+        y.stride(0),
+        columns.stride(0),
+        ALPHA=LORA_ALPHA,
+        WIDTH=width,
+        TARGETS=len(a),
+        SPLITS=splits,
+        ROWS=row_tile,
+        CHUNK=CHUNK,
+        OUTPUTS=OUTPUTS,
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+@triton.jit
+def _columns_of(columns: tl.tensor, row: tl.tensor, rows: tl.tensor, stride: tl.tensor) -> tl.tuple:
+    """The columns [start, end) of rows, and those that some of them has: from the first to the last."""
+    inside = row < rows
+    start = tl.load(columns + row * stride, mask=inside, other=0).to(tl.int32)
+    end = tl.load(columns + row * stride + 1, mask=inside, other=0).to(tl.int32)
+    first = tl.min(tl.where(start < end, start, 2**30), 0)
+    last = tl.max(tl.where(start < end, end, 0), 0)
+    return start, end, first, last
+
+
+@triton.jit
+def _reduce(
+    x: tl.tensor,
+    a: tl.tensor,
+    columns: tl.tensor,
+    reduced: tl.tensor,
+    rows: tl.tensor,
+    x_stride: tl.tensor,
+    columns_stride: tl.tensor,
+    INPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TARGETS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    SHARE: tl.constexpr,
+) -> None:
+    """X A^T of a tile of rows, one chunk of columns of one target, and a share of the inputs."""
+    chunk = tl.program_id(0) * CHUNK  # in all targets
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(2)
+    start, end, _, _ = _columns_of(columns, row, rows, columns_stride)
+    column = chunk % WIDTH
+    needed = tl.max(((start < end) & (start < column + CHUNK) & (end > column)).to(tl.int32), 0)
+    if needed > 0:
+        matrix_row = chunk + tl.arange(0, CHUNK)
+        sums = tl.zeros([ROWS, CHUNK], tl.float32)
+        for first in range(split * SHARE, tl.minimum(split * SHARE + SHARE, INPUTS), STEP):
+            place = first + tl.arange(0, STEP)
+            own_x = tl.load(x + row[:, None] * x_stride + place[None, :], mask=(row < rows)[:, None] & (place < INPUTS)[None, :], other=0.0)
+            own_a = tl.load(a + matrix_row[:, None] * INPUTS + place[None, :], mask=(place < INPUTS)[None, :], other=0.0)
+            sums = tl.dot(own_x, tl.trans(own_a), acc=sums)
+        place = (split * rows + row[:, None]) * (TARGETS * WIDTH) + matrix_row[None, :]
+        tl.store(reduced + place, sums, mask=(row < rows)[:, None])
+
+
+@triton.jit
+def _expand(
+    y: tl.tensor,
+    b: tl.tensor,
+    columns: tl.tensor,
+    reduced: tl.tensor,
+    tiles: tl.tensor,
+    rows: tl.tensor,
+    y_stride: tl.tensor,
+    columns_stride: tl.tensor,
+    ALPHA: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TARGETS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+) -> None:
+    """Y += scale · u B^T of a tile of rows and a tile of outputs; u are the sums of what the first kernel left, of a row's own columns."""
+    tile = tl.program_id(0) * 3
+    target = tl.load(tiles + tile)
+    output = tl.load(tiles + tile + 1) + tl.arange(0, OUTPUTS)
+    last_output = tl.load(tiles + tile + 2)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    start, end, first, last = _columns_of(columns, row, rows, columns_stride)
+    if first < last:
+        sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+        for chunk in range(first // CHUNK * CHUNK, last, CHUNK):
+            column = chunk + tl.arange(0, CHUNK)
+            own = (column[None, :] >= start[:, None]) & (column[None, :] < end[:, None])
+            u = tl.zeros([ROWS, CHUNK], tl.float32)
+            for split in tl.static_range(SPLITS):
+                place = (split * rows + row[:, None]) * (TARGETS * WIDTH) + target * WIDTH + column[None, :]
+                u += tl.load(reduced + place, mask=(row < rows)[:, None], other=0.0)
+            u = tl.where(own, u, 0.0)  # elsewhere the first kernel may have left anything
+            matrix = tl.load(b + output[:, None].to(tl.int64) * WIDTH + column[None, :], mask=(output < last_output)[:, None], other=0.0)
+            sums = tl.dot(u.to(b.dtype.element_ty), tl.trans(matrix), acc=sums)
+        scale = ALPHA / tl.maximum(end - start, 1).to(tl.float32)
+        inside = (row < rows)[:, None] & (output < last_output)[None, :]
+        place = y + row[:, None].to(tl.int64) * y_stride + output[None, :]
+        before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, (before + sums * scale[:, None]).to(y.dtype.element_ty), mask=inside)
