@@ -4,6 +4,7 @@
 # make test     run the tests
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
+# make test-gpu         run the numerical tests on this machine's GPU, and keep their output in benchmarks/results/
 # make test-rl          let the examples of reinforcement learning learn, and draw their curves into rl-output/ (half an hour)
 # Each target installs what it needs by itself.
 # make lint | format | typecheck | proto | clean
@@ -25,7 +26,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup dev demo test test-recipes test-vllm test-rl lint format typecheck proto clean
+.PHONY: setup dev demo test test-recipes test-vllm test-gpu test-rl lint format typecheck proto clean
 
 # $(call install,EXTRAS): this project with some of its optional groups. Wheels only and exact versions: nothing is built, and no newer torch
 # is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
@@ -76,6 +77,14 @@ $(VLLM_STAMP): constraints-vllm.txt
 
 test-vllm: $(DEV_STAMP) $(VLLM_STAMP)
 	TINSMITH_TEST_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PYTHON) -m pytest tests/with_vllm --timeout 1200 --durations 0 --durations-min 1
+
+# Needs no registry where an environment is there already: make test-gpu PYTHON=python3 DEV_STAMP=
+# Six processes share the card: most tests are small, and wait for Python.
+test-gpu: SHELL := /bin/bash
+test-gpu: $(DEV_STAMP)
+	set -o pipefail; mkdir -p benchmarks/results; TINSMITH_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider \
+		tests/models tests/rendering tests/training tests/sampling --ignore tests/sampling/vllm --ignore tests/sampling/inside_vllm \
+		--numprocesses 6 --dist worksteal --timeout 300 --durations 15 2>&1 | tee benchmarks/results/test-gpu.txt
 
 # The adapters for the cookbook are tested with the one that test-recipes installs.
 test-rl: $(DEV_STAMP) $(RECIPES_STAMP)

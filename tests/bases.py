@@ -14,6 +14,7 @@ from PIL import Image
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,6 +28,8 @@ from transformers import (
 
 from tinsmith.config import ImagesConfig, ModelsConfig
 from tinsmith.models.base import BaseModel, load_base_model
+from tinsmith.models.delta_net import follow_plans
+from tinsmith.models.families import IMAGE_FAMILIES
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.models.tiny import TinyKind, write_tiny_model
 from tinsmith.protocol.shapes import LoraShape
@@ -132,6 +135,14 @@ def _qwen2_5_vl_config(directory: Path) -> Qwen2_5_VLConfig:
 def load(directory: Path, **models: Any) -> BaseModel:
     """The base model in `directory`, on DEVICE in float32 unless asked otherwise."""
     return load_base_model("tiny", str(directory), ModelsConfig(**{"device": DEVICE, "dtype": "float32"} | models), 2**26)
+
+
+def transformers_model(directory: Path, **options: Any) -> Any:
+    """The model in `directory` as transformers computes it, in PyTorch on any device, also where kernels are installed that it prefers."""
+    auto: Any = AutoModelForImageTextToText if AutoConfig.from_pretrained(directory).model_type in IMAGE_FAMILIES else AutoModelForCausalLM
+    network = auto.from_pretrained(directory, **{"dtype": torch.float32, "attn_implementation": "eager"} | options)
+    follow_plans(network)  # without a plan they follow transformers
+    return network.eval()
 
 
 def renderer(base: BaseModel, **limits: Any) -> Renderer:

@@ -1,8 +1,11 @@
 """Base models that several rooms test with. They never change, so one of each serves the whole run."""
 
 import os
+import subprocess
+import time
 from collections.abc import Callable
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,18 @@ import torch
 if os.environ.get("TINSMITH_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which transformers does; its kernels then compute on a CPU
 
-from tests.bases import load, write_family
+from tests.bases import DEVICE, load, write_family
 from tinsmith.models.base import BaseModel
+
+
+def pytest_report_header() -> list[str]:
+    """On a GPU: which one, and with which libraries. `make test-gpu` keeps what it prints."""
+    if DEVICE == "cpu":
+        return []
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    libraries = [f"{name} {metadata.version(name)}" for name in ("torch", "triton", "transformers")]
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+    return [f"{torch.cuda.get_device_name()}, {', '.join(libraries)}, commit {commit or os.environ.get('COMMIT', 'unknown')}, {day}"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.bases import OTHER_DECODERS, datum, picture_chunks, random_adapter, random_tokens, renderer, shifted
+from tests.bases import OTHER_DECODERS, datum, picture_chunks, random_adapter, random_tokens, renderer, shifted, transformers_model
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.layout import LM_HEAD
@@ -25,8 +24,7 @@ VISION_FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 def peft_twin(directory: Path, base: BaseModel, adapter: Adapter) -> Any:
     """The same model and adapter, in transformers and PEFT. Parts of a layer are the blocks of one adapter whose B is block-diagonal."""
-    auto = AutoModelForImageTextToText if base.family.takes_images else AutoModelForCausalLM
-    network = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    network = transformers_model(directory)
     rank, layers = adapter.shape.rank, layers_of_adapter(base, adapter)
     joined = {path: len(names) for path, names in layers.items() if len(names) > 1}
     config = LoraConfig(

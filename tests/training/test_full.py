@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.bases import datum, load, new_ref, picture_chunks, random_adapter, random_tokens, renderer, shifted
+from tests.bases import datum, load, new_ref, picture_chunks, random_adapter, random_tokens, renderer, shifted, transformers_model
 from tests.training.test_against_peft import twin_logprobs
 from tests.training.test_backend import assert_same, gradients, run_alone
 from tinsmith.config import TrainingConfig
@@ -62,8 +61,7 @@ def twin_of(directory: Path, base: BaseModel) -> tuple[Any, dict[str, Tensor]]:
 
     The tower, which nobody trains, stays in float32, as our pixels and features are.
     """
-    auto = AutoModelForImageTextToText if base.family.takes_images else AutoModelForCausalLM
-    twin = auto.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager").eval()
+    twin = transformers_model(directory, dtype=torch.float64)
     if base.family.takes_images:
         twin.model.visual.float()
     prefix = next(name for name, module in base.network.named_modules() if module is base.language_model)

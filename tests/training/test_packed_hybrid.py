@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
 
-from tests.bases import datum, picture_chunks, random_adapter, random_tokens, renderer, shifted
+from tests.bases import datum, picture_chunks, random_adapter, random_tokens, renderer, shifted, transformers_model
 from tests.training.test_against_peft import path_in_network, twin_logprobs
 from tests.training.test_backend import gradients
 from tinsmith.config import TrainingConfig
@@ -48,8 +47,7 @@ class Twin:
     """transformers' own model on the CPU, whose linears compute with an adapter of ours: W + scale · B A, on all or some outputs."""
 
     def __init__(self, directory: Path, base: BaseModel, adapter: Adapter) -> None:
-        network: Any = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="sdpa")
-        self.network = network.eval()
+        self.network = transformers_model(directory, attn_implementation="sdpa")
         self.leaves = [leaf.detach().cpu().clone().requires_grad_() for leaf in adapter.leaves()]
         pairs = zip(self.leaves[::2], self.leaves[1::2], strict=True)
         weights: dict[str, Tensor] = {}

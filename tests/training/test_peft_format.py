@@ -14,9 +14,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tests.bases import datum, load, picture_chunks, random_adapter, random_tokens, renderer, shifted
+from tests.bases import datum, load, picture_chunks, random_adapter, random_tokens, renderer, shifted, transformers_model
 from tests.training.test_against_peft import twin_logprobs
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import UserError
@@ -61,11 +60,6 @@ def test_exported_files_obey_the_umask(mask: int, text_base: BaseModel, family_d
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~mask}
 
 
-def network(base: BaseModel, directory: Path) -> Any:
-    auto: Any = AutoModelForImageTextToText if base.family.takes_images else AutoModelForCausalLM
-    return auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
-
-
 def ours(base: BaseModel, weights: Weights, rendered: RenderedInput) -> np.ndarray:
     backend = LocalBackend(base, TrainingConfig())
     backend.optimizers["a"] = ModelOptimizer(weights)
@@ -95,7 +89,7 @@ def test_peft_loads_an_adapter_to_the_same_logprobs(family_base: Bases, family_d
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # PEFT warns of keys that it misses
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
-        twin = PeftModel.from_pretrained(network(base, source), str(tmp_path)).eval()
+        twin = PeftModel.from_pretrained(transformers_model(source), str(tmp_path)).eval()
     np.testing.assert_allclose(theirs(twin, base, rendered), ours(base, adapter, rendered), atol=1e-4)
     again = read_peft(tmp_path, read_layout(str(source)))
     assert list(again.masters) == list(adapter.masters)
@@ -121,7 +115,7 @@ def test_transformers_loads_a_merged_model_to_the_same_logprobs(
     base, source = family_base(family), family_dir(family)
     weights, rendered = make(base), example(base)
     write_merged(weights, read_layout(str(source)), str(source), tmp_path)
-    np.testing.assert_allclose(theirs(network(base, tmp_path), base, rendered), ours(base, weights, rendered), atol=1e-4)
+    np.testing.assert_allclose(theirs(transformers_model(tmp_path), base, rendered), ours(base, weights, rendered), atol=1e-4)
     assert (tmp_path / "tokenizer.json").is_file()
     assert (tmp_path / "preprocessor_config.json").is_file() == base.family.takes_images
 
@@ -136,7 +130,7 @@ def test_full_weights_of_another_base_are_not_merged(family_base: Bases, family_
 def test_an_adapter_that_peft_saved_is_read_with_its_scale(text_base: BaseModel, family_dir: Dirs, tmp_path: Path) -> None:
     source = family_dir("qwen3")
     config = LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    twin: Any = get_peft_model(network(text_base, source), config)
+    twin: Any = get_peft_model(transformers_model(source), config)
     twin.save_pretrained(tmp_path)
     adapter = read_peft(tmp_path, read_layout(str(source)))
     assert (adapter.shape.train_attn, adapter.shape.train_mlp, adapter.shape.train_unembed) == (True, False, False)
@@ -164,7 +158,7 @@ def test_what_is_no_plain_lora_of_this_base_is_refused(family_base: Bases, famil
 
 def peft_saves(base: BaseModel, source: Path, directory: Path, **options: Any) -> Any:
     """Let PEFT make a random adapter of the base and save it."""
-    twin: Any = get_peft_model(network(base, source), LoraConfig(init_lora_weights=False, **options))
+    twin: Any = get_peft_model(transformers_model(source), LoraConfig(init_lora_weights=False, **options))
     twin.save_pretrained(directory)
     return twin.eval()
 
