@@ -1,5 +1,6 @@
 """Losses against a few lines of plain torch: value and gradient, ordinary numbers and the edges of float32; and what is refused."""
 
+import itertools
 import math
 
 import pytest
@@ -145,6 +146,22 @@ def test_a_position_without_weight_or_advantage_contributes_exactly_zero(name: s
     assert gradient[:2].tolist() == [0.0, 0.0]
     torch.testing.assert_close(loss, short[0])
     torch.testing.assert_close(gradient[2:], short[1])
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_the_inputs_say_where_a_gradient_may_be(name: str) -> None:
+    """All others are exactly 0, whatever the log-probabilities are: the LM head computes no gradient there."""
+    for seed, drift in itertools.product(range(8), (0.05, 1.5)):
+        logprobs, inputs = policy_inputs(seed, 40, drift)
+        if name == "cross_entropy":
+            inputs["weights"] = inputs["advantages"]
+        _, gradient = value_and_gradient(name, logprobs, inputs)
+        trained = find_loss(name, {}).trains(inputs)
+        assert trained.dtype == torch.bool
+        assert 0 < trained.sum() < 40
+        assert not gradient[~trained].any()
+        if name in ("cross_entropy", "importance_sampling"):
+            assert gradient[trained].all()
 
 
 @pytest.mark.parametrize(

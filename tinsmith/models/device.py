@@ -1,6 +1,10 @@
-"""Whether a device still computes."""
+"""Whether a device still computes, and how numbers get there."""
+
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from tinsmith.errors import DeviceLostError
 
@@ -19,3 +23,9 @@ def require_device(device: torch.device) -> None:
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         raise DeviceLostError(f"{device} computes nothing any more, and only a new process can use it: {first_line}") from error
+
+
+def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    """A tensor of these numbers on `device`. The host does not wait for a GPU to have taken them; on a CPU they are not copied."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,39 +1,100 @@
-"""Log-probabilities of target tokens from hidden states, without ever holding all logits.
+"""Log-probabilities of target tokens from hidden states, and their gradient, without ever holding all logits in float32.
 
     logprobs[t, k] = z[t, target[t, k]] - logsumexp(z[t]),   z = h W^T + scale (h A^T) B^T
+    dz[t] = Σ_k g[t, k] (onehot(target[t, k]) - softmax(z[t])),   with g the gradient of the logprobs
 
-All models of a row share one multiplication by the LM head W; each adapter's own part is added to its slice of the rows. Logits exist for
-`chunk` rows at a time, in the forward pass and again in the backward pass, which recomputes them from the hidden states; where all rows are
-one chunk, what the forward pass computed is kept. With g the gradient of the logprobs,
-dz[t] = Σ_k g[t, k] (onehot(target[t, k]) - softmax(z[t])).
-Rows without gradient are skipped, or get exactly 0. Peak memory does not grow with vocabulary times tokens.
+All models of a row share one multiplication by the LM head W; each adapter's own part is added to its slice of the rows. The caller says
+which rows may have a gradient, and these come first: their logits, or some of them, stay in the precision of the base until the backward
+pass, which writes dz in their place. All other logits exist for `chunk` rows at a time, and those of rows that have a gradient are computed
+again in the backward pass. A row without gradient gets exactly 0. Peak memory does not grow with vocabulary times tokens.
+
+In half precision the softmax is computed in float32 from the rounded logits and rounded once more, as dz; on a GPU that is one kernel
+forward and one backward (`models/compiled.py`). In float32 what is kept is log_softmax(z).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
+from tinsmith.models.compiled import compiled
+from tinsmith.models.device import upload
 from tinsmith.models.full import Weights
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, Segment
 
+PIECE, GPU_PIECE = 2**24, 2**27
+"""Logits that are turned into probabilities at a time: 64 MiB in float32 on a CPU; on a GPU more, so that few kernels do it."""
+
 
 class HeadPart(NamedTuple):
-    """Rows [start, end) whose adapter has a part of the LM head."""
+    """Rows [start, end) to which the adapter number `adapter` of the pass adds its part of the LM head."""
 
     start: int
     end: int
     scale: float
+    adapter: int
 
 
-def target_logprobs(hidden: Tensor, lm_head: Tensor, targets: Tensor, segments: list[Segment], chunk: int, keep: bool = False) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """In which order the rows of a pass are computed."""
+
+    order: Tensor | None
+    """[tokens] int64: the place of each in the row, first those that may have a gradient; None if all may, or none."""
+    wanted: int
+    """How many may have a gradient."""
+    kept: int
+    """Of how many of these the logits stay in memory."""
+    chunk: int
+    """Of how many others logits are in memory at a time."""
+    parts: list[HeadPart]
+    """In this order."""
+
+    def take(self, values: Tensor) -> Tensor:
+        """Rows [tokens, ...] of the pass in this order."""
+        return values if self.order is None else values.index_select(0, self.order)
+
+    def stretches(self, start: int, end: int) -> Iterator[slice]:
+        """Rows [start, end) of this order, as many at a time as may have logits."""
+        for first in range(start, end, self.chunk):
+            yield slice(first, min(first + self.chunk, end))
+
+    def parts_within(self, rows: slice) -> list[HeadPart]:
+        """The parts of adapters as they lie among a stretch of rows; those that have none there are left out."""
+        within = [
+            HeadPart(max(part.start, rows.start) - rows.start, min(part.end, rows.stop) - rows.start, part.scale, part.adapter)
+            for part in self.parts
+        ]
+        return [part for part in within if part.start < part.end]
+
+
+def rows_to_keep(chunk: int, dtype: torch.dtype) -> int:
+    """Of how many rows the logits can stay in memory until the backward pass, if `chunk` rows are computed at a time.
+
+    In half precision four times as many: they take the memory of `chunk` rows in float32, once as logits and once as probabilities.
+    """
+    return chunk if dtype.itemsize >= 4 else 4 * chunk
+
+
+def target_logprobs(
+    hidden: Tensor,
+    lm_head: Tensor,
+    targets: Tensor,
+    segments: list[Segment],
+    chunk: int,
+    keep: int = 0,
+    wanted: NDArray[np.bool_] | None = None,
+) -> Tensor:
     """Log-probabilities [tokens, K] in float32 of `targets` [tokens, K], each segment with its own LoRA on the LM head.
 
-    `keep` those of the whole vocabulary, [tokens, vocabulary], for the backward pass, if there are no more than `chunk` rows. That pass
-    computes in their place, so there can be only one.
+    Logits of `chunk` rows are computed at a time; those of up to `keep` rows stay for the backward pass. That pass computes in their place,
+    so there can be only one. `wanted` [tokens] says which rows may have a gradient, whatever gradient arrives: None means all.
     hidden [tokens, hidden]; lm_head [vocabulary, hidden]; differentiable in `hidden`, `lm_head` and the adapters' working copies.
     """
     parts: list[HeadPart] = []
@@ -41,11 +102,29 @@ def target_logprobs(hidden: Tensor, lm_head: Tensor, targets: Tensor, segments: 
     for segment in segments:
         a, b, scale = head_lora(segment.adapter)
         if a is not None and b is not None:
-            parts.append(HeadPart(segment.start, segment.end, scale))
+            parts.append(HeadPart(segment.start, segment.end, scale, len(parts)))
             matrices += (a, b)
+    rows = _ordered(parts, len(hidden), chunk, keep, wanted, hidden.device)
     compute: Any = _TargetLogprobs.apply
-    logprobs: Tensor = compute(hidden, lm_head, targets, parts, chunk, keep, *matrices)
+    logprobs: Tensor = compute(hidden, lm_head, targets, rows, *matrices)
     return logprobs
+
+
+def _ordered(parts: list[HeadPart], tokens: int, chunk: int, keep: int, wanted: NDArray[np.bool_] | None, device: torch.device) -> _Rows:
+    """The rows that are wanted first, decided on the host: nobody waits for the device."""
+    if not torch.is_grad_enabled():
+        return _Rows(None, 0, 0, chunk, parts)
+    count = tokens if wanted is None else int(wanted.sum())
+    if wanted is None or count == tokens:
+        return _Rows(None, tokens, min(keep, tokens), chunk, parts)
+    order = np.concatenate([np.flatnonzero(wanted), np.flatnonzero(~wanted)])
+    before = np.concatenate([[0], np.cumsum(wanted)])  # [tokens + 1] how many of the first rows are wanted
+    moved = [part._replace(start=int(before[part.start]), end=int(before[part.end])) for part in parts]
+    others = [
+        part._replace(start=count + part.start - first.start, end=count + part.end - first.end)
+        for part, first in zip(parts, moved, strict=True)
+    ]
+    return _Rows(upload(order, device), count, min(keep, count), chunk, moved + others)
 
 
 def head_lora(owner: Weights | None) -> tuple[Tensor | None, Tensor | None, float]:
@@ -57,82 +136,135 @@ def head_lora(owner: Weights | None) -> tuple[Tensor | None, Tensor | None, floa
 
 def head_logits(hidden: Tensor, lm_head: Tensor, a: Tensor | None, b: Tensor | None, scale: float) -> Tensor:
     """Logits [tokens, vocabulary] in float32 of one model's rows."""
-    parts, matrices = ([HeadPart(0, len(hidden), scale)], (a, b)) if a is not None and b is not None else ([], ())
-    return _logits(hidden, lm_head, parts, matrices)
+    parts, matrices = ([HeadPart(0, len(hidden), scale, 0)], (a, b)) if a is not None and b is not None else ([], ())
+    return _logits(hidden, lm_head, parts, matrices).float()
 
 
-def _logits(hidden: Tensor, lm_head: Tensor, parts: list[HeadPart], matrices: Sequence[Tensor]) -> Tensor:
-    """Logits [tokens, vocabulary] in float32; `matrices` are A and B of each part."""
+def _logits(hidden: Tensor, lm_head: Tensor, parts: Sequence[HeadPart], matrices: Sequence[Tensor]) -> Tensor:
+    """Logits [tokens, vocabulary] in the precision of the base; `matrices` are A and B of each adapter."""
     logits = linear(hidden, lm_head)
-    for part, a, b in zip(parts, matrices[::2], matrices[1::2], strict=True):
+    for part in parts:
+        a, b = matrices[2 * part.adapter], matrices[2 * part.adapter + 1]
         rows = slice(part.start, part.end)
         logits[rows].addmm_(linear(hidden[rows], a), b.t(), alpha=part.scale)
-    return logits.float()
+    return logits
 
 
-def _parts_within(parts: list[HeadPart], rows: slice | Tensor) -> list[HeadPart]:
-    """The parts as they lie among the chosen rows: a stretch, or ascending indices. One that has no row there is empty."""
-    if isinstance(rows, slice):
-        bounds = [[min(max(bound, rows.start), rows.stop) - rows.start for bound in part[:2]] for part in parts]
-    else:
-        bounds = torch.searchsorted(rows, torch.tensor([part[:2] for part in parts], device=rows.device)).tolist() if parts else []
-    return [HeadPart(start, end, part.scale) for (start, end), part in zip(bounds, parts, strict=True)]
+class _Distribution:
+    """The distributions over the vocabulary of some rows, from which log-probabilities are read, and which then become their gradient."""
+
+    def __init__(self, logits: Tensor) -> None:
+        """`logits` [rows, vocabulary] belong to this object from now on."""
+        self.half = logits.dtype.itemsize < 4
+        self.logits = logits if self.half else logits.log_softmax(-1)
+        self.norms: list[tuple[Tensor, Tensor]] = [_norms(piece) for piece in self._pieces(logits)] if self.half else []
+
+    def _pieces(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Some rows at a time of something that has as many rows as the logits."""
+        pieces: tuple[Tensor, ...] = values.split(max(1, (GPU_PIECE if values.is_cuda else PIECE) // self.logits.shape[1]))
+        return pieces
+
+    def logprobs(self, targets: Tensor) -> Tensor:
+        """[rows, K] float32 of `targets` [rows, K]."""
+        found = self.logits.gather(-1, targets).float()
+        if not self.half:
+            return found
+        peaks, totals = (torch.cat(part) for part in zip(*self.norms, strict=True))  # [rows, 1] each
+        return found.sub_(peaks).sub_(totals)
+
+    def gradient(self, targets: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of the logits [rows, vocabulary], in their place, from `grad` [rows, K] of the log-probabilities of `targets`."""
+        norms = iter(self.norms)
+        for logits, t, g in zip(self._pieces(self.logits), self._pieces(targets), self._pieces(grad), strict=True):
+            if self.half and t.shape[1] == 1:
+                _become_gradient(logits, *next(norms), t, g)
+                continue
+            wide = _logprobs_of(logits, *next(norms)) if self.half else logits
+            dz = wide.exp_().mul_(-g.sum(-1, keepdim=True)).scatter_add_(-1, t, g)  # in float32: close to 1, a probability rounds badly
+            dz.masked_fill_(g.eq(0).all(-1, keepdim=True), 0.0)  # where logits are no numbers, 0 times them is none either
+            if self.half:
+                logits.copy_(dz)
+        return self.logits
+
+
+@compiled
+def _norms(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row, and the logarithm of the sum of all exp(logit - largest): [rows, 1] each, in float32."""
+    wide = logits.float()
+    peak = wide.amax(-1, keepdim=True)
+    return peak, (wide - peak).exp().sum(-1, keepdim=True).log()
+
+
+@compiled
+def _become_gradient(logits: Tensor, peak: Tensor, total: Tensor, target: Tensor, grad: Tensor) -> None:
+    """Replace logits [rows, vocabulary] by grad · (onehot(target) - softmax), and by 0 where grad is 0; all else is [rows, 1]."""
+    chosen = torch.arange(logits.shape[1], device=logits.device) == target  # [rows, vocabulary]
+    dz = (torch.where(chosen, 1.0, 0.0) - (logits.float() - peak - total).exp()) * grad
+    logits.copy_(torch.where(grad == 0, 0.0, dz))
+
+
+def _logprobs_of(logits: Tensor, peak: Tensor, total: Tensor) -> Tensor:
+    """The log-probabilities [rows, vocabulary] in float32 of a piece."""
+    return logits.float().sub_(peak).sub_(total)
 
 
 class _TargetLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, lm_head: Tensor, targets: Tensor, parts: list[HeadPart], chunk: int, keep: bool, *matrices: Tensor
-    ) -> Tensor:
-        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-        every = None
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, min(start + chunk, len(hidden)))
-            every = _logits(hidden[rows], lm_head, _parts_within(parts, rows), matrices).log_softmax(-1)
-            logprobs[rows] = every.gather(-1, targets[rows])
-        ctx.save_for_backward(hidden, lm_head, targets, every if keep and len(hidden) <= chunk else None, *matrices)
-        ctx.parts, ctx.chunk = parts, chunk
-        return logprobs
+    def forward(ctx: Any, hidden: Tensor, lm_head: Tensor, targets: Tensor, rows: _Rows, *matrices: Tensor) -> Tensor:
+        h, t = rows.take(hidden), rows.take(targets)
+        scored = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        for stretch in (*rows.stretches(rows.wanted, len(h)), *rows.stretches(rows.kept, rows.wanted)):
+            scored[stretch] = _distribution(h, lm_head, rows, stretch, matrices).logprobs(t[stretch])
+        ctx.kept = None
+        if rows.kept:  # last, when the logits of no other rows are in memory
+            ctx.kept = _distribution(h, lm_head, rows, slice(0, rows.kept), matrices)
+            scored[: rows.kept] = ctx.kept.logprobs(t[: rows.kept])
+        ctx.save_for_backward(h, lm_head, t, *matrices)
+        ctx.rows = rows
+        return scored if rows.order is None else torch.empty_like(scored).index_copy_(0, rows.order, scored)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, lm_head, targets, every, *matrices = ctx.saved_tensors
-        (grad,) = grads
-        grad_hidden = torch.zeros_like(hidden)
-        grad_head = torch.zeros_like(lm_head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        found = [torch.zeros_like(matrix) for matrix in matrices]
-        wanted = grad.ne(0).any(-1)
-        for rows in _chosen(wanted, ctx.chunk, every is not None):
-            h, t, g = hidden[rows], targets[rows], grad[rows]
-            parts = _parts_within(ctx.parts, rows)
-            logprobs = _logits(h, lm_head, parts, matrices).log_softmax(-1) if every is None else every[rows]
-            dz = logprobs.exp_().mul_(-g.sum(-1, keepdim=True)).scatter_add_(-1, t, g)
-            if isinstance(rows, slice):
-                dz.index_fill_(0, (~wanted).nonzero().squeeze(-1), 0.0)  # where logits are no numbers, 0 times them is none either
-            dz = dz.to(hidden.dtype)
-            dh = dz @ lm_head
-            _add_lora_gradients(found, dh, dz, h, parts, matrices)
-            if grad_head is not None:
-                grad_head += dz.t() @ h
-            grad_hidden[rows] = dh
-        grad_head = grad_head.to(lm_head.dtype) if grad_head is not None else None
-        return grad_hidden, grad_head, None, None, None, None, *found
+        h, lm_head, t, *matrices = ctx.saved_tensors
+        rows: _Rows = ctx.rows
+        g = rows.take(grads[0])
+        dh = torch.zeros_like(h)
+        sums: list[Tensor | None] = [None] * (1 + len(matrices))  # of lm_head, and of A and B of each adapter
+        stretches = [slice(0, rows.kept)] if rows.kept else []
+        stretches += rows.stretches(rows.kept, rows.wanted)
+        for stretch in stretches:
+            found = _distribution(h, lm_head, rows, stretch, matrices) if ctx.kept is None else ctx.kept
+            ctx.kept = None
+            dz = found.gradient(t[stretch], g[stretch])
+            torch.mm(dz, lm_head, out=dh[stretch])
+            if ctx.needs_input_grad[1]:
+                _add(sums, 0, dz.t() @ h[stretch], len(stretches))
+            for part in rows.parts_within(stretch):
+                a, b = matrices[2 * part.adapter], matrices[2 * part.adapter + 1]
+                mine = slice(stretch.start + part.start, stretch.start + part.end)
+                own = dz[part.start : part.end]
+                du = (own @ b).mul_(part.scale)  # [rows of the part, rank]
+                _add(sums, 1 + 2 * part.adapter, du.t() @ h[mine], len(stretches))
+                u = linear(h[mine], a).mul_(part.scale)
+                _add(sums, 2 + 2 * part.adapter, (u.t() @ own).t(), len(stretches))  # on a CPU twice as fast as its transpose
+                dh[mine].addmm_(du, a)
+        dh.masked_fill_(g.eq(0).all(-1, keepdim=True), 0.0)  # a logit may be infinite where its gradient is 0
+        of_weights = [
+            total.to(weight.dtype) if total is not None else torch.zeros_like(weight) if needed else None
+            for total, weight, needed in zip(sums, (lm_head, *matrices), (ctx.needs_input_grad[1], *ctx.needs_input_grad[4:]), strict=True)
+        ]
+        grad_hidden = dh if rows.order is None else torch.empty_like(dh).index_copy_(0, rows.order, dh)
+        return grad_hidden, of_weights[0], None, None, *of_weights[1:]
 
 
-def _chosen(wanted: Tensor, chunk: int, kept: bool) -> Sequence[slice | Tensor]:
-    """The rows that have a gradient, `chunk` at a time. Of kept logits all are taken if most are wanted: to pick some is to copy them."""
-    indices = wanted.nonzero().squeeze(-1)
-    if kept and 2 * len(indices) > len(wanted):
-        return [slice(0, len(wanted))]
-    pieces: tuple[Tensor, ...] = indices.split(chunk)
-    return pieces
+def _distribution(h: Tensor, lm_head: Tensor, rows: _Rows, stretch: slice, matrices: Sequence[Tensor]) -> _Distribution:
+    return _Distribution(_logits(h[stretch], lm_head, rows.parts_within(stretch), matrices))
 
 
-def _add_lora_gradients(found: list[Tensor], dh: Tensor, dz: Tensor, h: Tensor, parts: list[HeadPart], matrices: Sequence[Tensor]) -> None:
-    """Add to `found` the gradients of A and B of each part, and to dh what comes through them; dz is the gradient of the logits."""
-    for part, a, b, grad_a, grad_b in zip(parts, matrices[::2], matrices[1::2], found[::2], found[1::2], strict=True):
-        rows = slice(part.start, part.end)
-        du = (dz[rows] @ b).mul_(part.scale)
-        grad_b += (linear(h[rows], a).mul_(part.scale).t() @ dz[rows]).t()  # on a CPU twice as fast as its transpose
-        grad_a += du.t() @ h[rows]
-        dh[rows].addmm_(du, a)
+def _add(sums: list[Tensor | None], place: int, found: Tensor, summands: int) -> None:
+    """Add `found` to one of the sums. Several summands are added up in float32."""
+    total = sums[place]
+    if total is None:
+        sums[place] = found if summands == 1 else found.float()
+    else:
+        total += found

@@ -111,6 +111,18 @@ COUNTED_BY = ("mask", "weights")
 """Inputs of a dro datum that say which positions were sampled: 1 there, else 0."""
 
 
+def _weighted(inputs: Mapping[str, Tensor]) -> Tensor:
+    return inputs["weights"] != 0
+
+
+def _with_advantage(inputs: Mapping[str, Tensor]) -> Tensor:
+    return inputs["advantages"] != 0
+
+
+def _sampled(inputs: Mapping[str, Tensor]) -> Tensor:
+    return inputs["sequence_ratio_mask"] != 0
+
+
 @dataclass(frozen=True)
 class Loss:
     """A loss with its settings."""
@@ -118,6 +130,8 @@ class Loss:
     function: LossFunction
     inputs: tuple[str, ...]
     """loss_fn_inputs that it needs besides target_tokens, each of the shape of target_tokens."""
+    trains: Callable[[Mapping[str, Tensor]], Tensor]
+    """Which positions may have a gradient (bool), by the inputs alone, in their shape. At all others it is exactly 0."""
     config: Mapping[str, float] = field(default_factory=dict)
     """Its settings, all of them: in `LOSSES` the defaults."""
     optional_inputs: tuple[str, ...] = ()
@@ -155,15 +169,22 @@ _POLICY = ("logprobs", "advantages")
 LOSSES: Mapping[str, Loss] = {
     loss.name: loss
     for loss in (
-        Loss(cross_entropy, ("weights",), many_targets=True),
-        Loss(importance_sampling, _POLICY),
-        Loss(ppo, _POLICY, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, CLIP_THRESHOLDS),
-        Loss(cispo, _POLICY, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, CLIP_THRESHOLDS),
-        Loss(dro, _POLICY, {"beta": 0.05}, COUNTED_BY),
-        Loss(gspo, (*_POLICY, "sequence_ratio_mask"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, CLIP_THRESHOLDS),
+        Loss(cross_entropy, ("weights",), _weighted, many_targets=True),
+        Loss(importance_sampling, _POLICY, _with_advantage),
+        Loss(ppo, _POLICY, _with_advantage, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, CLIP_THRESHOLDS),
+        Loss(cispo, _POLICY, _with_advantage, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, CLIP_THRESHOLDS),
+        Loss(dro, _POLICY, _counted, {"beta": 0.05}, COUNTED_BY),
+        Loss(
+            gspo,
+            (*_POLICY, "sequence_ratio_mask"),
+            _with_advantage,
+            {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+            CLIP_THRESHOLDS,
+        ),
         Loss(
             stable_reinforce,
             (*_POLICY, "sequence_ratio_mask"),
+            _sampled,
             {"kl_coeff": 0.0},
             needs_provenance=True,
             metrics=METRICS,

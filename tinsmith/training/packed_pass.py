@@ -21,7 +21,7 @@ from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.rendering.packing import pack, packing_order, segments_of
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.training.logprobs import target_logprobs
+from tinsmith.training.logprobs import rows_to_keep, target_logprobs
 from tinsmith.training.losses import Loss
 from tinsmith.training.optimizer import ModelOptimizer
 
@@ -93,6 +93,7 @@ def _logprobs(
     with kept_in_host_memory(len(row.token_ids)) if effort.offload else nullcontext():
         hidden = base.hidden_states(row, plan, effort.recompute)  # [tokens, hidden]
     head = base.head(owners[0])  # [vocabulary, hidden]; a model with a head of its own is alone in the row
+    keep = rows_to_keep(chunk, base.dtype)
     parts: list[Tensor] = []
     start = 0
     for _, group in groupby(zip(work, owners, strict=True), key=lambda pair: _targets_per_position(pair[0])):
@@ -101,7 +102,9 @@ def _logprobs(
         columns = np.concatenate([datum.target_tokens.reshape(len(datum.rendered), -1) for datum in datums])  # [group tokens, K]
         targets = torch.from_numpy(columns).to(base.device)
         rows = hidden if len(targets) == len(hidden) else hidden[start : start + len(targets)]  # [group tokens, hidden]
-        scored = target_logprobs(rows, head, targets, segments_of(lengths, theirs), chunk, keep=len(hidden) <= chunk)  # [group tokens, K]
+        wanted = np.concatenate([_trained(datum) for datum in datums])  # [group tokens]
+        scored = target_logprobs(rows, head, targets, segments_of(lengths, theirs), chunk, keep, wanted)  # [group tokens, K]
+        keep -= min(keep, int(wanted.sum()))
         parts += [part.view(datum.target_tokens.shape) for datum, part in zip(datums, scored.split(lengths), strict=True)]
         start += len(targets)
     return parts
@@ -127,6 +130,14 @@ def _contributions(loss: Tensor, optimizers: list[ModelOptimizer]) -> list[Calla
     leaves = [leaf for optimizer in optimizers for leaf in optimizer.weights.leaves()]
     gradients = iter(torch.autograd.grad(loss, leaves, allow_unused=True))
     return [optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]
+
+
+def _trained(datum: DatumWork) -> NDArray[np.bool_]:
+    """Which positions [N] of a datum may have a gradient."""
+    inputs = {name: torch.from_numpy(array) for name, array in datum.loss_inputs.items()}
+    trained = datum.loss.trains(inputs).numpy().reshape(len(datum.rendered), -1)  # [N, K]
+    found: NDArray[np.bool_] = np.asarray(trained.any(axis=1))
+    return found
 
 
 def _targets_per_position(datum: DatumWork) -> int:
