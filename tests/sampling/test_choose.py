@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.bases import DEVICE
-from tinsmith.sampling.choose import COLDEST, Choice, choose, choose_next, draw, draws_needed
+from tinsmith.sampling.choose import COLDEST, Choice, choose, choose_next, choose_reference, draw, draws_needed, logprobs_at
 from tinsmith.sampling.randomness import as_bits, uniforms
 from tinsmith.sampling.truncation import order_preserving, truncate
 
@@ -245,3 +245,28 @@ def test_rows_chosen_on_the_device_are_those_chosen_one_by_one() -> None:
     alone = [choose(logits[row : row + 1], how.of(slice(row, row + 1)))[0] for row in range(rows)]
     assert tokens.tolist() == [one.token for one in alone]
     np.testing.assert_allclose(logprobs.cpu(), [one.logprob for one in alone], atol=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 300, 5000, 70_000])
+@pytest.mark.parametrize("truncates", [False, True])
+def test_the_kernels_choose_what_the_reference_chooses(vocabulary: int, truncates: bool) -> None:
+    """In Triton's interpreter on a CPU. The tree has one to five levels."""
+    pytest.importorskip("triton")
+    from tinsmith.sampling.choose_kernels import choose_kernel
+
+    rows = 6
+    logits = (torch.randn(rows, 2 * vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 3).to(DEVICE)[:, :vocabulary]
+    logits[1, vocabulary // 2 :] = -torch.inf
+    how = replace(
+        same_for_all(rows),
+        temperature=np.array([0, 0.7, 1, 2, 1e-40, 1], np.float32),
+        top_k=np.array([-1, 5, 50, -1, -1, -1]),
+        top_p=np.array([1, 1, 0.5, 0.9, 1, 1], np.float32),
+        seed=np.arange(rows, dtype=np.uint64) + np.uint64(2**64 - rows),
+    ).on(logits.device)
+    tokens, logprobs = choose_reference(logits, how, truncates)
+    left = truncate(logits, logprobs_at(logits, how.temperature.unsqueeze(1)), how.top_k, how.top_p) if truncates else None
+    draws = draws_needed(vocabulary)
+    got = choose_kernel(logits, how.temperature, how.seed, how.sample, how.position, draws, left, COLDEST)
+    assert got[0].tolist() == tokens.tolist()
+    torch.testing.assert_close(got[1], logprobs, atol=1e-5, rtol=1e-6)

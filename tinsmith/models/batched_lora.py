@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import UserError
+from tinsmith.models.device import has_triton
 from tinsmith.models.layout import Layout, Projection
 from tinsmith.models.lora import LORA_ALPHA, Adapter
 
@@ -154,7 +155,7 @@ class RowAdapters:
     def __init__(self, batched: BatchedAdapters, columns: Tensor) -> None:
         self.matrices = batched.matrices
         self.columns = columns
-        self._uses_kernels = columns.is_cuda and batched.dtype in (torch.bfloat16, torch.float16)
+        self._uses_kernels = columns.is_cuda and batched.dtype in (torch.bfloat16, torch.float16) and has_triton()
         if not self._uses_kernels and self.matrices:
             column = torch.arange(batched.columns, device=columns.device)
             start, end = columns.unsqueeze(-1).unbind(1)  # [rows, 1] each

@@ -1,5 +1,7 @@
-"""Whether a device still computes, and how numbers get there."""
+"""What a device computes with, whether it still computes, and how numbers get there."""
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,3 +31,9 @@ def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
     """A tensor of these numbers on `device`. The host does not wait for a GPU to have taken them; on a CPU they are not copied."""
     tensor = torch.from_numpy(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed: PyTorch's builds for CUDA bring it on Linux."""
+    return find_spec("triton") is not None

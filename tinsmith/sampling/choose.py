@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tinsmith.models.device import has_triton
 from tinsmith.sampling.randomness import as_bits, uniforms
 from tinsmith.sampling.truncation import truncate
 
@@ -89,14 +90,36 @@ def choose_next(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[
     The log-probability is that of `Chosen.logprob`. `truncates` says whether any row has a top_k or top_p; without it they are not looked
     at. Nothing is read on the host, so that a CUDA graph can capture it.
     """
-    temperature = choice.temperature.unsqueeze(1)
+    if logits.is_cuda and has_triton():
+        from tinsmith.sampling.choose_kernels import LARGEST, choose_kernel
+
+        if logits.shape[1] <= LARGEST:
+            left = _truncated(logits, choice) if truncates else None
+            draws = draws_needed(logits.shape[1])
+            return choose_kernel(logits, choice.temperature, choice.seed, choice.sample, choice.position, draws, left, COLDEST)
+    return choose_reference(logits, choice, truncates)
+
+
+def choose_reference(logits: Tensor, choice: DeviceChoice, truncates: bool) -> tuple[Tensor, Tensor]:
+    """`choose_next` in PyTorch."""
     greedy = choice.temperature == 0
-    logprobs = logprobs_at(logits, torch.where(temperature == 0, 1.0, temperature))
+    logprobs = _logprobs(logits, choice)
     u = uniforms(choice.seed, choice.sample, choice.position, draws_needed(logits.shape[1]))
     left = truncate(logits, logprobs, choice.top_k, choice.top_p) if truncates else logprobs
     drawn = draw(left, u.unsqueeze(-1)).squeeze(1)
     tokens = torch.where(greedy, logits.argmax(-1), drawn)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def _logprobs(logits: Tensor, choice: DeviceChoice) -> Tensor:
+    """Log-probabilities [n, vocabulary] of which `Chosen.logprob` is one."""
+    temperature = choice.temperature.unsqueeze(1)
+    return logprobs_at(logits, torch.where(temperature == 0, 1.0, temperature))
+
+
+def _truncated(logits: Tensor, choice: DeviceChoice) -> Tensor:
+    """The log-probabilities [n, vocabulary] that tokens are drawn by."""
+    return truncate(logits, _logprobs(logits, choice), choice.top_k, choice.top_p)
 
 
 def choose(logits: Tensor, how: Choice) -> list[Chosen]:

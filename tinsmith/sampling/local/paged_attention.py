@@ -4,13 +4,11 @@ On CUDA in half precision a Triton kernel computes it (`paged_kernels.py`). A CU
 the tensors alone, and each row's length is read on the device. Elsewhere `paged_reference` computes the same in PyTorch.
 """
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tinsmith.models.device import has_triton
 from tinsmith.sampling.local.kv_cache import blocks_for
 from tinsmith.sampling.prefix import BLOCK
 
@@ -60,9 +58,4 @@ def paged_reference(
 def _has_kernel(query: Tensor) -> bool:
     """Whether the kernel serves queries like this one."""
     half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    return half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and _has_triton()
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+    return half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and has_triton()

@@ -1,0 +1,247 @@
+"""Triton kernels of `choose_next`: three launches, which read the logits twice.
+
+What `choose.py` says in PyTorch takes a hundred small kernels, which one row waits for longer than for a layer of its model. Here a row is
+cut into chunks of 16³ tokens, so that a chunk is a whole branch of the tree by which tokens are drawn (`choose.draw`). Sums within a row
+are added up in an order that depends on the vocabulary alone.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 16**3
+LARGEST = 16**5
+"""The largest vocabulary: its tree has five levels, of which the kernels know that many."""
+
+
+def choose_kernel(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    sample: Tensor,
+    position: Tensor,
+    draws: int,
+    left: Tensor | None,
+    coldest: float,
+) -> tuple[Tensor, Tensor]:
+    """As `choose_next`: tokens [n] and their log-probabilities [n] from logits [n, vocabulary] of at most `LARGEST` tokens.
+
+    `left` [n, vocabulary] are the log-probabilities that tokens are drawn by, with -inf for those that are truncated; None draws from all.
+    `draws` comes from `draws_needed`, and no temperature is lower than `coldest`.
+    """
+    rows, vocabulary = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    source = logits if left is None else left.contiguous()
+    temperature, seed, sample, position = (numbers.contiguous() for numbers in (temperature, seed, sample, position))
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    padded = triton.next_power_of_2(chunks)
+    device = logits.device
+    parts = torch.empty(2, rows, chunks, dtype=torch.float32, device=device)  # the highest logit of a chunk, and the sum of exponentials
+    places = torch.empty(rows, chunks, dtype=torch.int32, device=device)  # where the highest is
+    nodes = torch.empty(rows, chunks * (256 + 16 + 1), dtype=torch.float64, device=device)  # levels 1, 2 and 3 of the tree
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=device)
+    scan: Any = _scan
+    scan[(chunks, rows)](logits, temperature, parts, places, rows, logits.stride(0), vocabulary, coldest, CHUNK=CHUNK, num_warps=8)
+    grow: Any = _grow
+    grow[(chunks, rows)](
+        source,
+        temperature,
+        parts,
+        nodes,
+        rows,
+        source.stride(0),
+        vocabulary,
+        coldest,
+        CHUNK=CHUNK,
+        CHUNKS=chunks,
+        PADDED=padded,
+        NORMALIZED=left is not None,
+        num_warps=8,
+    )
+    walk: Any = _walk
+    walk[(rows,)](
+        logits,
+        source,
+        temperature,
+        seed,
+        sample,
+        position,
+        parts,
+        places,
+        nodes,
+        tokens,
+        logprobs,
+        rows,
+        logits.stride(0),
+        source.stride(0),
+        vocabulary,
+        coldest,
+        CHUNKS=chunks,
+        PADDED=padded,
+        DRAWS=draws,
+        NORMALIZED=left is not None,
+        num_warps=1,
+    )
+    return tokens, logprobs
+
+
+@triton.jit
+def _temperature_of(temperature: tl.tensor, row: tl.tensor, coldest: tl.tensor) -> tl.tuple:
+    """The temperature of the probabilities of a row, and whether it takes the likeliest token."""
+    own = tl.load(temperature + row)
+    greedy = own == 0.0
+    return tl.where(greedy, 1.0, tl.maximum(own, coldest)), greedy
+
+
+@triton.jit
+def _scan(
+    logits: tl.tensor,
+    temperature: tl.tensor,
+    parts: tl.tensor,
+    places: tl.tensor,
+    rows: tl.tensor,
+    stride: tl.tensor,
+    vocabulary: tl.tensor,
+    coldest: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> None:
+    """The highest logit of one chunk of a row, where it is, and the sum of the exponentials below it."""
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    heat, _ = _temperature_of(temperature, row, coldest)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < vocabulary, other=float("-inf"))
+    highest = tl.max(x, 0)
+    first = tl.min(tl.where(x == highest, token, vocabulary - 1), 0)
+    level = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(tl.exp(tl.div_rn(x - level, heat)), 0)
+    place = row * tl.num_programs(0) + chunk
+    tl.store(parts + place, highest)
+    tl.store(parts + rows * tl.num_programs(0) + place, total)
+    tl.store(places + place, first)
+
+
+@triton.jit
+def _normalizer(parts: tl.tensor, row: tl.tensor, rows: tl.tensor, heat: tl.tensor, CHUNKS: tl.constexpr, PADDED: tl.constexpr) -> tl.tuple:
+    """The highest logit of a row, and the logarithm of the sum of all exponentials."""
+    chunk = tl.arange(0, PADDED)
+    place = row * CHUNKS + chunk
+    highest = tl.load(parts + place, mask=chunk < CHUNKS, other=float("-inf"))
+    totals = tl.load(parts + rows * CHUNKS + place, mask=chunk < CHUNKS, other=0.0)
+    top = tl.max(highest, 0)
+    level = tl.where(highest == float("-inf"), top, highest)  # such a chunk has a sum of 0
+    return top, tl.log(tl.sum(totals * tl.exp(tl.div_rn(level - top, heat)), 0))
+
+
+@triton.jit
+def _grow(
+    source: tl.tensor,
+    temperature: tl.tensor,
+    parts: tl.tensor,
+    nodes: tl.tensor,
+    rows: tl.tensor,
+    stride: tl.tensor,
+    vocabulary: tl.tensor,
+    coldest: tl.tensor,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+) -> None:
+    """The branch of the tree that stands for one chunk of a row: three levels of sums of probabilities."""
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(source + row.to(tl.int64) * stride + token, mask=token < vocabulary, other=float("-inf"))
+    if not NORMALIZED:
+        heat, _ = _temperature_of(temperature, row, coldest)
+        top, normalizer = _normalizer(parts, row, rows, heat, CHUNKS, PADDED)
+        x = tl.div_rn(x - top, heat) - normalizer
+    own = nodes + row.to(tl.int64) * (CHUNKS * 273)
+    first = tl.sum(tl.reshape(tl.exp(x).to(tl.float64), [CHUNK // 16, 16]), 1)  # [256]
+    tl.store(own + chunk * 256 + tl.arange(0, CHUNK // 16), first)
+    second = tl.sum(tl.reshape(first, [CHUNK // 256, 16]), 1)  # [16]
+    tl.store(own + CHUNKS * 256 + chunk * 16 + tl.arange(0, CHUNK // 256), second)
+    tl.store(own + CHUNKS * 272 + chunk, tl.sum(second, 0))
+
+
+@triton.jit
+def _mix(z: tl.tensor) -> tl.tensor:
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _bits(numbers: tl.tensor, row: tl.tensor) -> tl.tensor:
+    return tl.load(numbers + row).to(tl.uint64, bitcast=True)
+
+
+@triton.jit
+def _walk(
+    logits: tl.tensor,
+    source: tl.tensor,
+    temperature: tl.tensor,
+    seed: tl.tensor,
+    sample: tl.tensor,
+    position: tl.tensor,
+    parts: tl.tensor,
+    places: tl.tensor,
+    nodes: tl.tensor,
+    tokens: tl.tensor,
+    logprobs: tl.tensor,
+    rows: tl.tensor,
+    stride: tl.tensor,
+    source_stride: tl.tensor,
+    vocabulary: tl.tensor,
+    coldest: tl.tensor,
+    CHUNKS: tl.constexpr,
+    PADDED: tl.constexpr,
+    DRAWS: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+) -> None:
+    """The token of one row: from the root of its tree to a leaf, with one random number for each level (`randomness.uniforms`)."""
+    row = tl.program_id(0)
+    heat, greedy = _temperature_of(temperature, row, coldest)
+    top, normalizer = _normalizer(parts, row, rows, heat, CHUNKS, PADDED)
+    gamma = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+    state = _mix(_bits(seed, row) + gamma)
+    state = _mix(state ^ _mix(_bits(sample, row) + gamma * 2))
+    state = _mix(state ^ _mix(_bits(position, row) + gamma * 3))
+    child = tl.arange(0, 16)
+    own = nodes + row.to(tl.int64) * (CHUNKS * 273)
+    chosen = tl.full([], 0, tl.int32)
+    for draw in tl.static_range(DRAWS):
+        level = DRAWS - 1 - draw  # of the children, from leaves at 0
+        node = chosen * 16 + child
+        if level == 4:
+            grandchild = child[:, None] * 16 + child[None, :]  # the root has no number yet
+            found = tl.sum(tl.load(own + CHUNKS * 272 + grandchild, mask=grandchild < CHUNKS, other=0.0), 1)
+        elif level == 3:
+            found = tl.load(own + CHUNKS * 272 + node, mask=node < CHUNKS, other=0.0)
+        elif level == 2:
+            found = tl.load(own + CHUNKS * 256 + node, mask=node < CHUNKS * 16, other=0.0)
+        elif level == 1:
+            found = tl.load(own + node, mask=node < CHUNKS * 256, other=0.0)
+        else:
+            x = tl.load(source + row.to(tl.int64) * source_stride + node, mask=node < vocabulary, other=float("-inf"))
+            if not NORMALIZED:
+                x = tl.div_rn(x - top, heat) - normalizer
+            found = tl.exp(x).to(tl.float64)
+        number = (_mix(state + gamma * draw) >> 11).to(tl.float64) * (2.0**-53)
+        cumulative = tl.cumsum(found, 0)
+        total = tl.sum(tl.where(child == 15, cumulative, 0.0), 0)
+        passed = (cumulative <= number * total) & (cumulative < total)
+        chosen = chosen * 16 + tl.sum(passed.to(tl.int32), 0)
+    chunk = tl.arange(0, PADDED)
+    highest = tl.load(parts + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
+    place = tl.load(places + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=vocabulary - 1)
+    likeliest = tl.min(tl.where(highest == top, place, vocabulary - 1), 0)
+    token = tl.where(greedy, likeliest, tl.minimum(chosen, vocabulary - 1))
+    x = tl.load(logits + row.to(tl.int64) * stride + token)
+    tl.store(tokens + row, token.to(tl.int64))
+    tl.store(logprobs + row, tl.div_rn(x - top, heat) - normalizer)
