@@ -95,10 +95,12 @@ class Requests:
     def __init__(self) -> None:
         self.generator = np.random.default_rng(0)
         self.numbers = itertools.count()
+        self.newest = np.empty(0, dtype=np.int32)
+        """The prompt that was added last."""
 
     def add(self, sampler: LocalSampler, prompt: int, answer: int, weights: Weights | None, stream: bool = False) -> str:
         """Add one of `prompt` tokens that gets `answer` tokens; returns its id."""
-        tokens = self.generator.integers(0, 1500, prompt).astype(np.int32)
+        self.newest = tokens = self.generator.integers(0, 1500, prompt).astype(np.int32)
         stop = StopRule(eos=False, strings=(), token_ids=())
         params = SamplingParams(max_tokens=answer, temperature=1.0, top_p=1.0, top_k=-1, seed=None, stop=stop)
         number = next(self.numbers)
