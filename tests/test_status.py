@@ -30,6 +30,7 @@ def test_names_are_no_markup_and_no_emoji() -> None:
         "samples": {"running": 1, "waiting": 0},
         "tokens_per_second": {"training": 1.0, "sampling": 2.0},
         "memory_bytes": {"resident": 2**20},
+        "graphs": {"compiled": 1200, "captured": 7},
     }
     print_status(status, console)
     assert [line.rstrip() for line in console.export_text().splitlines()] == [
@@ -46,6 +47,7 @@ def test_names_are_no_markup_and_no_emoji() -> None:
         "samples: 1 running, 0 waiting",
         "tokens per second, last minute: 1.0 training, 2.0 sampling",
         "engine memory: 1 MiB resident",
+        "graphs of operations: 1,200 compiled, 7 captured",
     ]
 
 

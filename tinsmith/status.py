@@ -50,6 +50,8 @@ def print_status(status: dict[str, Any], console: Console) -> None:
     console.print(f"tokens per second, last minute: {rates['training']:,.1f} training, {rates['sampling']:,.1f} sampling")
     memory = ", ".join(f"{size / 2**20:,.0f} MiB {place}" for place, size in status["memory_bytes"].items())
     console.print(Text(f"engine memory: {memory or 'not reported yet'}"))
+    graphs = ", ".join(f"{count:,} {kind}" for kind, count in status["graphs"].items())
+    console.print(Text(f"graphs of operations: {graphs or 'not reported yet'}"))
 
 
 def _base(base: dict[str, Any]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from tinsmith.server.activity import Activity
 
 
 def report(trained: int, sampled: int) -> Status:
-    return Status([], [{"pid": 7}], 1, 2, trained, sampled, {"resident": 5})
+    return Status([], [{"pid": 7}], 1, 2, trained, sampled, {"resident": 5}, {"compiled": 3})
 
 
 def test_rates_are_those_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +35,7 @@ def test_a_new_engine_counts_from_zero() -> None:
     activity = Activity()
     activity.take(report(6000, 0))
     assert activity.describe()["workers"] == [{"pid": 7}]
+    assert activity.describe()["graphs"] == {"compiled": 3}
     activity.clear()
     assert activity.describe() == {
         "models": [],
@@ -42,6 +43,7 @@ def test_a_new_engine_counts_from_zero() -> None:
         "samples": {"running": 0, "waiting": 0},
         "tokens_per_second": {"training": 0, "sampling": 0},
         "memory_bytes": {},
+        "graphs": {},
     }
     activity.take(report(600, 0))
     assert activity.describe()["tokens_per_second"]["training"] == 10

@@ -51,4 +51,5 @@ class StatusReporter:
             trained_tokens=self.trainer.trained_before + self.trainer.trained_tokens.total(),
             sampled_tokens=self.worker.sampled_tokens,
             memory=of_worker.memory,
+            graphs=of_worker.graphs,
         )

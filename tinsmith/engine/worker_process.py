@@ -30,7 +30,7 @@ WATCH_S = 1.0
 LAST_WORDS_S = 0.5
 """How long the last messages of a worker that has ended may take to arrive, in seconds."""
 
-NO_STATUS = WorkerStatus(0, 0, 0, 0, 0, {})
+NO_STATUS = WorkerStatus(0, 0, 0, 0, 0, {}, {})
 """Of a worker that has told nothing."""
 
 WORKER = (sys.executable, "-m", "tinsmith.worker")

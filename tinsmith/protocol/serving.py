@@ -153,6 +153,8 @@ class Status(Message):
     sampled_tokens: int
     memory: dict[str, int]
     """Bytes that the workers hold, by place."""
+    graphs: dict[str, int]
+    """How many graphs of operations the workers have made since they started, by kind."""
 
 
 @dataclass(frozen=True)

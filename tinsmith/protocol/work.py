@@ -230,6 +230,8 @@ class WorkerStatus(Message):
     sampled_tokens: int
     memory: dict[str, int]
     """Bytes that the worker holds, by place."""
+    graphs: dict[str, int]
+    """How many graphs of operations the worker has made since it started, by kind: a number that keeps growing says that time is lost."""
 
 
 Call = CreateModel | OptimStep | TakeSnapshot | SaveModel | ExportModel | LoadModel

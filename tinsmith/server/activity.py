@@ -34,16 +34,17 @@ class Activity:
         self._counts.clear()
 
     def describe(self) -> dict[str, Any]:
-        """The reply of the status route: what is loaded and running, tokens per second, and memory in bytes."""
+        """The reply of the status route: what is loaded and running, tokens per second, memory in bytes, graphs made."""
         self._forget_before(time.monotonic() - WINDOW_S)
         first, last = (self._counts[0], self._counts[-1]) if self._counts else ((0.0, 0, 0), (0.0, 0, 0))
-        status = self._last or Status([], [], 0, 0, 0, 0, {})
+        status = self._last or Status([], [], 0, 0, 0, 0, {}, {})
         return {
             "models": status.models,
             "workers": status.workers,
             "samples": {"running": status.running_samples, "waiting": status.waiting_samples},
             "tokens_per_second": {"training": (last[1] - first[1]) / WINDOW_S, "sampling": (last[2] - first[2]) / WINDOW_S},
             "memory_bytes": status.memory,
+            "graphs": status.graphs,
         }
 
     def _forget_before(self, start: float) -> None:

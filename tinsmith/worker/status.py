@@ -1,4 +1,4 @@
-"""Telling what a worker does: the engine, at most once a second; the log, a line on samples from time to time.
+"""Telling what a worker does: the engine, at most once a second; the log, a line on samples and one on compiling from time to time.
 
 Nothing is said while nothing changes.
 """
@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from tinsmith.models.compiled import compilations
 from tinsmith.models.machine import memory_held
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import WorkerStatus
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 EVERY_S = 1.0
 """Least time between two reports."""
 SUMMARY_S = 10.0
-"""Least time between two lines on samples: there may be thousands of them a minute."""
+"""Least time between two such lines: there may be thousands of samples a minute."""
 
 
 class WorkerStatusReporter:
@@ -34,6 +35,8 @@ class WorkerStatusReporter:
         self.due = 0.0
         self.summed_up = (time.monotonic(), 0, 0)
         """When the log last got its line on samples (monotonic), and how many samples and tokens there had been."""
+        self.graphs: dict[str, int] = {}
+        """What the log has been told of graphs."""
 
     def report(self) -> None:
         """To be called whenever the worker has done something, and at least every few seconds."""
@@ -44,15 +47,25 @@ class WorkerStatusReporter:
         if now - self.summed_up[0] >= SUMMARY_S:
             self.sum_up()
         running, waiting = self.samples.load()
-        status = WorkerStatus(self.done, running, waiting, self.samples.finished, self.samples.sampled_tokens, {})
+        status = WorkerStatus(self.done, running, waiting, self.samples.finished, self.samples.sampled_tokens, {}, graphs_made())
         if status != self.reported:
             self.reported = status
             self.send(dataclasses.replace(status, memory=memory_held()))
 
     def sum_up(self) -> None:
-        """Log how much was sampled since this was last done, if anything was."""
+        """Log how much was sampled, and which graphs were made, since this was last done; nothing if there was nothing."""
         since, samples, tokens = self.summed_up
         self.summed_up = (time.monotonic(), self.samples.finished, self.samples.sampled_tokens)
         new, new_tokens, seconds = self.samples.finished - samples, self.samples.sampled_tokens - tokens, self.summed_up[0] - since
         if new:
             log.info("samples: %d finished, %d tokens in %.0f s (%.0f tokens/s)", new, new_tokens, seconds, new_tokens / seconds)
+        made = graphs_made()
+        more = {kind: count - self.graphs.get(kind, 0) for kind, count in made.items()}
+        self.graphs = made
+        if any(more.values()):
+            log.info("graphs of operations: %s", ", ".join(f"{count} {kind}, {more[kind]} of them new" for kind, count in made.items()))
+
+
+def graphs_made() -> dict[str, int]:
+    """How many graphs of operations this process has made so far, by kind."""
+    return {"compiled": compilations()}
