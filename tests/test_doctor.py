@@ -16,6 +16,7 @@ from tests.bases import load, new_ref, write_decoder
 from tests.running import START_S
 from tinsmith.cli import app
 from tinsmith.config import ModelsConfig, TrainingConfig
+from tinsmith.models.budget import ModelBytes
 from tinsmith.models.machine import SUPPORTED
 from tinsmith.models.sizing import size_of
 from tinsmith.protocol.shapes import LoraShape
@@ -96,8 +97,7 @@ def test_the_estimate_of_a_trained_model_is_what_it_takes(family_dir: Callable[[
     backend.create_model("a", LoraShape(32, 0))
     sizes = size_of(str(family_dir(family)), ModelsConfig(device="cpu", dtype="float32"))
     held = 4 * backend.snapshot("a", new_ref()).parameter_count
-    assert sizes.adapter_bytes(32) == held
-    assert sizes.training_bytes(32) == 4 * held  # gradients and two moments
+    assert sizes.model(32) == ModelBytes(training=4 * held, snapshot=held)  # gradients and two moments
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_vl", "qwen3_5"])
@@ -106,5 +106,4 @@ def test_the_estimate_of_full_training_is_what_it_takes(family_dir: Callable[[st
     backend.create_model("a", LoraShape(0, 0))
     sizes = size_of(str(family_dir(family)), ModelsConfig(device="cpu", dtype="float32"))
     model = backend.optimizers["a"]
-    assert sizes.full_bytes == model.weights.nbytes + model.unclaimed
-    assert sizes.full_snapshot_bytes == backend.snapshot("a", new_ref()).nbytes
+    assert sizes.model(0) == ModelBytes(model.weights.nbytes + model.unclaimed, backend.snapshot("a", new_ref()).nbytes)

@@ -14,7 +14,7 @@ from tests.models.published import REFUSED, SERVED, write_architecture
 from tinsmith.cli import app
 from tinsmith.config import ModelsConfig, TrainingConfig
 from tinsmith.errors import ConfigError
-from tinsmith.models.pass_memory import Effort
+from tinsmith.models.pass_memory import KEEP_ALL, Effort
 from tinsmith.models.sizing import size_of
 
 GIB = 2**30
@@ -58,25 +58,52 @@ def test_mixtures_of_experts_are_refused_by_name(model_type: str, tmp_path: Path
 def test_what_fits_into_a_gpu_follows_from_its_memory(tmp_path: Path) -> None:
     directory = str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path))
     sizes = size_of(directory, ModelsConfig(device="cpu", dtype="bfloat16"))
-    large = planned(directory, "--memory-gib", "80")
+    large = planned(directory, "--memory-gib", "80", "--kv-cache-gib", "40")
     assert (large["dtype"], large["memory_bytes"], large["weight_bytes"]) == ("bfloat16", 80 * GIB, 2 * large["parameters"])
-    left = 80 * GIB - large["weight_bytes"] - large["cache"]["bytes"]
+    assert large["cache"]["bytes"] == 40 * GIB
+    left = 80 * GIB - large["weight_bytes"] - large["reserve_bytes"] - 40 * GIB
     passes, tokens, chunk = sizes.passes, large["pass_tokens"], TrainingConfig().logits_chunk
-    smallest = passes.bytes(tokens, chunk, passes.smallest)
-    assert large["adapters"]["fit"] == (left - smallest) // large["adapters"]["bytes_each"]
-    assert large["pass_bytes"] == passes.bytes(tokens, chunk, Effort(large["recomputed_layers"])) > smallest
-    assert large["full_parameters"] == {"needed_bytes": sizes.full_bytes, "free_bytes": left - large["pass_bytes"], "fits": False}
+    beside = left - passes.bytes(tokens, chunk, passes.smallest)
+    assert large["adapters"]["fit"] == beside // large["adapters"]["bytes_each"]
+    assert large["full_parameters"] == {"needed_bytes": sizes.model(0).training, "free_bytes": beside, "fits": False}
+    for_passes = int(0.95 * left) - large["adapters"]["bytes_each"]
+    assert passes.smallest.recompute > large["recomputed_layers"] > 0
+    for count, fits in ((large["recomputed_layers"], True), (large["recomputed_layers"] - 1, False)):
+        assert (passes.bytes(tokens, chunk, Effort(count)) <= for_passes) == fits
+    assert large["pass_bytes"] == passes.bytes(tokens, chunk, Effort(large["recomputed_layers"]))
     longest = large["longest_sequence"]
     assert longest["limit"] == "memory"
-    taken, more = (passes.bytes(longest["tokens"] + one, chunk, passes.smallest) for one in (0, 1))
-    assert taken <= left - large["adapters"]["bytes_each"] < more
+    taken, more = (passes.bytes(longest["tokens"] + one, chunk, passes.smallest_with_host) for one in (0, 1))
+    assert taken <= for_passes < more
 
-    huge = planned(directory, "--memory-gib", "4000")
+    huge = planned(directory, "--memory-gib", "4000", "--kv-cache-gib", "2")
     assert huge["full_parameters"]["fits"]
+    assert huge["recomputed_layers"] == 0
     assert huge["longest_sequence"] == {"tokens": 262_144, "limit": "context"}
     assert planned(directory, "--memory-gib", "4000", "--max-context", "1000")["longest_sequence"] == {"tokens": 1000, "limit": "context"}
     small = planned(directory, "--memory-gib", "8", code=1)
     assert (small["fits"], small["adapters"]["fit"], small["longest_sequence"]["tokens"]) == (False, 0, 0)
+
+
+def test_a_cache_of_automatic_size_takes_what_training_leaves(tmp_path: Path) -> None:
+    directory = str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path))
+    sizes = size_of(directory, ModelsConfig(device="cpu", dtype="bfloat16"))
+    adapter, passes = sizes.model(32), sizes.passes
+    plain, more_models, shared = (
+        planned(directory, "--memory-gib", "80", *more) for more in ([], ["--planned-models", "8"], ["--memory-share", "0.5"])
+    )
+    whole = passes.bytes(plain["pass_tokens"], TrainingConfig().logits_chunk, KEEP_ALL)
+    beside = 80 * GIB - plain["weight_bytes"] - plain["reserve_bytes"] - 4 * adapter.training - min(8 * adapter.snapshot, 4 * GIB)
+    assert plain["cache"]["bytes"] == pytest.approx(beside - min(whole, beside / 2) / 0.95, abs=2)
+    assert plain["adapters"]["fit"] >= 4
+    assert more_models["adapters"]["fit"] >= 8
+    assert more_models["cache"]["bytes"] < plain["cache"]["bytes"]
+    assert shared["memory_bytes"] == 40 * GIB
+    assert shared["cache"]["bytes"] < plain["cache"]["bytes"] / 2
+    assert planned(directory, "--memory-gib", "80", "--sampler", "none")["cache"] is None
+    everything = planned(directory, "--memory-gib", "200", "--rank", "0")
+    assert everything["fits"]
+    assert everything["adapters"]["bytes_each"] == sizes.model(0).training == everything["full_parameters"]["needed_bytes"]
 
 
 def test_only_layers_that_attend_keep_keys_and_values(tmp_path: Path) -> None:
@@ -97,7 +124,7 @@ def test_a_person_reads_both_numbers_of_what_does_not_fit(tmp_path: Path) -> Non
 
 
 def test_a_pass_that_is_too_large_is_made_smaller(tmp_path: Path) -> None:
-    options = [str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path)), "--memory-gib", "16"]
+    options = [str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path)), "--memory-gib", "13", "--kv-cache-gib", "0.5"]
     advised = re.search(r"none fits beside all of that, one does with --tokens-per-pass (\d+); ", plan(*options, code=1))
     assert advised is not None
     assert planned(*options, "--tokens-per-pass", advised[1])["adapters"]["fit"] == 1

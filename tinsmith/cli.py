@@ -147,7 +147,7 @@ _FILE = typer.Option(
 )
 _PLAN_OPTIONS = [
     _parameter("model", Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hub id of the model.")], inspect.Parameter.empty),
-    _parameter("rank", Annotated[int, typer.Option(min=1, metavar="NUMBER", help="LoRA rank.")], 32),
+    _parameter("rank", Annotated[int, typer.Option(min=0, metavar="NUMBER", help="LoRA rank; 0 trains all parameters.")], 32),
     _parameter(
         "memory_gib",
         Annotated[
@@ -157,7 +157,10 @@ _PLAN_OPTIONS = [
     ),
     _parameter("as_json", Annotated[bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")], False),
 ]
-_PLANNED = ("dtype", "max_context", "tokens_per_pass", "logits_chunk", "kv_cache_gib", "max_running")
+_PLANNED = (
+    *("dtype", "memory_share", "max_context", "tokens_per_pass", "logits_chunk", "planned_models"),
+    *("sampler", "kv_cache_gib", "snapshot_gib", "max_running"),
+)
 """Settings of a server that matter for a plan."""
 
 

@@ -126,6 +126,9 @@ class ModelsConfig:
         "Precision of the base model's weights: float32, bfloat16, or auto, which is bfloat16 on a GPU and float32 on a CPU",
         choices=("auto", "float32", "bfloat16"),
     )
+    memory_share: float = setting(
+        1.0, "Share of a GPU's memory that this server takes; the rest is left to other programs on it, such as a vLLM server", "", 0.01, 1
+    )
     max_context: int = setting(0, "Maximum length of a sequence, prompt and answer together; 0 is the model's own limit", "tokens", 0)
     max_lora_rank: int = setting(256, "Maximum LoRA rank that a client may ask for", "", 1)
 
@@ -161,6 +164,14 @@ class TrainingConfig:
     logits_chunk: int = setting(
         1024, "Number of positions whose logits are in memory at the same time; fewer need less memory and take longer", "tokens", 1
     )
+    planned_models: int = setting(
+        0,
+        "Number of models for whose training a cache of automatic size (--kv-cache-gib 0) leaves room; 0 is four with LoRA, and one that "
+        "trains all parameters",
+        "models",
+        0,
+    )
+    planned_rank: int = setting(32, "LoRA rank of these models; 0 is training of all parameters", "", 0)
     ended_model_ttl_s: float = setting(
         604800.0,
         "How long to keep the checkpoint of a model that was saved because its session was idle or the server stopped",
@@ -188,10 +199,11 @@ class SamplingConfig:
         choices=("local", "vllm", "none"),
     )
     kv_cache_gib: float = setting(
-        2.0,
-        "Memory for what each base model keeps of sequences while it samples: keys and values, states of gated delta nets",
+        0.0,
+        "Memory for what each base model keeps of sequences while it samples: keys and values, states of gated delta nets; 0 is what "
+        "training leaves of a GPU (--planned-models, --tokens-per-pass), and 2 GiB on a CPU",
         "GiB",
-        0.001,
+        0,
     )
     snapshot_gib: float = setting(
         4.0, "Memory for the weights that are sampled; when it is full, those not sampled for longest are moved to disk", "GiB", 0

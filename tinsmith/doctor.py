@@ -91,26 +91,39 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
 
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     """Sizes of each base model, and whether all of them fit together where they would run."""
-    from tinsmith.models.sizing import size_of  # here, because they import transformers
+    from tinsmith.models.budget import divide_memory, reserve_of  # here, because they import transformers
+    from tinsmith.models.sizing import size_of
     from tinsmith.sampling.local.cache_shape import CacheShape
     from tinsmith.sampling.prefix import BLOCK
 
-    needed = 0
     known: dict[str, Sizes] = {}
-    place, free = "memory", machine.memory_available
     for name, source in base_model_sources(config).items():
         try:
-            sizes = size_of(source, config.models)
-            shape = CacheShape(sizes.layout.layers, sizes.dtype, sizes.device)
-            cache = shape.divide(int(config.sampling.kv_cache_gib * GIB), config.sampling.max_running)
+            known[name] = size_of(source, config.models)
         except (ConfigError, OSError, ValueError) as error:  # transformers cannot read, or fetch, the configuration
             yield Finding(name, "missing", str(error).splitlines()[0])
+    if not known:
+        return
+    place, free, total, on_gpu = _place(next(iter(known.values())), machine, config)
+    beside = free - sum(sizes.weight_bytes for sizes in known.values()) - reserve_of(on_gpu, total)
+    needed = reserve_of(on_gpu, total)
+    for name, sizes in known.items():
+        passes, tokens = sizes.passes, config.training.tokens_per_pass
+        budget = divide_memory(beside, len(known), sizes.model(config.training.planned_rank), passes, config, on_gpu)
+        shape = CacheShape(sizes.layout.layers, sizes.dtype, sizes.device)
+        try:
+            cache = shape.divide(budget.cache, config.sampling.max_running)
+        except ConfigError as error:
+            yield Finding(name, "missing", str(error))
             continue
-        if sizes.device.type == "cuda":
-            gpu = machine.gpus[sizes.device.index or 0]
-            place, free = f"cuda:{gpu.index}", gpu.free
-        known[name] = sizes
-        parts = _parts(sizes, config)
+        effort = passes.effort_for(tokens, config.training.logits_chunk, budget.passes) or passes.smallest
+        again = f", {effort.recompute} layers of it recomputed" if effort.recompute else ""
+        parts = {
+            "weights": sizes.weight_bytes,
+            "key/value cache (--kv-cache-gib)": budget.cache,
+            f"one trained model of rank {RANK}": sizes.model(RANK).training,
+            f"a pass of {tokens:,} tokens (--tokens-per-pass), roughly{again}": passes.bytes(tokens, config.training.logits_chunk, effort),
+        }
         needed += sum(parts.values())
         yield Finding(name, "ok", f"{sizes.parameters:,} parameters, {str(sizes.dtype).removeprefix('torch.')} on {sizes.device.type}")
         yield from (Finding(f"  {part}", "ok", size_text(size)) for part, size in parts.items())
@@ -120,32 +133,23 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
             holds = f"the cache holds {cache.slots:,} states, {running:,} of them for sequences that run at once"
             detail = f"{size_text(shape.state_bytes)}; {holds}"
             yield Finding("  a sequence's state", "ok", f"{detail}, which take {size_text(running * shape.state_bytes)} more during a pass")
-        yield Finding(
-            "  one more trained model", "ok", f"{size_text(sizes.training_bytes(RANK))}; a snapshot {size_text(sizes.adapter_bytes(RANK))}"
-        )
-    if needed:
-        fits: State = "ok" if needed <= free else "missing"
-        yield Finding(f"{place} for all of it", fits, f"about {_gib(needed)} needed, {_gib(free)} free")
+        adapter = sizes.model(RANK)
+        yield Finding("  one more trained model", "ok", f"{size_text(adapter.training)}; a snapshot {size_text(adapter.snapshot)}")
+    fits: State = "ok" if needed <= free else "missing"
+    yield Finding(f"{place} for all of it", fits, f"about {_gib(needed)} needed, {_gib(free)} free")
     for name, sizes in known.items():
-        left = free - needed
-        room: State = "ok" if sizes.full_bytes <= left else "note"
-        needs = f"{size_text(sizes.full_bytes)} a model, a snapshot {size_text(sizes.full_snapshot_bytes)}"
-        detail = f"{needs}; {_gib(max(left, 0))} left for it"
+        left, full = free - needed, sizes.model(0)
+        room: State = "ok" if full.training <= left else "note"
+        detail = f"{size_text(full.training)} a model, a snapshot {size_text(full.snapshot)}; {_gib(max(left, 0))} left for it"
         yield Finding(f"{name}, all parameters (rank 0)", room, detail if room == "ok" else f"does not fit: {detail}")
 
 
-def _parts(sizes: "Sizes", config: Config) -> dict[str, int]:
-    """Bytes of what one base model needs to train one adapter and to sample."""
-    from tinsmith.models.pass_memory import KEEP_ALL  # here, because it imports transformers
-
-    training = config.training
-    tokens = training.tokens_per_pass
-    return {
-        "weights": sizes.weight_bytes,
-        "key/value cache (--kv-cache-gib)": int(config.sampling.kv_cache_gib * GIB) if config.sampling.sampler == "local" else 0,
-        f"one trained model of rank {RANK}": sizes.training_bytes(RANK),
-        f"a pass of {tokens:,} tokens (--tokens-per-pass), roughly": sizes.passes.bytes(tokens, training.logits_chunk, KEEP_ALL),
-    }
+def _place(sizes: "Sizes", machine: Machine, config: Config) -> tuple[str, int, int, bool]:
+    """Where the models would run: its name, bytes that are free of it and in all, and whether it is a GPU."""
+    if sizes.device.type == "cpu":
+        return "memory", machine.memory_available, machine.memory_total, False
+    gpu = machine.gpus[sizes.device.index or 0]
+    return f"cuda:{gpu.index}", min(gpu.free, int(config.models.memory_share * gpu.total)), gpu.total, True
 
 
 def _features(machine: Machine) -> Iterator[Finding]:

@@ -44,7 +44,7 @@ class AdaptersPlan:
     snapshot_bytes: int
     """A frozen copy to sample from."""
     fit: int
-    """How many fit beside weights, cache and pass."""
+    """How many fit beside weights, cache and a pass that recomputes its layers."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,17 @@ class Plan:
     dtype: str
     device: str
     memory_bytes: int
-    """What the device has, or what is free of it if it is this machine's."""
+    """What a server may take of the device (--memory-share): of all that it has, or of what is free if it is this machine's."""
     weight_bytes: int
     """The frozen base model."""
+    reserve_bytes: int
+    """What nothing is planned into: libraries, captured graphs, pictures, steps of the sampler."""
     pass_tokens: int
     """The largest pass of several sequences (--tokens-per-pass)."""
     pass_bytes: int
     """What such a pass takes."""
+    largest_pass_tokens: int
+    """The largest pass that fits beside one model; no more than `pass_tokens`."""
     recomputed_layers: int
     """How many layers such a pass must recompute to fit beside one adapter."""
     cache: CachePlan | None
@@ -108,31 +112,35 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
 
     Raises ConfigError if the configuration of the model cannot be read, or if it could not be served.
     """
-    from tinsmith.models.sizing import size_of  # here, because it imports transformers
+    from tinsmith.models.budget import divide_memory, longest_trained, reserve_of  # here, because they import transformers
+    from tinsmith.models.sizing import size_of
     from tinsmith.sampling.local.cache_shape import CacheShape
     from tinsmith.sampling.prefix import BLOCK
 
     ((name, source),) = base_model_sources(config).items()
+    config = dataclasses.replace(config, training=dataclasses.replace(config.training, planned_rank=rank))
     if memory_gib is None:
         sizes = size_of(source, config.models)
-        device, memory = _here(sizes)
+        place = _here(sizes)
     else:
         sizes = size_of(source, _on_a_gpu(config.models))
-        device, memory = "a GPU (--memory-gib)", int(memory_gib * GIB)
+        memory = int(memory_gib * GIB)
+        place = _Place("a GPU (--memory-gib)", True, memory, memory, host_free=memory)
+    memory = min(place.free, int(config.models.memory_share * place.total))
+    reserve = reserve_of(place.on_gpu, place.total)
+    left = memory - sizes.weight_bytes - reserve
+    model, passes = sizes.model(rank), sizes.passes
+    budget = divide_memory(left, 1, model, passes, config, place.on_gpu)
     cache = None
     if config.sampling.sampler == "local":
-        budget = int(config.sampling.kv_cache_gib * GIB)
         shape = CacheShape(sizes.layout.layers, sizes.dtype, sizes.device)
-        divided = shape.divide(budget, config.sampling.max_running)
-        cache = CachePlan(budget, divided.blocks, divided.blocks * BLOCK, divided.slots, shape.state_bytes)
+        divided = shape.divide(budget.cache, config.sampling.max_running)
+        cache = CachePlan(budget.cache, divided.blocks, divided.blocks * BLOCK, divided.slots, shape.state_bytes)
+    left -= budget.cache
     tokens, chunk = config.training.tokens_per_pass, config.training.logits_chunk
-    passes = sizes.passes
-    left = memory - sizes.weight_bytes - (cache.bytes if cache else 0)
-    adapter = sizes.training_bytes(rank)
-    effort = passes.effort_for(tokens, chunk, left - adapter) or passes.smallest
-    pass_bytes = passes.bytes(tokens, chunk, effort)
-    smallest = passes.bytes(tokens, chunk, passes.smallest)
-    longest = passes.longest(chunk, left - adapter, 0, sizes.max_context)
+    effort = passes.effort_for(tokens, chunk, budget.passes) or passes.smallest
+    longest = longest_trained(budget, passes, config, sizes.max_context, place.host_free, place.on_gpu)
+    beside = max(0, left - passes.bytes(tokens, chunk, passes.smallest))
     return Plan(
         model=name,
         architecture=sizes.layout.family.model_type,
@@ -140,26 +148,40 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         rank=rank,
         lora_parameters=sizes.layout.group_parameters(rank),
         dtype=str(sizes.dtype).removeprefix("torch."),
-        device=device,
+        device=place.name,
         memory_bytes=memory,
         weight_bytes=sizes.weight_bytes,
+        reserve_bytes=reserve,
         pass_tokens=tokens,
-        pass_bytes=pass_bytes,
+        pass_bytes=passes.bytes(tokens, chunk, effort),
+        largest_pass_tokens=passes.longest(chunk, budget.passes, 0, tokens),
         recomputed_layers=effort.recompute,
         cache=cache,
-        adapters=AdaptersPlan(adapter, sizes.adapter_bytes(rank), max(0, left - smallest) // adapter),
-        full_parameters=FullPlan(sizes.full_bytes, max(0, left - pass_bytes)),
-        longest_sequence=SequencePlan(min(longest, sizes.max_context), "memory" if longest < sizes.max_context else "context"),
+        adapters=AdaptersPlan(model.training, model.snapshot, beside // model.training),
+        full_parameters=FullPlan(sizes.model(0).training, beside),
+        longest_sequence=SequencePlan(longest, "memory" if longest < sizes.max_context else "context"),
     )
 
 
-def _here(sizes: "Sizes") -> tuple[str, int]:
-    """The device of this machine that would serve the model, and how much of its memory is free."""
+@dataclass(frozen=True)
+class _Place:
+    """A device that would serve the model, and memory in bytes."""
+
+    name: str
+    on_gpu: bool
+    free: int
+    total: int
+    host_free: int
+
+
+def _here(sizes: "Sizes") -> _Place:
+    """The device of this machine that would serve the model."""
     machine = look_around()
+    host = machine.memory_available
     if sizes.device.type == "cpu":
-        return "the CPU of this machine", machine.memory_available
+        return _Place("the CPU of this machine", False, host, machine.memory_total, host)
     gpu = machine.gpus[sizes.device.index or 0]
-    return f"cuda:{gpu.index}, {gpu.name}", gpu.free
+    return _Place(f"cuda:{gpu.index}, {gpu.name}", True, gpu.free, gpu.total, host)
 
 
 def _on_a_gpu(models: ModelsConfig) -> ModelsConfig:
@@ -190,6 +212,8 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     yield f"LoRA of rank {plan.rank}", f"{groups} = {sum(plan.lora_parameters.values()):,} parameters"
     yield "memory", size_text(plan.memory_bytes)
     yield "frozen weights", size_text(plan.weight_bytes)
+    if plan.reserve_bytes:
+        yield "reserve", f"{size_text(plan.reserve_bytes)} for libraries, captured graphs and steps of the sampler"
     if plan.cache is not None:
         holds = f"{plan.cache.blocks:,} blocks, {plan.cache.tokens:,} tokens"
         if plan.cache.state_slots:
@@ -199,7 +223,9 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     yield f"a pass of {plan.pass_tokens:,} tokens", f"{size_text(plan.pass_bytes)}, roughly (--tokens-per-pass){again}"
     adapters = plan.adapters
     each = f"{size_text(adapters.bytes_each)} each, a snapshot to sample {size_text(adapters.snapshot_bytes)}"
-    none = "none fits beside all of that" + (f", one does with --tokens-per-pass {longest.tokens}" if longest.tokens else "")
+    none = "none fits beside all of that" + (
+        f", one does with --tokens-per-pass {largest}" if (largest := plan.largest_pass_tokens) else ""
+    )
     yield "adapters", f"{f'{adapters.fit:,} train at once beside all of that' if adapters.fit else none}; {each}"
     full = plan.full_parameters
     fits = "fits" if full.fits else "does not fit"

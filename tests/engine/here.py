@@ -114,7 +114,7 @@ class WorkerHere:
             assert isinstance(trained.backend, LocalBackend)
             noting = NotingBackend(trained.backend, self.computed)
             self.worker.models.backends[name] = noting  # type: ignore[index]
-            self.worker.passes.bases[name] = Trained(noting, trained.renderer)  # type: ignore[index]
+            self.worker.passes.bases[name] = Trained(noting, trained.renderer, trained.longest)  # type: ignore[index]
         self.last_messages: list[Message] = []
         self.is_ready = True
         return WorkerReady([facts.to_dict() for facts in self.worker.facts()], self.device)

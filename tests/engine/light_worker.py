@@ -22,7 +22,15 @@ from tinsmith.protocol.work import Answer, WorkerReady
 REASON = "cuda:0 computes nothing any more"
 
 FACTS = ModelFacts(
-    name="tiny", tokenizer_id="/models/tiny", architecture="qwen3", vocab_size=100, max_context=32, takes_images=False, max_lora_rank=16
+    name="tiny",
+    tokenizer_id="/models/tiny",
+    architecture="qwen3",
+    vocab_size=100,
+    max_context=32,
+    max_trained=24,
+    max_sampled=32,
+    takes_images=False,
+    max_lora_rank=16,
 )
 
 

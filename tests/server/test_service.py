@@ -46,7 +46,7 @@ def test_capabilities_list_the_base_models(tmp_path: Path) -> None:
     async def run() -> None:
         async with served(tmp_path) as server:
             reply = await server.client.get("/api/v1/get_server_capabilities")
-            expected = {"model_name": "tiny", "max_context_length": 32, "trainable": True, "sampleable": True}
+            expected = {"model_name": "tiny", "max_context_length": 24, "trainable": True, "sampleable": True}
             assert reply.json() == {"supported_models": [expected]}
 
     asyncio.run(run())

@@ -113,7 +113,8 @@ def bench_of(base: BaseModel, directory: Path) -> Bench:
     backend.create_model("m", LoraShape(4, seed=1))
     recorded = RecordedSequences(directory, 2**20)
     renderer = Renderer(base, ImagesConfig(), lambda digest: blobs[digest])
-    passes = Passes({"tiny": Trained(backend, renderer)}, Background("rendering", 1, lambda: None), sent.append, due.append, recorded.find)
+    trained = {"tiny": Trained(backend, renderer, base.max_context)}
+    passes = Passes(trained, Background("rendering", 1, lambda: None), sent.append, due.append, recorded.find)
     return Bench(passes, backend, blobs, sent, due)
 
 

@@ -28,6 +28,7 @@ from tinsmith.models.layers import DeltaNet
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD, Layout, layout_of
 from tinsmith.models.lora import ActiveSegments, Segment
 from tinsmith.models.lora_linear import attach
+from tinsmith.models.machine import limit_memory
 from tinsmith.models.norms import fuse_norms
 from tinsmith.models.pass_plan import PassPlan
 from tinsmith.models.pictures import PictureFeatures, PictureInput
@@ -208,6 +209,7 @@ def base_model_of(name: str, source: str, network: Any, config: ModelsConfig, fe
     Configuration and tokenizer are read from `source`. Weights there are read only if the fingerprint is asked for.
     """
     device = pick_device(config.device)
+    limit_memory(device, config.memory_share)
     dtype = pick_dtype(config.dtype, device)
     if dtype == torch.float32:  # float32 means float32: convolutions (the tower's patches) default to TF32 on CUDA
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from tinsmith.errors import UserError
+from tinsmith.errors import ConfigError, UserError
 
 SUPPORTED = {"torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 20))}
 """First version of each library that the code runs on, and the first that it was not tried on; as in pyproject.toml."""
@@ -73,7 +73,19 @@ def free_memory(device: torch.device) -> int:
     """Bytes that this process can still have on a device."""
     if device.type == "cpu":
         return _memory()[1]
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    ours = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + torch.cuda.memory_reserved(device), ours) - allocated
+
+
+def limit_memory(device: torch.device, share: float) -> None:
+    """Let this process take at most that share of a GPU's memory. Raises ConfigError on a CPU, whose memory cannot be limited so."""
+    if share == 1:
+        return
+    if device.type != "cuda":
+        raise ConfigError(f"memory_share={share:g} limits the memory of a GPU, and the models run on {device}; leave it out")
+    torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def memory_held() -> dict[str, int]:

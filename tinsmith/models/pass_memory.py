@@ -47,6 +47,8 @@ class PassMemory:
     """What is kept of a token before the first layer and behind the last."""
     logits: int
     """What the LM head takes of a token whose logits are in memory."""
+    logits_chunks: int = 1
+    """Of how many times `logits_chunk` tokens they are, at most."""
 
     @property
     def smallest(self) -> Effort:
@@ -64,7 +66,7 @@ class PassMemory:
         # Copies to the host are part of the stream of the device: the input of one layer is there, and that of the next on its way.
         inputs = min(2, len(again)) if effort.offload else len(again)
         kept = inputs * self.input + sum(self.kept[effort.recompute :])
-        head = min(logits_chunk, tokens) * self.logits
+        head = min(self.logits_chunks * logits_chunk, tokens) * self.logits
         forward_ends = tokens * kept + max(head, tokens * self.transient)
         # A layer that is computed again comes when all that follow have freed what they kept.
         layer_again = tokens * (inputs * self.input + max(again, default=0) + self.transient)
@@ -125,8 +127,11 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype) -> Pass
         # The row before both norms and behind them; of the MLP its gate before and behind the activation, what it multiplies, the product.
         numbers = 4 * hidden + mixing + 2 * gate_up
         kept.append(numbers * dtype.itemsize)
-    logits: int = text_config.vocab_size * 2 * FLOAT
-    return PassMemory(tuple(kept), hidden * dtype.itemsize, (widest + 2 * hidden) * dtype.itemsize, 2 * hidden * dtype.itemsize, logits)
+    # In half precision logits become their gradient in place, and some of them are float32 for a while; in float32 there are two of each.
+    wide = dtype.itemsize >= FLOAT
+    logits: int = text_config.vocab_size * (2 * FLOAT if wide else dtype.itemsize + 1)
+    row = hidden * dtype.itemsize
+    return PassMemory(tuple(kept), row, 2 * row + widest * dtype.itemsize, 2 * row, logits, logits_chunks=1 if wide else 4)
 
 
 def _attention(kind: Attention, text_config: Any, projected: int) -> int:

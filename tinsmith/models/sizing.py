@@ -7,11 +7,10 @@ import torch
 
 from tinsmith.config import ModelsConfig
 from tinsmith.models.base import pick_device, pick_dtype
+from tinsmith.models.budget import ModelBytes, model_bytes
 from tinsmith.models.families import context_length, family_of, read_config
-from tinsmith.models.full import snapshot_bytes, training_bytes
 from tinsmith.models.layout import Layout, empty_network, layout_of
 from tinsmith.models.pass_memory import PassMemory, pass_memory_of
-from tinsmith.protocol.shapes import LoraShape
 
 
 @dataclass(frozen=True)
@@ -35,26 +34,9 @@ class Sizes:
         """The frozen weights."""
         return self.parameters * self.dtype.itemsize
 
-    def adapter_bytes(self, rank: int) -> int:
-        """A frozen adapter: float32 masters, and a copy in the base's dtype unless that is float32 too."""
-        return self._lora_parameters(rank) * (4 if self.dtype == torch.float32 else 4 + self.dtype.itemsize)
-
-    def training_bytes(self, rank: int) -> int:
-        """An adapter that is trained: with accumulated gradients and Adam's two moments in float32."""
-        return self.adapter_bytes(rank) + self._lora_parameters(rank) * 3 * 4
-
-    def _lora_parameters(self, rank: int) -> int:
-        return self.layout.lora_parameters(LoraShape(rank, seed=0))
-
-    @property
-    def full_bytes(self) -> int:
-        """A model that is trained with all its parameters (rank 0)."""
-        return training_bytes(self.language_parameters, self.dtype)
-
-    @property
-    def full_snapshot_bytes(self) -> int:
-        """A snapshot of such a model."""
-        return snapshot_bytes(self.language_parameters, self.dtype)
+    def model(self, rank: int) -> ModelBytes:
+        """What one trained model of that LoRA rank takes; of rank 0, one that is trained with all its parameters."""
+        return model_bytes(self.layout, self.dtype, rank, self.language_parameters)
 
     @property
     def passes(self) -> PassMemory:

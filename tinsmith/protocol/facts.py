@@ -19,8 +19,18 @@ class ModelFacts:
     architecture: str
     vocab_size: int
     max_context: int
+    """The longest sequence that the model, or its setting, allows."""
+    max_trained: int
+    """The longest that the memory of the device can train; 0 if it has no room for any."""
+    max_sampled: int
+    """The longest that the sampler has room for, prompt and answer together."""
     takes_images: bool
     max_lora_rank: int
+
+    @property
+    def advertised_context(self) -> int:
+        """How long a sequence may be that a client wants to sample and to train."""
+        return min(self.max_trained or self.max_sampled, self.max_sampled)
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as they travel in `Ready`."""

@@ -62,6 +62,11 @@ class Sampler(Protocol):
     """Samples from one base model, with whatever weights each request names. For one thread."""
 
     @property
+    def longest(self) -> int:
+        """Most tokens of a prompt and its answer together."""
+        ...
+
+    @property
     def has_work(self) -> bool:
         """Whether a `step` would do something."""
         ...

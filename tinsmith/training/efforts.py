@@ -10,13 +10,12 @@ from contextlib import contextmanager
 
 import torch
 
+from tinsmith.models.budget import FREE_SHARE
 from tinsmith.models.machine import free_memory
 from tinsmith.models.pass_memory import KEEP_ALL, Effort, PassMemory
 
 log = logging.getLogger(__name__)
 
-FREE_SHARE = 0.95
-"""How much of the free memory a pass is planned into: the rest is lost between its tensors."""
 TOO_SMALL = 2**26
 """Bytes of an estimate below which nothing is measured: allocations of other sizes than ours would be most of it."""
 PATIENCE = 64

@@ -1,6 +1,6 @@
 """A stored forward or forward_backward request -> datums that are checked and ready to compute."""
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,6 +67,16 @@ def prepare(model_id: str, request: ForwardBackwardRequest, renderer: Renderer, 
         except TinsmithError as error:
             raise type(error)(f"datum {index}: {error}") from error
     return prepared
+
+
+def check_lengths(datums: Sequence[CheckedDatum], longest: int) -> None:
+    """Raise UserError for a datum of more than `longest` tokens, the most that the device's memory can train."""
+    for index, datum in enumerate(datums):
+        if len(datum) > longest:
+            raise UserError(
+                f"datum {index}: the model input holds {len(datum)} tokens, and the memory of this server's device trains up to {longest}; "
+                "send a shorter one, or start the server with a smaller cache (--kv-cache-gib)"
+            )
 
 
 def _prepare_datum(model_id: str, datum: Datum, loss: Loss, renderer: Renderer, recorded: Mapping[str, RecordedSequence]) -> CheckedDatum:

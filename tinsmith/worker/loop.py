@@ -17,6 +17,7 @@ from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel, load_base_model
 from tinsmith.models.device import require_device
+from tinsmith.models.machine import size_text
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
@@ -46,6 +47,7 @@ from tinsmith.store.recorded_sequences import RecordedSequences
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 from tinsmith.worker.background import Background
+from tinsmith.worker.device_memory import DeviceMemory
 from tinsmith.worker.models import Models
 from tinsmith.worker.passes import Passes, Trained
 from tinsmith.worker.samples import Sampled, Samples
@@ -80,13 +82,15 @@ class Worker:
         """Passes and calls for the device, oldest first."""
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
         backends = {name: LocalBackend(base, config.training) for name, base in self.bases.items()}
+        self.memory = DeviceMemory(self.bases, config)
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root)
         sampling = config.sampling
         memory, disk, idle_s = sampling.snapshot_gib * 2**30, sampling.snapshot_disk_gib * 2**30, sampling.snapshot_idle_h * 3600
         self.snapshots = Snapshots(self.bases, self.store, files, Path(config.data_dir) / SNAPSHOTS_DIR, memory, disk, idle_s)
         self.recorded = RecordedSequences(Path(config.data_dir), sampling.recorded_sequences_gib * 2**30)
         self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, self.recorded, self.send)
-        trained = {name: Trained(backends[name], renderers[name]) for name in self.bases}
+        self.longest_trained = {name: self.memory.longest_trained(name) for name in self.bases}
+        trained = {name: Trained(backends[name], renderers[name], self.longest_trained[name]) for name in self.bases}
         self.passes = Passes(trained, self.rendering, self.send, self.due.append, self.recorded.find)
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model)
         self.status = WorkerStatusReporter(self.samples, self.send)
@@ -143,15 +147,17 @@ class Worker:
         """What engine and server must know of each base model."""
         return [
             ModelFacts(
-                name=base.name,
+                name=name,
                 tokenizer_id=base.tokenizer_id,
                 architecture=base.family.model_type,
                 vocab_size=base.vocab_size,
                 max_context=base.max_context,
+                max_trained=self.longest_trained[name],
+                max_sampled=self.samples.longest(name, base.max_context),
                 takes_images=base.family.takes_images,
                 max_lora_rank=self.config.models.max_lora_rank,
             )
-            for base in self.bases.values()
+            for name, base in self.bases.items()
         ]
 
     def handle(self, message: Message) -> None:
@@ -228,9 +234,12 @@ class Worker:
                 for name, base in self.bases.items()
             }
         chunk = self.config.training.logits_chunk
-        samplers = {name: LocalSampler(base, self.config.sampling, chunk) for name, base in self.bases.items()}
+        samplers = {
+            name: LocalSampler(base, self.config.sampling, chunk, self.memory.cache_sizes(name)) for name, base in self.bases.items()
+        }
         for name, sampler in samplers.items():
-            log.info("%s: the cache holds %s", name, sampler.capacity())
+            size = size_text(self.memory.budgets[name].cache)
+            log.info("%s: the cache of %s (--kv-cache-gib) holds %s", name, size, sampler.capacity())
         return {name: Sampled(sampler, renderers[name]) for name, sampler in samplers.items()}
 
 

@@ -20,7 +20,7 @@ from tinsmith.rendering.renderer import Renderer
 from tinsmith.training.backend import Backend, DatumResult, DatumWork
 from tinsmith.wire.forward_backward import decode_stored
 from tinsmith.worker.background import Background
-from tinsmith.worker.datums import CheckedDatum, FindRecorded, prepare
+from tinsmith.worker.datums import CheckedDatum, FindRecorded, check_lengths, prepare
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ class Trained:
 
     backend: Backend
     renderer: Renderer
+    longest: int
+    """Most tokens of a sequence that the device's memory can train."""
 
 
 class Passes:
@@ -84,7 +86,10 @@ class Passes:
         with failing_into(failures.append):
             request = decode_stored(message.payload, [bytes.fromhex(digest) for digest in message.image_digests])
             backward = not request.forward_only
-            datums = prepare(message.model_id, request, self.bases[message.base_model].renderer, self.find_recorded)
+            trained = self.bases[message.base_model]
+            datums = prepare(message.model_id, request, trained.renderer, self.find_recorded)
+            if backward:
+                check_lengths(datums, trained.longest)
             self._notice(datums[0].loss.notice)
             pixels = [{digest.hex(): size for digest, size in datum.undecoded.items()} for datum in datums]
             return Prepared(message.number, message.operation, backward, [len(datum) for datum in datums], pixels), datums

@@ -108,6 +108,10 @@ class Samples:
         snapshots.watchers.append(self._publish)
         snapshots.in_use = self._weights_in_use
 
+    def longest(self, base_model: str, otherwise: int) -> int:
+        """Most tokens of a prompt and its answer together; `otherwise` if the base model is not sampled."""
+        return self.bases[base_model].sampler.longest if base_model in self.bases else otherwise
+
     def check_model(self, base_model: str, shape: LoraShape) -> None:
         """Raise UserError if a model of this shape can be trained, but its sampler cannot sample it."""
         if base_model in self.bases:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tinsmith.config import SamplingConfig
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel, PackedRow
+from tinsmith.models.budget import CPU_CACHE
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter
 from tinsmith.models.threads import threads_for
@@ -44,11 +45,14 @@ class LocalSampler:
     """The `Sampler` of one base model in this process."""
 
     def __init__(self, base: BaseModel, config: SamplingConfig, logits_chunk: int, sizes: CacheSizes | None = None) -> None:
-        """`sizes` are those of the cache; None divides `config.kv_cache_gib`. Raises ConfigError if that does not hold one sequence."""
+        """`sizes` are those of the cache; None divides `config.kv_cache_gib`, or what a CPU gives it.
+
+        Raises ConfigError if that does not hold one sequence.
+        """
         self.base = base
         self.logits_chunk = logits_chunk
         shape = CacheShape(base.layout.layers, base.dtype, base.device)
-        sizes = sizes or shape.divide(int(config.kv_cache_gib * 2**30), config.max_running)
+        sizes = sizes or shape.divide(int(config.kv_cache_gib * 2**30) or CPU_CACHE, config.max_running)
         self.cache = KVCache(shape, sizes.blocks)
         self.states = StateSlots(shape, sizes.slots) if shape.state_bytes else None
         places = min(config.max_running, sizes.places) if self.states else config.max_running
@@ -60,6 +64,10 @@ class LocalSampler:
         if self.states is None:
             return tokens
         return f"{tokens} and {self.states.total:,} states of sequences, of which {self.schedule.max_running:,} run at once"
+
+    @property
+    def longest(self) -> int:
+        return min(self.base.max_context, self.cache.total * BLOCK)
 
     @property
     def has_work(self) -> bool:
@@ -160,7 +168,7 @@ class LocalSampler:
         self.schedule.clear()
 
     def _max_new(self, prompt: int, wanted: int | None) -> int:
-        room = min(self.base.max_context, self.cache.total * BLOCK) - prompt
+        room = self.longest - prompt
         longest = max(1, room) if wanted is None else wanted
         if prompt + longest > self.base.max_context:
             raise UserError(f"prompt length plus max_tokens exceeds the context window: {prompt} + {longest} > {self.base.max_context}")

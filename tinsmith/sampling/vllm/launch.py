@@ -20,6 +20,7 @@ import tinsmith
 from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
+from tinsmith.models.budget import CPU_CACHE
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import TransferKind, backend_of
@@ -247,7 +248,7 @@ def lora_rank(largest: int) -> int:
 
 def cpu_cache_gib(config: Config) -> int:
     """Memory of a server's cache without a GPU: vLLM takes whole GiB."""
-    return max(1, round(config.sampling.kv_cache_gib))
+    return max(1, round(config.sampling.kv_cache_gib or CPU_CACHE / _GIB))
 
 
 def _asked_for(text: str, context: int) -> int:

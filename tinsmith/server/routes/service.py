@@ -72,7 +72,7 @@ async def get_server_capabilities(request: Request) -> Response:
     hub = hub_of(request)
     sampleable = hub.config.sampling.sampler != "none"
     models = [
-        {"model_name": facts.name, "max_context_length": facts.max_context, "trainable": True, "sampleable": sampleable}
+        {"model_name": facts.name, "max_context_length": facts.advertised_context, "trainable": True, "sampleable": sampleable}
         for facts in hub.base_models.all()
     ]
     return json_reply({"supported_models": models})

@@ -1,0 +1,67 @@
+"""What the worker makes of the memory of its device, and that `tinsmith plan` says the same."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.bases import load
+from tests.worker.test_passes import bench_of, request
+from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
+from tinsmith.models.base import BaseModel
+from tinsmith.models.machine import Machine
+from tinsmith.plan import make_plan
+from tinsmith.protocol.facts import ModelFacts
+from tinsmith.protocol.work import Prepared, PrepareFailed
+from tinsmith.sampling.local.sampler import LocalSampler
+from tinsmith.sampling.prefix import BLOCK
+from tinsmith.worker.device_memory import DeviceMemory
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("mib", [15, 20, 4000])
+def test_plan_and_server_agree(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, mib: int) -> None:
+    """On a machine with so much free memory beside the weights."""
+    directory = str(family_dir(family))
+    models = ModelsConfig(device="cpu", dtype="float32", max_context=1024)
+    sampling, training = SamplingConfig(kv_cache_gib=8 / 1024), TrainingConfig(logits_chunk=64)
+    config = Config(base_models=[f"tiny={directory}"], models=models, sampling=sampling, training=training)
+    base = load(family_dir(family), device="cpu", max_context=1024)
+    weights = sum(parameter.nbytes for parameter in base.network.parameters())
+    monkeypatch.setattr("tinsmith.worker.device_memory.free_memory", lambda device: mib * MIB)
+    monkeypatch.setattr("tinsmith.plan.look_around", partial(Machine, 1, 2**40, mib * MIB + weights, [], "there is none"))
+    planned = make_plan(config, training.planned_rank, None)
+    memory = DeviceMemory({"tiny": base}, config)
+    longest = memory.longest_trained("tiny")
+    assert planned.longest_sequence.tokens == longest
+    assert (longest == 1024) == (mib == 4000)
+    assert longest > 0
+    assert planned.cache is not None
+    sampler = LocalSampler(base, sampling, 64, memory.cache_sizes("tiny"))
+    assert planned.cache.tokens == sampler.cache.total * BLOCK
+    assert sampler.longest == min(1024, planned.cache.tokens)
+
+
+def test_what_the_memory_cannot_train_is_refused_with_both_numbers(text_base: BaseModel, tmp_path: Path) -> None:
+    bench = bench_of(text_base, tmp_path)
+    trained = bench.passes.bases["tiny"]
+    bench.passes.bases = {"tiny": replace(trained, longest=6)}
+    bench.prepare("m/1", request([6, 5]))
+    assert isinstance(bench.answer(), Prepared)
+    bench.prepare("m/2", request([6, 7]))
+    refused = bench.answer()
+    assert isinstance(refused, PrepareFailed)
+    assert "datum 1: the model input holds 7 tokens, and the memory of this server's device trains up to 6" in refused.error
+    bench.prepare("m/3", request([9], forward_only=True))  # nothing is kept of it
+    assert isinstance(bench.answer(), Prepared)
+
+
+def test_clients_are_told_what_they_can_sample_and_train() -> None:
+    facts = ModelFacts("tiny", "/tiny", "qwen3", 100, 32, 24, 28, False, 16)
+    assert facts.advertised_context == 24
+    assert replace(facts, max_sampled=20).advertised_context == 20
+    assert replace(facts, max_trained=0).advertised_context == 28  # a server that only samples

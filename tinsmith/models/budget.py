@@ -1,0 +1,90 @@
+"""How the memory of a device is divided between sampling and training: the local sampler's cache, and what is left to a pass.
+
+`tinsmith plan` and a server ask the same functions, so that what the one prints is what the other does.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tinsmith.config import Config
+from tinsmith.models.full import snapshot_bytes, training_bytes
+from tinsmith.models.layout import Layout
+from tinsmith.models.pass_memory import KEEP_ALL, PassMemory
+from tinsmith.protocol.shapes import LoraShape
+
+GIB = 2**30
+CPU_CACHE = 2 * GIB
+"""The cache of each base model on a CPU, unless a size is set: programs share that memory, so nobody may take what is left of it."""
+SMALLEST_CACHE = GIB // 4
+"""The cache of a GPU on which training leaves nothing, unless a size is set."""
+PLANNED_ADAPTERS = 4
+"""How many LoRA models a cache of automatic size leaves room for, unless their number is set; of all parameters it is one."""
+FREE_SHARE = 0.95
+"""How much of the free memory a pass is planned into: the rest is lost between its tensors."""
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """One trained model of the planned rank."""
+
+    training: int
+    """With accumulated gradients and what AdamW remembers."""
+    snapshot: int
+    """A frozen copy that is sampled."""
+
+
+def model_bytes(layout: Layout, dtype: torch.dtype, rank: int, full_parameters: int) -> ModelBytes:
+    """What a model of that LoRA rank takes on a base in `dtype`; for rank 0, one that trains `full_parameters` parameters."""
+    if rank == 0:
+        return ModelBytes(training_bytes(full_parameters, dtype), snapshot_bytes(full_parameters, dtype))
+    numbers = layout.lora_parameters(LoraShape(rank, seed=0))
+    frozen = numbers * (4 if dtype == torch.float32 else 4 + dtype.itemsize)  # float32 masters, and copies of them that passes read
+    return ModelBytes(frozen + numbers * 3 * 4, frozen)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one base model may take of its device, beside its weights."""
+
+    cache: int
+    """Bytes of the local sampler's cache; 0 without that sampler."""
+    passes: int
+    """Bytes that are left to a pass while one model is trained; negative if there is no room for that model."""
+
+
+def reserve_of(on_gpu: bool, total: int) -> int:
+    """Bytes of a device with `total` bytes that nothing is planned into: libraries, captured graphs, pictures, steps of the sampler."""
+    return GIB + total // 32 if on_gpu else 0
+
+
+def divide_memory(free: int, bases: int, model: ModelBytes, passes: PassMemory, config: Config, on_gpu: bool) -> Budget:
+    """Divide `free` bytes of a device that are left beside the weights of `bases` base models and the reserve.
+
+    A cache of automatic size leaves room for `planned_models` models and for a pass of `tokens_per_pass` tokens. The pass gets what it
+    takes without recomputation, but no more than half of what it shares with the cache, if it fits into that by recomputing.
+    """
+    sampling = config.sampling
+    cache = 0
+    if sampling.sampler == "local":
+        cache = int(sampling.kv_cache_gib * GIB) or (_what_is_left(free, model, passes, config) // bases if on_gpu else CPU_CACHE)
+    return Budget(cache, int(FREE_SHARE * (free - bases * cache)) - model.training)
+
+
+def _what_is_left(free: int, model: ModelBytes, passes: PassMemory, config: Config) -> int:
+    """Bytes for all caches of a device."""
+    training = config.training
+    tokens, chunk = training.tokens_per_pass, training.logits_chunk
+    count = training.planned_models or (PLANNED_ADAPTERS if training.planned_rank else 1)
+    snapshots = min(2 * count * model.snapshot, int(config.sampling.snapshot_gib * GIB))  # one is sampled while the next is made
+    shared = free - count * model.training - snapshots
+    whole, least = (passes.bytes(tokens, chunk, effort) for effort in (KEEP_ALL, passes.smallest))
+    return max(int(shared - max(least, min(whole, shared // 2)) / FREE_SHARE), free // 16, SMALLEST_CACHE)
+
+
+def longest_trained(budget: Budget, passes: PassMemory, config: Config, max_context: int, host_free: int, on_gpu: bool) -> int:
+    """The longest sequence, in tokens, that trains beside everything else; 0 if none does.
+
+    The layers of its pass are recomputed, and their inputs may wait in half of the host's free memory.
+    """
+    return passes.longest(config.training.logits_chunk, budget.passes, host_free // 2 if on_gpu else 0, max_context)

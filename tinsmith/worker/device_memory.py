@@ -1,0 +1,62 @@
+"""What the worker does with the memory of its device, decided when all base models are loaded and nothing else is."""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+
+from tinsmith.config import Config
+from tinsmith.models.base import BaseModel
+from tinsmith.models.budget import divide_memory, longest_trained, model_bytes, reserve_of
+from tinsmith.models.machine import free_memory
+from tinsmith.models.pass_memory import pass_memory_of
+from tinsmith.protocol.shapes import LoraShape
+from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
+
+log = logging.getLogger(__name__)
+
+
+class DeviceMemory:
+    """How much of the device each base model's cache gets, and how long a sequence trains beside it."""
+
+    def __init__(self, bases: Mapping[str, BaseModel], config: Config) -> None:
+        """Divide what is free now."""
+        self.bases = bases
+        self.config = config
+        device = next(iter(bases.values())).device
+        self.on_gpu = device.type == "cuda"
+        total = torch.cuda.mem_get_info(device)[1] if self.on_gpu else 0
+        free = free_memory(device) - reserve_of(self.on_gpu, total)
+        self.passes = {name: pass_memory_of(base.layout, base.text_config, base.dtype) for name, base in bases.items()}
+        rank = config.training.planned_rank
+        self.budgets = {
+            name: divide_memory(
+                free, len(bases), model_bytes(base.layout, base.dtype, rank, _full_parameters(base)), self.passes[name], config, self.on_gpu
+            )
+            for name, base in bases.items()
+        }
+
+    def cache_sizes(self, name: str) -> CacheSizes:
+        """Of the local sampler's cache. Raises ConfigError if it does not hold one sequence."""
+        base = self.bases[name]
+        return CacheShape(base.layout.layers, base.dtype, base.device).divide(self.budgets[name].cache, self.config.sampling.max_running)
+
+    def longest_trained(self, name: str) -> int:
+        """The longest sequence that trains on a base model, which the log is told."""
+        base = self.bases[name]
+        host = free_memory(torch.device("cpu"))
+        tokens = longest_trained(self.budgets[name], self.passes[name], self.config, base.max_context, host, self.on_gpu)
+        if tokens == 0:
+            log.warning("%s: the memory of %s has no room to train any sequence; lower --kv-cache-gib", name, base.device)
+        elif tokens < base.max_context:
+            log.info(
+                "%s: sequences of up to %d tokens train, of the %d of its context: then the memory of %s ends (--kv-cache-gib)",
+                *(name, tokens, base.max_context, base.device),
+            )
+        else:
+            log.info("%s: sequences of up to %d tokens train, its whole context", name, tokens)
+        return tokens
+
+
+def _full_parameters(base: BaseModel) -> int:
+    return sum(parameter.numel() for parameter in base.full_targets(LoraShape(0, seed=0)).values())
