@@ -83,7 +83,7 @@ test-vllm: $(DEV_STAMP) $(VLLM_STAMP)
 test-gpu: SHELL := /bin/bash
 test-gpu: $(DEV_STAMP)
 	set -o pipefail; mkdir -p benchmarks/results; TINSMITH_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider \
-		tests/models tests/rendering tests/training tests/sampling --ignore tests/sampling/vllm --ignore tests/sampling/inside_vllm \
+		tests/models tests/rendering tests/training tests/sampling tests/gpu --ignore tests/sampling/vllm --ignore tests/sampling/inside_vllm \
 		--numprocesses 6 --dist worksteal --timeout 300 --durations 15 2>&1 | tee benchmarks/results/test-gpu.txt
 
 # The adapters for the cookbook are tested with the one that test-recipes installs.

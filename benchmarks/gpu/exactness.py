@@ -17,7 +17,7 @@ Parts:
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -70,14 +70,14 @@ def relative(found: Tensor, exact: Tensor) -> Tensor:
     return errors
 
 
-def layers() -> Iterator[tuple[str, Figures]]:
-    """Each kind of layer."""
-    for name, config in kinds().items():
-        release()
-        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
-            directory = write_surroundings(config, Path(folder))
-            network_of(config, torch.float32).save_pretrained(directory)
-            yield name, compare_layers(directory)
+def compare_kind(name: str) -> Figures:
+    """`compare_layers` on a random model of one of `kinds`."""
+    config = kinds()[name]
+    release()
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        directory = write_surroundings(config, Path(folder))
+        network_of(config, torch.float32).save_pretrained(directory)
+        return compare_layers(directory)
 
 
 def compare_layers(directory: Path) -> Figures:
@@ -280,16 +280,16 @@ def _peft_losses(directory: Path, batches: Sequence[Sequence[NDArray[np.int32]]]
     return losses
 
 
-def sampler_against_trainer(hybrid: bool) -> Figures:
-    """Train a small model on text, then compare log-probabilities of samples from it."""
+def sampler_against_trainer(hybrid: bool, seconds: float = TRAINING_S) -> Figures:
+    """Train a small model on text for so long, then compare log-probabilities of samples from it."""
     began = time.perf_counter()
     backend = LocalBackend(base_of(small_config(hybrid)), TrainingConfig())
     backend.create_model("m", LoraShape(0, seed=0))
     generator = np.random.default_rng(0)
     learning, held_out = corpus()
     steps = 0
-    while time.perf_counter() - began < TRAINING_S:
-        rate = 1e-3 * min(1.0, (steps + 1) / 50) * max(0.05, 1 - (time.perf_counter() - began) / TRAINING_S)
+    while time.perf_counter() - began < seconds:
+        rate = 1e-3 * min(1.0, (steps + 1) / 50) * max(0.05, 1 - (time.perf_counter() - began) / seconds)
         _step(backend, text_batch(generator, learning, 4 if TINY else 32), AdamSettings(rate, (0.9, 0.95), 1e-8, 0.0, 0.0))
         steps += 1
     trained_s = time.perf_counter() - began
@@ -332,9 +332,10 @@ def main() -> None:
     for part in asked.parts:
         match part:
             case "layers":
-                for kind, found in isolated_series("layers", layers, asked.budget).items():
+                compared = isolated_series("layers", lambda: ((kind, compare_kind(kind)) for kind in kinds()), asked.budget)
+                for name, found in compared.items():
                     for what in ("hidden", "logprob", "gradient"):
-                        figure(f"{kind}_{what}", found[f"{what}_ratio"], "at most 1.1 times the error of transformers")
+                        figure(f"{name}_{what}", found[f"{what}_ratio"], "at most 1.1 times the error of transformers")
             case "rule":
                 found = isolated("rule", rule, asked.budget)
                 names = ("out", "query", "key", "value", "beta")

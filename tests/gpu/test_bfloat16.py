@@ -1,0 +1,35 @@
+"""bfloat16 on a GPU, on models as wide as published ones: the figures of `benchmarks/gpu/exactness.py`, held to their limits."""
+
+import pytest
+
+from benchmarks.gpu.exactness import compare_kind, curve, rule, sampler_against_trainer
+from tests.bases import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="these models are too large for a CPU")
+
+AS_EXACT = 1.1
+"""Errors of ours over those of transformers in bfloat16, in the median."""
+
+
+@pytest.mark.parametrize("kind", ["attention", "gated_attention", "delta_net"])
+def test_layers_are_as_exact_as_those_of_transformers(kind: str) -> None:
+    found = compare_kind(kind)
+    ratios = {what: found[f"{what}_ratio"] for what in ("hidden", "logprob", "gradient")}
+    assert max(ratios.values()) <= AS_EXACT, found
+
+
+def test_the_delta_rule_is_as_exact_as_that_of_transformers() -> None:
+    found = rule()
+    parts = ("out", "query", "key", "value", "beta")
+    assert max(found[f"{part}_ours"] / found[f"{part}_transformers"] for part in parts) <= AS_EXACT, found
+
+
+def test_a_training_curve_drifts_no_further_than_that_of_transformers() -> None:
+    assert (found := curve())["drift_ratio"] <= AS_EXACT, found
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_sampler_and_trainer_agree_on_a_model_that_has_learned(hybrid: bool) -> None:
+    found = sampler_against_trainer(hybrid, seconds=60)
+    assert found["held_out_nats"] < 2, found
+    assert found["mean_difference"] <= 0.01, found
