@@ -113,7 +113,7 @@ def test_host_memory_makes_sequences_longer(published: PassMemory) -> None:
     assert published.bytes(helped, 1024, published.smallest_with_host) <= free
     assert alone < little == alone + 100 < helped
     assert published.longest(1024, free, 0, 1000) == 1000
-    assert published.longest(1024, 2**20, 0, 1000) == 0
+    assert published.longest(1024, 2**19, 0, 1000) == 0
 
 
 def test_every_family_has_an_estimate(family_base: Callable[[str], BaseModel]) -> None:
