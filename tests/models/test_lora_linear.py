@@ -44,7 +44,7 @@ def test_values_and_gradients_equal_the_plain_formula(slices: list[tuple[int, in
     leaves = [x, *(leaf for s in active.segments if s.adapter is not None for leaf in s.adapter.leaves())]
 
     expected = torch.cat([plain(layer, x[s.start : s.end], s) for s in active.segments])
-    module = LoraLinear(layer, {"x": LoraTarget("attn", "x", INPUTS, OUTPUTS)}, active)
+    module = LoraLinear("x", layer, {"x": LoraTarget("attn", "x", INPUTS, OUTPUTS)}, active)
     got = module(x.unsqueeze(0))[0]
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     with torch.no_grad():

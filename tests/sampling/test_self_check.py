@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from tests.bases import OTHER_DECODERS, load, write_decoder
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
+from tinsmith.models.decoder import AttentionBlock, Decoder, Layer, Pass
+from tinsmith.models.fused import Normed
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.sampling.self_check import LENGTHS, check_base_model
@@ -46,17 +49,32 @@ def test_what_computes_other_numbers_is_refused(model_type: str, settings: dict[
         check_base_model(load(tmp_path), samples=True)
 
 
+@dataclass(frozen=True, eq=False)
+class DoctoredLayer(Layer):
+    """A layer of our decoder whose MLP passes its output [1, tokens, hidden] through `change`."""
+
+    change: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor, delta: Tensor | None, shared: Pass) -> tuple[Tensor, Tensor]:
+        x, delta = super().__call__(x, delta, shared)
+        return x, self.change(delta.unsqueeze(0)).squeeze(0)
+
+
 def doctored(directory: Path, change: Callable[[Tensor], Tensor], dtype: str = "float32") -> BaseModel:
-    """A model whose first MLP passes its output [1, tokens, hidden] through `change`."""
+    """A model whose first MLP passes its output [1, tokens, hidden] through `change`, in transformers' module and in our decoder."""
     base = load(directory, dtype=dtype)
     mlp: nn.Module = base.language_model.layers[0].mlp
     mlp.register_forward_hook(lambda _module, _inputs, output: change(output))
+    if base.decoder is not None:
+        first, *others = base.decoder.layers
+        changed = DoctoredLayer(first.block, first.first_norm, first.second_norm, first.gate_up, first.down, change)
+        base.decoder = replace(base.decoder, layers=(changed, *others))
     return base
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layers_that_carry_state_along_the_row_are_refused(family_dir: Callable[[str], Path], dtype: str) -> None:
-    base = doctored(family_dir("qwen3"), lambda output: output + output.roll(1, dims=1), dtype)
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("qwen3", "bfloat16"), ("olmo", "float32")])
+def test_layers_that_carry_state_along_the_row_are_refused(family_dir: Callable[[str], Path], family: str, dtype: str) -> None:
+    base = doctored(family_dir(family), lambda output: output + output.roll(1, dims=1), dtype)
     with pytest.raises(ConfigError, match="a sequence depends on others in its packed row: they differ by"):
         check_base_model(base, samples=True)
 
@@ -162,6 +180,42 @@ def test_states_that_are_not_those_of_the_tokens_are_refused(
     monkeypatch.setattr(StateSteps if name == "commit" else StateSlots, name, instead)
     with pytest.raises(ConfigError, match=reason):
         check_base_model(family_base("qwen3_5"), samples=True)
+
+
+def spoil_first_layer(decoder: Decoder, **changes: Any) -> Decoder:
+    """Our decoder with another first layer."""
+    first, *others = decoder.layers
+    return replace(decoder, layers=(replace(first, **changes), *others))
+
+
+def spoil_attention(decoder: Decoder, **changes: Any) -> Decoder:
+    """Our decoder with another attention in its first layer."""
+    block = decoder.layers[0].block
+    assert isinstance(block, AttentionBlock)
+    return spoil_first_layer(decoder, block=replace(block, **changes))
+
+
+WRONG_DECODERS: dict[str, tuple[str, Callable[[Decoder], Decoder]]] = {
+    "frequencies": ("qwen3", lambda d: replace(d, rope=replace(d.rope, inverse_frequencies=d.rope.inverse_frequencies * 1.5))),
+    "no scaling": ("qwen3", lambda d: replace(d, rope=replace(d.rope, scaling=1.1))),
+    "rows of positions": ("qwen3_vl", lambda d: replace(d, rope=replace(d.rope, axes=None))),
+    "last norm": ("qwen3", lambda d: replace(d, last_norm=replace(d.last_norm, kind=replace(d.last_norm.kind, zero_centred=True)))),
+    "norm of a layer": ("qwen3", lambda d: spoil_first_layer(d, first_norm=replace(d.layers[0].first_norm, kind=Normed(0.5, False)))),
+    "norms of heads": ("qwen3", lambda d: spoil_attention(d, head_weights=None)),
+    "scale": ("qwen3", lambda d: spoil_attention(d, scale=0.1)),
+    "window": ("mistral", lambda d: spoil_attention(d, window_of=None)),
+    "linears": ("qwen3", lambda d: spoil_first_layer(d, gate_up=d.layers[1].gate_up)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_DECODERS)
+def test_a_decoder_of_ours_that_computes_something_else_is_refused(family_dir: Callable[[str], Path], what: str) -> None:
+    family, spoil = WRONG_DECODERS[what]
+    base = load(family_dir(family))
+    assert base.decoder is not None
+    base.decoder = spoil(base.decoder)
+    with pytest.raises(ConfigError, match="transformers computes other log-probabilities: they differ by"):
+        check_base_model(base, samples=False)
 
 
 def test_a_window_that_we_are_not_told_of_is_refused(family_dir: Callable[[str], Path]) -> None:

@@ -19,6 +19,7 @@ from transformers import logging as transformers_logging
 from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import ATTENTION
+from tinsmith.models.decoder import Decoder, Deepstack, read_decoder
 from tinsmith.models.delta_kernels import announce
 from tinsmith.models.delta_net import follow_plans
 from tinsmith.models.families import Family, context_length, family_of, read_config
@@ -30,6 +31,7 @@ from tinsmith.models.lora import ActiveSegments, Segment
 from tinsmith.models.lora_linear import attach
 from tinsmith.models.machine import limit_memory
 from tinsmith.models.norms import fuse_norms
+from tinsmith.models.packed_lora import SegmentAdapters
 from tinsmith.models.pass_plan import PassPlan
 from tinsmith.models.pictures import PictureFeatures, PictureInput
 from tinsmith.models.recompute import RecomputedLayers
@@ -69,6 +71,8 @@ class BaseModel:
     network: Any
     """The whole transformers model; its language model's linears are wrapped for LoRA."""
     language_model: Any
+    decoder: Decoder | None
+    """Our way through its layers; None if they are of a kind that only transformers' modules compute."""
     lm_head: Tensor
     """[vocabulary, hidden]"""
     device: torch.device
@@ -147,16 +151,27 @@ class BaseModel:
         """
         embedding = self.language_model.get_input_embeddings()
         embeddings = self._call(row, embedding, f"{self.embedding_name}.", row.token_ids)
-        extra: dict[str, Any] = {}
+        deepstack = None
         if row.pictures:
             features = self.picture_features(row.pictures)
             embeddings = embeddings.index_copy(0, row.picture_index, torch.cat([f.embeddings for f in features]))
-            extra = _deepstack_arguments(row, features)
+            deepstack = _deepstack(row, features)
+        if self.decoder is None:
+            return self._through_modules(row, plan, embeddings, deepstack, recompute)
+        decoder = self.decoder if row.full is None else self.decoder.with_weights(row.full.working)
+        return decoder.forward(embeddings, row.positions, plan, SegmentAdapters(row.segments), deepstack, recompute)
+
+    def _through_modules(self, row: PackedRow, plan: PassPlan, embeddings: Tensor, deepstack: Deepstack | None, recompute: int) -> Tensor:
+        """`hidden_states` by the transformers modules."""
         positions = row.positions if not self.family.mrope else row.positions.unsqueeze(1)
         inputs: dict[str, Any] = {"inputs_embeds": embeddings.unsqueeze(0), "position_ids": positions, "plan": plan}
+        if deepstack:
+            mask = torch.zeros(1, row.token_ids.shape[0], dtype=torch.bool, device=row.token_ids.device)
+            inputs["visual_pos_masks"] = mask.index_fill_(1, deepstack.index, True)
+            inputs["deepstack_visual_embeds"] = deepstack.features
         with self.active.during(row.segments), self.recomputed_layers.during(recompute, row.full):
-            output = self._call(row, self.language_model, "", use_cache=False, **inputs, **extra)
-        hidden: Tensor = output.last_hidden_state[0]
+            output = self._call(row, self.language_model, "", use_cache=False, **inputs)
+        hidden: Tensor = output.last_hidden_state.squeeze(0)
         return hidden
 
     def _call(self, row: PackedRow, module: Any, prefix: str, *arguments: Any, **keywords: Any) -> Any:
@@ -181,13 +196,11 @@ class BaseModel:
         return [features.part(p.rows) for features, p in zip(known, pictures, strict=True)]
 
 
-def _deepstack_arguments(row: PackedRow, features: list[PictureFeatures]) -> dict[str, Any]:
+def _deepstack(row: PackedRow, features: list[PictureFeatures]) -> Deepstack | None:
     if not features[0].deepstack:
-        return {}
-    mask = torch.zeros(1, row.token_ids.shape[0], dtype=torch.bool, device=row.token_ids.device)
-    mask[0, row.picture_index] = True
+        return None
     layers = [torch.cat(layer) for layer in zip(*(f.deepstack for f in features), strict=True)]
-    return {"visual_pos_masks": mask, "deepstack_visual_embeds": layers}
+    return Deepstack(row.picture_index, layers)
 
 
 def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_bytes: int) -> BaseModel:
@@ -223,6 +236,7 @@ def base_model_of(name: str, source: str, network: Any, config: ModelsConfig, fe
     layout = layout_of(source, family, network)
     if any(isinstance(kind, DeltaNet) for kind in layout.layers):
         announce(device, dtype)
+    decoder = read_decoder(family.model_type, language_model, layout)
     active = ActiveSegments()
     attach(language_model, {name: target for name, target in layout.targets.items() if name != LM_HEAD}, active)
     return BaseModel(
@@ -233,6 +247,7 @@ def base_model_of(name: str, source: str, network: Any, config: ModelsConfig, fe
         tokenizer=AutoTokenizer.from_pretrained(source),
         network=network,
         language_model=language_model,
+        decoder=decoder,
         lm_head=network.get_output_embeddings().weight,
         device=device,
         dtype=dtype,

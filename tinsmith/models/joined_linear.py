@@ -1,0 +1,120 @@
+"""Linear layers that read the same input, as one: their weights lie in one tensor, so that one multiplication computes them all.
+
+The transformers modules keep their parameters, which become views of that tensor: names and values stay, and nothing lies in memory twice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from tinsmith.models.layout import LM_HEAD, Layout, Projection
+
+
+class WeightPiece(NamedTuple):
+    """Rows of a joined linear layer whose weights lie in one tensor."""
+
+    rows: tuple[int, int]
+    """Which outputs [start, end) they compute."""
+    weight: Tensor
+    """[end - start, in]"""
+    bias: Tensor | None
+    """[end - start]"""
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedLinear:
+    """One or several linear layers of a decoder layer: x [tokens, in] -> [tokens, out]."""
+
+    projection: Projection
+    """Its names in the layout."""
+    rows: tuple[tuple[int, int], ...]
+    """Outputs [start, end) of each of the projection's modules."""
+    pieces: tuple[WeightPiece, ...]
+    """All rows, in order: one piece of a base model, one for each module of a model with weights of its own."""
+
+    @property
+    def name(self) -> str:
+        """Of its projection."""
+        return self.projection.name
+
+    @property
+    def targets(self) -> Mapping[str, tuple[int, int]]:
+        """What adapters may cover, by name, and the rows [start, end) that each adds to."""
+        return self.projection.targets
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], of a base model."""
+        return self._only_piece.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out], of a base model."""
+        return self._only_piece.bias
+
+    @property
+    def out_features(self) -> int:
+        """Width of the output."""
+        return self.projection.out_features
+
+    @property
+    def _only_piece(self) -> WeightPiece:
+        if len(self.pieces) != 1:
+            raise ValueError(f"the weights of {self.name} lie in {len(self.pieces)} tensors; use `multiply`")
+        return self.pieces[0]
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """The layer without adapters and gradients: x [tokens, in] -> [tokens, out]."""
+        if len(self.pieces) == 1:
+            return linear(x, self.weight, self.bias)
+        y = x.new_empty(len(x), self.out_features)
+        for (start, end), weight, bias in self.pieces:
+            if bias is None:
+                torch.mm(x, weight.t(), out=y[:, start:end])
+            else:
+                torch.addmm(bias, x, weight.t(), out=y[:, start:end])
+        return y
+
+    def with_weights(self, parameters: Mapping[str, Tensor]) -> "JoinedLinear":
+        """The same with these parameters, by their names inside the language model, in the place of its own where they are there."""
+        pieces = []
+        own = self._only_piece
+        for module, (start, end) in zip(self.projection.modules, self.rows, strict=True):
+            bias = None if own.bias is None else own.bias[start:end]
+            weight = parameters.get(f"{module}.weight", own.weight[start:end])
+            pieces.append(WeightPiece((start, end), weight, bias if bias is None else parameters.get(f"{module}.bias", bias)))
+        return replace(self, pieces=tuple(pieces))
+
+
+def join_linears(language_model: nn.Module, layout: Layout) -> dict[str, JoinedLinear]:
+    """All projections of the language model, by name. Afterwards the parameters of its linears are views of the joined weights.
+
+    Each linear is copied once, and its own memory is free before the next projection is joined.
+    """
+    return {name: _join(language_model, own) for name, own in layout.projections.items() if name != LM_HEAD}
+
+
+@torch.no_grad()
+def _join(language_model: nn.Module, projection: Projection) -> JoinedLinear:
+    linears: list[Any] = [language_model.get_submodule(name) for name in projection.modules]
+    rows = []
+    start = 0
+    for one in linears:
+        rows.append((start, start + one.out_features))
+        start += one.out_features
+    if len(linears) == 1:
+        return JoinedLinear(projection, tuple(rows), (WeightPiece(rows[0], linears[0].weight, linears[0].bias),))
+    weight = torch.cat([one.weight for one in linears])  # [out, in]
+    biases = [one.bias for one in linears if one.bias is not None]
+    bias = None
+    if biases:  # rows without one add 0
+        bias = torch.cat([weight.new_zeros(one.out_features) if one.bias is None else one.bias for one in linears])
+    for one, (first, end) in zip(linears, rows, strict=True):
+        one.weight = nn.Parameter(weight[first:end], requires_grad=False)
+        if bias is not None and one.bias is not None:
+            one.bias = nn.Parameter(bias[first:end], requires_grad=False)
+    return JoinedLinear(projection, tuple(rows), (WeightPiece((0, start), weight, bias),))

@@ -1,0 +1,270 @@
+"""Linear layers over a packed row with LoRA: one multiplication by the base for the whole row, then each adapter on its own slice of it.
+
+    y = h W^T + bias,     y[slice, rows] += scale · (h[slice] A^T) B^T     for each target, which adds to some rows of the output
+
+`h` is the input itself, or what a `Before` makes of it: a norm, an activation. Together they are one node of the graph of gradients, which
+keeps the input alone and computes `h` again in its backward: of two tensors of that width one is enough.
+
+The backward is written by hand. What adapters add, forward and backward, is added in place, and the A's of all targets of a projection are
+one matrix, so that a layer with LoRA reads and writes its row hardly more often than one without. The weights are frozen, unless
+full-parameter training has put a model's own in their place.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tinsmith.models.joined_linear import JoinedLinear
+from tinsmith.models.lora import Adapter, Segment
+
+
+class Adapters(Protocol):
+    """What adds LoRA to the linear layers of a pass."""
+
+    def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
+        """The layer with the adapters of the tokens: x [tokens, in] -> [tokens, out]."""
+        ...
+
+
+class Before(Protocol):
+    """What is computed of the inputs of a linear layer before it is applied, token by token."""
+
+    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        """The input h [tokens, in] of the layer, other results, and what the backward needs: inputs or results."""
+        ...
+
+    def backward(
+        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> tuple[list[Tensor | None], Tensor]:
+        """Gradients of the inputs, from those of h and of the other results; and h again. `needed` says of which inputs."""
+        ...
+
+
+class Unchanged:
+    """Nothing: the input of the layer is the input."""
+
+    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        (x,) = inputs
+        assert x is not None
+        return x, (), (x,)
+
+    def backward(
+        self, kept: Sequence[Any], d_h: Tensor, d_others: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> tuple[list[Tensor | None], Tensor]:
+        return [d_h], kept[0]
+
+
+UNCHANGED = Unchanged()
+
+
+def project(adapters: Adapters, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """The layer behind `before`: [tokens, out], and the other results of `before`."""
+    if isinstance(adapters, SegmentAdapters) and torch.is_grad_enabled():
+        return adapters.project(linear, before, *inputs)
+    h, others, _ = before.forward(*inputs)
+    return adapters.apply(linear, h), *others
+
+
+class SegmentAdapters:
+    """The adapters of the segments of a packed row; differentiable in inputs, adapters, and weights that require gradients."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+
+    def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return self.project(linear, UNCHANGED, x)[0]
+        y = linear.multiply(x)
+        for part in parts_of(linear, self.segments):
+            part.add(y, x)
+        return y
+
+    def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        """As the function `project`, for gradients."""
+        parts = parts_of(linear, self.segments)
+        weights = chain.from_iterable((piece.weight, piece.bias) for piece in linear.pieces)
+        compute: Any = _Projected.apply
+        y, *others = compute(linear, before, parts, len(inputs), *inputs, *weights, *chain.from_iterable(part.leaves for part in parts))
+        return y, *others
+
+
+class Part(NamedTuple):
+    """Neighbouring slices of one length whose adapters have one rank: they are computed together, which on short slices costs as one."""
+
+    start: int
+    slices: int
+    length: int
+    rank: int
+    scale: float
+    rows: tuple[tuple[int, int], ...]
+    """Which outputs [start, end) the targets add to."""
+    a: Tensor
+    """The A's of the targets one below the other: [targets · rank, in] of a single slice, [slices, targets · rank, in] of several."""
+    b: tuple[Tensor, ...]
+    """The B of each target: [end - start, rank] of a single slice, [slices, end - start, rank] of several."""
+    leaves: tuple[Tensor, ...]
+    """A and B of each target of each slice: what gradients are taken of."""
+
+    def of(self, row: Tensor) -> Tensor:
+        """Its view of a row [tokens, width]: [length, width] of a single slice, [slices, length, width] of several."""
+        if self.length == len(row):  # one adapter alone: many small operations are saved
+            return row
+        mine = row[self.start : self.start + self.slices * self.length]
+        return mine if self.slices == 1 else mine.unflatten(0, (self.slices, self.length))
+
+    def columns(self, number: int) -> slice:
+        """The columns of x A^T of the target with this number."""
+        return slice(number * self.rank, (number + 1) * self.rank)
+
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """Add what the adapters make of x [tokens, in] to y [tokens, out]; returns x A^T."""
+        reduced, mine = _product(self.of(x), self.a.mT), self.of(y)
+        for number, ((start, end), b) in enumerate(zip(self.rows, self.b, strict=True)):
+            _add_product(mine[..., start:end], reduced[..., self.columns(number)], b.mT, self.scale)
+        return reduced
+
+    def reduce_gradient(self, dy: Tensor) -> Tensor:
+        """The gradient of x A^T but for the scale, from that of the output dy [tokens, out]."""
+        mine = self.of(dy)
+        if len(self.rows) == 1:
+            (start, end), (b,) = self.rows[0], self.b
+            return _product(mine if end - start == mine.shape[-1] else mine[..., start:end], b)
+        du = mine.new_empty(*mine.shape[:-1], len(self.rows) * self.rank)
+        for number, ((start, end), b) in enumerate(zip(self.rows, self.b, strict=True)):
+            (torch.mm if mine.ndim == 2 else torch.bmm)(mine[..., start:end], b, out=du[..., self.columns(number)])
+        return du
+
+    def gradients(self, dy: Tensor, x: Tensor, reduced: Tensor, du: Tensor) -> list[Tensor]:
+        """Those of the leaves, from x [tokens, in], what `add` and `reduce_gradient` returned, and dy [tokens, out]."""
+        da = _scaled_product(du.mT, self.of(x), self.scale, like=self.a)
+        mine = self.of(dy)
+        db = [
+            _scaled_product(mine[..., start:end].mT, reduced[..., self.columns(number)], self.scale, like=b)
+            for number, ((start, end), b) in enumerate(zip(self.rows, self.b, strict=True))
+        ]
+        pairs = list(zip(da.split(self.rank, -2), db, strict=True))  # of each target
+        if self.slices == 1:
+            return [gradient for pair in pairs for gradient in pair]
+        return [gradient[index] for index in range(self.slices) for pair in pairs for gradient in pair]
+
+
+class _Owned(NamedTuple):
+    """One segment and what its adapter has for a layer."""
+
+    segment: Segment
+    adapter: Adapter
+    names: tuple[str, ...]
+    """The targets that it covers."""
+
+
+@torch.no_grad()  # the leaves get their gradients from `_Projected`
+def parts_of(linear: JoinedLinear, segments: Sequence[Segment]) -> list[Part]:
+    """The parts of the row whose adapters cover the layer or some of it."""
+    groups: list[list[_Owned]] = []
+    for segment in segments:
+        adapter = segment.adapter
+        names = () if adapter is None else tuple(name for name in linear.targets if name in adapter.working)
+        if adapter is None or not names:
+            continue
+        own = _Owned(segment, adapter, names)
+        if groups and _continues(groups[-1][-1], own):
+            groups[-1].append(own)
+        else:
+            groups.append([own])
+    return [_part(linear, group) for group in groups]
+
+
+def _continues(one: _Owned, other: _Owned) -> bool:
+    """Whether `other` lies behind `one` and can be computed with it."""
+    first, second = one.segment, other.segment
+    return (
+        first.end == second.start
+        and first.end - first.start == second.end - second.start
+        and one.adapter.shape.rank == other.adapter.shape.rank
+        and one.names == other.names
+    )
+
+
+def _part(linear: JoinedLinear, group: list[_Owned]) -> Part:
+    segment, adapter, names = group[0]
+    pairs = [[own.adapter.working[name] for name in names] for own in group]  # of each slice
+    stacked = [own.adapter.stacked_a(linear.projection) for own in group]
+    columns = [[own[number].b for own in pairs] for number in range(len(names))]  # of each target
+    return Part(
+        start=segment.start,
+        slices=len(group),
+        length=segment.end - segment.start,
+        rank=adapter.shape.rank,
+        scale=adapter.scale,
+        rows=tuple(linear.targets[name] for name in names),
+        a=stacked[0] if len(group) == 1 else torch.stack(stacked),
+        b=tuple(of_target[0] if len(group) == 1 else torch.stack(of_target) for of_target in columns),
+        leaves=tuple(leaf for own in pairs for pair in own for leaf in pair),
+    )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """Add scale · left @ right to `total`: matrices, or stacks of them. The multiplication scales: no operation of its own is needed."""
+    (total.addmm_ if total.ndim == 2 else total.baddbmm_)(left, right, alpha=scale)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """The product of matrices, or of stacks of them, for which the operator takes half as long again."""
+    return torch.bmm(left, right) if left.ndim == 3 else left @ right
+
+
+def _scaled_product(left: Tensor, right: Tensor, scale: float, like: Tensor) -> Tensor:
+    """The product of both, times scale; of the shape of `like`, which is not read."""
+    return (torch.addmm if like.ndim == 2 else torch.baddbmm)(like, left, right, beta=0, alpha=scale)
+
+
+class _Projected(torch.autograd.Function):
+    """Takes the inputs of `before`, then weight and bias of each piece, then the leaves of each part."""
+
+    @staticmethod
+    def forward(ctx: Any, linear: JoinedLinear, before: Before, parts: list[Part], count: int, *tensors: Tensor | None) -> Any:
+        ctx.set_materialize_grads(False)
+        h, others, kept = before.forward(*tensors[:count])
+        y = linear.multiply(h)
+        ctx.linear, ctx.before, ctx.parts, ctx.count, ctx.kept = linear, before, parts, count, len(kept)
+        ctx.save_for_backward(*kept, *(part.add(y, h) for part in parts))
+        return y, *others
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        linear, before, parts, count = ctx.linear, ctx.before, ctx.parts, ctx.count
+        saved = ctx.saved_tensors  # asked for once: a layer that is recomputed gives them once
+        kept, reduced = saved[: ctx.kept], saved[ctx.kept :]
+        needed = ctx.needs_input_grad[4:]
+        dy, *d_others = grads
+        if dy is None:  # nothing uses the layer's output
+            dy = torch.zeros(_rows(kept), linear.out_features, dtype=linear.pieces[0].weight.dtype, device=linear.pieces[0].weight.device)
+        dh = _times_weights(dy, linear)
+        reduced_gradients = [part.reduce_gradient(dy) for part in parts]
+        for part, du in zip(parts, reduced_gradients, strict=True):
+            _add_product(part.of(dh), du, part.a, part.scale)
+        d_inputs, h = before.backward(kept, dh, d_others, needed[:count])
+        found: list[Tensor | None] = []
+        for index, ((start, end), _, _) in enumerate(linear.pieces):
+            wants_weight, wants_bias = needed[count + 2 * index : count + 2 * index + 2]
+            mine = dy[:, start:end]
+            found += (mine.t() @ h if wants_weight else None, mine.sum(0) if wants_bias else None)
+        for part, u, du in zip(parts, reduced, reduced_gradients, strict=True):
+            found += part.gradients(dy, h, u, du)
+        return None, None, None, None, *d_inputs, *found
+
+
+def _rows(kept: Sequence[Tensor | None]) -> int:
+    return next(len(tensor) for tensor in kept if tensor is not None)
+
+
+def _times_weights(dy: Tensor, linear: JoinedLinear) -> Tensor:
+    """The gradient of the input [tokens, in], without what comes through adapters, from that of the output dy [tokens, out]."""
+    first, *rest = linear.pieces
+    dh = dy[:, : first.rows[1]] @ first.weight
+    for (start, end), weight, _ in rest:
+        dh.addmm_(dy[:, start:end], weight)
+    return dh
