@@ -282,8 +282,10 @@ def pick_device(wanted: str) -> torch.device:
         raise ConfigError(f"device={wanted!r} is not a device; use auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={wanted!r} is not supported; use auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={wanted!r}: this machine has {torch.cuda.device_count()} CUDA devices that this PyTorch can use")
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)  # before 2.12 PyTorch tells no memory of a device without a number
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(f"device={wanted!r}: this machine has {torch.cuda.device_count()} CUDA devices that this PyTorch can use")
     return device
 
 
