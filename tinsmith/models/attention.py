@@ -56,6 +56,22 @@ def varlen_attention(
     return out
 
 
+def continued_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_query: Tensor, cu_key: Tensor, longest: tuple[int, int], scale: float, window: int | None
+) -> Tensor:
+    """Causal attention of sequences whose last tokens alone are queries, with PyTorch's variable-length CUDA kernel.
+
+    query [queries, heads, head_dim], key and value [keys, kv_heads, head_dim], the sequences one behind the other. `cu_query` and `cu_key`
+    [sequences + 1] int32 say where each begins, and `longest` is the most queries and keys of one of them. The last query of a sequence
+    sees all of its keys, or the last `window` of them; the query before it one less, and so on. Heads are not repeated for their groups.
+    """
+    sees = {"is_causal": True} if window is None else {"is_causal": False, "window_size_left": window - 1, "window_size_right": 0}
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, cu_query, cu_key, *longest, dropout_p=0.0, return_debug_mask=False, scale=scale, **sees
+    )[0]
+    return out
+
+
 def attend_run(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
     """Causal attention of the sequences of one run: query, key, value [run tokens, heads, head_dim] -> the shape of query."""
 

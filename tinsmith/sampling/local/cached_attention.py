@@ -8,10 +8,13 @@ nets go on from the states in the slots of the sequences, which change when the 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tinsmith.models.attention import continued_attention
+from tinsmith.models.device import upload
 from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.states import StateSlots, StateSteps
@@ -55,8 +58,9 @@ class CachedPlan:
         self.steps = StateSteps(states, [w.slot for w in windows], [len(w) for w in windows]) if states else None
         self.fresh = torch.tensor(rows, device=device)
         self.packed = PackedPlan([len(windows[i]) for i in fresh], device, dtype) if fresh else None
-        groups = group_similar([(i, window) for i, window in enumerate(windows) if window.start > 0])
-        self.groups = [CachedGroup([starts[i] for i, _ in group], [window for _, window in group], device) for group in groups]
+        self.groups = _continued(
+            [(start, window) for start, window in zip(starts, windows, strict=True) if window.start > 0], device, dtype
+        )
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         self.cache.store(layer, self.places, key, value)
@@ -82,6 +86,40 @@ class CachedPlan:
         """The whole pass has succeeded: from now on the slots hold the states after its windows."""
         if self.steps:
             self.steps.commit()
+
+
+def _continued(windows: list[tuple[int, Window]], device: torch.device, dtype: torch.dtype) -> "Sequence[ContinuedWindows | CachedGroup]":
+    """What computes the windows that continue their sequences, each given behind the row where it begins."""
+    if windows and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        return [ContinuedWindows([start for start, _ in windows], [window for _, window in windows], device)]
+    return [CachedGroup([start for start, _ in group], [window for _, window in group], device) for group in group_similar(windows)]
+
+
+class ContinuedWindows:
+    """Windows that continue their sequences, of any widths and lengths, for the variable-length kernel: nothing is padded.
+
+    What the windows see of the cache is gathered into one row of tokens for each layer.
+    """
+
+    def __init__(self, starts: list[int], windows: list[Window], device: torch.device) -> None:
+        """`starts` are the rows where the windows begin."""
+        widths, lengths = np.array([len(window) for window in windows]), np.array([window.end for window in windows])
+        rows = [np.arange(start, start + width) for start, width in zip(starts, widths, strict=True)]
+        within = np.arange(BLOCK)
+        places = [(np.array(w.blocks)[:, np.newaxis] * BLOCK + within).ravel()[: w.end] for w in windows]
+        self.rows, self.places = upload(np.concatenate(rows), device), upload(np.concatenate(places), device)
+        """[tokens]: the rows of the windows; where what they see lies in the cache, block · BLOCK + offset."""
+        self.cu_query, self.cu_key = (upload(np.append(0, counts.cumsum()).astype(np.int32), device) for counts in (widths, lengths))
+        self.longest = int(widths.max()), int(lengths.max())
+
+    def gather(self, memory: Tensor) -> Tensor:
+        """What the windows see of keys or values [blocks, BLOCK, kv_heads, head_dim] of one layer: [tokens, kv_heads, head_dim]."""
+        return memory.flatten(0, 1).index_select(0, self.places)
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+        """Attention of query [tokens of the windows, heads, head_dim] to keys and values as `gather` takes them."""
+        k, v = self.gather(keys), self.gather(values)
+        return continued_attention(query, k, v, self.cu_query, self.cu_key, self.longest, scale, window)
 
 
 class CachedGroup:
