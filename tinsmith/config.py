@@ -131,6 +131,9 @@ class ModelsConfig:
     )
     max_context: int = setting(0, "Maximum length of a sequence, prompt and answer together; 0 is the model's own limit", "tokens", 0)
     max_lora_rank: int = setting(256, "Maximum LoRA rank that a client may ask for", "", 1)
+    compile_cache: str = setting(
+        "", "Directory that keeps what is compiled for a GPU, so that the next start need not; empty is ~/.cache/tinsmith/compiled"
+    )
 
 
 @dataclass

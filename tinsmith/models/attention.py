@@ -5,11 +5,14 @@ to what. The vision tower is never switched to this function: it would be called
 """
 
 import itertools
+import logging
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -17,6 +20,12 @@ from tinsmith.errors import ConfigError
 
 if TYPE_CHECKING:
     from tinsmith.models.pass_plan import PassPlan
+
+log = logging.getLogger(__name__)
+
+FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+LONG = 512
+"""Tokens from which sequences of one length are attended to by cuDNN, which prepares a kernel for each number and length of them."""
 
 ATTENTION = "tinsmith"
 """The name under which the function is registered with transformers."""
@@ -44,16 +53,42 @@ def varlen_attention(
 ) -> Tensor:
     """Causal attention with PyTorch's variable-length CUDA kernel; shapes as in `PassPlan.attend`.
 
-    Key and value heads are repeated for their groups: the kernel of torch 2.11 takes as many of them as query heads.
+    The operator below `varlen_attn` takes fewer heads of keys and values than of queries, which the function of torch 2.11 does not say.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
-    left = -1 if window is None else window - 1
     groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=(left, 0))
-    assert isinstance(out, Tensor)  # a tuple only if the log-sum-exp is asked for
-    return out
+    if groups > 1 and not _groups_heads(query.dtype, query.shape[2], query.device):
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    return _flash(query, key, value, cu_seqlens, longest, scale, window)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None) -> Tensor:
+    sees: dict[str, Any] = {"is_causal": True}
+    if window is not None:
+        sees = {"is_causal": False, "window_size_left": window - 1, "window_size_right": 0}
+    both = (cu_seqlens, cu_seqlens, longest, longest)
+    out = torch.ops.aten._flash_attention_forward(query, key, value, *both, dropout_p=0.0, return_debug_mask=False, scale=scale, **sees)
+    attended: Tensor = out[0]
+    return attended
+
+
+@cache
+@torch.enable_grad()
+def _groups_heads(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Whether the operator computes groups of query heads that share keys and values, forward and backward. It is tried out."""
+    query, key = (torch.zeros(8, heads, head_dim, dtype=dtype, device=device, requires_grad=True) for heads in (2, 1))
+    bounds = torch.tensor([0, 8], dtype=torch.int32, device=device)
+    try:
+        torch.autograd.grad(_flash(query, key, key, bounds, 8, 1.0, None).sum(), (query, key))
+    except RuntimeError as error:
+        log.warning("heads of keys and values are repeated for their groups, which costs memory: %s", str(error).splitlines()[0])
+        return False
+    return True
+
+
+def dense_attention(run: Run, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """`attend_run` on CUDA with the fastest kernel that takes these tensors: cuDNN's, where it does."""
+    with sdpa_kernel(FASTEST_FIRST, set_priority=True):
+        return attend_run(run, query, key, value, scale, None)
 
 
 def continued_attention(

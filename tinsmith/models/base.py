@@ -19,6 +19,7 @@ from transformers import logging as transformers_logging
 from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import ATTENTION
+from tinsmith.models.compiled import keep_compiled
 from tinsmith.models.decoder import Decoder, Deepstack, read_decoder
 from tinsmith.models.delta_kernels import announce
 from tinsmith.models.delta_net import follow_plans
@@ -224,6 +225,8 @@ def base_model_of(name: str, source: str, network: Any, config: ModelsConfig, fe
     device = pick_device(config.device)
     limit_memory(device, config.memory_share)
     dtype = pick_dtype(config.dtype, device)
+    if device.type == "cuda":
+        keep_compiled(config.compile_cache)
     if dtype == torch.float32:  # float32 means float32: convolutions (the tower's patches) default to TF32 on CUDA
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     model_config = read_config(source)

@@ -5,7 +5,9 @@ once for each operation; compiled, once in all.
 """
 
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -47,6 +49,9 @@ class Compiled(Generic[P, R]):
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
             # dynamic=False: no size but those that are marked may vary, because kernels for a known width are faster.
             self._compiled = torch.compile(self.function, dynamic=False, fullgraph=True)
+        if not torch.is_grad_enabled():  # or each function would be compiled for tensors that require gradients, and for those that do not
+            args = tuple(x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in args)  # type: ignore[assignment]
+            tensors = [x for x in args if isinstance(x, Tensor)]
         rows = tensors[0].shape[0]
         for tensor in tensors:
             if tensor.ndim and tensor.shape[0] == rows:
@@ -71,6 +76,13 @@ def compiled(function: Callable[P, R]) -> Compiled[P, R]:
     The function must not wait for the device, and must read nothing but its arguments.
     """
     return Compiled(function)
+
+
+def keep_compiled(directory: str) -> None:
+    """Keep compiled functions in a directory, where the next process finds them; "" is one in the user's cache. Set variables stay."""
+    kept = Path(directory or "~/.cache/tinsmith/compiled").expanduser()
+    for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        os.environ.setdefault(variable, str(kept / name))
 
 
 def compilations() -> int:

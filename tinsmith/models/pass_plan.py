@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tinsmith.models.attention import attend_run, group_runs, varlen_attention
+from tinsmith.models.attention import LONG, attend_run, dense_attention, group_runs, varlen_attention
 from tinsmith.models.delta_rule import Lengths, convolve_anew, gated_delta_rule_anew
 
 
@@ -41,8 +41,8 @@ class PassPlan(Protocol):
 class PackedPlan:
     """Each sequence of a packed row begins anew, and reaches no other.
 
-    Attention: on CUDA in half precision this is PyTorch's variable-length kernel. Elsewhere neighbouring sequences of equal length go
-    through scaled_dot_product_attention as one batch; the numbers are the same.
+    Attention: on CUDA in half precision this is PyTorch's variable-length kernel, or a faster one if all sequences that train have one
+    length. Elsewhere neighbouring sequences of equal length go through scaled_dot_product_attention as one batch; the numbers are the same.
     """
 
     def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype) -> None:
@@ -55,12 +55,19 @@ class PackedPlan:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         if self.cu_seqlens is not None:
+            if self.is_dense(window):
+                return dense_attention(self.runs[0], query, key, value, scale)
             return varlen_attention(query, key, value, self.cu_seqlens, self.max_length, scale, window)
         sizes = [run.count * run.length for run in self.runs]
         # Split, not sliced: backward then joins the gradients of the pieces once, instead of adding up rows of zeros with one piece each.
         pieces = zip(self.runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True)
         parts = [attend_run(run, q, k, v, scale, window) for run, q, k, v in pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def is_dense(self, window: int | None) -> bool:
+        """Whether all sequences are of one length, and it is worth preparing a kernel for it: not for a prompt, which has any length."""
+        longest = self.max_length
+        return torch.is_grad_enabled() and len(self.runs) == 1 and longest >= LONG and (window is None or window >= longest)
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         return convolve_anew(x, weight, self.lengths)
