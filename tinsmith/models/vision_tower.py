@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
 
 from tinsmith.models.compiled import compiled
+from tinsmith.models.device import upload
 from tinsmith.models.pictures import PictureFeatures, PictureInput
 
-PATCHES_AT_ONCE = 2**15
+PATCHES_AT_ONCE = 2**14
 """Patches that go through the tower in one call, so that its memory is bounded; a single picture may have more."""
 
 GRID_BYTES = 2**26
@@ -87,12 +88,12 @@ class Spans:
         """Elsewhere: each length, and the rows of the spans that have it [spans * length]; None for all rows."""
         ends = np.cumsum(lengths)
         if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-            self.cu_seqlens = to_device(np.concatenate([[0], ends]).astype(np.int32), device)
+            self.cu_seqlens = upload(np.concatenate([[0], ends]).astype(np.int32), device)
         elif len(set(lengths)) == 1:
             self.groups = [(lengths[0], None)]
         else:
             sizes = np.repeat(lengths, lengths)  # [patches]: the length of each patch's span
-            self.groups = [(length, to_device(np.flatnonzero(sizes == length), device)) for length in sorted(set(lengths))]
+            self.groups = [(length, upload(np.flatnonzero(sizes == length), device)) for length in sorted(set(lengths))]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention within each span, in both directions: all [patches, heads, head_dim]."""
@@ -192,7 +193,7 @@ class VisionTower:
     def _window_order(self, tables: Sequence[GridTables]) -> Tensor:
         """[image tokens] where in the row of all pictures the merged patch at each place comes from."""
         starts = np.cumsum([0, *(len(table.order) for table in tables)])
-        return to_device(np.concatenate([table.order + start for table, start in zip(tables, starts[:-1], strict=True)]), self.device)
+        return upload(np.concatenate([table.order + start for table, start in zip(tables, starts[:-1], strict=True)]), self.device)
 
     def _tables(self, grid: Grid) -> GridTables:
         if (tables := self.grids.get(grid)) is None:
@@ -209,7 +210,7 @@ class VisionTower:
         if self.full is not None:
             places = places.reshape(-1, self.merge**2, 2)[order].reshape(-1, 2)
         rotary = self.visual.rotary_pos_emb
-        angles = to_device(places, self.device).float().unsqueeze(-1) * rotary.inv_freq.float()  # [patches, 2, pairs / 2]
+        angles = upload(places, self.device).float().unsqueeze(-1) * rotary.inv_freq.float()  # [patches, 2, pairs / 2]
         cos, sin = (turn(angles).flatten(1) * rotary.attention_scaling for turn in (torch.cos, torch.sin))
         return GridTables(cos, sin, embedding, order, windows)
 
@@ -220,7 +221,7 @@ class VisionTower:
         (row_taps, row_weights), (column_taps, column_weights) = (_taps(rows, grid[1], side), _taps(columns, grid[2], side))
         taps = (row_taps[:, :, None] * side + column_taps[:, None, :]).reshape(-1, 4)
         weights = (row_weights[:, :, None] * column_weights[:, None, :]).reshape(-1, 4, 1)
-        return (table[to_device(taps, self.device)] * to_device(weights, self.device)).sum(1).to(self.dtype)
+        return (table[upload(taps, self.device)] * upload(weights, self.device)).sum(1).to(self.dtype)
 
 
 def _parts(pictures: Sequence[PictureInput]) -> Iterator[list[PictureInput]]:
@@ -284,9 +285,3 @@ def _taps(places: NDArray[np.int64], size: int, side: int) -> tuple[NDArray[np.i
     ahead = np.arange(2, dtype=np.float32)
     taps = np.minimum(first[:, None] + ahead, side - 1).astype(np.int64)
     return taps, 1 - np.abs(source[:, None] - first[:, None] - ahead)
-
-
-def to_device(array: "NDArray[Any]", device: torch.device) -> Tensor:
-    """A copy of a small array on the device, without waiting for it."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
