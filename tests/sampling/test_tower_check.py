@@ -31,7 +31,7 @@ def unsorted(own: Any, grid: tuple[int, int, int], merge: int, window: int) -> A
     return np.sort(order), lengths
 
 
-def unturned(own: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def unturned(own: Any, x: Tensor, *angles: Tensor, **settings: object) -> Tensor:
     """No rotation."""
     return x
 
@@ -52,6 +52,6 @@ def test_a_tower_that_computes_otherwise_is_refused(
     family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, part: str, fault: Any, dtype: str
 ) -> None:
     own = getattr(vision_tower, part)
-    monkeypatch.setattr(vision_tower, part, lambda *arguments: fault(own, *arguments))
+    monkeypatch.setattr(vision_tower, part, lambda *arguments, **settings: fault(own, *arguments, **settings))
     with pytest.raises(ConfigError, match=r"cannot be served: transformers computes other features of pictures: they differ by \d"):
         check_base_model(load(family_dir(family), dtype=dtype), samples=False)

@@ -19,10 +19,11 @@ import torch
 from cachetools import LRUCache
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, linear, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
 
 from tinsmith.models.compiled import compiled
 from tinsmith.models.device import upload
+from tinsmith.models.fused import add_rms_norm, rotate
 from tinsmith.models.pictures import PictureFeatures, PictureInput
 
 PATCHES_AT_ONCE = 2**14
@@ -40,21 +41,6 @@ def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: 
     """The sum of x and delta [patches, width], and the layer norm of it."""
     total = x + delta
     return total, layer_norm(total, weight.shape, weight, bias, eps)
-
-
-@compiled
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of x and delta [patches, width], and the RMS norm of it."""
-    total = x + delta
-    return total, rms_norm(total, weight.shape, weight, eps)
-
-
-@compiled
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (j, pairs + j) of x [patches, heads, 2 * pairs] by the angles of its patch, cos and sin [patches, pairs] float32."""
-    first, second = x.float().chunk(2, dim=-1)  # [patches, heads, pairs]
-    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat([first * c - second * s, second * c + first * s], dim=-1).to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +228,7 @@ def _attention(attention: Any, normed: Tensor, cos: Tensor, sin: Tensor, spans: 
     """What attention makes of normed [patches, hidden], by the weights of a transformers module: [patches, hidden]."""
     heads = attention.num_heads
     qkv = attention.qkv(normed).unflatten(1, (3 * heads, -1))  # [patches, 3 * heads, head_dim]
-    rotated = rotate(qkv[:, : 2 * heads], cos, sin)
+    rotated = rotate(qkv[:, : 2 * heads], None, cos, sin, eps=0.0, zero_centred=False)  # [patches, 2 * heads, head_dim]
     mixed = spans.attend(rotated[:, :heads], rotated[:, heads:], qkv[:, 2 * heads :], attention.scaling)
     out: Tensor = attention.proj(mixed.flatten(1))
     return out
@@ -255,7 +241,7 @@ def _add_norm(norm: Any, hidden: Tensor, delta: Tensor | None) -> tuple[Tensor, 
     if isinstance(norm, nn.LayerNorm):
         assert norm.bias is not None
         return add_layer_norm(hidden, delta, norm.weight, norm.bias, norm.eps)
-    return add_rms_norm(hidden, delta, norm.weight, norm.variance_epsilon)
+    return add_rms_norm(hidden, delta, norm.weight, norm.variance_epsilon, zero_centred=False)
 
 
 def patch_places(grid: Grid, merge: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
