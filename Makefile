@@ -82,7 +82,7 @@ test-vllm: $(DEV_STAMP) $(VLLM_STAMP)
 # Six processes share the card: most tests are small, and wait for Python.
 test-gpu: SHELL := /bin/bash
 test-gpu: $(DEV_STAMP)
-	set -o pipefail; mkdir -p benchmarks/results; TINSMITH_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider \
+	set -o pipefail; mkdir -p benchmarks/results; TINSMITH_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark \
 		tests/models tests/rendering tests/training tests/sampling tests/gpu --ignore tests/sampling/vllm --ignore tests/sampling/inside_vllm \
 		--numprocesses 6 --dist worksteal --timeout 300 --durations 15 2>&1 | tee benchmarks/results/test-gpu.txt
 

@@ -25,7 +25,7 @@ def texts(batch: Sequence[Any]) -> list[Inputs]:
     return [{"input_ids": ids.to(DEVICE), "labels": ids.to(DEVICE)} for ids in together]
 
 
-def lora_network(config: Any, rank: int, checkpointing: bool = False, liger: bool = False) -> Any:
+def lora_network(config: Any, rank: int, checkpointing: bool = False, liger: bool = False, unembed: bool = False) -> Any:
     """A random model with PEFT's LoRA of that rank on every linear layer of the decoder, adapters in bfloat16 too."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from peft import LoraConfig, get_peft_model
@@ -37,6 +37,7 @@ def lora_network(config: Any, rank: int, checkpointing: bool = False, liger: boo
         apply_liger_kernel_to_qwen3(model=network)
     hybrid = config.get_text_config().model_type == "qwen3_5_text"
     modules = [*LINEARS, *DELTA_LINEARS] if hybrid else LINEARS
+    modules = [*modules, "lm_head"] if unembed else modules
     lora = LoraConfig(r=rank, lora_alpha=32, lora_dropout=0.0, target_modules=modules)
     model: Any = get_peft_model(network, lora, autocast_adapter_dtype=False)
     model.train()

@@ -5,7 +5,8 @@ with Liger's kernels, all in bfloat16. Parts:
 
 - card      the card's own matmul rate and copy bandwidth, which the other parts need
 - lora      Qwen3-4B, LoRA of rank 32, 4 and 8 sequences of 1,024 tokens, with the share of the card's matmul rate
-- recompute the same 8 sequences in no more memory than Liger took
+- unembed   the same 4 sequences, the LM head in the adapter too, which is the SDK's default
+- recompute 8 sequences in no more memory than Liger took
 - long      one sequence of 32,768 and one of 131,072 tokens; Liger with checkpointing at 32,768
 - mixed     32 sequences of 128 to 4,096 tokens, against micro-batches of one
 - tenants   eight LoRA models of ranks 8 to 64, 4 sequences each, against one model of rank 64 with all 32
@@ -39,7 +40,7 @@ from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.losses import LOSSES
 
-PARTS = ("card", "lora", "recompute", "long", "mixed", "tenants", "pictures", "full", "hybrid")
+PARTS = ("card", "lora", "unembed", "recompute", "long", "mixed", "tenants", "pictures", "full", "hybrid")
 SIDES = ("ours", "peft", "liger", "transformers")
 LENGTH = 32 if TINY else 1024
 LONG = (64, 256) if TINY else (32768, 131072)
@@ -92,11 +93,11 @@ def filled(work: Sequence[DatumWork], most: int) -> list[list[DatumWork]]:
     return passes
 
 
-def backend_of(base: BaseModel, ranks: dict[str, int]) -> LocalBackend:
-    """A backend with a model of each name; rank 0 trains all weights."""
+def backend_of(base: BaseModel, ranks: dict[str, int], unembed: bool = False) -> LocalBackend:
+    """A backend with a model of each name; rank 0 trains all weights, LoRA the LM head only if asked for."""
     backend = LocalBackend(base, TrainingConfig())
     for seed, (name, rank) in enumerate(ranks.items()):
-        backend.create_model(name, LoraShape(rank, seed=seed, train_unembed=rank == 0))
+        backend.create_model(name, LoraShape(rank, seed=seed, train_unembed=unembed or rank == 0))
     return backend
 
 
@@ -108,17 +109,26 @@ def measured(config: Any, lengths: Sequence[int], step: Callable[[], object], ma
     return {"tokens_per_s": rate, "matmul_share": share, **peak_memory(), **timing.shown()}
 
 
-def ours(shape: str, lengths: Sequence[int], ranks: dict[str, int], matmul: float, alone: bool = False, memory_gib: float = 0.0) -> Figures:
-    """Our Backend on text; the sequences go to the models in turn. `alone` gives each sequence a pass of its own."""
+def ours(
+    shape: str,
+    lengths: Sequence[int],
+    ranks: dict[str, int],
+    matmul: float,
+    alone: bool = False,
+    memory_gib: float = 0.0,
+    unembed: bool = False,
+) -> Figures:
+    """Our Backend on text; the sequences go to the models in turn.
+
+    `alone` gives each sequence a pass of its own, `memory_gib` limits the memory, `unembed` trains the LM head too.
+    """
     config = configuration(shape)
     network = network_of(config)
     release()
-    if memory_gib:
-        total = torch.cuda.get_device_properties(0).total_memory / 2**30
-        torch.cuda.set_per_process_memory_fraction(memory_gib / total)
-    backend = backend_of(base_of(config, network), ranks)
-    share = len(lengths) // len(ranks)
-    work = [text_datum(list(ranks)[i // share], tokens) for i, tokens in enumerate(batch_of(lengths))]
+    share = memory_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory if memory_gib else 1.0
+    backend = backend_of(base_of(config, network, memory_share=share), ranks, unembed)
+    each = len(lengths) // len(ranks)
+    work = [text_datum(list(ranks)[i // each], tokens) for i, tokens in enumerate(batch_of(lengths))]
 
     def step() -> None:
         train(backend, [[item] for item in work] if alone else filled(work, backend.tokens_per_pass), list(ranks))
@@ -127,11 +137,13 @@ def ours(shape: str, lengths: Sequence[int], ranks: dict[str, int], matmul: floa
     return found | {"tokens_per_pass": backend.tokens_per_pass}
 
 
-def theirs(shape: str, lengths: Sequence[int], matmul: float, liger: bool = False, checkpointing: bool = False) -> Figures:
+def theirs(
+    shape: str, lengths: Sequence[int], matmul: float, liger: bool = False, checkpointing: bool = False, unembed: bool = False
+) -> Figures:
     """What transformers and PEFT do on text."""
     config = configuration(shape)
     release()
-    step = step_of(lora_network(config, RANK, checkpointing, liger), texts(batch_of(lengths)))
+    step = step_of(lora_network(config, RANK, checkpointing, liger, unembed), texts(batch_of(lengths)))
     return measured(config, lengths, step, matmul)
 
 
@@ -173,6 +185,13 @@ class Script:
             self.compare(f"{name}_over_peft", f"{name}/ours", f"{name}/peft", "")
             self.compare(f"{name}_over_liger", f"{name}/ours", f"{name}/liger", f"{wanted}, memory at most 1.2")
             figure(f"{name}_matmul_share", mine.get("matmul_share"), "at least 0.55")
+
+    def unembed(self) -> None:
+        """4 sequences, the LM head trained too."""
+        lengths = [LENGTH] * 4
+        self.case("unembed", "ours", partial(ours, "4B", lengths, {"m": RANK}, self.matmul, unembed=True))
+        self.case("unembed", "peft", partial(theirs, "4B", lengths, self.matmul, unembed=True))
+        self.compare("unembed_over_peft", "unembed/ours", "unembed/peft", "")
 
     def recompute(self) -> None:
         """8 sequences, in Liger's memory."""

@@ -5,7 +5,7 @@
   with one GPU as a file too.
 - 64 requests of 64 tokens at once, 64 or 256 sampled each: tokens per second through SDK, server and vLLM over those of this vLLM alone.
 
-Run it with: TINSMITH_TEST_DEVICE=cuda TINSMITH_TEST_VLLM_PYTHON=.../bin/python python -m benchmarks.cuda_vllm
+Run it with: TINSMITH_TEST_DEVICE=cuda TINSMITH_TEST_VLLM_PYTHON=.../bin/python python -m benchmarks.gpu.served_by_vllm
 """
 
 import tempfile
@@ -16,12 +16,11 @@ from pathlib import Path
 import tinker
 import torch
 
-from benchmarks.cuda_sft import QWEN3_4B, write_model
+from benchmarks.gpu.sampling import SHARED_MEMORY
+from benchmarks.gpu.shapes import configuration, network_of, write_surroundings
 from benchmarks.servers import API_KEY
 from benchmarks.with_vllm import ANSWERS, publishing, texts, throughput
 from tests.with_vllm.serving import sampling_with_vllm, wait_for_vllm
-
-QWEN3_1_7B = QWEN3_4B | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
 
 
 @contextmanager
@@ -36,19 +35,22 @@ def running(model: Path, *options: str) -> Iterator[tuple[tinker.ServiceClient, 
 
 def main() -> None:
     """Measure and print the lines."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder)
-        write_model(model, QWEN3_1_7B, "cuda")
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        config = configuration("1.7B")
+        network = network_of(config)
+        model = write_surroundings(config, Path(folder))
+        network.save_pretrained(model)
+        del network
         torch.cuda.empty_cache()
         with running(model) as (service, address):
             client = service.create_sampling_client(base_model="tiny").result()
             for answer in ANSWERS:
-                throughput(client, address, "cuda_vllm_text", "at least 0.95 times as fast", texts, answer)
-            publishing(service.create_lora_training_client("tiny", rank=32).result(), "cuda_vllm_publish_lora", "")
-            publishing(service.create_lora_training_client("tiny", rank=0).result(), "cuda_vllm_publish_full", "")
+                throughput(client, address, "vllm_gpu_text", "at least 0.95 times as fast", texts, answer)
+            publishing(service.create_lora_training_client("tiny", rank=32).result(), "vllm_gpu_publish_lora", "")
+            publishing(service.create_lora_training_client("tiny", rank=0).result(), "vllm_gpu_publish_full", "")
         if torch.cuda.device_count() == 1:
             with running(model, "--vllm-transfer", "file") as (service, _):
-                publishing(service.create_lora_training_client("tiny", rank=0).result(), "cuda_vllm_publish_full_by_file", "")
+                publishing(service.create_lora_training_client("tiny", rank=0).result(), "vllm_gpu_publish_full_by_file", "")
 
 
 if __name__ == "__main__":
