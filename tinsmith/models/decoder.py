@@ -58,7 +58,7 @@ class Rope:
         """Cosines and sines [tokens, pairs] in float32 of positions [1 or 3, tokens]."""
         rows = positions.float()
         turned = rows[0].unsqueeze(1) if self.axes is None or len(rows) == 1 else rows.index_select(0, self.axes).t()
-        angles = turned * self.inverse_frequencies
+        angles = (turned * self.inverse_frequencies).contiguous()  # of a transposed matrix it would lie transposed
         return angles.cos() * self.scaling, angles.sin() * self.scaling
 
 

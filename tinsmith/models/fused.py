@@ -1,7 +1,8 @@
 """The elementwise pieces of a decoder layer, forward and backward, as formulas over tokens: norms, rotary positions, gates.
 
 Each is computed in float32 (float64 of float64) and rounded once. A backward takes the inputs of its forward and computes again what it
-needs in between, so that nothing else is kept. On a GPU each function is one kernel or two (`models/compiled.py`).
+needs in between, so that nothing else is kept. On a GPU each is a kernel of ours (`models/row_kernels.py`) or compiled
+(`models/compiled.py`).
 
 `Normed`, `SwiGLU` and so on are what `models/packed_lora.py` computes in front of a linear layer; `Heads` is the piece in front of
 attention.
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from tinsmith.models.compiled import compiled
+from tinsmith.models.with_kernel import with_kernel
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -31,14 +33,14 @@ def _factor(weight: Tensor, zero_centred: bool) -> Tensor:
 # RMS norm: y = factor · x / sqrt(mean(x²) + eps)
 
 
-@compiled
+@with_kernel
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
     """The norm of x [rows, width] with weight [width]."""
     wide = _exact(x)
     return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * _factor(weight, zero_centred)).to(x.dtype)
 
 
-@compiled
+@with_kernel
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
     """The sum of x and delta [rows, width], and the norm of it."""
     total = (_exact(x) + _exact(delta)).to(x.dtype)
@@ -46,7 +48,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, zero_cent
     return total, (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * _factor(weight, zero_centred)).to(x.dtype)
 
 
-@compiled
+@with_kernel
 def rms_norm_backward(
     x: Tensor, weight: Tensor, d_normed: Tensor, d_x: Tensor | None, eps: float, zero_centred: bool
 ) -> tuple[Tensor, Tensor]:
@@ -96,7 +98,7 @@ class Normed:
 # SwiGLU: silu(gate) · up
 
 
-@compiled
+@with_kernel
 def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up [tokens, 2 · width] -> [tokens, width]."""
     gate, up = gate_up.chunk(2, -1)
@@ -104,7 +106,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (wide * torch.sigmoid(wide) * _exact(up)).to(gate_up.dtype)
 
 
-@compiled
+@with_kernel
 def swiglu_backward(gate_up: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of gate_up [tokens, 2 · width], and what `swiglu` makes of it again."""
     gate, up = (_exact(half) for half in gate_up.chunk(2, -1))
@@ -220,7 +222,7 @@ class GatedNormed:
 # Queries and keys: a norm for each head, if the model has one, then the rotation by their positions
 
 
-@compiled
+@with_kernel
 def rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, zero_centred: bool) -> Tensor:
     """In the shape of x: x [tokens, heads, width], weight [heads, width], cos and sin [tokens, pairs].
 
@@ -241,7 +243,7 @@ def _rotated_back(d: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * c + second * s, second * c - first * s, wide[..., 2 * pairs :]], -1)
 
 
-@compiled
+@with_kernel
 def rotate_backward(
     x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, d_out: Tensor, eps: float, zero_centred: bool, gradient: Tensor
 ) -> None:

@@ -1,0 +1,309 @@
+"""Triton kernels of the elementwise pieces of a decoder layer that every model has; `models/fused.py` says what each computes.
+
+torch.compile makes kernels as good of the same functions, but what Python does around each call of these takes longer than the kernel
+itself runs on a few thousand tokens. Each program computes one token, or one token's heads, in float32.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADS = 8
+"""Heads that a program rotates at a time."""
+COLUMNS = 1024
+"""Numbers of a row that a program of SwiGLU takes."""
+
+
+def _warps(width: int) -> int:
+    return 4 if width <= 4096 else 8
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tensor [rows, width], one row behind the other."""
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
+    """The norm of x [rows, width]."""
+    x = _rows(x)
+    normed = torch.empty_like(x)
+    _launch_norm(x, x, weight, x, normed, eps, zero_centred, adds=False)
+    return normed
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
+    """The sum of x and delta [rows, width], and its norm."""
+    x, delta = _rows(x), _rows(delta)
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    _launch_norm(x, delta, weight, total, normed, eps, zero_centred, adds=True)
+    return total, normed
+
+
+def _launch_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, total: Tensor, normed: Tensor, eps: float, zero_centred: bool, adds: bool
+) -> None:
+    rows, width = x.shape
+    launch: Any = _norm
+    padded = triton.next_power_of_2(width)
+    options = {"WIDTH": width, "PADDED": padded, "ZERO_CENTRED": zero_centred, "ADDS": adds, "num_warps": _warps(width)}
+    launch[(rows,)](x, delta, weight, total, normed, eps, **options)
+
+
+def rms_norm_backward(
+    x: Tensor, weight: Tensor, d_normed: Tensor, d_x: Tensor | None, eps: float, zero_centred: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x [rows, width], and its norm again."""
+    x, d_normed = _rows(x), _rows(d_normed)
+    gradient, normed = torch.empty_like(x), torch.empty_like(x)
+    rows, width = x.shape
+    launch: Any = _norm_backward
+    options = {"WIDTH": width, "PADDED": triton.next_power_of_2(width), "ZERO_CENTRED": zero_centred, "ADDS": d_x is not None}
+    launch[(rows,)](x, weight, d_normed, x if d_x is None else _rows(d_x), gradient, normed, eps, **options, num_warps=_warps(width))
+    return gradient, normed
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """The product silu(gate) · up of gate_up [rows, 2 · width]."""
+    gate_up = _rows(gate_up)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    launch: Any = _swiglu
+    launch[(rows, triton.cdiv(width, COLUMNS))](gate_up, out, WIDTH=width, COLUMNS=COLUMNS, num_warps=4)
+    return out
+
+
+def swiglu_backward(gate_up: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of gate_up [rows, 2 · width], and what `swiglu` makes of it again."""
+    gate_up, d_out = _rows(gate_up), _rows(d_out)
+    rows, width = d_out.shape
+    gradient, out = torch.empty_like(gate_up), torch.empty_like(d_out)
+    launch: Any = _swiglu_backward
+    launch[(rows, triton.cdiv(width, COLUMNS))](gate_up, d_out, gradient, out, WIDTH=width, COLUMNS=COLUMNS, num_warps=4)
+    return gradient, out
+
+
+def rotate(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float, zero_centred: bool) -> Tensor:
+    """Heads x [tokens, heads, width], normed if there is a weight, and rotated."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_rotation(x, weight, cos, sin, x, out, eps, zero_centred, backward=False)
+    return out
+
+
+def rotate_backward(
+    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, d_out: Tensor, eps: float, zero_centred: bool, gradient: Tensor
+) -> None:
+    """Write the gradient of x [tokens, heads, width] to `gradient`."""
+    _launch_rotation(x, weight, cos, sin, d_out, gradient, eps, zero_centred, backward=True)
+
+
+def _launch_rotation(
+    x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, d_out: Tensor, out: Tensor, eps: float, zero_centred: bool, backward: bool
+) -> None:
+    tokens, heads, width = x.shape
+    x, d_out = (t if t.stride(2) == 1 else t.contiguous() for t in (x, d_out))
+    cos, sin = _rows(cos), _rows(sin)
+    launch: Any = _rotate_backward if backward else _rotate
+    arguments = (x, *x.stride()[:2], x if weight is None else weight, cos, sin, *((d_out, *d_out.stride()[:2]) if backward else ()))
+    launch[(tokens, triton.cdiv(heads, HEADS))](
+        *arguments,
+        out,
+        *out.stride()[:2],
+        heads,
+        eps,
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        PAIRS=cos.shape[-1],
+        HEADS=HEADS,
+        HAS_NORM=weight is not None,
+        ZERO_CENTRED=zero_centred,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _norm(
+    x: tl.tensor,
+    delta: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    normed: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+    ADDS: tl.constexpr,
+) -> None:
+    """One row."""
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    place = tl.program_id(0).to(tl.int64) * WIDTH + column
+    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        # Rounded before it is normed: the next layer adds to what is stored.
+        rounded = (wide + tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + place, rounded, mask=inside)
+        wide = rounded.to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if ZERO_CENTRED:
+        factor += 1.0
+    inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    tl.store(normed + place, (wide * inverse * factor).to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_backward(
+    x: tl.tensor,
+    weight: tl.tensor,
+    d_normed: tl.tensor,
+    d_x: tl.tensor,
+    gradient: tl.tensor,
+    normed: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+    ADDS: tl.constexpr,
+) -> None:
+    """One row."""
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    place = tl.program_id(0).to(tl.int64) * WIDTH + column
+    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if ZERO_CENTRED:
+        factor += 1.0
+    inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    d = tl.load(d_normed + place, mask=inside, other=0.0).to(tl.float32) * factor
+    found = inverse * d - wide * (inverse * inverse * inverse * (tl.sum(tl.where(inside, d * wide, 0.0), 0) / WIDTH))
+    if ADDS:
+        found += tl.load(d_x + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(gradient + place, found.to(gradient.dtype.element_ty), mask=inside)
+    tl.store(normed + place, (wide * inverse * factor).to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr) -> None:
+    """Some columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(
+    gate_up: tl.tensor, d_out: tl.tensor, gradient: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+) -> None:
+    """Some columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    first = row * 2 * WIDTH + column
+    gate = tl.load(gate_up + first, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + first + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(d_out + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    dtype = gradient.dtype.element_ty
+    tl.store(gradient + first, (d * up * sigmoid * (1 + gate * (1 - sigmoid))).to(dtype), mask=inside)
+    tl.store(gradient + first + WIDTH, (d * gate * sigmoid).to(dtype), mask=inside)
+    tl.store(out + row * WIDTH + column, (gate * sigmoid * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def _rotate(
+    x: tl.tensor,
+    x_token: tl.tensor,
+    x_head: tl.tensor,
+    weight: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    out: tl.tensor,
+    out_token: tl.tensor,
+    out_head: tl.tensor,
+    heads: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+) -> None:
+    """Some heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    column = tl.arange(0, PADDED)[None, :]
+    inside = (head < heads) & (column < WIDTH)
+    turns = column < 2 * PAIRS
+    other = tl.where(turns, tl.where(column < PAIRS, column + PAIRS, column - PAIRS), column)  # what a number turns with
+    row = x + token * x_token + head * x_head
+    wide = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    partner = tl.load(row + other, mask=inside & turns, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        factor = tl.load(weight + head * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        partner_factor = tl.load(weight + head * WIDTH + other, mask=inside & turns, other=0.0).to(tl.float32)
+        if ZERO_CENTRED:
+            factor += 1.0
+            partner_factor += 1.0
+        inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
+        wide = wide * inverse * factor
+        partner = partner * inverse * partner_factor
+    angle = tl.where(column < PAIRS, column, column - PAIRS)
+    c = tl.load(cos + token * PAIRS + angle, mask=turns, other=1.0).to(tl.float32)
+    s = tl.load(sin + token * PAIRS + angle, mask=turns, other=0.0).to(tl.float32)
+    turned = wide * c + tl.where(column < PAIRS, -partner, partner) * s
+    tl.store(out + token * out_token + head * out_head + column, turned.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotate_backward(
+    x: tl.tensor,
+    x_token: tl.tensor,
+    x_head: tl.tensor,
+    weight: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    d_out: tl.tensor,
+    d_out_token: tl.tensor,
+    d_out_head: tl.tensor,
+    gradient: tl.tensor,
+    gradient_token: tl.tensor,
+    gradient_head: tl.tensor,
+    heads: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    ZERO_CENTRED: tl.constexpr,
+) -> None:
+    """Some heads of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    column = tl.arange(0, PADDED)[None, :]
+    inside = (head < heads) & (column < WIDTH)
+    turns = column < 2 * PAIRS
+    other = tl.where(turns, tl.where(column < PAIRS, column + PAIRS, column - PAIRS), column)
+    row = d_out + token * d_out_token + head * d_out_head
+    d = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    partner = tl.load(row + other, mask=inside & turns, other=0.0).to(tl.float32)
+    angle = tl.where(column < PAIRS, column, column - PAIRS)
+    c = tl.load(cos + token * PAIRS + angle, mask=turns, other=1.0).to(tl.float32)
+    s = tl.load(sin + token * PAIRS + angle, mask=turns, other=0.0).to(tl.float32)
+    found = d * c + tl.where(column < PAIRS, partner, -partner) * s
+    if HAS_NORM:
+        wide = tl.load(x + token * x_token + head * x_head + column, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(weight + head * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        if ZERO_CENTRED:
+            factor += 1.0
+        inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
+        found = found * factor
+        mean = (tl.sum(tl.where(inside, found * wide, 0.0), 1) / WIDTH)[:, None]
+        found = inverse * found - wide * (inverse * inverse * inverse * mean)
+    tl.store(gradient + token * gradient_token + head * gradient_head + column, found.to(gradient.dtype.element_ty), mask=inside)
