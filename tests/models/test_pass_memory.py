@@ -26,7 +26,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "m
 """Sizes of which a row is most of a pass, as it is of real models."""
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_5_text"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_5_text", "ernie4_5"])
 def wide_base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BaseModel:
     """A tiny model of four layers whose row is wide."""
     directory: Path = tmp_path_factory.mktemp("wide")

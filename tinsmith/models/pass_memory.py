@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tinsmith.models.decoder import KNOWN_TYPES
 from tinsmith.models.layers import Attention, DeltaNet
 from tinsmith.models.layout import Layout, LoraTarget
 
@@ -113,6 +114,7 @@ class PassMemory:
 def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype) -> PassMemory:
     """What passes over a model of this layout and transformers configuration take."""
     hidden: int = text_config.hidden_size
+    own = layout.family.model_type in KNOWN_TYPES
     by_layer: list[list[LoraTarget]] = [[] for _ in layout.layers]
     for target in layout.targets.values():
         if target.group != "unembed":
@@ -123,25 +125,31 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype) -> Pass
         around = sum(target.out_features for target in targets if target.group == "attn") - hidden
         gate_up = sum(target.out_features for target in targets if target.group == "mlp") - hidden
         widest = max(widest, gate_up)
-        mixing = _attention(kind, text_config, around) if isinstance(kind, Attention) else _delta_net(kind)
-        # The row before both norms and behind them; of the MLP its gate before and behind the activation, what it multiplies, the product.
-        numbers = 4 * hidden + mixing + 2 * gate_up
+        mixing = _attention(kind, text_config, around) if isinstance(kind, Attention) else _delta_net(kind, around, own)
+        # The row before both norms, and what goes into the activation. The modules of transformers keep the row behind the norms too, and
+        # of the MLP the gate before and behind the activation, what it multiplies, and the product.
+        numbers = mixing + (2 * hidden + gate_up if own else 4 * hidden + 2 * gate_up)
         kept.append(numbers * dtype.itemsize)
     # In half precision logits become their gradient in place, and some of them are float32 for a while; in float32 there are two of each.
     wide = dtype.itemsize >= FLOAT
     logits: int = text_config.vocab_size * (2 * FLOAT if wide else dtype.itemsize + 1)
-    row = hidden * dtype.itemsize
-    return PassMemory(tuple(kept), row, 2 * row + widest * dtype.itemsize, 2 * row, logits, logits_chunks=1 if wide else 4)
+    row, between = hidden * dtype.itemsize, widest * dtype.itemsize
+    # The backward of our own layers has in memory at once the gradients of the MLP's inside, and what it computes again; where its formulas
+    # run as written, also what lies between them.
+    transient = 2 * row + ((4 if wide else 2) * between if own else between)
+    return PassMemory(tuple(kept), row, transient, 2 * row, logits, logits_chunks=1 if wide else 4)
 
 
 def _attention(kind: Attention, text_config: Any, projected: int) -> int:
-    """Numbers that attention keeps of a token: what is projected, and queries and keys with their positions, and the output."""
-    queries: int = text_config.num_attention_heads * kind.head_dim
-    keys = kind.kv_heads * kind.head_dim
-    return projected + (queries + keys) + queries
+    """Numbers that attention keeps of a token: what is projected, queries and keys with their positions, the output and its normalisers."""
+    heads: int = text_config.num_attention_heads
+    queries, keys = heads * kind.head_dim, kind.kv_heads * kind.head_dim
+    return projected + (queries + keys) + queries + heads
 
 
-def _delta_net(kind: DeltaNet) -> int:
+def _delta_net(kind: DeltaNet, projected: int, own: bool) -> int:
     """Numbers that a gated delta net keeps of a token: the inputs of its convolution, of its rule, of its norm and of what follows."""
-    values = kind.value_heads * kind.value_dim
-    return 2 * kind.channels + 3 * values + 4 * kind.value_heads
+    values, gates = kind.value_heads * kind.value_dim, 4 * kind.value_heads
+    if own:
+        return projected + kind.channels + values + gates
+    return 2 * kind.channels + 3 * values + gates
