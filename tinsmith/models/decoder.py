@@ -380,10 +380,10 @@ def _read_attention(model_type: str, language_model: Any, index: int, kind: Atte
     if children not in (linears, linears | {"q_norm", "k_norm"}):
         raise UnknownStructureError
     norms = (_read_norm(language_model, f"{name}.q_norm"), _read_norm(language_model, f"{name}.k_norm")) if "q_norm" in children else None
-    heads, rest = divmod(module.o_proj.in_features, kind.head_dim)
+    heads, rest = divmod(module.o_proj.weight.shape[1], kind.head_dim)
     gated = model_type.startswith("qwen3_5")
     widths = (heads * kind.head_dim * (2 if gated else 1), kind.kv_heads * kind.head_dim, kind.kv_heads * kind.head_dim)
-    if rest or tuple(getattr(module, f"{part}_proj").out_features for part in "qkv") != widths:
+    if rest or tuple(len(getattr(module, f"{part}_proj").weight) for part in "qkv") != widths:
         raise UnknownStructureError
     if norms is not None and (norms[0].kind != norms[1].kind or any(norm.weight.shape != (kind.head_dim,) for norm in norms)):
         raise UnknownStructureError

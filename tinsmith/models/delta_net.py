@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
@@ -35,7 +36,9 @@ def _forward(module: Any, hidden_states: Tensor, *arguments: Any, plan: PassPlan
     mixed = plan.convolve(module.layer_idx, module.in_proj_qkv(hidden_states)[0], module.conv1d.weight.squeeze(1))  # [tokens, channels]
     query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
     beta = module.in_proj_b(hidden_states)[0].sigmoid()  # [tokens, value_heads]
-    decay = -module.A_log.float().exp() * softplus(module.in_proj_a(hidden_states)[0].float() + module.dt_bias)
+    a = module.in_proj_a(hidden_states)[0]
+    exact = torch.promote_types(a.dtype, torch.float32)
+    decay = -module.A_log.to(exact).exp() * softplus(a.to(exact) + module.dt_bias)
     out = plan.delta_rule(
         module.layer_idx,
         query.view(tokens, module.num_k_heads, module.head_k_dim),

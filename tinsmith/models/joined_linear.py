@@ -104,15 +104,15 @@ def _join(language_model: nn.Module, projection: Projection) -> JoinedLinear:
     rows = []
     start = 0
     for one in linears:
-        rows.append((start, start + one.out_features))
-        start += one.out_features
+        rows.append((start, start + len(one.weight)))
+        start += len(one.weight)
     if len(linears) == 1:
         return JoinedLinear(projection, tuple(rows), (WeightPiece(rows[0], linears[0].weight, linears[0].bias),))
     weight = torch.cat([one.weight for one in linears])  # [out, in]
     biases = [one.bias for one in linears if one.bias is not None]
     bias = None
     if biases:  # rows without one add 0
-        bias = torch.cat([weight.new_zeros(one.out_features) if one.bias is None else one.bias for one in linears])
+        bias = torch.cat([weight.new_zeros(len(one.weight)) if one.bias is None else one.bias for one in linears])
     for one, (first, end) in zip(linears, rows, strict=True):
         one.weight = nn.Parameter(weight[first:end], requires_grad=False)
         if bias is not None and one.bias is not None:

@@ -33,7 +33,8 @@ class ZeroCentredRMSNorm(FusedRMSNorm):
         return _recomputed(self._norm, x, self.weight)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x.float(), weight.shape, 1 + weight.float(), self.eps).to(x.dtype)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return rms_norm(x.to(dtype), weight.shape, 1 + weight.to(dtype), self.eps).to(x.dtype)
 
 
 class GatedRMSNorm(nn.Module):
@@ -49,7 +50,8 @@ class GatedRMSNorm(nn.Module):
         return _recomputed(self._norm, x, gate, self.weight)
 
     def _norm(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-        return (rms_norm(x.float(), weight.shape, weight.float(), self.eps) * silu(gate.float())).to(x.dtype)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return (rms_norm(x.to(dtype), weight.shape, weight.to(dtype), self.eps) * silu(gate.to(dtype))).to(x.dtype)
 
 
 def _recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -1,0 +1,165 @@
+"""Our walk through the layers against the transformers modules: hidden states and gradients, and what is not taken apart."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.bases import DEVICE, load, picture_chunks, random_adapter, random_tokens, renderer, write_decoder
+from tinsmith.config import ModelsConfig
+from tinsmith.models.base import BaseModel, base_model_of
+from tinsmith.models.decoder import read_decoder
+from tinsmith.models.families import family_of, read_config
+from tinsmith.models.full import Weights, new_full_weights
+from tinsmith.models.pass_plan import PackedPlan
+from tinsmith.protocol.shapes import LoraShape
+from tinsmith.rendering.packing import pack
+
+KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text"]
+
+Dirs = Callable[[str], Path]
+
+
+def wide(directory: Path) -> BaseModel:
+    """The model in float64, where a wrong term cannot hide behind rounding."""
+    base = load(directory)
+    base.network.double()
+    decoder = read_decoder(base.family.model_type, base.language_model, base.layout)
+    assert decoder is not None
+    assert decoder.layers[0].gate_up.weight.dtype == torch.float64
+    return replace(base, decoder=decoder, dtype=torch.float64)
+
+
+def run(base: BaseModel, owners: Sequence[Weights | None], direction_of: Sequence[int] | None = None) -> tuple[Tensor, list[Tensor]]:
+    """Hidden states of a row with a sequence for each owner, and the gradients of all weights from the sequences chosen."""
+    render = renderer(base)
+    inputs = [render.render([random_tokens(seed, 9 + 3 * seed)]) for seed in range(len(owners))]
+    if base.family.takes_images:
+        inputs[0] = render.render([*picture_chunks(base, 3, 6), *picture_chunks(base, 5, 4, width=64, height=128)])
+    row = pack(inputs, owners, base.device)
+    hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
+    parts = list(hidden.split(row.lengths))
+    chosen = range(len(parts)) if direction_of is None else direction_of
+    loss = torch.stack([(parts[i] * direction(parts[i])).sum() for i in chosen]).sum()
+    leaves = [leaf for owner in {id(owner): owner for owner in owners if owner is not None}.values() for leaf in owner.leaves()]
+    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    return hidden.detach(), [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
+
+
+def direction(x: Tensor) -> Tensor:
+    """Random numbers in the shape of x."""
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+
+
+def assert_close(ours: tuple[Tensor, list[Tensor]], theirs: tuple[Tensor, list[Tensor]], bound: float) -> None:
+    """All tensors agree, each relative to its largest number."""
+    for one, other in zip((ours[0], *ours[1]), (theirs[0], *theirs[1]), strict=True):
+        assert (one - other).abs().max() <= bound * max(other.abs().max().item(), 1.0)
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_adapters_equal_the_modules(family_dir: Dirs, family: str) -> None:
+    """Three adapters of different ranks and coverage, two slices of one, and the bare base. Angles are float32 in both ways."""
+    base = wide(family_dir(family))
+    first, second = random_adapter(base, rank=4, seed=1), random_adapter(base, rank=8, seed=2)
+    third = random_adapter(base, rank=4, seed=3, train_attn=False)
+    owners = [first, first, second, third, None]
+    assert_close(run(base, owners), run(replace(base, decoder=None), owners), 1e-9)
+
+
+@pytest.mark.parametrize("shape", [{}, {"train_attn": False}, {"train_mlp": False}])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_vl", "qwen3_5"])
+def test_full_weights_equal_the_modules(family_dir: Dirs, family: str, shape: dict[str, bool]) -> None:
+    base = wide(family_dir(family))
+    lora = LoraShape(0, 0, **shape)
+    weights = new_full_weights(lora, base.full_targets(lora), torch.float64)
+    assert_close(run(base, [weights, weights]), run(replace(base, decoder=None), [weights, weights]), 1e-9)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_nan_reaches_no_neighbour(family_dir: Dirs, family: str) -> None:
+    base = load(family_dir(family))
+    well, sick = random_adapter(base, seed=1), random_adapter(base, rank=8, seed=2)
+    owners = [well, sick, None]
+    hidden, gradients = run(base, owners, [0, 2])
+    for leaf in sick.leaves():
+        leaf.data.fill_(torch.nan)
+    spoiled, found = run(base, owners, [0, 2])
+    last = len(hidden) - 15
+    starts = [0, last - 12, last, len(hidden)]
+    assert spoiled[starts[1] : starts[2]].isnan().all()
+    for index in (0, 2):
+        assert torch.equal(spoiled[starts[index] : starts[index + 1]], hidden[starts[index] : starts[index + 1]])
+    count = len(well.leaves())
+    assert all(torch.equal(one, other) for one, other in zip(found[:count], gradients[:count], strict=True))
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_joined_weights_are_the_memory_of_the_modules(family_dir: Dirs, family: str) -> None:
+    directory = family_dir(family)
+    kind = family_of("tiny", read_config(str(directory)))
+    network = kind.auto_class.from_pretrained(str(directory), dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    base = load(directory)
+    after = base.network.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in after.items())
+    assert base.decoder is not None
+    for layer in base.decoder.layers:
+        block: Any = layer.block
+        for linear in (block.qkv if hasattr(block, "qkv") else block.projection, block.output, layer.gate_up, layer.down):
+            memory = linear.weight.untyped_storage().data_ptr()
+            for name in linear.projection.modules:
+                assert base.language_model.get_submodule(name).weight.untyped_storage().data_ptr() == memory
+    parameters = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in after.values()}
+    distinct = {id(parameter): parameter.nbytes for parameter in base.network.parameters()}
+    buffers = sum(
+        tensor.nbytes for name, tensor in after.items() if name not in dict(base.network.named_parameters(remove_duplicate=False))
+    )
+    assert sum(parameters.values()) == sum(distinct.values()) + buffers
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("llama", {"hidden_act": "gelu"}),
+        ("qwen3", {"hidden_act": "relu"}),
+        ("olmo", {}),
+        ("smollm3", {"pad_token_id": 0}),
+    ],
+)
+def test_what_it_does_not_know_runs_through_the_modules(model_type: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    write_decoder(model_type, tmp_path, **settings)
+    assert load(tmp_path).decoder is None
+
+
+def test_a_model_with_another_module_runs_through_the_modules(family_dir: Dirs) -> None:
+    directory = str(family_dir("qwen3"))
+    family = family_of("tiny", read_config(directory))
+    for place in ("", "layers.0", "layers.1.self_attn", "layers.1.mlp"):
+        network = family.auto_class.from_pretrained(directory, dtype=torch.float32)
+        family.language_model(network).get_submodule(place).add_module("strange", nn.Identity())
+        before = network.state_dict()
+        base = base_model_of("tiny", directory, network, ModelsConfig(device=DEVICE, dtype="float32"), 2**26)
+        assert base.decoder is None
+        linear = base.language_model.layers[0].self_attn.q_proj
+        assert linear.weight.untyped_storage().nbytes() == linear.weight.nbytes  # nothing was joined
+        assert list(base.network.state_dict()) == list(before)
+
+
+def test_a_pass_without_gradients_gives_the_same_bits(family_dir: Dirs) -> None:
+    for family in ("qwen3", "qwen3_5"):
+        base = load(family_dir(family))
+        owners = [random_adapter(base, seed=1), None]
+        hidden, _ = run(base, owners)
+        with torch.no_grad():
+            render = renderer(base)
+            inputs = [render.render([random_tokens(seed, 9 + 3 * seed)]) for seed in range(2)]
+            if base.family.takes_images:
+                inputs[0] = render.render([*picture_chunks(base, 3, 6), *picture_chunks(base, 5, 4, width=64, height=128)])
+            row = pack(inputs, owners, base.device)
+            assert torch.equal(base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype)), hidden)

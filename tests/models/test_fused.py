@@ -1,0 +1,270 @@
+"""The pieces of a decoder layer against plain formulas: values, gradients written by hand, and one graph for any number of tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm, silu, softplus
+
+from tests.bases import DEVICE
+from tinsmith.models import fused
+from tinsmith.models.compiled import Compiled, compilations
+from tinsmith.models.decoder import _Alone, _gates
+from tinsmith.models.fused import GatedNormed, Heads, Normed, SigmoidGated, SwiGLU
+from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
+from tinsmith.models.layout import Projection
+from tinsmith.models.lora import Adapter, LoraPair, Segment
+from tinsmith.models.packed_lora import UNCHANGED, Before, SegmentAdapters
+from tinsmith.protocol.shapes import LoraShape
+
+TOKENS, WIDTH, EPS = 5, 6, 1e-3
+ROWS = {"mlp.gate_proj": (0, 3), "mlp.up_proj": (4, 9)}
+"""What adapters cover of the layer's nine outputs: one of them belongs to no target."""
+
+
+def random(*size: int, seed: int = 0) -> Tensor:
+    """Leaves in float64, where a wrong term cannot hide."""
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE).requires_grad_()
+
+
+def plain_norm(total: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm(total, weight.shape, weight, EPS)
+
+
+PIECES: dict[str, tuple[Before, list[tuple[int, ...] | None], Callable[..., tuple[Tensor, ...]]]] = {
+    "unchanged": (UNCHANGED, [(TOKENS, WIDTH)], lambda x: (x,)),
+    "norm": (Normed(EPS, False), [(TOKENS, WIDTH), None, (WIDTH,)], lambda x, _, w: (plain_norm(x, w), x)),
+    "sum and norm": (
+        Normed(EPS, False),
+        [(TOKENS, WIDTH), (TOKENS, WIDTH), (WIDTH,)],
+        lambda x, delta, w: (plain_norm(x + delta, w), x + delta),
+    ),
+    "zero-centred norm": (
+        Normed(EPS, True),
+        [(TOKENS, WIDTH), (TOKENS, WIDTH), (WIDTH,)],
+        lambda x, delta, w: (plain_norm(x + delta, 1 + w), x + delta),
+    ),
+    "swiglu": (SwiGLU(), [(TOKENS, 2 * WIDTH)], lambda x: (silu(x[:, :WIDTH]) * x[:, WIDTH:],)),
+    "sigmoid gate": (SigmoidGated(), [(TOKENS, 2, 3), (TOKENS, 2, 3)], lambda x, g: ((x * g.sigmoid()).flatten(1),)),
+    "gated norm": (
+        GatedNormed(EPS),
+        [(TOKENS, 2, 3), (TOKENS, 2, 3), (3,)],
+        lambda x, g, w: ((rms_norm(x, w.shape, w, EPS) * silu(g)).flatten(1),),
+    ),
+}
+
+
+def layer(pieces: int, bias: bool) -> tuple[JoinedLinear, list[Tensor]]:
+    """A joined linear layer whose weights lie in one tensor or in two, and these leaves."""
+    bounds = [(0, 9)] if pieces == 1 else [(0, 4), (4, 9)]
+    own = [
+        WeightPiece(rows, random(rows[1] - rows[0], WIDTH, seed=1), random(rows[1] - rows[0], seed=2) if bias else None) for rows in bounds
+    ]
+    linear = JoinedLinear(Projection("x", ("a", "b")[:pieces], ROWS, WIDTH, 9), tuple(bounds), tuple(own))
+    return linear, [tensor for piece in own for tensor in (piece.weight, piece.bias) if tensor is not None]
+
+
+def adapter(rank: int, seed: int, names: tuple[str, ...] = tuple(ROWS)) -> Adapter:
+    """One that covers these targets."""
+    sizes = {name: end - start for name, (start, end) in ROWS.items() if name in names}
+    pairs = {
+        name: LoraPair(random(rank, WIDTH, seed=seed).detach(), random(size, rank, seed=seed + 1).detach()) for name, size in sizes.items()
+    }
+    return Adapter(LoraShape(rank, 0), pairs, torch.float64)
+
+
+SEGMENTS: dict[str, list[Segment]] = {
+    "the base": [Segment(0, TOKENS, None)],
+    "one adapter": [Segment(0, TOKENS, adapter(2, 10))],
+    "equal slices": [Segment(0, 2, adapter(2, 20)), Segment(2, 4, adapter(2, 30)), Segment(4, 5, None)],
+    "other ranks and targets": [
+        Segment(0, 2, adapter(2, 40)),
+        Segment(2, 3, adapter(3, 50, ("mlp.up_proj",))),
+        Segment(3, 5, adapter(1, 60)),
+    ],
+}
+
+
+def plain_layer(h: Tensor, linear: JoinedLinear, segments: list[Segment]) -> Tensor:
+    """What the layer gives for its input h [tokens, in], as the formula says it."""
+    y = torch.cat([h @ w.t() + (0 if bias is None else bias) for _, w, bias in linear.pieces], 1)
+    for segment in segments:
+        for name, (a, b) in {} if segment.adapter is None else segment.adapter.working.items():
+            assert segment.adapter is not None
+            added = torch.zeros_like(y)
+            (first, last), rows = ROWS[name], slice(segment.start, segment.end)
+            added[rows, first:last] = segment.adapter.scale * (h[rows] @ a.t()) @ b.t()
+            y = y + added
+    return y
+
+
+def leaves_of(segments: list[Segment]) -> list[Tensor]:
+    return [leaf for segment in segments if segment.adapter is not None for leaf in segment.adapter.leaves()]
+
+
+def assert_gradients(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...], leaves: list[Tensor]) -> None:
+    """The same values, and the same gradients of a random sum of them."""
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    weights = [random(*one.shape, seed=70 + i).detach() for i, one in enumerate(ours)]
+    found, expected = (
+        torch.autograd.grad(
+            [x for x in outputs if x.requires_grad], leaves, [w for w, x in zip(weights, outputs, strict=True) if x.requires_grad]
+        )
+        for outputs in (ours, theirs)
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("who", SEGMENTS)
+@pytest.mark.parametrize(("pieces", "bias"), [(1, False), (1, True), (2, True)])
+@pytest.mark.parametrize("what", PIECES)
+def test_a_linear_layer_behind_a_piece_equals_the_formulas(what: str, pieces: int, bias: bool, who: str) -> None:
+    before, shapes, formula = PIECES[what]
+    inputs = [None if shape is None else random(*shape, seed=80 + i) for i, shape in enumerate(shapes)]
+    (linear, weights), segments = layer(pieces, bias), SEGMENTS[who]
+    ours = SegmentAdapters(segments).project(linear, before, *inputs)
+    h, *others = formula(*inputs)
+    leaves = [*(x for x in inputs if x is not None), *weights, *leaves_of(segments)]
+    assert_gradients(ours, (plain_layer(h, linear, segments), *others), leaves)
+    with torch.no_grad():
+        h, _, _ = before.forward(*inputs)
+        torch.testing.assert_close(SegmentAdapters(segments).apply(linear, h), ours[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("what", PIECES)
+def test_gradients_equal_differences(what: str) -> None:
+    before, shapes, _ = PIECES[what]
+    linear, weights = layer(2, True)
+    segments = SEGMENTS["other ranks and targets"]
+    inputs = [None if shape is None else random(*shape, seed=90 + i) for i, shape in enumerate(shapes)]
+    leaves = [*(x for x in inputs if x is not None), *weights, *leaves_of(segments)]
+    assert torch.autograd.gradcheck(lambda *_: SegmentAdapters(segments).project(linear, before, *inputs), leaves)
+
+
+def test_only_the_gradients_that_are_needed_are_computed() -> None:
+    linear, _ = layer(1, False)
+    frozen = JoinedLinear(linear.projection, linear.rows, (WeightPiece((0, 9), linear.weight.detach(), None),))
+    x, weight = random(TOKENS, WIDTH), random(WIDTH).detach()
+    y, total = SegmentAdapters([Segment(0, TOKENS, None)]).project(frozen, Normed(EPS, False), x, None, weight)
+    (found,) = torch.autograd.grad(y.sum() + total.sum(), x)
+    h, other = plain_norm(x, weight), x
+    (expected,) = torch.autograd.grad((h @ frozen.weight.t()).sum() + other.sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
+HEADS = {
+    "plain": (Heads(4, 2, 6, False, EPS, False), False, 3),
+    "normed": (Heads(4, 2, 6, False, EPS, False), True, 3),
+    "zero-centred, partly turned": (Heads(4, 2, 6, False, EPS, True), True, 1),
+    "gated": (Heads(2, 1, 4, True, EPS, True), True, 1),
+}
+
+
+def plain_heads(heads: Heads, qkv: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    """As transformers writes it."""
+    gate = ()
+    width = heads.head_dim
+    queries = heads.heads * width * (2 if heads.gated else 1)
+    query, key, value = qkv.split([queries, heads.kv_heads * width, heads.kv_heads * width], 1)
+    query, key, value = query.unflatten(1, (heads.heads, -1)), key.unflatten(1, (-1, width)), value.unflatten(1, (-1, width))
+    if heads.gated:
+        query, *gate = query.chunk(2, -1)
+    if weight is not None:
+        factor = 1 + weight if heads.zero_centred else weight
+        query, key = (
+            x / (x.pow(2).mean(-1, keepdim=True) + heads.eps).sqrt() * w
+            for x, w in ((query, factor[: heads.heads]), (key, factor[heads.heads :]))
+        )
+    full_cos, full_sin = (torch.cat([x, x], -1).unsqueeze(1) for x in (cos, sin))
+    turned = full_cos.shape[-1]
+
+    def turn(x: Tensor) -> Tensor:
+        first, second = x[..., :turned].chunk(2, -1)
+        return torch.cat([x[..., :turned] * full_cos + torch.cat([-second, first], -1) * full_sin, x[..., turned:]], -1)
+
+    return turn(query), turn(key), value, *gate
+
+
+@pytest.mark.parametrize("what", HEADS)
+def test_heads_equal_the_formulas(what: str) -> None:
+    heads, normed, pairs = HEADS[what]
+    width = (heads.heads * (2 if heads.gated else 1) + 2 * heads.kv_heads) * heads.head_dim
+    qkv = random(TOKENS, width)
+    weight = random(heads.heads + heads.kv_heads, heads.head_dim, seed=1) if normed else None
+    angles = random(TOKENS, pairs, seed=2).detach()
+    ours = heads.forward(qkv, weight, angles.cos(), angles.sin())
+    leaves = [qkv] if weight is None else [qkv, weight]
+    assert_gradients(ours, plain_heads(heads, qkv, weight, angles.cos(), angles.sin()), leaves)
+    assert torch.autograd.gradcheck(lambda *_: heads.forward(qkv, weight, angles.cos(), angles.sin()), leaves)
+    with torch.no_grad():
+        for one, other in zip(heads.forward(qkv, weight, angles.cos(), angles.sin()), ours, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_heads_of_which_nothing_is_used_get_no_gradient() -> None:
+    heads = HEADS["gated"][0]
+    qkv, weight, angles = random(TOKENS, 24), random(3, 4, seed=1), random(TOKENS, 1, seed=2).detach()
+    for chosen in range(4):
+        ours = heads.forward(qkv, weight, angles.cos(), angles.sin())[chosen]
+        theirs = plain_heads(heads, qkv, weight, angles.cos(), angles.sin())[chosen]
+        found, expected = (torch.autograd.grad(x.square().sum(), (qkv, weight), allow_unused=True) for x in (ours, theirs))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(torch.zeros_like(qkv) if one is None else one, torch.zeros_like(one) if other is None else other)
+
+
+def test_gates_of_memory_and_a_norm_alone_equal_the_formulas() -> None:
+    a, b, a_log, dt_bias = random(TOKENS, 3), random(TOKENS, 3, seed=1), random(3, seed=2), random(3, seed=3)
+    theirs = (-a_log.exp() * softplus(a + dt_bias), b.sigmoid())
+    assert_gradients(_gates(a, b, a_log, dt_bias), theirs, [a, b, a_log, dt_bias])
+    x, delta, weight = random(TOKENS, WIDTH), random(TOKENS, WIDTH, seed=1), random(WIDTH, seed=2)
+    alone: Any = _Alone.apply
+    assert_gradients((alone(Normed(EPS, False), x, delta, weight),), (plain_norm(x + delta, weight),), [x, delta, weight])
+
+
+def rows(count: int, *shape: int) -> Tensor:
+    return torch.randn(count, *shape, device=DEVICE)
+
+
+CALLS: dict[str, Callable[[int], tuple[Any, ...]]] = {
+    "rms_norm": lambda n: (rows(n, 8), torch.ones(8, device=DEVICE), EPS, False),
+    "add_rms_norm": lambda n: (rows(n, 8), rows(n, 8), torch.ones(8, device=DEVICE), EPS, True),
+    "rms_norm_backward": lambda n: (rows(n, 8), torch.ones(8, device=DEVICE), rows(n, 8), rows(n, 8), EPS, False),
+    "rms_norm_weight_gradient": lambda n: (rows(n, 8), rows(n, 8), EPS),
+    "swiglu": lambda n: (rows(n, 8),),
+    "swiglu_backward": lambda n: (rows(n, 8), rows(n, 4)),
+    "sigmoid_gate": lambda n: (rows(n, 2, 4), rows(n, 2, 8)[..., :4]),
+    "sigmoid_gate_backward": lambda n: (rows(n, 2, 4), rows(n, 2, 8)[..., :4], rows(n, 2, 4)),
+    "gated_rms_norm": lambda n: (rows(n, 2, 4), rows(n, 2, 4), torch.ones(4, device=DEVICE), EPS),
+    "gated_rms_norm_backward": lambda n: (rows(n, 2, 4), rows(n, 2, 4), torch.ones(4, device=DEVICE), rows(n, 2, 4), EPS),
+    "gated_rms_norm_weight_gradient": lambda n: (rows(n, 2, 4), rows(n, 2, 4), rows(n, 2, 4), EPS),
+    "rotate": lambda n: (rows(n, 4, 4)[:, :3], torch.ones(3, 4, device=DEVICE), rows(n, 2), rows(n, 2), EPS, False),
+    "rotate_backward": lambda n: (
+        *(rows(n, 4, 4)[:, :3], torch.ones(3, 4, device=DEVICE), rows(n, 2), rows(n, 2), rows(n, 3, 4), EPS, True),
+        rows(n, 4, 4)[:, :3],
+    ),
+    "rotate_weight_gradient": lambda n: (rows(n, 4, 4)[:, :3], rows(n, 2), rows(n, 2), rows(n, 3, 4), EPS),
+    "memory_gates": lambda n: (rows(n, 8)[:, :3], rows(n, 8)[:, 3:6], rows(3), rows(3)),
+    "memory_gates_backward": lambda n: (rows(n, 8)[:, :3], rows(n, 8)[:, 3:6], rows(3), rows(3), rows(n, 3), rows(n, 3)),
+}
+
+
+def test_every_compiled_function_is_tried() -> None:
+    assert set(CALLS) == {name for name, function in vars(fused).items() if isinstance(function, Compiled)}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_graph_serves_any_number_of_tokens(name: str) -> None:
+    """Without a GPU the kernels are not made, but the graph is: a function that torch cannot trace, or traces again, is found."""
+    function = Compiled(getattr(fused, name).function)
+    function._compiled = torch.compile(function.function, backend="aot_eager", dynamic=False, fullgraph=True)
+    before = compilations()
+    for tokens in (11, 12, 17):
+        args = CALLS[name](tokens)
+        expected = function.function(*(x.clone() if isinstance(x, Tensor) else x for x in args))
+        got = function._call_compiled([x for x in args if isinstance(x, Tensor)], *args)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert compilations() == before + 1
