@@ -68,6 +68,7 @@ TRANSFORMERS_NAMES = {
     "Qwen3_5Tokenizer",
     "Qwen3VLForConditionalGeneration",
     "logging",
+    "models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
     "models.qwen2_vl.image_processing_pil_qwen2_vl.smart_resize",
 }
 """All that the package imports of transformers: a new version is checked against this list first."""

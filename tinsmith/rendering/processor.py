@@ -13,12 +13,14 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
-from transformers import AutoImageProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.pictures import PictureInput, PixelLevels
 from tinsmith.wire.images import ImageHeader
+
+KNOWN = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
+"""How configurations of the families that take pictures call their image processor, some with "Fast" at the end. It is one and the same."""
 
 CHANNELS = 3
 """Pictures come in RGB."""
@@ -29,18 +31,21 @@ class LocalProcessor:
 
     def __init__(self, source: str) -> None:
         """Of the model in a local directory or of a Hub id. Raises ConfigError if its processor computes in a way that is not known."""
-        self.processor: Any = AutoImageProcessor.from_pretrained(source, backend="pil")
-        try:
+        settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(source)
+        named = settings.get("image_processor_type") or KNOWN[0]
+        agrees = named.startswith(KNOWN)
+        if agrees:
+            self.processor: Any = Qwen2VLImageProcessorPil.from_pretrained(source)
             self.patch_size: int = self.processor.patch_size
             self.merge_size: int = self.processor.merge_size
-            self.levels = self._read_levels()
-            agrees = self._agrees()
-        except (AttributeError, KeyError, RuntimeError, ValueError):  # it lacks a setting, or its values have another shape
-            agrees = False
+            try:
+                self.levels = self._read_levels()
+                agrees = self._agrees()
+            except (RuntimeError, ValueError):  # its values have another shape
+                agrees = False
         if not agrees:
-            name = type(self.processor).__name__
             raise ConfigError(
-                f"{source}: its image processor, {name}, does not compute what Qwen2VLImageProcessor computes with the settings of "
+                f"{source}: its image processor, {named}, does not compute what Qwen2VLImageProcessor computes with the settings of "
                 "preprocessor_config.json; Tinsmith knows no other"
             )
 
