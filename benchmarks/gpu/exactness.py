@@ -296,7 +296,7 @@ def sampler_against_trainer(hybrid: bool, seconds: float = TRAINING_S) -> Figure
     unseen = text_batch(generator, held_out, 8 if TINY else 64)
     scores = np.concatenate(_logprobs(backend, unseen))
     weights = backend.snapshot("m", WeightsRef("bench", "trained", "trained"))
-    sampler = sampler_of(backend.base)
+    sampler = sampler_of(backend.base, cache_gib=0.05 if TINY else 2.0)
     prompts = text_batch(generator, held_out, 4 if TINY else 64, CONTEXT // 4)
     params = SamplingParams(CONTEXT // 2, 1.0, 1.0, -1, 0, StopRule(eos=False, strings=(), token_ids=()))
     for number, prompt in enumerate(prompts):

@@ -134,9 +134,9 @@ def rates(load: Load, times: Sequence[float]) -> Figures:
     return {"tokens_per_s": tokens / statistics.median(times), "slowest": tokens / max(times), "fastest": tokens / min(times)}
 
 
-def sampler_of(base: BaseModel) -> LocalSampler:
+def sampler_of(base: BaseModel, cache_gib: float = CACHE_GIB) -> LocalSampler:
     """A sampler with room for all loads."""
-    return LocalSampler(base, SamplingConfig(kv_cache_gib=CACHE_GIB, max_running=320), TrainingConfig().logits_chunk)
+    return LocalSampler(base, SamplingConfig(kv_cache_gib=cache_gib, max_running=320), TrainingConfig().logits_chunk)
 
 
 def adapter_of(base: BaseModel) -> Adapter:
