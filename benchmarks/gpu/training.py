@@ -257,7 +257,7 @@ class Script:
             found = self.case(name, "peft", partial(theirs, "Qwen3.5-4B", lengths, self.matmul))
             if not found:
                 self.case(name, "peft_checkpointing", partial(theirs, "Qwen3.5-4B", lengths, self.matmul, checkpointing=True))
-            self.compare(f"{name}_over_peft", f"{name}/ours", f"{name}/peft", "")
+            self.compare(f"{name}_over_peft", f"{name}/ours", f"{name}/peft" if found else f"{name}/peft_checkpointing", "")
         mine = self.found.get(f"hybrid_8x{LENGTH}/ours", {}).get("tokens_per_s")
         figure("hybrid_over_before", mine / 7906 if mine else None, "at least 1.3 times the 7,906 tokens per second of an H200 before")
 
