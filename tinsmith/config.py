@@ -229,6 +229,13 @@ class SamplingConfig:
     )
     max_running: int = setting(256, "Maximum number of sequences decoded together", "sequences", 1)
     prefill_tokens: int = setting(4096, "Maximum number of prompt tokens computed in one step", "tokens", 1)
+    eager: bool = setting(
+        False,
+        "Compute each decoding step launch by launch instead of as a CUDA graph: slower, but errors name the operation that failed",
+    )
+    prefill_tokens_beside: int = setting(
+        1024, "Maximum number of prompt tokens computed in one step while sequences are decoded, whose next tokens wait for it", "tokens", 1
+    )
 
 
 @dataclass

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from tinsmith.models.base import PackedRow
+from tinsmith.models.device import upload
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter, Segment
 from tinsmith.rendering.rendered import RenderedInput
@@ -35,11 +36,11 @@ def pack(sequences: Sequence[RenderedInput], owners: Sequence[Weights | None], d
     lengths = [len(s) for s in sequences]
     in_pictures = ~np.concatenate([s.is_text for s in sequences])  # [tokens]
     return PackedRow(
-        token_ids=torch.from_numpy(np.concatenate([s.token_ids for s in sequences])).to(device, torch.int64),
-        positions=torch.cat([s.positions for s in sequences], dim=1).to(device),
+        token_ids=upload(np.concatenate([s.token_ids for s in sequences], dtype=np.int64), device),
+        positions=upload(torch.cat([s.positions for s in sequences], dim=1).numpy(), device),
         lengths=lengths,
         segments=segments_of(lengths, owners),
-        picture_index=torch.from_numpy(np.flatnonzero(in_pictures)).to(device),
+        picture_index=upload(np.flatnonzero(in_pictures), device),
         pictures=[picture for s in sequences for picture in s.pictures],
         full=owners[0] if isinstance(owners[0], FullWeights) else None,
     )

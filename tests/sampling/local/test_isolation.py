@@ -14,8 +14,12 @@ from tests.sampling.local.byte_fallback import WORDS, byte_fallback_tokenizer
 from tests.sampling.local.test_sampler import PARAMS, ask, run, sampler_of
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel, PackedRow
+from tinsmith.models.device import upload
 from tinsmith.models.lora import LoraPair
 from tinsmith.models.pass_plan import PassPlan
+from tinsmith.sampling.local import kv_cache
+from tinsmith.sampling.local.decode_step import DecodeStep, StepRows
+from tinsmith.sampling.local.device_batch import DeviceBatch
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.local.sequence import Sequence
 from tinsmith.sampling.prompt_scores import PromptScores
@@ -79,10 +83,10 @@ def test_a_stop_rule_that_raises_fails_its_request_alone(text_base: BaseModel, m
     expected = undisturbed(text_base)
     append = Sequence.append
 
-    def failing(sequence: Sequence, chosen: Any) -> None:
+    def failing(sequence: Sequence, *arguments: Any) -> None:
         if sequence.job.request_id == "3" and sequence.index == 1 and len(sequence.tokens) == 5:
             raise ValueError("what number 3 says")
-        append(sequence, chosen)
+        append(sequence, *arguments)
 
     monkeypatch.setattr(Sequence, "append", failing)
     sampler = sampler_of(text_base)
@@ -140,26 +144,22 @@ def test_out_of_memory_behind_a_pass_touches_no_row(text_base: BaseModel, monkey
     assert len(calls) > fails_at + 1
 
 
-def test_out_of_memory_while_blocks_are_taken_loses_no_block(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_cannot_be_cleared_for_want_of_memory_are_cleared_later(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = undisturbed(text_base)
     sampler = sampler_of(text_base)
-    keys, failures = sampler.cache.keys, []
+    sampler.cache.keys.fill_(float("nan"))
+    inner, failures = upload, list[Any]()
 
-    class Full:
-        """Memory that cannot be cleared, for want of memory for the index."""
-
-        def __setitem__(self, index: Any, value: int) -> None:
-            failures.append(index)
+    def failing(values: Any, device: torch.device) -> torch.Tensor:
+        if len(failures) < 2:
+            failures.append(values)
             raise torch.OutOfMemoryError("injected")
+        return inner(values, device)
 
-    monkeypatch.setattr(sampler.cache, "keys", Full())
-    with pytest.raises(torch.OutOfMemoryError):
-        sampler.cache.take(3)
-    monkeypatch.setattr(sampler.cache, "keys", keys)
-    assert failures
-    assert sorted(sampler.cache.free) == list(range(1, sampler.cache.total + 1))
-    assert not any(sampler.cache.users)
+    monkeypatch.setattr(kv_cache, "upload", failing)
     add_neighbours(sampler, text_base)
-    run(sampler)
+    assert outcomes(sampler) == expected
+    assert len(failures) == 2
 
 
 def test_memory_that_never_suffices_fails_one_request_after_the_other(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,22 +187,29 @@ def test_memory_that_never_suffices_fails_one_request_after_the_other(text_base:
 def test_memory_for_one_sequence_alone_serves_all_of_them_one_after_the_other(
     text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, prompts: int
 ) -> None:
-    """A running sequence and one token of a prompt are the smallest pass of two; only leaving one of them out makes it smaller."""
+    """Neither two sequences fit, nor a token of a prompt beside one that runs: then the prompt waits until nothing runs."""
     asked = [renderer(text_base).render([random_tokens(number, 20)]) for number in range(1 + prompts)]
     expected: dict[str, list[int]] = {}
     for number, rendered in enumerate(asked):
         alone = sampler_of(text_base)
         alone.add(str(number), ask(), rendered, None)
         expected |= {name: result.sequences[0].tokens for name, result in run(alone).items()}
-    sampler, inner, refused = sampler_of(text_base), text_base.hidden_states, []
+    sampler, inner, compute, refused = sampler_of(text_base), text_base.hidden_states, DecodeStep.__call__, list[str]()
 
     def alone_only(row: PackedRow, plan: PassPlan) -> torch.Tensor:
-        if len(row.lengths) > 1:
-            refused.append(row.lengths)
+        if len(row.lengths) > 1 or sampler.schedule.running:
+            refused.append("prompt")
             raise torch.OutOfMemoryError("injected")
         return inner(row, plan)
 
+    def one_row_only(step: DecodeStep, batch: DeviceBatch, rows: StepRows) -> torch.Tensor:
+        if rows.count > 1:
+            refused.append("step")
+            raise torch.OutOfMemoryError("injected")
+        return compute(step, batch, rows)
+
     monkeypatch.setattr(text_base, "hidden_states", alone_only)
+    monkeypatch.setattr(DecodeStep, "__call__", one_row_only)
     sampler.add("0", ask(), asked[0], None)
     sampler.step()
     for number in range(1, 1 + prompts):

@@ -36,7 +36,7 @@ def test_a_shared_block_stays_while_one_sequence_needs_it() -> None:
     assert cache.available == 1
 
 
-def test_a_key_stays_with_its_block_and_a_taken_block_is_clear() -> None:
+def test_a_key_stays_with_its_block_and_a_taken_block_is_cleared() -> None:
     cache = KVCache(SHAPE, 2)
     first, second = cache.take(1), cache.take(1)
     cache.remember([A], first)
@@ -47,7 +47,18 @@ def test_a_key_stays_with_its_block_and_a_taken_block_is_clear() -> None:
     cache.give_back(second)
     cache.take(2)
     assert cache.find([A]) == []
+    cache.clean()
     assert cache.keys.isfinite().all()
+
+
+def test_a_copy_is_not_cleared_afterwards() -> None:
+    cache = KVCache(SHAPE, 2)
+    (block,) = cache.take(1)
+    cache.clean()
+    cache.keys[:, block] = 3.0
+    copied = cache.copy(block)
+    cache.clean()
+    assert cache.keys[:, copied].eq(3.0).all()
 
 
 def test_blocks_used_least_recently_go_first() -> None:

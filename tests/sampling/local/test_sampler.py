@@ -12,12 +12,13 @@ import torch
 from tests.bases import datum, new_ref, picture_chunks, random_adapter, random_tokens, renderer, text
 from tinsmith.config import SamplingConfig, TrainingConfig
 from tinsmith.errors import UserError
-from tinsmith.models.base import BaseModel, PackedRow
+from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
-from tinsmith.models.pass_plan import PassPlan
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.local.cache_shape import CacheSizes
+from tinsmith.sampling.local.cached_attention import Window
 from tinsmith.sampling.local.sampler import LocalSampler
+from tinsmith.sampling.local.sequence import Sequence
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.sampler import SampleResult, TokensSampled
 from tinsmith.training.backend import LocalBackend
@@ -34,9 +35,15 @@ def ask(params: SamplingParams = PARAMS, num_samples: int = 1, prompt_logprobs: 
     return SampleRequest("s:sample:0", 0, num_samples, [], params, PromptQuestions(logprobs=prompt_logprobs))
 
 
-def sampler_of(base: BaseModel, blocks: int = 400, slots: int = 40, **settings: Any) -> LocalSampler:
-    """A sampler with that many cache blocks, and that many slots for states if the model has any."""
-    return LocalSampler(base, SamplingConfig(**settings), logits_chunk=16, sizes=CacheSizes(blocks, slots))
+def sampler_of(base: BaseModel, blocks: int = 400, slots: int = 40, runs_ahead: bool | None = None, **settings: Any) -> LocalSampler:
+    """A sampler with that many cache blocks, and that many slots for states if the model has any.
+
+    It launches steps ahead as is best for the device, unless `runs_ahead` says otherwise.
+    """
+    sampler = LocalSampler(base, SamplingConfig(**settings), logits_chunk=16, sizes=CacheSizes(blocks, slots))
+    if runs_ahead is not None:
+        sampler.runs_ahead = runs_ahead
+    return sampler
 
 
 def run(sampler: LocalSampler) -> dict[str, SampleResult]:
@@ -148,14 +155,15 @@ def test_without_a_seed_two_requests_differ(text_base: BaseModel) -> None:
     assert done["a"].sequences[0].tokens != done["b"].sequences[0].tokens
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
 @pytest.mark.parametrize(("blocks", "max_running"), [(14, 256), (400, 3), (6, 2)])
-def test_a_small_cache_preempts_and_changes_nothing(text_base: BaseModel, blocks: int, max_running: int) -> None:
+def test_a_small_cache_preempts_and_changes_nothing(text_base: BaseModel, blocks: int, max_running: int, runs_ahead: bool) -> None:
     def add_all(sampler: LocalSampler) -> None:
         for i in range(5):
             rendered = renderer(text_base).render([random_tokens(i, 10 + 3 * i)])
             sampler.add(str(i), ask(replace(PARAMS, max_tokens=40, seed=i), num_samples=1 + i % 3, prompt_logprobs=True), rendered, None)
 
-    large, small = sampler_of(text_base), sampler_of(text_base, blocks, max_running=max_running)
+    large, small = sampler_of(text_base, runs_ahead=False), sampler_of(text_base, blocks, runs_ahead=runs_ahead, max_running=max_running)
     add_all(large)
     add_all(small)
     expected, got = run(large), run(small)
@@ -170,7 +178,7 @@ def test_a_small_cache_preempts_and_changes_nothing(text_base: BaseModel, blocks
 
 
 def test_a_long_prompt_is_computed_in_pieces_while_others_run(text_base: BaseModel) -> None:
-    sampler, render = sampler_of(text_base, prefill_tokens=16), renderer(text_base)
+    sampler, render = sampler_of(text_base, runs_ahead=False, prefill_tokens=16), renderer(text_base)
     sampler.add("short", ask(), render.render([random_tokens(0, 10)]), None)
     sampler.step()
     (short,) = sampler.schedule.running
@@ -275,15 +283,17 @@ def test_a_cancelled_request_is_forgotten_wherever_it_is(text_base: BaseModel) -
 
 
 def count_tokens(sampler: LocalSampler, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The list of how many tokens each pass of the sampler computes from now on."""
+    """The list of how many tokens of prompts each pass of the sampler computes from now on."""
     passes: list[int] = []
-    inner = sampler.base.hidden_states
+    inner = sampler.schedule.prompt_windows
 
-    def hidden_states(row: PackedRow, plan: PassPlan) -> torch.Tensor:
-        passes.append(len(row.token_ids))
-        return inner(row, plan)
+    def prompt_windows() -> list[tuple[Sequence, Window]]:
+        windows = inner()
+        if windows:
+            passes.append(sum(len(window) for _, window in windows))
+        return windows
 
-    monkeypatch.setattr(sampler.base, "hidden_states", hidden_states)
+    monkeypatch.setattr(sampler.schedule, "prompt_windows", prompt_windows)
     return passes
 
 
@@ -319,7 +329,7 @@ def test_equal_prompts_that_come_at_once_are_computed_once(text_base: BaseModel,
     for i in range(8):
         sampler.add(str(i), ask(replace(PARAMS, seed=i)), rendered, None)
     done = run(sampler)
-    assert passes[:2] == [70, 1 + 7 * 6]
+    assert passes == [70, 7 * 6]
     assert [done[str(i)].cached_tokens for i in range(8)] == [0] + [64] * 7
     for result in done.values():
         _, expected = forward_logprobs(text_base, None, rendered, result.sequences[0].tokens)
@@ -369,10 +379,13 @@ def test_pictures_are_told_apart_by_content_and_from_text_of_the_same_ids(vision
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
 @pytest.mark.parametrize("blocks", [400, 12])
-def test_samples_go_on_with_the_weights_that_replace_theirs(family_base: Callable[[str], BaseModel], family: str, blocks: int) -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_samples_go_on_with_the_weights_that_replace_theirs(
+    family_base: Callable[[str], BaseModel], family: str, blocks: int, runs_ahead: bool
+) -> None:
     """Twice, with other samples beside them: each token is what its version gives after all tokens before it."""
     base = family_base(family)
-    sampler, render = sampler_of(base, blocks), renderer(base)
+    sampler, render = sampler_of(base, blocks, runs_ahead=runs_ahead), renderer(base)
     rendered = render.render(prompts(base)[-1])
     versions = [random_adapter(base, 4, seed, ref=new_ref(f"v{seed}", "m")) for seed in range(3)]
     sampler.add("follows", ask(num_samples=2), rendered, versions[0])
@@ -424,9 +437,10 @@ def test_a_prompt_is_answered_about_by_one_version(text_base: BaseModel) -> None
 
 
 @pytest.mark.parametrize("blocks", [400, 12])
-def test_tokens_of_a_streamed_sample_come_step_by_step(text_base: BaseModel, blocks: int) -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_tokens_of_a_streamed_sample_come_step_by_step(text_base: BaseModel, blocks: int, runs_ahead: bool) -> None:
     """Each once, also when the cache is so small that sequences are computed again, and when new weights take over."""
-    sampler, rendered = sampler_of(text_base, blocks), renderer(text_base).render([random_tokens(0, 40)])
+    sampler, rendered = sampler_of(text_base, blocks, runs_ahead=runs_ahead), renderer(text_base).render([random_tokens(0, 40)])
     old, new = (random_adapter(text_base, 4, seed, ref=new_ref(f"v{seed}", "m")) for seed in range(2))
     sampler.add("read", ask(num_samples=3), rendered, old, stream=True)
     sampler.add("silent", ask(num_samples=3), rendered, old)

@@ -80,7 +80,7 @@ def test_the_last_slot_that_is_left_goes_on_itself_and_nothing_is_saved_without_
 def test_a_pass_changes_no_slot_before_it_is_committed_and_then_only_its_own() -> None:
     states = StateSlots(SHAPE, 3)
     slots = [filled(states, states.take(None), float(number)) for number in range(3)]
-    steps = StateSteps(states, [slots[2], slots[0]], [3, 1])
+    steps = StateSteps(states, torch.tensor([slots[2], slots[0]]), [3, 1])
     for layer in SHAPE.delta_layers:
         steps.convolve(layer, torch.ones(4, NET.channels), torch.ones(NET.channels, NET.taps))
         query, value = torch.ones(4, 1, 4), torch.ones(4, 2, 4)
@@ -145,12 +145,13 @@ def test_attention_layers_of_different_sizes_are_refused() -> None:
 
 
 def test_the_cache_takes_the_memory_that_it_was_given(family_dir: Callable[[str], Path]) -> None:
-    """But for block 0, which is scratch."""
+    """But for block 0 and the last slot, which are scratch."""
     base = load(family_dir("qwen3_5"), device="cpu")
     sampler = LocalSampler(base, SamplingConfig(kv_cache_gib=0.004), 16)
     assert sampler.states is not None
     spare = sampler.cache.keys[:, :1].nbytes * 2
-    taken = sampler.cache.keys.nbytes + sampler.cache.values.nbytes + sampler.states.inputs.nbytes + sampler.states.memory.nbytes - spare
+    states = sampler.states.inputs[:, :-1].nbytes + sampler.states.memory[:, :-1].nbytes
+    taken = sampler.cache.keys.nbytes + sampler.cache.values.nbytes + states - spare
     assert 0 <= 0.004 * GIB - taken < spare
     assert sampler.states.total == int(0.002 * GIB) // (3 * (4 * 16 * 16 * 4 + 3 * 128 * 4)) == 127
     assert sampler.capacity() == f"{sampler.cache.total * 16:,} tokens and 127 states of sequences, of which 96 run at once"

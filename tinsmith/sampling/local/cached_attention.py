@@ -54,13 +54,13 @@ class CachedPlan:
         fresh = [i for i, window in enumerate(windows) if window.start == 0]
         rows = [row for i in fresh for row in range(starts[i], starts[i] + len(windows[i]))]
         self.cache = cache
-        self.places = torch.tensor([place for window in windows for place in window.places()], device=device)
-        self.steps = StateSteps(states, [w.slot for w in windows], [len(w) for w in windows]) if states else None
-        self.fresh = torch.tensor(rows, device=device)
+        self.places = upload(np.array([place for window in windows for place in window.places()]), device)
+        slots = upload(np.array([w.slot for w in windows]), device)
+        self.steps = StateSteps(states, slots, [len(w) for w in windows]) if states else None
+        self.fresh = upload(np.array(rows, dtype=np.int64), device)
         self.packed = PackedPlan([len(windows[i]) for i in fresh], device, dtype) if fresh else None
-        self.groups = _continued(
-            [(start, window) for start, window in zip(starts, windows, strict=True) if window.start > 0], device, dtype
-        )
+        continued = [(start, window) for start, window in zip(starts, windows, strict=True) if window.start > 0]
+        self.groups = _continued(continued, device, dtype)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         self.cache.store(layer, self.places, key, value)
@@ -133,11 +133,11 @@ class CachedGroup:
         self.count = len(windows)
         self.width = max(len(window) for window in windows)
         blocks = max(len(window.blocks) for window in windows)
-        table = [window.blocks + [0] * (blocks - len(window.blocks)) for window in windows]
+        table = [window.blocks + window.blocks[:1] * (blocks - len(window.blocks)) for window in windows]
         steps = [[min(step, len(window) - 1) for step in range(self.width)] for window in windows]
-        self.rows = torch.tensor([start + step for start, own in zip(starts, steps, strict=True) for step in own], device=device)
-        self.table = torch.tensor(table, device=device).flatten()
-        self.places = torch.tensor([[w.start + step for step in own] for w, own in zip(windows, steps, strict=True)], device=device)
+        self.rows = upload(np.array([start + step for start, own in zip(starts, steps, strict=True) for step in own]), device)
+        self.table = upload(np.array(table).flatten(), device)
+        self.places = upload(np.array([[w.start + step for step in own] for w, own in zip(windows, steps, strict=True)]), device)
         """[windows, width]: where each token lies in its sequence."""
         self.columns = torch.arange(blocks * BLOCK, device=device)
         self.masks: dict[int | None, Tensor] = {}

@@ -7,9 +7,11 @@ blocks are found again by their key, until their memory is needed: then the leas
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.models.device import upload
 from tinsmith.sampling.local.cache_shape import CacheShape
 from tinsmith.sampling.prefix import BLOCK
 
@@ -20,7 +22,10 @@ def blocks_for(tokens: int) -> int:
 
 
 class KVCache:
-    """The cache and the use of its blocks. It has one block more than asked for: block 0 is scratch and never given out."""
+    """The cache and the use of its blocks. It has one block more than asked for: block 0 is scratch and never given out.
+
+    What is computed for nobody is written to the scratch block, and nothing reads it.
+    """
 
     def __init__(self, shape: CacheShape, blocks: int) -> None:
         kind = shape.attention
@@ -31,6 +36,8 @@ class KVCache:
         self.values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
         self.total = blocks
         self.free: list[int] = []
+        self.unclean: set[int] = set()
+        """Blocks that were taken and hold what was in them before, until `clean`."""
         self.users: list[int] = []
         self.idle: OrderedDict[int, None] = OrderedDict()
         """Idle blocks, least recently used first."""
@@ -47,27 +54,38 @@ class KVCache:
     def clear(self) -> None:
         """All blocks are free, and nothing is known."""
         self.free = list(range(self.total, 0, -1))
+        self.unclean.clear()
         self.users = [0] * (self.total + 1)
         self.idle.clear()
         self.block_of.clear()
         self.key_of.clear()
 
     def take(self, count: int) -> list[int]:
-        """That many blocks, cleared: attention multiplies what it masks by 0, and a NaN that another model left would get through.
+        """That many blocks. `clean` must be called before they are read.
 
-        Raises KeyError when there are too few: callers look at `available` first. If memory runs out, no block is taken.
+        Raises KeyError when there are too few: callers look at `available` first.
         """
         while len(self.free) < count:
             block, _ = self.idle.popitem(last=False)
             del self.block_of[self.key_of.pop(block)]
             self.free.append(block)
         blocks = self.free[len(self.free) - count :][::-1]
-        self.keys[:, blocks] = 0  # the index takes memory of the device
-        self.values[:, blocks] = 0
         del self.free[len(self.free) - count :]
+        self.unclean.update(blocks)
         for block in blocks:
             self.users[block] = 1
         return blocks
+
+    def clean(self) -> None:
+        """Clear the blocks that were taken: attention multiplies what it masks by 0, and a NaN that another model left would get through.
+
+        If memory runs out, they stay unclean.
+        """
+        if self.unclean:
+            blocks = upload(np.fromiter(self.unclean, np.int64), self.keys.device)
+            self.keys.index_fill_(1, blocks, 0)
+            self.values.index_fill_(1, blocks, 0)
+            self.unclean.clear()
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The blocks of the longest known beginning of `keys`."""
@@ -104,6 +122,7 @@ class KVCache:
     def copy(self, block: int) -> int:
         """A new block with the same content."""
         (target,) = self.take(1)
+        self.unclean.discard(target)
         self.keys[:, target] = self.keys[:, block]
         self.values[:, target] = self.values[:, block]
         return target

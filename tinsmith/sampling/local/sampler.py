@@ -1,30 +1,35 @@
 """The local sampler: continuous batching over the training weights, with a paged cache, and slots for the states of gated delta nets.
 
-`add` takes requests; each `step` is one pass, which computes the next token of every running sequence and a piece of the prompts that wait,
-whatever models and snapshots they belong to. `schedule.py` decides what goes into a pass.
+`add` takes requests; each `step` gives every running sequence its next token (`decoding.py`), and computes a piece of the prompts that
+wait in a pass, whatever models and snapshots they belong to. `schedule.py` decides what is computed.
 """
 
 import logging
 import secrets
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from functools import partial
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.config import SamplingConfig
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
-from tinsmith.models.base import BaseModel, PackedRow
+from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import CPU_CACHE
-from tinsmith.models.full import FullWeights, Weights
+from tinsmith.models.device import upload
+from tinsmith.models.full import Weights
 from tinsmith.models.lora import Adapter
 from tinsmith.models.threads import threads_for
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack, packing_order, segments_of, shared_rows
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.choose import Chosen, choose
+from tinsmith.sampling.choose import choose
 from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
 from tinsmith.sampling.local.cached_attention import CachedPlan, Window
+from tinsmith.sampling.local.decoding import Decoding, Drawn, Flight
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.schedule import Schedule
 from tinsmith.sampling.local.sequence import SampleJob, Sequence, StopRuleState, choice_of
@@ -39,6 +44,8 @@ from tinsmith.training.logprobs import head_logits, head_lora
 from tinsmith.wire.sample import SampleRequest
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class LocalSampler:
@@ -56,7 +63,14 @@ class LocalSampler:
         self.cache = KVCache(shape, sizes.blocks)
         self.states = StateSlots(shape, sizes.slots) if shape.state_bytes else None
         places = min(config.max_running, sizes.places) if self.states else config.max_running
-        self.schedule = Schedule(self.cache, self.states, places, config.prefill_tokens)
+        self.schedule = Schedule(self.cache, self.states, places, config.prefill_tokens, config.prefill_tokens_beside)
+        self.decoding = Decoding(base, self.cache, self.states, places, config.eager)
+        self.runs_ahead = base.device.type == "cuda"
+        """Whether a step is launched before the tokens of the one before are read: a CPU would only compute it sooner."""
+        self.flights: list[Flight] = []
+        """Steps that were launched ahead."""
+        self.must_settle = False
+        """A step that was launched ahead has failed: what is under way is read first, then it is tried again."""
 
     def capacity(self) -> str:
         """How much the cache holds, in words."""
@@ -118,39 +132,120 @@ class LocalSampler:
                 job.scores = PromptScores(job.rendered, job.scores.asked, job.params, job.seed)
 
     def step(self) -> list[SampleEvent]:
-        """One pass. If it runs out of memory it leaves no trace, and the next one is smaller.
+        """A token of every running sequence, and a piece of the prompts that wait.
 
-        Raises errors of composing a pass, for which no single request is responsible.
+        What runs out of memory leaves no trace, and is smaller the next time. Raises errors of deciding what to compute, for which no
+        single request is responsible.
         """
-        windows: list[tuple[Sequence, Window]] = []
         try:
-            windows = self.schedule.next_pass()
-            return self._pass(windows)
+            if not self.flights:
+                self.schedule.grow()
+            self.schedule.admit()
         except Exception as error:
-            smaller = is_out_of_memory(error) and self.schedule.retreat(windows)
-            if not smaller and not windows:
+            if not (is_out_of_memory(error) and self.schedule.retreat([])):
                 raise
-            if not smaller:
-                log.warning("a pass failed; each sample of it is tried alone: %s", error)
-        # Outside of the handler, where the failed pass holds no tensors any more.
-        if self.base.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return [] if smaller else self._one_by_one(windows)
+            return []
+        events = self._decode()
+        windows = self.schedule.prompt_windows()
+        if windows:
+            events += self._compute_prompts(windows)
+        return events
 
-    def _one_by_one(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
-        """Compute each job in a pass of its own, so that only jobs fail that cannot be computed."""
-        jobs: dict[int, list[tuple[Sequence, Window]]] = {}
-        for sequence, window in windows:
-            jobs.setdefault(id(sequence.job), []).append((sequence, window))
-        ended: list[SampleEvent] = []
-        for own in jobs.values():
+    def _decode(self) -> list[SampleEvent]:
+        """The next token of every sequence that runs. The step after that is launched before these tokens are read, where that helps."""
+        events: list[SampleEvent] = []
+        flights = self.flights or self._launch(events)
+        self.flights = []
+        ahead = self._launch_ahead() if flights and self.runs_ahead and not self.must_settle else []
+        for flight in flights:
+            events += self._append(self.decoding.collect(flight))
+        self.flights = ahead if self.schedule.running else []
+        self._stored(ahead)
+        return events
+
+    def _launch(self, events: list[SampleEvent]) -> list[Flight]:
+        """Start the next step of all running sequences. If that fails they are tried one by one, whose events are added."""
+        flights: list[Flight] = []
+        failed: list[list[Sequence]] = []
+        self.must_settle = False
+        for group in self.decoding.groups(self.schedule.running):
             try:
-                ended += self._pass(own)
+                flights.append(self.decoding.launch(group))
             except Exception as error:
                 if isinstance(error, DeviceLostError):
                     raise
-                self._fail(own[0][0].job, error, ended)
-        return ended
+                if not (is_out_of_memory(error) and self.schedule.retreat([])):
+                    log.warning("a decoding step failed; each sample of it is tried alone: %s", error)
+                    failed.append(group)
+        self._stored(flights)
+        # Outside of the handler, where the failed step holds no tensors any more.
+        for group in failed:
+            self._free_memory()
+            self._decode_one_by_one(group, events)
+        return flights
+
+    def _launch_ahead(self) -> list[Flight]:
+        """Start the step after the one that is being computed; none if it needs more than the host knows now."""
+        if not self.schedule.grow_ahead():
+            return []
+        flights: list[Flight] = []
+        for group in self.decoding.groups(self.schedule.running):
+            try:
+                flights.append(self.decoding.launch(group))
+            except Exception as error:
+                if isinstance(error, DeviceLostError):
+                    raise
+                log.warning("a decoding step failed and is tried again: %s", error)
+                self.must_settle = True
+        return flights
+
+    def _stored(self, flights: Items[Flight]) -> None:
+        for flight in flights:
+            self.schedule.decoded([seat.sequence for seat in flight.seats if seat.taken])
+
+    def _decode_one_by_one(self, group: Items[Sequence], events: list[SampleEvent]) -> None:
+        """Compute the next token of each job in a step of its own, so that only jobs fail that cannot be computed."""
+        for own in _by_job((sequence, sequence) for sequence in group):
+            try:
+                flight = self.decoding.launch_alone(own)
+            except Exception as error:
+                if isinstance(error, DeviceLostError):
+                    raise
+                self._fail(own[0].job, error, events)
+                continue
+            self._stored([flight])
+            events += self._append(self.decoding.collect(flight))
+            for sequence in own:
+                sequence.seat = None
+
+    def _compute_prompts(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
+        try:
+            return self._pass(windows)
+        except Exception as error:
+            if isinstance(error, DeviceLostError):
+                raise
+            smaller = is_out_of_memory(error) and self.schedule.retreat(windows)
+            if not smaller:
+                log.warning("a pass failed; each sample of it is tried alone: %s", error)
+        # Outside of the handler, where the failed pass holds no tensors any more.
+        self._free_memory()
+        return [] if smaller else self._one_by_one(windows)
+
+    def _free_memory(self) -> None:
+        if self.base.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _one_by_one(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
+        """Compute each job in a pass of its own, so that only jobs fail that cannot be computed."""
+        events: list[SampleEvent] = []
+        for own in _by_job((sequence, (sequence, window)) for sequence, window in windows):
+            try:
+                events += self._pass(own)
+            except Exception as error:
+                if isinstance(error, DeviceLostError):
+                    raise
+                self._fail(own[0][0].job, error, events)
+        return events
 
     def _fail(self, job: SampleJob, error: Exception, ended: list[SampleEvent]) -> None:
         """End a job with the error that it raised. An error that is not a TinsmithError is logged with its traceback."""
@@ -166,6 +261,8 @@ class LocalSampler:
 
     def abandon(self) -> None:
         self.schedule.clear()
+        self.decoding.clear()
+        self.flights = []
 
     def _max_new(self, prompt: int, wanted: int | None) -> int:
         room = self.longest - prompt
@@ -184,11 +281,12 @@ class LocalSampler:
         ids = (*rule.token_ids, *(self.base.eos_token_ids() if rule.eos else ()))
         return StopStrings(ids, rule.strings, self.base.tokenizer) if rule.strings else StopIds(ids)
 
-    # One pass
+    # One pass over prompts
 
     def _pass(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
         """Compute the windows and choose the tokens that follow. No sequence and no state is changed before all of that has succeeded."""
         with torch.no_grad(), threads_for(self.base, sum(len(window) for _, window in windows)):
+            self.cache.clean()
             ready: list[Sequence] = []
             logits: list[Tensor] = []
             plans: list[CachedPlan] = []
@@ -204,20 +302,23 @@ class LocalSampler:
             for plan in plans:
                 plan.commit()
         self.schedule.computed(windows, forks)
-        return self._append(growing, following)
+        drawn = zip(growing, following, strict=True)
+        return self._append((s, c.token, c.logprob, c.top if s.job.topk else None) for s, c in drawn)
 
-    def _append(self, growing: list[Sequence], following: list[Chosen]) -> list[SampleEvent]:
+    def _append(self, drawn: Iterable[Drawn]) -> list[SampleEvent]:
         """Give each sequence its next token, and end complete ones. An error of one of them fails its job only."""
         events: list[SampleEvent] = []
-        for sequence, token in zip(growing, following, strict=True):
+        some_ended = False
+        for sequence, token, logprob, top in drawn:
             job = sequence.job
             if job.failed:
                 continue
             try:
-                sequence.append(token)
+                sequence.append(token, logprob, top)
                 if job.stream:
                     events.append(sequence.newest())
                 if sequence.reason is not None:
+                    some_ended = True
                     job.unfinished -= 1
                     if job.unfinished == 0:
                         events.append(job.result())
@@ -225,7 +326,7 @@ class LocalSampler:
                 if isinstance(error, DeviceLostError):
                     raise
                 self._fail(job, error, events)
-        if any(sequence.reason for sequence in growing):
+        if some_ended:
             self.schedule.drop(lambda sequence: sequence.reason is not None)
         return events
 
@@ -236,7 +337,7 @@ class LocalSampler:
         """
         order = packing_order([len(window) for _, window in windows], [s.job.weights for s, _ in windows])
         windows = [windows[i] for i in order]
-        row = self._row(windows)
+        row = pack([s.part(window.start, window.end) for s, window in windows], [s.job.weights for s, _ in windows], self.base.device)
         plan = CachedPlan(self.cache, [window for _, window in windows], self.states)
         hidden = self.base.hidden_states(row, plan)
         ready, last, start = [], [], 0
@@ -248,28 +349,8 @@ class LocalSampler:
             if window.end == sequence.length:
                 ready.append(sequence)
                 last.append(start - 1)
-        rows = torch.tensor(last, dtype=torch.int64, device=hidden.device)
+        rows = upload(np.array(last, dtype=np.int64), hidden.device)
         return ready, self._logits(hidden[rows], [s.job.weights for s in ready]), plan
-
-    def _row(self, windows: list[tuple[Sequence, Window]]) -> PackedRow:
-        owners = [sequence.job.weights for sequence, _ in windows]
-        if all(sequence.tokens and len(window) == 1 and window.end == sequence.length for sequence, window in windows):
-            return self._answers_row([sequence for sequence, _ in windows], owners)
-        return pack([sequence.part(window.start, window.end) for sequence, window in windows], owners, self.base.device)
-
-    def _answers_row(self, sequences: list[Sequence], owners: list[Weights | None]) -> PackedRow:
-        """A row of the last token of each sequence. It equals the row of `pack`, in a fraction of the time; most passes are so."""
-        where = torch.tensor([s.job.rendered.next_position + len(s.tokens) - 1 for s in sequences])
-        lengths = [1] * len(sequences)
-        return PackedRow(
-            token_ids=torch.tensor([s.tokens[-1] for s in sequences]).to(self.base.device),
-            positions=where.expand(3 if self.base.family.mrope else 1, -1).to(self.base.device),
-            lengths=lengths,
-            segments=segments_of(lengths, owners),
-            picture_index=torch.empty(0, dtype=torch.int64),
-            pictures=[],
-            full=owners[0] if isinstance(owners[0], FullWeights) else None,
-        )
 
     def _logits(self, hidden: Tensor, owners: Items[Weights | None]) -> Tensor:
         """[sequences, vocabulary] float32, each sequence with the LM head of its owner; the owners may share a row."""
@@ -278,6 +359,14 @@ class LocalSampler:
 
     def _head_logits(self, weights: Weights | None, hidden: Tensor) -> Tensor:
         return head_logits(hidden, self.base.head(weights), *head_lora(weights if isinstance(weights, Adapter) else None))
+
+
+def _by_job(items: Iterable[tuple[Sequence, T]]) -> list[list[T]]:
+    """The items of each job, told by their sequences."""
+    jobs: dict[int, list[T]] = {}
+    for sequence, item in items:
+        jobs.setdefault(id(sequence.job), []).append(item)
+    return list(jobs.values())
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -1,9 +1,10 @@
-"""Which sequences wait, which prompts are being computed, which sequences run, and what the next pass computes of each.
+"""Which sequences wait, which prompts are being computed, and which sequences run.
 
-    waiting -> filling (has its blocks; the prompt is computed, perhaps in several passes) -> running (one token a pass) -> ended
+    waiting -> filling (has its blocks; the prompt is computed, perhaps in several passes) -> running (one token a step) -> ended
 
-A pass takes one token of every running sequence and as many prompt tokens as its budget allows. When blocks run out, a sequence is
-preempted: it gives its blocks back and waits to be computed again, which is little work if nobody needed its blocks meanwhile.
+In each step every running sequence gets its next token, and a pass computes as many prompt tokens as its budget allows. When blocks run
+out, a sequence is preempted: it gives its blocks back and waits to be computed again, which is little work if nobody needed its blocks
+meanwhile.
 
 In a model with gated delta nets a sequence that is not waiting has a slot for its state too. Both are taken and given back together.
 
@@ -51,7 +52,7 @@ class Fork:
 class Schedule:
     """The sequences of one sampler, their cache blocks, and the slots of their states."""
 
-    def __init__(self, cache: KVCache, states: StateSlots | None, max_running: int, prefill_tokens: int) -> None:
+    def __init__(self, cache: KVCache, states: StateSlots | None, max_running: int, prefill_tokens: int, beside: int) -> None:
         self.cache = cache
         self.states = states
         """None for a model without gated delta nets."""
@@ -59,6 +60,8 @@ class Schedule:
         self.max_running = max_running
         self.prefill_tokens = prefill_tokens
         """Most prompt tokens in one pass. It falls when memory runs out, and so does `max_running`."""
+        self.beside = beside
+        """Most prompt tokens in a pass while sequences run: their next tokens wait for it."""
         self.waiting: Turns[Sequence] = Turns()
         """The first sequence of each job that has not started, and sequences that gave their blocks back."""
         self.filling: list[Sequence] = []
@@ -70,13 +73,59 @@ class Schedule:
         self.overtaken = 0
         """How many sequences were admitted before it."""
 
-    def next_pass(self) -> list[tuple[Sequence, Window]]:
-        """What to compute now. A sequence gets its next token if its window reaches its end."""
-        self._grow()
+    def admit(self) -> None:
+        """Admit what waits and fits. Running sequences may be preempted for sessions of which nothing is computed."""
         if self.waiting:
             self._admit()
             self._admit_absent_sessions()
-        return [(s, _window(s, s.length)) for s in self.running] + self._prompt_windows()
+
+    def grow(self) -> None:
+        """Give every running sequence a block for the next token that is computed; if none is left, preempt one."""
+        for sequence in list(self.running):
+            while sequence.blocks and len(sequence.blocks) * BLOCK <= sequence.stored:
+                if self.cache.available:
+                    sequence.blocks += self.cache.take(1)
+                else:
+                    self._preempt(self._youngest_of_largest())
+
+    def grow_ahead(self) -> bool:
+        """Give every running sequence a block for the token after the one that the device computes now.
+
+        Returns False if there are too few without preempting. A sequence whose last token is being computed needs none.
+        """
+        needing = [s for s in self.running if len(s.blocks) * BLOCK <= s.stored and not s.ends_next]
+        if len(needing) > self.cache.available:
+            return False
+        for sequence in needing:
+            sequence.blocks += self.cache.take(1)
+        return True
+
+    def prompt_windows(self) -> list[tuple[Sequence, Window]]:
+        """Pieces of the prompts that are being computed, for one pass. A sequence gets its next token if its window reaches its end.
+
+        Sessions share a pass equally; what one does not need goes to the others.
+        """
+        windows = []
+        sessions: dict[str, list[Sequence]] = {}
+        for sequence in self.filling:
+            sessions.setdefault(sequence.job.session, []).append(sequence)
+        budget = min(self.prefill_tokens, self.beside) if self.running else self.prefill_tokens
+        modest_first = sorted(sessions.values(), key=lambda group: sum(_cost(s, s.length) for s in group))
+        for behind, group in zip(range(len(modest_first), 0, -1), modest_first, strict=True):
+            share = -(-budget // behind)
+            for sequence in group:
+                if share > 0:
+                    end = self.beginnings.end_of_piece(sequence, max(1, share // sequence.job.cost_of_prompt_token))
+                    share -= _cost(sequence, end)
+                    budget -= _cost(sequence, end)
+                    windows.append((sequence, _window(sequence, end)))
+        return windows
+
+    def decoded(self, sequences: Items[Sequence]) -> None:
+        """The device has been told to compute the newest token of these sequences, all of whose tokens are known."""
+        if self.states:
+            for sequence in sequences:
+                self.beginnings.save_state(sequence, may_evict=not self.waiting)
 
     def forks(self, windows: Items[tuple[Sequence, Window]]) -> list[Fork]:
         """The other samples of jobs whose prompt the pass completed, with their blocks, as many as fit; the rest will wait.
@@ -84,10 +133,9 @@ class Schedule:
         This is the only step after a pass that can fail, and it leaves no trace if it does.
         """
         for sequence, window in windows:
-            if sequence in self.filling or (self.states and window.end % BLOCK == 0):
-                sequence.keys_of(window.end // BLOCK)
+            sequence.keys_of(window.end // BLOCK)
         starting = [s for s, window in windows if s.starts_job and window.end == s.length]
-        places = self.max_running - len(self.running) - len(starting)
+        places = self.max_running - len(self.running) - len(self.filling)  # those that start now are among the latter
         forks: list[Fork] = []
         try:
             for first in starting:
@@ -107,7 +155,7 @@ class Schedule:
         return forks
 
     def computed(self, windows: Items[tuple[Sequence, Window]], forks: Items[Fork]) -> None:
-        """A pass has computed the windows, and its states are committed: prompts that begin alike find blocks and saved states from now on.
+        """A pass has computed pieces of prompts, and its states are committed: prompts that begin alike find blocks and saved states now.
 
         A prompt that is complete runs, with its forks.
         """
@@ -115,15 +163,14 @@ class Schedule:
         for sequence, window in windows:
             sequence.stored = window.end
             self.beginnings.save_state(sequence, may_evict=not self.waiting)
-            if sequence in self.filling:
-                self._remember(sequence)
-                if window.end == sequence.length:
-                    self.filling.remove(sequence)
-                    insort(self.running, sequence, key=_AGE)
-                    if sequence.starts_job:
-                        for other in reversed(sequence.job.sequences[1:]):
-                            if id(other) not in forked:
-                                self.waiting.put_back(other.job.session, other)
+            self._remember(sequence)
+            if window.end == sequence.length:
+                self.filling.remove(sequence)
+                insort(self.running, sequence, key=_AGE)
+                if sequence.starts_job:
+                    for other in reversed(sequence.job.sequences[1:]):
+                        if id(other) not in forked:
+                            self.waiting.put_back(other.job.session, other)
         for fork in forks:
             if self.states:
                 self.states.copy(fork.first.slot, fork.slot)
@@ -152,13 +199,15 @@ class Schedule:
         return list({id(sequence.job): sequence.job for sequence in restarted}.values())
 
     def retreat(self, windows: list[tuple[Sequence, Window]]) -> bool:
-        """The pass ran out of memory: take half as much from now on. Returns False if it cannot be smaller."""
-        prompts = [(sequence, window) for sequence, window in windows if sequence in self.filling]
-        tokens = sum(len(window) for _, window in prompts)
+        """A pass of these pieces of prompts, or a step of the running sequences, ran out of memory: take half as much from now on.
+
+        Returns False if it cannot be smaller.
+        """
+        tokens = sum(len(window) for _, window in windows)
         if tokens + len(self.running) < 2:
             return False
-        if tokens >= max(2, len(self.running)):
-            self.prefill_tokens = max(1, sum(_cost(sequence, window.end) for sequence, window in prompts) // 2)
+        if tokens >= 2:
+            self.prefill_tokens = max(1, sum(_cost(sequence, window.end) for sequence, window in windows) // 2)
         else:
             if len(self.running) == 1:  # and one token of a prompt, which then waits until the running sequence has ended
                 for sequence in list(reversed(self.filling)):
@@ -178,15 +227,6 @@ class Schedule:
         if self.states:
             self.states.clear()
 
-    def _grow(self) -> None:
-        """Give every running sequence a block for its newest token; if none is left, preempt one."""
-        for sequence in list(self.running):
-            while sequence.blocks and len(sequence.blocks) < blocks_for(sequence.length):
-                if self.cache.available:
-                    sequence.blocks += self.cache.take(1)
-                else:
-                    self._preempt(self._youngest_of_largest())
-
     def _youngest_of_largest(self) -> Sequence:
         """The youngest sequence of the session that holds most; of several such sessions, the youngest of all."""
         held = self._held()
@@ -203,7 +243,7 @@ class Schedule:
         self.waiting.put_back(sequence.job.session, sequence)
 
     def _remember(self, sequence: Sequence) -> None:
-        full = sequence.stored // BLOCK
+        full = min(sequence.stored, sequence.length) // BLOCK
         self.cache.remember(sequence.keys_of(full), sequence.blocks[:full])
 
     def _release(self, sequence: Sequence) -> None:
@@ -211,6 +251,7 @@ class Schedule:
         self._give_back(sequence.blocks, sequence.slot)
         sequence.blocks, sequence.slot, sequence.stored = [], -1, 0
         sequence.saves, sequence.newest_save = set(), None  # what it saved stays
+        sequence.seat = None
 
     def _give_back(self, blocks: list[int], slot: int) -> None:
         self.cache.give_back(blocks)
@@ -304,24 +345,6 @@ class Schedule:
         self.admissions += 1
         sequence.admitted = self.admissions
         self.filling.append(sequence)
-
-    def _prompt_windows(self) -> list[tuple[Sequence, Window]]:
-        """Pieces of the prompts that are being computed. Sessions share a pass equally; what one does not need goes to the others."""
-        windows = []
-        sessions: dict[str, list[Sequence]] = {}
-        for sequence in self.filling:
-            sessions.setdefault(sequence.job.session, []).append(sequence)
-        budget = self.prefill_tokens
-        modest_first = sorted(sessions.values(), key=lambda group: sum(_cost(s, s.length) for s in group))
-        for behind, group in zip(range(len(modest_first), 0, -1), modest_first, strict=True):
-            share = -(-budget // behind)
-            for sequence in group:
-                if share > 0:
-                    end = self.beginnings.end_of_piece(sequence, max(1, share // sequence.job.cost_of_prompt_token))
-                    share -= _cost(sequence, end)
-                    budget -= _cost(sequence, end)
-                    windows.append((sequence, _window(sequence, end)))
-        return windows
 
 
 def _cost(sequence: Sequence, end: int) -> int:

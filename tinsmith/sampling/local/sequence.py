@@ -9,7 +9,7 @@ import torch
 from tinsmith.models.full import Weights
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.sampling.choose import Choice, Chosen
+from tinsmith.sampling.choose import Choice
 from tinsmith.sampling.prefix import prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleResult, TokensSampled
@@ -68,6 +68,21 @@ class SampleJob:
 
 
 @dataclass(eq=False)
+class Seat:
+    """A row of the batch on the device (`device_batch.py`), as long as one running sequence has it."""
+
+    sequence: "Sequence"
+    row: int
+    blocks: int = 0
+    """How many of the sequence's blocks the row knows."""
+
+    @property
+    def taken(self) -> bool:
+        """Whether the sequence has not left it: what was computed for one that has left is dropped."""
+        return self.sequence.seat is self
+
+
+@dataclass(eq=False)
 class Sequence:
     """One sample of a job."""
 
@@ -86,7 +101,10 @@ class Sequence:
     slot: int = -1
     """Where its state lies, in a model with gated delta nets; -1 while it waits."""
     stored: int = 0
-    """How many of its tokens are computed: their keys and values lie in `blocks`, and the state after them in `slot`."""
+    """How many of its tokens are computed: their keys and values lie in `blocks`, and the state after them in `slot`. What the device has
+    been told to compute counts: whatever it is told later comes after that."""
+    seat: Seat | None = None
+    """Its row of the batch on the device, while it runs."""
     saves: set[int] = field(default_factory=set)
     """After how many blocks its state is to be saved for others, beside the last full one (`beginnings.py`)."""
     newest_save: bytes | None = None
@@ -114,6 +132,11 @@ class Sequence:
         return self.job.num_samples - 1 if self.starts_job else 0
 
     @property
+    def ends_next(self) -> bool:
+        """Whether the device draws its last token now."""
+        return self.stored == self.length and len(self.tokens) + 1 >= self.job.max_new
+
+    @property
     def needed_from(self) -> int:
         """The first position that has to be computed even if it is cached: at least the last one, which gives the next token."""
         scores = self.job.scores
@@ -136,17 +159,18 @@ class Sequence:
         tail = RenderedInput(np.array(self.tokens[answer], dtype=np.int32), (), (), where.expand(rendered.positions.shape[0], -1))
         return tail if start >= prompt else rendered.part(start, prompt).followed_by(tail)
 
-    def append(self, chosen: Chosen) -> None:
-        """Take the next token; it may end the sequence."""
-        if not self.starts or self.starts[-1][0] != self.job.ref.label:
-            self.starts.append((self.job.ref.label, len(self.tokens)))
-        self.tokens.append(chosen.token)
-        self.logprobs.append(chosen.logprob)
-        if self.job.topk:
-            self.tops.append(chosen.top)
-        if self.stop.stops(chosen.token):
+    def append(self, token: int, logprob: float, top: tuple[list[int], list[float]] | None) -> None:
+        """Take the next token, its log-probability and, if they were asked for, the likeliest tokens there; it may end the sequence."""
+        job = self.job
+        if not self.starts or self.starts[-1][0] != job.ref.label:
+            self.starts.append((job.ref.label, len(self.tokens)))
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if top is not None:
+            self.tops.append(top)
+        if self.stop.stops(token):
             self.reason = "stop"
-        elif len(self.tokens) >= self.job.max_new:
+        elif len(self.tokens) >= job.max_new:
             self.reason = "length"
 
     def newest(self) -> TokensSampled:

@@ -31,9 +31,13 @@ class StateSlots:
         self.index = {number: index for index, number in enumerate(shape.delta_layers)}
         """Where a layer's states lie, by its number."""
         layers = len(self.index)
-        self.inputs = torch.zeros(layers, slots, kind.taps - 1, kind.channels, dtype=shape.dtype, device=shape.device)
+        self.scratch = slots
+        """A slot more, which nobody takes: for rows of a batch that nobody has."""
+        self.inputs = torch.zeros(layers, slots + 1, kind.taps - 1, kind.channels, dtype=shape.dtype, device=shape.device)
         """The last inputs of the convolutions."""
-        self.memory = torch.zeros(layers, slots, kind.value_heads, kind.key_dim, kind.value_dim, dtype=torch.float32, device=shape.device)
+        self.memory = torch.zeros(
+            layers, slots + 1, kind.value_heads, kind.key_dim, kind.value_dim, dtype=torch.float32, device=shape.device
+        )
         """The recurrent states."""
         self.total = slots
         self.free: list[int] = []
@@ -111,10 +115,10 @@ class StateSlots:
 class StateSteps:
     """One pass: the states before its windows are read from the slots, those after them wait for `commit`."""
 
-    def __init__(self, states: StateSlots, slots: list[int], lengths: list[int]) -> None:
-        """The slot of each window's sequence, no slot twice, and the tokens of each window."""
+    def __init__(self, states: StateSlots, slots: Tensor, lengths: list[int]) -> None:
+        """The slot of each window's sequence [windows], no slot twice, and the tokens of each window."""
         self.states = states
-        self.slots = torch.tensor(slots, device=states.memory.device)
+        self.slots = slots
         self.lengths = Lengths(tuple(lengths))
         self.inputs: dict[int, Tensor] = {}
         """After the pass, by layer: [windows, taps - 1, channels]."""

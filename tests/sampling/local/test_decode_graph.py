@@ -1,0 +1,127 @@
+"""Decoding steps as CUDA graphs, on a GPU: `TINSMITH_TEST_DEVICE=cuda pytest tests/sampling/local/test_decode_graph.py`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.bases import DEVICE, new_ref, random_adapter, random_tokens, renderer
+from tests.sampling.local.test_decoding import add_mixed, check_equal
+from tests.sampling.local.test_sampler import PARAMS, ask, forward_logprobs, run, sampler_of
+from tinsmith.models.base import BaseModel
+from tinsmith.sampling.local import decode_graph
+from tinsmith.sampling.local.sampler import LocalSampler
+
+pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="a CPU captures no graphs")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rung is captured when it is first needed."""
+    monkeypatch.setattr(decode_graph, "PATIENCE", 1)
+
+
+def graphs_of(sampler: LocalSampler) -> dict[decode_graph.Kind, decode_graph.Captured]:
+    return sampler.decoding.run.graphs
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(("blocks", "prefill"), [(400, 4096), (30, 24)])
+def test_graphs_give_the_tokens_of_the_same_steps_without_graphs(
+    family_base: Callable[[str], BaseModel], family: str, blocks: int, prefill: int
+) -> None:
+    """With adapters, all ways to choose a token, joins, ends, prompts in pieces, and preemptions where the cache is small."""
+    base = family_base(family)
+    captured, eager = (sampler_of(base, blocks, prefill_tokens=prefill, max_running=24, eager=eager) for eager in (False, True))
+    add_mixed(captured, base, 24)
+    add_mixed(eager, base, 24)
+    check_equal(captured, eager)
+    assert graphs_of(captured)
+    assert not captured.decoding.run.eager
+    assert not graphs_of(eager)
+
+
+def test_a_replayed_graph_reads_the_newest_adapter(text_base: BaseModel) -> None:
+    """Published in flight, and sampled one after the other; no graph is captured for it."""
+    sampler, rendered = sampler_of(text_base), renderer(text_base).render([random_tokens(0, 20)])
+    versions = [random_adapter(text_base, 4, seed, ref=new_ref(f"v{seed}", "m")) for seed in range(4)]
+    sampler.add("x", ask(replace(PARAMS, max_tokens=40)), rendered, versions[0])
+    for newest in versions[1:]:
+        for _ in range(6):
+            sampler.step()
+        before = dict(graphs_of(sampler))
+        sampler.publish(newest)
+    (sequence,) = run(sampler)["x"].sequences
+    assert graphs_of(sampler) == before
+    assert [span.version for span in sequence.versions] == ["v0", "v1", "v2", "v3"]
+    for span, version in zip(sequence.versions, versions, strict=True):
+        _, expected = forward_logprobs(text_base, version, rendered, sequence.tokens)
+        np.testing.assert_allclose(sequence.logprobs[span.start : span.end], expected[span.start : span.end], atol=1e-4)
+
+
+def test_graphs_are_captured_again_when_what_they_read_lies_elsewhere(text_base: BaseModel) -> None:
+    """The columns of adapters grow, and the cache is replaced."""
+    sampler, rendered = sampler_of(text_base), renderer(text_base).render([random_tokens(0, 20)])
+    for rank in (8, 40):
+        adapter = random_adapter(text_base, rank, rank)
+        before = dict(graphs_of(sampler))
+        sampler.add("x", ask(), rendered, adapter)
+        (sequence,) = run(sampler)["x"].sequences
+        _, expected = forward_logprobs(text_base, adapter, rendered, sequence.tokens)
+        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
+        assert graphs_of(sampler)
+        assert not set(map(id, before.values())) & set(map(id, graphs_of(sampler).values()))
+    sampler.cache.keys, sampler.cache.values = sampler.cache.keys.clone(), sampler.cache.values.clone()
+    before = dict(graphs_of(sampler))
+    sampler.add("x", ask(), rendered, adapter)
+    assert run(sampler)["x"].sequences[0].tokens == sequence.tokens
+    assert not set(map(id, before.values())) & set(map(id, graphs_of(sampler).values()))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("injected"), RuntimeError("injected")])
+def test_a_capture_that_fails_leaves_the_step_as_it_is(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """It is said once, the tokens are the same, and other rungs are captured."""
+    captured, eager = (sampler_of(text_base, max_running=24, eager=eager) for eager in (False, True))
+    inner = captured.decoding.step.__class__.__call__
+
+    def failing(step: Any, batch: Any, rows: Any, in_place: bool = False) -> Any:
+        logits = inner(step, batch, rows, in_place)
+        if torch.cuda.is_current_stream_capturing() and rows.count == 8:
+            raise error
+        return logits
+
+    monkeypatch.setattr(captured.decoding.step.__class__, "__call__", failing)
+    add_mixed(captured, text_base, 24)
+    add_mixed(eager, text_base, 24)
+    check_equal(captured, eager)
+    failed = [kind.rows for kind in captured.decoding.run.eager]
+    assert set(failed) == {8}
+    assert caplog.text.count("decoding 8 rows runs without a CUDA graph") == len(failed)
+    assert {kind.rows for kind in graphs_of(captured)} - {8}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_nothing_in_a_step_waits_for_the_device(family_base: Callable[[str], BaseModel], family: str, eager: bool) -> None:
+    """PyTorch raises where it would wait."""
+    base = family_base(family)
+    sampler = sampler_of(base, eager=eager)
+    inner = sampler.decoding.run
+
+    def watched(batch: Any, rows: Any) -> Any:
+        if inner._find(batch, rows) is None and not eager:
+            return inner(batch, rows)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return inner(batch, rows)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    sampler.decoding.run = watched  # type: ignore[assignment]
+    add_mixed(sampler, base)
+    run(sampler)

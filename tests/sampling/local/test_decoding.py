@@ -1,0 +1,328 @@
+"""Decoding steps: what lies in the rows on the device, what a step reads, and steps that are launched before the last one is read."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.bases import picture_chunks, random_adapter, random_tokens, renderer
+from tests.sampling.local.test_fairness import of_session
+from tests.sampling.local.test_sampler import PARAMS, ask, forward_logprobs, prompts, run, sampler_of
+from tinsmith.models.base import BaseModel
+from tinsmith.sampling.local import decode_step
+from tinsmith.sampling.local.decode_graph import rung_of
+from tinsmith.sampling.local.decode_step import StepRows
+from tinsmith.sampling.local.device_batch import FIELDS, LENGTH, TOKEN, DeviceBatch
+from tinsmith.sampling.local.paged_attention import paged_reference
+from tinsmith.sampling.local.sampler import LocalSampler
+from tinsmith.sampling.sampler import SampleFailure, SampleResult
+from tinsmith.wire.sample import StopRule
+
+Run = Callable[[DeviceBatch, StepRows], Tensor | None]
+
+
+@contextmanager
+def each_step(sampler: LocalSampler, before: Callable[[DeviceBatch, StepRows], StepRows]) -> Iterator[None]:
+    """Every step of the sampler is given what `before` makes of its rows."""
+    inner = sampler.decoding.run
+
+    def around(batch: DeviceBatch, rows: StepRows) -> Tensor | None:
+        return inner(batch, before(batch, rows))
+
+    sampler.decoding.run = around  # type: ignore[assignment]
+    yield
+    sampler.decoding.run = inner
+
+
+def add_mixed(sampler: LocalSampler, base: BaseModel, number: int = 12) -> None:
+    """Requests that come and go at different times, of several adapters, with all ways to choose a token."""
+    adapters = [None, random_adapter(base, 4, 1), random_adapter(base, 8, 2, train_unembed=False), None]
+    chunks = prompts(base)
+    for index in range(number):
+        params = replace(
+            PARAMS,
+            max_tokens=3 + 7 * index % 30,
+            temperature=(1.0, 0.0, 0.7)[index % 3],
+            top_k=(-1, 5, -1, 40)[index % 4],
+            top_p=(1.0, 1.0, 0.6)[index % 3],
+            seed=2**64 - 1 - index,
+        )
+        request = replace(ask(params, num_samples=1 + index % 3), topk_sample_logprobs=3 * (index % 2))
+        sampler.add(str(index), request, renderer(base).render(chunks[index % len(chunks)]), adapters[index % 4])
+
+
+def check_equal(sampler: LocalSampler, other: LocalSampler) -> None:
+    """Both answer their requests alike."""
+    done, expected = run(sampler), run(other)
+    assert done.keys() == expected.keys()
+    for name, result in done.items():
+        for sequence, same in zip(result.sequences, expected[name].sequences, strict=True):
+            assert sequence.tokens == same.tokens
+            np.testing.assert_allclose(sequence.logprobs, same.logprobs, atol=1e-3)
+            if same.topk is not None:
+                assert sequence.topk is not None
+                np.testing.assert_allclose(sequence.topk.logprobs, same.topk.logprobs, atol=1e-3)
+
+
+# The rows
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
+def test_rows_are_what_the_host_knows_whoever_comes_and_goes(family_base: Callable[[str], BaseModel], family: str) -> None:
+    """In every step of a play with joins, ends and preemptions: as if all sequences had just joined an empty batch."""
+    base = family_base(family)
+    sampler = sampler_of(base, blocks=40, runs_ahead=False, prefill_tokens=24, max_running=6)
+    counts = []
+
+    def check(batch: DeviceBatch, rows: StepRows) -> StepRows:
+        anew = sampler.decoding._batch(len(batch.state))
+        seats = [seat.sequence.seat for seat in batch.seats]
+        for seat in batch.seats:
+            seat.sequence.seat = None
+        anew.follow([seat.sequence for seat in batch.seats])
+        for seat, own in zip(batch.seats, seats, strict=True):
+            seat.sequence.seat = own
+        assert torch.equal(batch.state, anew.state)
+        for row, seat in enumerate(batch.seats):
+            assert seat.row == row
+            known = len(seat.sequence.blocks) + 1  # with the scratch block behind them
+            assert torch.equal(batch.table[row, :known], anew.table[row, :known])
+        assert not batch.table[len(batch.seats) :].any()
+        counts.append(rows.count)
+        return rows
+
+    add_mixed(sampler, base)
+    with each_step(sampler, check):
+        run(sampler)
+    assert {2, 3, 6} <= set(counts)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
+def test_dead_rows_change_nothing(family_base: Callable[[str], BaseModel], family: str) -> None:
+    """A graph computes rows that nobody has behind those of the batch. Here they are full of NaN in the scratch block and slot."""
+    base = family_base(family)
+    alone, padded = (sampler_of(base, runs_ahead=True, max_running=16) for _ in range(2))
+
+    def pad(batch: DeviceBatch, rows: StepRows) -> StepRows:
+        padded.cache.keys[:, 0] = padded.cache.values[:, 0] = float("nan")
+        if padded.states:
+            padded.states.memory[:, padded.states.scratch] = float("nan")
+        assert torch.equal(batch.state[rows.count :], torch.from_numpy(batch.dead_row()).expand(len(batch.state) - rows.count, FIELDS))
+        count = rung_of(rows.count, len(batch.state))
+        return replace(rows, count=count, groups=[decode_step.AttendTogether(None, batch.table.shape[1])])
+
+    add_mixed(alone, base)
+    add_mixed(padded, base)
+    with each_step(padded, pad):
+        check_equal(padded, alone)
+
+
+def test_rungs_hold_the_rows_and_no_more_than_there_are_places() -> None:
+    assert [rung_of(rows, 300) for rows in (1, 2, 3, 33, 64, 65, 200, 257)] == [1, 2, 4, 48, 64, 96, 256, 300]
+    assert [rung_of(rows, 40) for rows in (8, 9, 33, 40)] == [8, 16, 40, 40]
+    assert rung_of(257, 1000) == 512
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses operations for which a host waits for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = func.name()
+        masks = name.startswith(("aten::index.", "aten::index_put")) and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if masks or name.startswith(("aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::masked_select", "aten::equal")):
+            raise AssertionError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl", "qwen3", "qwen3_vl", "qwen3_5"])
+def test_a_step_waits_for_nothing(family_base: Callable[[str], BaseModel], family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With adapters and all ways to choose tokens. Attention is the one that reads its lengths on the device, as the kernel does."""
+    base = family_base(family)
+    monkeypatch.setattr(decode_step, "paged_attention", paged_reference)
+    sampler = sampler_of(base, runs_ahead=True)
+    inner, steps = sampler.decoding.run, []
+
+    def watched(batch: DeviceBatch, rows: StepRows) -> Tensor | None:
+        steps.append(rows)
+        with NoWaiting():
+            return inner(batch, rows)
+
+    monkeypatch.setattr(sampler.decoding, "run", watched)
+    add_mixed(sampler, base)
+    run(sampler)
+    assert any(rows.truncates and rows.has_adapters and rows.needs_logits for rows in steps)
+
+
+def test_what_waits_is_noticed() -> None:
+    with NoWaiting(), pytest.raises(AssertionError, match="waits for the device"):
+        torch.ones(3)[torch.tensor([True, False, True])]
+    with NoWaiting(), pytest.raises(AssertionError, match="waits for the device"):
+        torch.ones(3).max().item()
+
+
+# Steps that are launched ahead
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("blocks", [400, 16])
+def test_launching_ahead_changes_no_answer(family_base: Callable[[str], BaseModel], family: str, blocks: int) -> None:
+    base = family_base(family)
+    each, ahead = (sampler_of(base, blocks, runs_ahead=runs_ahead, prefill_tokens=24, max_running=6) for runs_ahead in (False, True))
+    add_mixed(each, base)
+    add_mixed(ahead, base)
+    check_equal(ahead, each)
+
+
+def test_a_step_is_under_way_while_the_tokens_of_the_last_are_read(text_base: BaseModel) -> None:
+    """Also when a sequence has ended, when one joins, and when one needs a block; not when there is none."""
+    sampler = sampler_of(text_base, blocks=8, runs_ahead=True)
+    sampler.add("long", ask(replace(PARAMS, max_tokens=40)), renderer(text_base).render([random_tokens(0, 20)]), None)
+    sampler.add("short", ask(replace(PARAMS, max_tokens=6)), renderer(text_base).render([random_tokens(1, 20)]), None)
+    sampler.step()
+    under_way = []
+    while sampler.schedule.running:
+        sampler.step()
+        under_way.append(len(sampler.flights))
+        if len(under_way) == 10:
+            sampler.add("joins", ask(replace(PARAMS, max_tokens=50)), renderer(text_base).render([random_tokens(2, 20)]), None)
+    assert under_way[:10] == [1] * 10
+    assert under_way.count(0) <= 16 + 1  # the cache is full for the last tokens of "long", until it ends
+    run(sampler)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("when", range(2, 6))
+def test_what_happens_between_steps_finds_one_under_way(family_base: Callable[[str], BaseModel], family: str, when: int) -> None:
+    """A sample is cancelled, another stops at a token that nobody foresaw: the rest get their tokens."""
+    base = family_base(family)
+    asked = {str(number): renderer(base).render([random_tokens(number, 14 + number)]) for number in range(4)}
+    alone = sampler_of(base, runs_ahead=False)
+    for name, rendered in asked.items():
+        alone.add(name, ask(num_samples=2), rendered, None)
+    expected = run(alone)
+    stop = expected["1"].sequences[0].tokens[when]
+
+    sampler = sampler_of(base, runs_ahead=True)
+    for name, rendered in asked.items():
+        rule = StopRule(eos=False, strings=(), token_ids=(stop,) if name == "1" else ())
+        sampler.add(name, ask(replace(PARAMS, stop=rule), num_samples=2), rendered, None)
+    for _ in range(when):
+        sampler.step()
+    assert sampler.flights
+    sampler.cancel("2")
+    done = run(sampler)
+    assert sorted(done) == ["0", "1", "3"]
+    for name in ("0", "3"):
+        assert [s.tokens for s in done[name].sequences] == [s.tokens for s in expected[name].sequences]
+    for mine, whole in zip(done["1"].sequences, expected["1"].sequences, strict=True):
+        assert mine.tokens == whole.tokens[: whole.tokens.index(stop) + 1 if stop in whole.tokens else None]
+    for name, result in done.items():
+        _, answer = forward_logprobs(base, None, asked[name], result.sequences[0].tokens)
+        np.testing.assert_allclose(result.sequences[0].logprobs, answer, atol=1e-4)
+
+
+def test_abandoning_leaves_nothing_under_way(hybrid_base: BaseModel) -> None:
+    sampler = sampler_of(hybrid_base, runs_ahead=True)
+    rendered = renderer(hybrid_base).render([random_tokens(0, 20)])
+    for _ in range(2):
+        sampler.add("x", ask(num_samples=3), rendered, random_adapter(hybrid_base))
+        for _ in range(4):
+            assert sampler.step() == []
+        sampler.abandon()
+        assert not sampler.has_work
+        assert sampler.step() == []
+    sampler.add("x", ask(num_samples=3), rendered, None)
+    assert len(run(sampler)["x"].sequences) == 3
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_step_that_always_fails_for_one_job_fails_that_job_alone(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
+) -> None:
+    sampler, alone = sampler_of(text_base, runs_ahead=runs_ahead), sampler_of(text_base, runs_ahead=False)
+    for each in (sampler, alone):
+        for number in range(4):
+            each.add(str(number), ask(num_samples=2), renderer(text_base).render([random_tokens(number, 9)]), None)
+    expected = {name: [s.tokens for s in result.sequences] for name, result in run(alone).items() if name != "2"}
+    inner = decode_step.DecodeStep.__call__
+
+    def failing(step: Any, batch: DeviceBatch, rows: StepRows) -> Tensor:
+        logits = inner(step, batch, rows)
+        if any(seat.sequence.job.request_id == "2" and len(seat.sequence.tokens) > 4 for seat in batch.seats):
+            raise RuntimeError("injected")  # when the rows have been advanced
+        return logits
+
+    monkeypatch.setattr(decode_step.DecodeStep, "__call__", failing)
+    done: dict[str, Any] = {}
+    while sampler.has_work:
+        for event in sampler.step():
+            done[event.request_id] = event
+    assert isinstance(done.pop("2"), SampleFailure)
+    assert {name: [s.tokens for s in event.sequences] for name, event in done.items() if isinstance(event, SampleResult)} == expected
+
+
+# Weights that share a step, and such that do not
+
+
+def test_adapters_without_room_or_with_nan_run_apart(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three adapters find 32 columns, two large ones do not, and one has no finite weights; full rows of the base are beside them."""
+    monkeypatch.setattr("tinsmith.sampling.local.decoding.MOST_COLUMNS", 32)
+    sick = random_adapter(text_base, 4, 9)
+    for pair in sick.masters.values():
+        pair.b.fill_(float("nan"))
+    sick.refresh()
+    owners = [None, sick, *(random_adapter(text_base, rank, rank) for rank in (4, 8, 16, 24, 30))]
+    sampler = sampler_of(text_base)
+    rendered = renderer(text_base).render([random_tokens(0, 20)])
+    for number, owner in enumerate(owners):
+        sampler.add(str(number), of_session("ab"[number % 2], 20), rendered, owner)
+    sampler.step()
+    sampler.step()
+    assert sorted(adapter.shape.rank for adapter in sampler.decoding.placed.values()) == [4, 8, 16]
+    assert len(sampler.decoding.batches) == 4
+    done = run(sampler)
+    for number, owner in enumerate(owners):
+        (sequence,) = done[str(number)].sequences
+        assert len(sequence.tokens) == 20
+        if owner is not sick:
+            _, expected = forward_logprobs(text_base, owner, rendered, sequence.tokens)
+            np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
+    sampler.add("later", ask(), rendered, owners[-1])
+    sampler.step()
+    sampler.step()
+    assert [adapter.shape.rank for adapter in sampler.decoding.placed.values()] == [30]
+    assert list(sampler.decoding.batches) == [0]
+    run(sampler)
+
+
+def test_rows_take_the_columns_of_newer_weights(vision_base: BaseModel) -> None:
+    """What lies in the columns of an adapter that nobody samples any more is written over."""
+    sampler = sampler_of(vision_base, runs_ahead=True)
+    rendered = renderer(vision_base).render(picture_chunks(vision_base, 0, 5))
+    for seed in range(4):
+        adapter = random_adapter(vision_base, 16, seed)
+        sampler.add("x", ask(num_samples=2), rendered, adapter)
+        for sequence in run(sampler)["x"].sequences:
+            _, expected = forward_logprobs(vision_base, adapter, rendered, sequence.tokens)
+            np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
+    assert sampler.decoding.adapters.columns == 32
+
+
+def test_a_row_holds_tokens_and_lengths_that_the_device_advances(text_base: BaseModel) -> None:
+    sampler = sampler_of(text_base, runs_ahead=False)
+    sampler.add("x", ask(), renderer(text_base).render([random_tokens(0, 7)]), None)
+    sampler.step()
+    for tokens in range(2, 5):
+        sampler.step()
+        (sequence,) = sampler.schedule.running
+        state = sampler.decoding.batches[0].state[0].tolist()
+        assert (state[TOKEN], state[LENGTH]) == (sequence.tokens[-1], 7 + tokens)

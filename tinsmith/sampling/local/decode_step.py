@@ -1,0 +1,240 @@
+"""One decoding step: the newest token of each row of the batch goes through the model, and the token that follows is drawn.
+
+All of it is computed on the device from what lies there. Nothing is read on the host and no shape depends on a value, so a step can be
+captured in a CUDA graph and replayed (`decode_graph.py`).
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinsmith.models.base import BaseModel, PackedRow
+from tinsmith.models.batched_lora import BatchedAdapters
+from tinsmith.models.decoder import Decoder
+from tinsmith.models.full import FullWeights, Weights
+from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
+from tinsmith.models.layout import LM_HEAD
+from tinsmith.models.packed_lora import SegmentAdapters
+from tinsmith.rendering.packing import segments_of
+from tinsmith.sampling.choose import DeviceChoice, choose_next
+from tinsmith.sampling.local.delta_step import convolve_step, delta_step
+from tinsmith.sampling.local.device_batch import (
+    ADVANCE,
+    COLUMNS,
+    DRAWN,
+    LENGTH,
+    POSITION,
+    SAMPLE,
+    SEED,
+    SLOT,
+    TEMPERATURE,
+    TOKEN,
+    TOP_K,
+    TOP_P,
+    DeviceBatch,
+    write_places,
+)
+from tinsmith.sampling.local.kv_cache import KVCache
+from tinsmith.sampling.local.paged_attention import paged_attention
+from tinsmith.sampling.local.states import StateSlots, StateSteps
+from tinsmith.training.logprobs import head_logits, head_lora
+
+NARROW = 16
+"""Rows of up to so many blocks attend together on a CPU: few large calls beat a little less padding."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttendTogether:
+    """Rows that attend in one call."""
+
+    rows: Tensor | None
+    """None is all of them."""
+    blocks: int
+    """The most that one of them has."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """What the host knows of the rows of one step."""
+
+    count: int
+    truncates: bool
+    """Whether a row asks for top-k or top-p."""
+    needs_logits: bool
+    """Whether a row asks for its likeliest tokens."""
+    has_adapters: bool
+    """Whether a row has columns of `BatchedAdapters`."""
+    groups: Sequence[AttendTogether]
+    owner: Weights | None = None
+    """Whose weights all rows are computed with, where these are not among the columns; None for the base and its columns."""
+
+
+class StepsInPlace:
+    """Steps the states of gated delta nets where they lie, for a step that is not tried again: there is no copy of any."""
+
+    def __init__(self, states: StateSlots, slots: Tensor) -> None:
+        """`slots` [rows] are those of the rows; rows that nobody has may share one."""
+        self.states = states
+        self.slots = slots
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """As `PassPlan.convolve`."""
+        return convolve_step(x, weight, self.states.inputs[self.states.index[layer]], self.slots)
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """As `PassPlan.delta_rule`."""
+        return delta_step(query, key, value, decay, beta, self.states.memory[self.states.index[layer]], self.slots)
+
+    def commit(self) -> None:
+        """The states are those after the step already."""
+
+
+class DecodePlan:
+    """The `PassPlan` of one new token for each row of a batch."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        state: Tensor,
+        table: Tensor,
+        groups: Sequence[AttendTogether],
+        steps: StateSteps | StepsInPlace | None,
+    ) -> None:
+        self.cache = cache
+        self.places = write_places(state, table)
+        lengths = state[:, LENGTH].to(torch.int32)
+        self.groups = [
+            (group.rows, table[:, : group.blocks], lengths)
+            if group.rows is None
+            else (group.rows, table[group.rows, : group.blocks], lengths[group.rows])
+            for group in groups
+        ]
+        self.steps = steps
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        self.cache.store(layer, self.places, key, value)
+        keys, values = self.cache.of_layer(layer)
+        out = None
+        for rows, table, lengths in self.groups:
+            if rows is None:
+                return paged_attention(query, keys, values, table, lengths, scale, window)
+            out = torch.empty_like(query) if out is None else out
+            out[rows] = paged_attention(query[rows], keys, values, table, lengths, scale, window)
+        assert out is not None, "a step has rows"
+        return out
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        assert self.steps, "a gated delta net needs states"
+        return self.steps.convolve(layer, x, weight)
+
+    def delta_rule(self, layer: int, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        assert self.steps, "a gated delta net needs states"
+        return self.steps.delta_rule(layer, query, key, value, decay, beta)
+
+
+class DecodeStep:
+    """Decoding steps of one base model over one cache."""
+
+    def __init__(self, base: BaseModel, cache: KVCache, states: StateSlots | None, adapters: BatchedAdapters) -> None:
+        """`adapters` has the columns of the rows."""
+        self.base = base
+        self.cache = cache
+        self.states = states
+        self.adapters = adapters
+        vocabulary = (0, base.vocab_size)
+        self.head = JoinedLinear(base.layout.projections[LM_HEAD], (vocabulary,), (WeightPiece(vocabulary, base.lm_head, None),))
+
+    def __call__(self, batch: DeviceBatch, rows: StepRows, in_place: bool = False) -> Tensor:
+        """Compute the first rows of the batch and advance them; returns their logits [rows, vocabulary] in float32.
+
+        What was drawn lies in `batch.drawn`. If it raises, the rows are wrong, but no state of a gated delta net has been stepped, unless
+        they are stepped `in_place`.
+        """
+        state, table = batch.state[: rows.count], batch.table[: rows.count]
+        steps: StateSteps | StepsInPlace | None = None
+        if self.states:
+            slots = state[:, SLOT]
+            steps = StepsInPlace(self.states, slots) if in_place else StateSteps(self.states, slots, [1] * rows.count)
+        plan = DecodePlan(self.cache, state, table, rows.groups, steps)
+        positions = (state[:, LENGTH] + state[:, POSITION]).expand(3 if self.base.family.mrope else 1, -1)
+        if rows.owner is None and self.base.decoder is not None:
+            logits = self._logits(self.base.decoder, state, positions, plan, rows.has_adapters)
+        else:
+            logits = self._logits_of(rows.owner, state, positions, plan)
+        tokens, logprobs = choose_next(logits, choice_of_rows(state), rows.truncates)
+        if steps:
+            steps.commit()
+        batch.drawn[: rows.count].copy_(torch.stack([tokens.double(), logprobs.double()], dim=1))
+        state[:, TOKEN].copy_(tokens)
+        state[:, LENGTH].add_(state[:, ADVANCE])
+        return logits
+
+    def can_be_captured(self, rows: StepRows) -> bool:
+        """Whether a CUDA graph can hold such a step: our own decoder waits for nothing, of transformers' modules nobody knows."""
+        return rows.owner is None and self.base.decoder is not None
+
+    def places(self) -> Hashable:
+        """Where all lies that steps read, but for the batch: as long as this is equal, a captured step can be replayed."""
+        tensors = [self.cache.keys, self.cache.values, self.base.lm_head, next(self.base.language_model.parameters())]
+        if self.states:
+            tensors += [self.states.inputs, self.states.memory]
+        return self.adapters.generation, *(tensor.data_ptr() for tensor in tensors)
+
+    def _logits(self, decoder: Decoder, state: Tensor, positions: Tensor, plan: DecodePlan, has_adapters: bool) -> Tensor:
+        """[rows, vocabulary] float32 of rows of the base and of adapters that have columns."""
+        adapters = self.adapters.for_rows(state[:, COLUMNS : COLUMNS + 2]) if has_adapters else SegmentAdapters(())
+        embeddings = self.base.language_model.get_input_embeddings()(state[:, TOKEN])
+        hidden = decoder.forward(embeddings, positions, plan, adapters)
+        return adapters.apply(self.head, hidden).float()
+
+    def _logits_of(self, owner: Weights | None, state: Tensor, positions: Tensor, plan: DecodePlan) -> Tensor:
+        """[rows, vocabulary] float32 of rows that all have these weights."""
+        row = PackedRow(
+            token_ids=state[:, TOKEN],
+            positions=positions,
+            lengths=[1] * len(state),
+            segments=segments_of([len(state)], [owner]),
+            picture_index=torch.empty(0, dtype=torch.int64),
+            pictures=[],
+            full=owner if isinstance(owner, FullWeights) else None,
+        )
+        return head_logits(self.base.hidden_states(row, plan), self.base.head(owner), *head_lora(owner))
+
+
+def choice_of_rows(state: Tensor) -> DeviceChoice:
+    """How each row wants its next token chosen, from `DeviceBatch.state`."""
+    numbers = state.view(torch.float64)
+    return DeviceChoice(
+        temperature=numbers[:, TEMPERATURE].float(),
+        top_k=state[:, TOP_K],
+        top_p=numbers[:, TOP_P].float(),
+        seed=state[:, SEED],
+        sample=state[:, SAMPLE],
+        position=state[:, LENGTH] + state[:, DRAWN],
+    )
+
+
+def rows_of(batch: DeviceBatch, owner: Weights | None) -> StepRows:
+    """What the host knows of the rows that are taken. `owner` is that of all of them, if their weights have no columns."""
+    jobs = [seat.sequence.job for seat in batch.seats]
+    on_cpu = batch.device.type == "cpu"
+    return StepRows(
+        count=len(jobs),
+        truncates=any(job.params.top_k > 0 or job.params.top_p < 1 for job in jobs),
+        needs_logits=any(job.topk for job in jobs),
+        has_adapters=owner is None and any(job.weights is not None for job in jobs),
+        groups=_similar([seat.blocks for seat in batch.seats]) if on_cpu else [AttendTogether(None, batch.table.shape[1])],
+        owner=owner,
+    )
+
+
+def _similar(blocks: list[int]) -> list[AttendTogether]:
+    """Rows whose numbers of blocks differ by a factor of two at most."""
+    classes: dict[int, list[int]] = {}
+    for row, count in enumerate(blocks):
+        classes.setdefault((max(count, NARROW) - 1).bit_length(), []).append(row)
+    if len(classes) == 1:
+        return [AttendTogether(None, max(blocks))]
+    return [AttendTogether(torch.tensor(rows), max(blocks[row] for row in rows)) for rows in classes.values()]

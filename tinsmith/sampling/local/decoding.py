@@ -1,0 +1,199 @@
+"""Decoding steps as the host sees them: it tells the device to compute one, and reads what was drawn when that is done.
+
+Between the two the host may tell the device to compute the next step, or anything else: the device does one thing after the other. A
+sequence that has left its row meanwhile gets none of the tokens that were drawn for it.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.errors import UserError
+from tinsmith.models.base import BaseModel
+from tinsmith.models.batched_lora import BatchedAdapters
+from tinsmith.models.device import upload
+from tinsmith.models.full import Weights
+from tinsmith.models.lora import Adapter
+from tinsmith.models.threads import threads_for
+from tinsmith.sampling.choose import likeliest
+from tinsmith.sampling.local.decode_graph import StepRunner
+from tinsmith.sampling.local.decode_step import DecodeStep, StepRows, rows_of
+from tinsmith.sampling.local.device_batch import DeviceBatch
+from tinsmith.sampling.local.kv_cache import KVCache, blocks_for
+from tinsmith.sampling.local.sequence import Seat
+from tinsmith.sampling.local.sequence import Sequence as Sampled
+from tinsmith.sampling.local.states import StateSlots
+
+log = logging.getLogger(__name__)
+
+MOST_COLUMNS = 512
+"""Ranks of adapters that are decoded together, in all: eight adapters of rank 64. More than that run apart."""
+
+Drawn = tuple[Sampled, int, float, tuple[list[int], list[float]] | None]
+"""A sequence, its next token, the token's log-probability, and the likeliest tokens there if the sequence wants them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tops:
+    """The likeliest tokens at the rows of a step that want them."""
+
+    rows: dict[int, int]
+    """How many each row wants, in the order of `ids`."""
+    ids: Tensor
+    """[rows that want some, most that one wants], on the host once the step is done."""
+    logprobs: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """A step that the device was told to compute, and whose tokens the host has not read yet."""
+
+    seats: tuple[Seat, ...]
+    """By row."""
+    drawn: Tensor
+    """[rows, 2] tokens and log-probabilities, on the host once the step is done."""
+    tops: Tops | None
+    done: torch.cuda.Event | None
+    """None on a CPU, which is done at once."""
+
+
+class Decoding:
+    """The batches of one sampler.
+
+    The base and its adapters share one, whose steps are graphs. Weights that cannot be among its columns have batches of their own: full
+    weights, adapters that hold a NaN or find no room, and all adapters of a model that runs through transformers' modules.
+    """
+
+    def __init__(self, base: BaseModel, cache: KVCache, states: StateSlots | None, places: int, eager: bool) -> None:
+        """`places` is the most sequences that run at once; with `eager` no step becomes a graph."""
+        self.base = base
+        self.cache = cache
+        self.adapters = BatchedAdapters(base.layout, base.device, base.dtype, MOST_COLUMNS)
+        self.placed: dict[int, Adapter] = {}
+        """Adapters that have columns, by id."""
+        self.apart: dict[int, Weights] = {}
+        """Weights that have none, by id."""
+        self.step = DecodeStep(base, cache, states, self.adapters)
+        self.run = StepRunner(self.step, captures=base.device.type == "cuda" and not eager)
+        self.places = places
+        self.blocks = min(cache.total, blocks_for(base.max_context))
+        self.scratch_slot = states.scratch if states else 0
+        self.batches: dict[int, DeviceBatch] = {}
+        """By the id of weights that are apart; 0 for all others."""
+
+    def groups(self, running: Sequence[Sampled]) -> list[list[Sampled]]:
+        """The sequences that share a step, in one list each."""
+        self._follow_owners({id(sequence.job.weights): sequence.job.weights for sequence in running})
+        groups: dict[int, list[Sampled]] = {}
+        for sequence in running:
+            groups.setdefault(self._key(sequence), []).append(sequence)
+        return list(groups.values())
+
+    def launch(self, sequences: Sequence[Sampled]) -> Flight:
+        """Tell the device to compute the next token of all sequences of one group.
+
+        If it raises, no sequence has changed. It must not be called again then before the flights under way are collected.
+        """
+        key = self._key(sequences[0])
+        batch = self.batches.get(key)
+        if batch is None:
+            batch = self.batches[key] = self._batch(self.places)
+        return self._launch(batch, sequences, self.step if key else self.run)
+
+    def launch_alone(self, sequences: Sequence[Sampled]) -> Flight:
+        """As `launch`, for some of a group, after a step of the whole group has failed."""
+        for sequence in sequences:
+            sequence.seat = None
+        return self._launch(self._batch(len(sequences)), sequences, self.step)
+
+    def _launch(self, batch: DeviceBatch, sequences: Sequence[Sampled], run: Callable[[DeviceBatch, StepRows], Tensor | None]) -> Flight:
+        with torch.no_grad(), threads_for(self.base, len(sequences)):
+            self.cache.clean()
+            batch.follow(sequences)
+            batch.is_wrong = True
+            logits = run(batch, rows_of(batch, self.apart.get(id(sequences[0].job.weights))))
+            tops = None if logits is None else self._tops(batch, logits)
+            drawn = self._to_host(batch.drawn[: len(sequences)])
+            batch.is_wrong = False
+        done = None
+        if self.base.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        for sequence in sequences:
+            sequence.stored += 1
+        return Flight(tuple(batch.seats), drawn, tops, done)
+
+    def _batch(self, places: int) -> DeviceBatch:
+        return DeviceBatch(places, self.blocks, self.base.device, self.scratch_slot, self._columns)
+
+    def _columns(self, sequence: Sampled) -> tuple[int, int]:
+        adapter = self.placed.get(id(sequence.job.weights))
+        return (0, 0) if adapter is None else self.adapters.place(adapter) or (0, 0)
+
+    def _key(self, sequence: Sampled) -> int:
+        owner = id(sequence.job.weights)
+        return owner if owner in self.apart else 0
+
+    def _follow_owners(self, owners: Mapping[int, Weights | None]) -> None:
+        """Give columns to the adapters among these weights, by id, and take them from those that nothing runs with."""
+        for gone in self.apart.keys() - owners.keys():
+            del self.apart[gone]
+            self.batches.pop(gone, None)
+        for gone in self.placed.keys() - owners.keys():
+            self.adapters.forget(self.placed.pop(gone))
+        for key, weights in owners.items():
+            if weights is None or key in self.placed or key in self.apart:
+                continue
+            if self.base.decoder is not None and isinstance(weights, Adapter) and self._find_room(weights):
+                self.placed[key] = weights
+            else:
+                self.apart[key] = weights
+
+    def _find_room(self, adapter: Adapter) -> bool:
+        try:
+            return self.adapters.place(adapter) is not None
+        except (UserError, RuntimeError) as error:  # it is not finite, there is no memory, or its matrices are misshapen
+            log.warning("an adapter is decoded apart from others, which is slower: %s", error)
+            return False
+
+    def collect(self, flight: Flight) -> Iterator[Drawn]:
+        """Wait until a step is done; yields what was drawn for the sequences that have not left meanwhile."""
+        if flight.done is not None:
+            flight.done.synchronize()
+        tops = _lists(flight.tops) if flight.tops else {}
+        for row, (seat, (token, logprob)) in enumerate(zip(flight.seats, flight.drawn.tolist(), strict=True)):
+            if seat.taken:
+                yield seat.sequence, int(token), logprob, tops.get(row)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.batches.clear()
+        self._follow_owners({})
+
+    def _tops(self, batch: DeviceBatch, logits: Tensor) -> Tops | None:
+        wanted = {seat.row: seat.sequence.job.topk for seat in batch.seats if seat.sequence.job.topk}
+        if not wanted:
+            return None
+        rows = list(wanted)
+        temperatures = [batch.seats[row].sequence.job.params.temperature or 1.0 for row in rows]
+        ids, logprobs = likeliest(
+            logits.index_select(0, upload(np.array(rows), logits.device)),
+            upload(np.array(temperatures, dtype=np.float32), logits.device),
+            max(wanted.values()),
+        )
+        return Tops(wanted, self._to_host(ids), self._to_host(logprobs))
+
+    def _to_host(self, values: Tensor) -> Tensor:
+        """A copy on the host, which is there when the device has got so far."""
+        if values.device.type == "cpu":
+            return values.clone()
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
+def _lists(tops: Tops) -> dict[int, tuple[list[int], list[float]]]:
+    ids, logprobs = tops.ids.tolist(), tops.logprobs.tolist()
+    return {row: (ids[i][:count], logprobs[i][:count]) for i, (row, count) in enumerate(tops.rows.items())}
