@@ -25,7 +25,7 @@ def pytest_report_header() -> list[str]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     libraries = [f"{name} {metadata.version(name)}" for name in ("torch", "triton", "transformers")]
     day = time.strftime("%Y-%m-%d", time.gmtime())
-    return [f"{torch.cuda.get_device_name()}, {', '.join(libraries)}, commit {commit or os.environ.get('COMMIT', 'unknown')}, {day}"]
+    return [f"{torch.cuda.get_device_name()}, {', '.join(libraries)}, commit {os.environ.get('COMMIT') or commit or 'unknown'}, {day}"]
 
 
 @pytest.fixture(scope="session", autouse=True)
