@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.plain_losses import DEFAULTS, FORMULAS
 from tinsmith.errors import NotBuiltError, UserError
+from tinsmith.training.datum_spans import DatumSpans
 from tinsmith.training.losses import LOSSES, NOT_BUILT, cross_entropy, find_loss
 from tinsmith.training.stable_reinforce import METRICS
 
@@ -32,9 +33,14 @@ def policy_inputs(seed: int, length: int, drift: float) -> tuple[Tensor, Inputs]
     return logprobs, {"logprobs": sampled, "advantages": advantages, "sequence_ratio_mask": mask}
 
 
+def alone(logprobs: Tensor) -> DatumSpans:
+    """All positions belong to one datum."""
+    return DatumSpans([len(logprobs)], logprobs.device)
+
+
 def value_and_gradient(name: str, logprobs: Tensor, inputs: Inputs, **config: float) -> tuple[Tensor, Tensor]:
     leaf = logprobs.clone().requires_grad_()
-    loss = find_loss(name, config).compute(leaf, inputs)
+    loss = find_loss(name, config).compute(leaf, inputs, alone(logprobs)).sum()
     (gradient,) = torch.autograd.grad(loss, [leaf])
     return loss.detach(), gradient
 
@@ -48,7 +54,7 @@ def test_cross_entropy_is_the_weighted_sum_with_weights_of_any_sign(shape: tuple
     torch.manual_seed(0)
     logprobs = -torch.rand(shape).requires_grad_()
     weights = torch.randn(shape)
-    loss = cross_entropy(logprobs, {"weights": weights}, {})
+    loss = cross_entropy(logprobs, {"weights": weights}, {}, alone(logprobs)).sum()
     torch.testing.assert_close(loss, -(weights * logprobs).sum())
     (grad,) = torch.autograd.grad(loss, [logprobs])
     assert torch.equal(grad, -weights)
@@ -149,6 +155,33 @@ def test_a_position_without_weight_or_advantage_contributes_exactly_zero(name: s
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("sick", [False, True])
+def test_datums_of_one_row_have_the_losses_that_they_have_alone(name: str, sick: bool) -> None:
+    """Also beside one that is full of NaN."""
+    lengths, generator = (9, 4, 30, 17), torch.Generator().manual_seed(0)
+    each = [policy_inputs(seed, length, 1.0) for seed, length in enumerate(lengths)]
+    for logprobs, inputs in each:
+        inputs["weights"] = torch.rand(len(logprobs), generator=generator) if name == "cross_entropy" else inputs["sequence_ratio_mask"]
+    if sick:
+        each[1][0].fill_(float("nan"))
+    loss = find_loss(name, {"kl_coeff": 0.3} if name == "stable_reinforce" else {})
+    row = torch.cat([logprobs for logprobs, _ in each]).requires_grad_()
+    inputs = {key: torch.cat([own[key] for _, own in each]) for key in each[0][1]}
+    spans = DatumSpans(lengths, row.device)
+    of_positions, metrics = loss.compute(row, inputs, spans), loss.diagnose(row.detach(), inputs, spans)
+    (gradient,) = torch.autograd.grad(of_positions, [row], torch.ones_like(of_positions))
+    together = zip(of_positions.detach().split(lengths), gradient.split(lengths), metrics.T, each, strict=True)
+    for place, (mine, slope, numbers, (logprobs, own)) in enumerate(together):
+        if sick and place == 1:
+            assert mine.isnan().any()
+            continue
+        value, expected = value_and_gradient(name, logprobs, own, **loss.config)
+        torch.testing.assert_close(mine.sum(), value)
+        assert torch.equal(slope, expected)
+        assert torch.equal(numbers, loss.diagnose(logprobs, own, alone(logprobs)).flatten())
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
 def test_the_inputs_say_where_a_gradient_may_be(name: str) -> None:
     """All others are exactly 0, whatever the log-probabilities are: the LM head computes no gradient there."""
     for seed, drift in itertools.product(range(8), (0.05, 1.5)):
@@ -221,7 +254,7 @@ def test_stable_reinforce_has_the_values_that_its_formula_gives_by_hand() -> Non
     loss, gradient = value_and_gradient("stable_reinforce", logprobs, inputs, kl_coeff=0.1)
     assert float(loss) == pytest.approx(0.11623 + 0.074023, abs=1e-5)
     assert gradient.tolist() == pytest.approx([0.0, -0.34869 - 0.069315, 0.46492 + 0.1], abs=1e-5)
-    named = dict(zip(METRICS, LOSSES["stable_reinforce"].diagnose(logprobs, inputs).tolist(), strict=True))
+    named = dict(zip(METRICS, LOSSES["stable_reinforce"].diagnose(logprobs, inputs, alone(logprobs)).flatten().tolist(), strict=True))
     assert named == pytest.approx(
         {
             "tinsmith_stable_reinforce/weight": 0.23246 * 2.5 / 2,
@@ -276,7 +309,7 @@ def test_stable_reinforce_takes_weight_from_a_sequence_that_has_drifted_as_a_who
 
 def test_only_a_loss_that_says_more_than_its_value_is_asked_for_it() -> None:
     assert [name for name, loss in LOSSES.items() if loss.metrics] == ["stable_reinforce"]
-    assert len(LOSSES["ppo"].diagnose(torch.zeros(3), {})) == 0
+    assert LOSSES["ppo"].diagnose(torch.zeros(3), {}, DatumSpans([2, 1], torch.device("cpu"))).shape == (0, 2)
 
 
 def test_losses_that_are_not_built_say_what_to_use_instead() -> None:

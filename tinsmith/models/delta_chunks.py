@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.models.compiled import compiled
+from tinsmith.models.device import upload
 
 SMALLEST, LARGEST = 16, 64
 """Tokens of a chunk: about the width of a head, where what grows with the one balances what grows with the other, and no more than the
@@ -91,7 +92,7 @@ def chunks_of(lengths: tuple[int, ...], width: int, device: torch.device) -> Chu
     offsets = np.concatenate([np.arange(length) for length in lengths])  # [tokens]
     chunk = starts[offsets // size] + np.repeat(rank, tokens)
     slabs = tuple((int(start), int(end)) for start, end in itertools.pairwise(starts))
-    indices = (torch.from_numpy(array).to(device) for array in (chunk, offsets % size, order, rank))
+    indices = (upload(array, device) for array in (chunk, offsets % size, order, rank))
     return Chunks(size, slabs, *indices)
 
 

@@ -4,14 +4,16 @@ They serve half precision on CUDA. float32 is computed by our own code, as their
 refuses Triton 3.4 to 3.7.0 on Hopper GPUs, where its gradients would be wrong; then our own code serves half precision too.
 """
 
-import itertools
 import logging
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from tinsmith.models.device import upload
 
 INSTALL = "pip install 'tinsmith[fast-delta-nets]'"
 
@@ -73,8 +75,8 @@ class DeltaKernels:
 @lru_cache(maxsize=16)
 def _bounds(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """`cu_seqlens` [sequences + 1] int64, on the device and on the CPU. The layers of a pass share them."""
-    on_cpu = torch.tensor([0, *itertools.accumulate(lengths)])
-    return on_cpu.to(device), on_cpu
+    bounds = np.cumsum([0, *lengths])
+    return upload(bounds, device), torch.from_numpy(bounds)
 
 
 def kernels_for(x: Tensor) -> DeltaKernels | None:

@@ -17,6 +17,7 @@ from torch.nn.functional import silu
 
 from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks, unit
 from tinsmith.models.delta_kernels import kernels_for
+from tinsmith.models.device import upload
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def _places_of(lengths: tuple[int, ...], history: int, device: torch.device) -> 
     own = np.arange(counts.sum()) + np.repeat(history * (1 + np.arange(len(counts))), counts)
     back = np.arange(history)
     earlier, last = (ends - counts - history)[:, None] + back, (ends - history)[:, None] + back
-    return _Places(*(torch.from_numpy(array).to(device) for array in (own, earlier, last)))
+    return _Places(*(upload(array, device) for array in (own, earlier, last)))
 
 
 class _Convolution(torch.autograd.Function):

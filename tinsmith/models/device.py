@@ -1,9 +1,11 @@
-"""What a device computes with, whether it still computes, and how numbers get there."""
+"""What a device computes with, whether it still computes, and how numbers get there and back."""
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -37,3 +39,23 @@ def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
 def has_triton() -> bool:
     """Whether Triton is installed: PyTorch's builds for CUDA bring it on Linux."""
     return find_spec("triton") is not None
+
+
+class Fetched:
+    """Tensors of one device on their way to the host, in one transfer, behind which more work can be given to the device."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """`tensors` are float32, and may need gradients; what is computed after this does not delay them."""
+        self.shapes = [tensor.shape for tensor in tensors]
+        flat = torch.cat([tensor.detach().flatten() for tensor in tensors])  # [numbers of all]
+        self._host, self._copied = flat, None
+        if flat.is_cuda:
+            self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+            self._copied = torch.cuda.current_stream(flat.device).record_event()
+
+    def arrived(self) -> list[NDArray[np.float32]]:
+        """The tensors as arrays. Waits until they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        cut = self._host.split([shape.numel() for shape in self.shapes])
+        return [values.view(shape).numpy() for values, shape in zip(cut, self.shapes, strict=True)]

@@ -4,14 +4,15 @@ The caller passes `plan=<plan>` as a keyword, which transformers hands through t
 prompts without a cache; the sampler's plan keeps keys, values and states (`sampling/local/`).
 """
 
-import itertools
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.models.attention import LONG, attend_run, dense_attention, group_runs, varlen_attention
 from tinsmith.models.delta_rule import Lengths, convolve_anew, gated_delta_rule_anew
+from tinsmith.models.device import upload
 
 
 class PassPlan(Protocol):
@@ -51,7 +52,7 @@ class PackedPlan:
         self.max_length = max(lengths)
         self.cu_seqlens: Tensor | None = None
         if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-            self.cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+            self.cu_seqlens = upload(np.cumsum([0, *lengths], dtype=np.int32), device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         if self.cu_seqlens is not None:

@@ -4,7 +4,8 @@ Notation of the formulas: lp the log-probabilities that the model in training gi
 (input "logprobs"), A the input "advantages", r = exp(lp - q) the ratio of the two policies, sg what no gradient flows through, and clip(r)
 = r held in [clip_low_threshold, clip_high_threshold], which are bounds of the ratio itself. Sums go over the positions of one datum.
 
-Reductions are sums, never means, so that however a batch is split its gradients stay the same. A position whose weight or advantage is 0
+A function returns what is summed up: the loss of each position, of all datums of a row at once. Reductions are sums, never means, so that
+however a batch is split its gradients stay the same. A position whose weight or advantage is 0
 contributes exactly 0 to value and gradient, also where lp is -inf. In dro and stable_reinforce a sampled token without advantage keeps its
 penalty; what contributes exactly 0 there are the positions that do not count (`_counted`, sequence_ratio_mask), such as those of prompts.
 
@@ -20,43 +21,47 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import NotBuiltError, UserError
+from tinsmith.training.datum_spans import DatumSpans
 from tinsmith.training.stable_reinforce import METRICS, NOTICE, diagnose, stable_reinforce
 
-LossFunction = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
-"""(logprobs [N] or [N, K], inputs by name with the same shape, settings by name) -> scalar loss."""
+Inputs = Mapping[str, Tensor]
+"""loss_fn_inputs by name, each of the shape of the log-probabilities: [positions, K], or [positions] for one target a position."""
+
+LossFunction = Callable[[Tensor, Inputs, Mapping[str, float], DatumSpans], Tensor]
+"""(logprobs, inputs, settings by name, datums of the positions) -> loss of each position, in the shape of the logprobs."""
 
 
-def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def cross_entropy(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: DatumSpans) -> Tensor:
     """-Σ weights · lp, with weights of any sign; for K targets a position, summed over them too. Source: "cross_entropy"."""
-    return -_weighted_sum(inputs["weights"], logprobs)
+    return -_times(inputs["weights"], logprobs)
 
 
-def importance_sampling(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def importance_sampling(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: DatumSpans) -> Tensor:
     """-Σ r · A. Source: "importance_sampling"."""
     return _surrogate(logprobs - inputs["logprobs"], inputs["advantages"])
 
 
-def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def ppo(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: DatumSpans) -> Tensor:
     """-Σ min(r · A, clip(r) · A). Source: "ppo"; Schulman et al. 2017, arXiv:1707.06347, equation 7."""
     return _surrogate(_clipped(logprobs - inputs["logprobs"], inputs, config), inputs["advantages"])
 
 
-def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def cispo(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: DatumSpans) -> Tensor:
     """-Σ sg(clip(r)) · A · lp. Source: "cispo"; MiniMax 2025, arXiv:2506.13585, equation 4."""
     low, high = _thresholds(logprobs, inputs, config)
     ratio = (logprobs.detach() - inputs["logprobs"]).exp()
-    return -_weighted_sum(ratio.clamp(low, high) * inputs["advantages"], logprobs)
+    return -_times(ratio.clamp(low, high) * inputs["advantages"], logprobs)
 
 
-def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def dro(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: DatumSpans) -> Tensor:
     """-Σ (lp · A - beta / 2 · (lp - q)²) over the positions that count. Source: "dro"; Richemond et al. 2024, arXiv:2405.19107."""
     counted, beta = _counted(inputs), config["beta"]
     advantages = torch.where(counted, inputs["advantages"], 0.0)
     drift = (logprobs - inputs["logprobs"]).masked_fill(~counted if beta else torch.ones_like(counted), 0.0)
-    return 0.5 * beta * drift.square().sum() - _weighted_sum(advantages, logprobs)
+    return 0.5 * beta * drift.square() - _times(advantages, logprobs)
 
 
-def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def gspo(logprobs: Tensor, inputs: Inputs, config: Mapping[str, float], spans: DatumSpans) -> Tensor:
     """-Σ min(r_t · A, clip(r_t) · A), where r_t = sg(s / exp(lp)) · exp(lp) has the value of the sequence's ratio and its token's gradient.
 
     s = exp(mean of lp - q over the positions whose sequence_ratio_mask is not 0).
@@ -65,10 +70,11 @@ def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, fl
     counted = inputs["sequence_ratio_mask"] != 0
     drift = torch.where(counted, logprobs.detach() - inputs["logprobs"], 0.0)
     own = (logprobs - logprobs.detach()).masked_fill(logprobs.isinf(), 0.0)  # 0, and the gradient of lp
-    return _surrogate(_clipped(drift.sum() / counted.sum() + own, inputs, config), inputs["advantages"])
+    mean = spans.spread(spans.sums(drift) / spans.sums(counted.to(drift.dtype)))
+    return _surrogate(_clipped(mean + own, inputs, config), inputs["advantages"])
 
 
-def _counted(inputs: Mapping[str, Tensor]) -> Tensor:
+def _counted(inputs: Inputs) -> Tensor:
     """Which positions were sampled (bool): those that the inputs "mask" and "weights" do not set to 0.
 
     Without both, all but those that look like the padding of a prompt: advantage and sampled log-probability exactly 0.
@@ -79,17 +85,17 @@ def _counted(inputs: Mapping[str, Tensor]) -> Tensor:
     return (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
 
 
-def _weighted_sum(weights: Tensor, logprobs: Tensor) -> Tensor:
-    """Σ weights · lp over the positions whose weight is not 0."""
-    return torch.where(weights == 0, torch.zeros_like(logprobs), weights * logprobs).sum()
+def _times(weights: Tensor, logprobs: Tensor) -> Tensor:
+    """Weights · lp, and 0 where the weight is 0."""
+    return torch.where(weights == 0, 0.0, weights * logprobs)
 
 
 def _surrogate(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """-Σ exp(log_ratio) · A over the positions whose A is not 0."""
-    return -(log_ratio.masked_fill(advantages == 0, 0.0).exp() * advantages).sum()
+    """-exp(log_ratio) · A, and 0 where A is 0."""
+    return -(log_ratio.masked_fill(advantages == 0, 0.0).exp() * advantages)
 
 
-def _clipped(log_ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+def _clipped(log_ratio: Tensor, inputs: Inputs, config: Mapping[str, float]) -> Tensor:
     """Log r', where min(r · A, clip(r) · A) = r' · A: r held below the upper bound where A > 0, above the lower one where A < 0.
 
     Clipped before exp: a ratio that float32 cannot hold would leave 0 · inf in the gradient.
@@ -98,7 +104,7 @@ def _clipped(log_ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[st
     return torch.where(inputs["advantages"] > 0, log_ratio.clamp(max=high.log()), log_ratio.clamp(min=low.log()))
 
 
-def _thresholds(like: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+def _thresholds(like: Tensor, inputs: Inputs, config: Mapping[str, float]) -> tuple[Tensor, Tensor]:
     """Lower and upper bound of the ratio at every position: the datum's own where it brings some, else the setting."""
     low, high = (inputs[name] if name in inputs else torch.full_like(like, config[name]) for name in CLIP_THRESHOLDS)
     return low, high
@@ -111,15 +117,15 @@ COUNTED_BY = ("mask", "weights")
 """Inputs of a dro datum that say which positions were sampled: 1 there, else 0."""
 
 
-def _weighted(inputs: Mapping[str, Tensor]) -> Tensor:
+def _weighted(inputs: Inputs) -> Tensor:
     return inputs["weights"] != 0
 
 
-def _with_advantage(inputs: Mapping[str, Tensor]) -> Tensor:
+def _with_advantage(inputs: Inputs) -> Tensor:
     return inputs["advantages"] != 0
 
 
-def _sampled(inputs: Mapping[str, Tensor]) -> Tensor:
+def _sampled(inputs: Inputs) -> Tensor:
     return inputs["sequence_ratio_mask"] != 0
 
 
@@ -128,9 +134,10 @@ class Loss:
     """A loss with its settings."""
 
     function: LossFunction
+    """What is summed up over the positions of a datum."""
     inputs: tuple[str, ...]
     """loss_fn_inputs that it needs besides target_tokens, each of the shape of target_tokens."""
-    trains: Callable[[Mapping[str, Tensor]], Tensor]
+    trains: Callable[[Inputs], Tensor]
     """Which positions may have a gradient (bool), by the inputs alone, in their shape. At all others it is exactly 0."""
     config: Mapping[str, float] = field(default_factory=dict)
     """Its settings, all of them: in `LOSSES` the defaults."""
@@ -155,13 +162,13 @@ class Loss:
         """Whether it holds the ratio between two thresholds."""
         return self.optional_inputs == CLIP_THRESHOLDS
 
-    def compute(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """The scalar loss of one datum from `logprobs`, in the shape of its targets, and its inputs by name, of the same shape."""
-        return self.function(logprobs, inputs, self.config)
+    def compute(self, logprobs: Tensor, inputs: Inputs, spans: DatumSpans) -> Tensor:
+        """The loss of each position, of which a datum's loss is the sum: from `logprobs` of the targets, in their shape."""
+        return self.function(logprobs, inputs, self.config, spans)
 
-    def diagnose(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """[m] one number for each of `metrics`, for one datum; arguments as of `compute`."""
-        return diagnose(logprobs, inputs) if self.metrics else logprobs.new_zeros(0)
+    def diagnose(self, logprobs: Tensor, inputs: Inputs, spans: DatumSpans) -> Tensor:
+        """[metrics, datums] one number of each datum for each of `metrics`; arguments as of `compute`."""
+        return diagnose(logprobs, inputs, spans) if self.metrics else logprobs.new_zeros(0, len(spans.lengths))
 
 
 _POLICY = ("logprobs", "advantages")

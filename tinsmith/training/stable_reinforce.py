@@ -27,6 +27,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tinsmith.training.datum_spans import DatumSpans
+
 MAX_RATIO = 2.0
 """Largest weight of a token."""
 
@@ -45,32 +47,32 @@ NOTICE = (
 )
 
 
-def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
-    """The scalar loss of one datum, as above. S is where the input "sequence_ratio_mask" is not 0. All shapes [N]."""
+def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float], spans: DatumSpans) -> Tensor:
+    """The loss of each position [positions], as above. S is where the input "sequence_ratio_mask" is not 0. All shapes [positions]."""
     sampled = inputs["sequence_ratio_mask"] != 0
-    gap, weights, _ = _weights(logprobs, inputs, sampled)
+    gap, weights, _ = _weights(logprobs, inputs, sampled, spans)
     moving = (logprobs - logprobs.detach()).masked_fill(logprobs.isinf() | ~sampled, 0.0)  # 0, and the gradient of lp
-    loss = -(weights * inputs["advantages"] * moving.exp()).sum()
+    loss = -(weights * inputs["advantages"] * moving.exp())
     if config["kl_coeff"]:
         near = gap.clamp(-1.0, 1.0)  # the slope of h
-        loss = loss + config["kl_coeff"] * (near * (gap - near / 2) + near * moving).sum()
+        loss = loss + config["kl_coeff"] * (near * (gap - near / 2) + near * moving)
     return loss
 
 
-def diagnose(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """[3] one number for each of `METRICS`, for one datum."""
+def diagnose(logprobs: Tensor, inputs: Mapping[str, Tensor], spans: DatumSpans) -> Tensor:
+    """[3, datums] one number of each datum for each of `METRICS`."""
     sampled = inputs["sequence_ratio_mask"] != 0
-    gap, weights, drift = _weights(logprobs, inputs, sampled)
-    count = sampled.sum()
+    gap, weights, drift = _weights(logprobs, inputs, sampled, spans)
+    count = spans.sums(sampled.to(gap.dtype))
     limited = (gap > math.log(MAX_RATIO)) | _has_moved(gap, inputs["advantages"])
-    return torch.stack([weights.sum() / count, limited.sum() / count, drift])
+    return torch.stack([spans.sums(weights) / count, spans.sums(limited.to(gap.dtype)) / count, drift])
 
 
-def _weights(logprobs: Tensor, inputs: Mapping[str, Tensor], sampled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gaps d [N], the weights w [N] and the drift, without gradients. d and w are 0 where nothing was sampled."""
+def _weights(logprobs: Tensor, inputs: Mapping[str, Tensor], sampled: Tensor, spans: DatumSpans) -> tuple[Tensor, Tensor, Tensor]:
+    """The gaps d and weights w [positions], 0 where nothing was sampled, and the drifts [datums]; without gradients."""
     gap = torch.where(sampled, logprobs.detach() - inputs["logprobs"], 0.0)
-    drift = (gap.clamp(-1.0, 1.0).square().sum() / sampled.sum()).sqrt()
-    trust = torch.where(drift > MAX_DRIFT, MAX_DRIFT / drift, torch.ones_like(drift))
+    drift = (spans.sums(gap.clamp(-1.0, 1.0).square()) / spans.sums(sampled.to(gap.dtype))).sqrt()
+    trust = spans.spread(torch.where(drift > MAX_DRIFT, MAX_DRIFT / drift, torch.ones_like(drift)))
     ratio = gap.clamp(max=math.log(MAX_RATIO)).exp()  # clamped before exp, which float32 could not hold
     return gap, torch.where(sampled & ~_has_moved(gap, inputs["advantages"]), trust * ratio, 0.0), drift
 
