@@ -11,6 +11,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.compiled import compilations
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import WorkerStatus
+from tinsmith.sampling.local.decode_graph import captures
 from tinsmith.worker import status
 from tinsmith.worker.status import WorkerStatusReporter
 
@@ -37,6 +38,8 @@ def test_graphs_are_reported_and_logged_once(
         reporter.report()
         reporter.sum_up()
         assert compilations() == before + (2 if new == 2 else 3)
-    assert [message.graphs for message in sent if isinstance(message, WorkerStatus)] == [{"compiled": before + 2}, {"compiled": before + 3}]
-    lines = [f"graphs of operations: {before + total} compiled, {new} of them new" for total, new in ((2, 2), (3, 1))]
+    told = [message.graphs for message in sent if isinstance(message, WorkerStatus)]
+    assert told == [{"compiled": before + total, "captured": captures()} for total in (2, 3)]
+    captured = f"{captures()} captured, 0 of them new"
+    lines = [f"graphs of operations: {before + total} compiled, {new} of them new, {captured}" for total, new in ((2, 2), (3, 1))]
     assert [record.getMessage() for record in caplog.records if record.name == status.__name__] == lines

@@ -12,6 +12,7 @@ from tinsmith.models.compiled import compilations
 from tinsmith.models.machine import memory_held
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import WorkerStatus
+from tinsmith.sampling.local.decode_graph import captures
 from tinsmith.worker.samples import Samples
 
 log = logging.getLogger(__name__)
@@ -68,4 +69,4 @@ class WorkerStatusReporter:
 
 def graphs_made() -> dict[str, int]:
     """How many graphs of operations this process has made so far, by kind."""
-    return {"compiled": compilations()}
+    return {"compiled": compilations(), "captured": captures()}

@@ -36,10 +36,12 @@ def test_graphs_give_the_tokens_of_the_same_steps_without_graphs(
     """With adapters, all ways to choose a token, joins, ends, prompts in pieces, and preemptions where the cache is small."""
     base = family_base(family)
     captured, eager = (sampler_of(base, blocks, prefill_tokens=prefill, max_running=24, eager=eager) for eager in (False, True))
+    before = decode_graph.captures()
     add_mixed(captured, base, 24)
     add_mixed(eager, base, 24)
     check_equal(captured, eager)
     assert graphs_of(captured)
+    assert decode_graph.captures() >= before + len(graphs_of(captured))
     assert not captured.decoding.run.eager
     assert not graphs_of(eager)
 

@@ -10,6 +10,7 @@ launched meanwhile. On a CPU, and where capturing fails, the same function runs 
 """
 
 import logging
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -26,6 +27,10 @@ RUNGS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows of which there may be a graph; beyond the last, its multiples."""
 PATIENCE = 2
 """How many steps in a row must need a rung before it is captured: a batch that grows passes many."""
+
+
+_counts = Counter[str]()
+"""Of this process."""
 
 
 class Kind(NamedTuple):
@@ -116,9 +121,15 @@ class StepRunner:
             captured = None
         else:
             captured = self.graphs[kind] = Captured(graph, logits if rows.needs_logits else None)
+            _counts["captured"] += 1
         if captured is None:
             torch.cuda.empty_cache()
         return captured
+
+
+def captures() -> int:
+    """How many graphs this process has captured so far; a number that keeps growing means that their memory moves again and again."""
+    return _counts["captured"]
 
 
 def rung_of(rows: int, most: int) -> int:
