@@ -33,7 +33,7 @@ def test_a_configuration_alone_tells_what_an_adapter_covers(
         assert list(adapter.masters) == list(layout.covered(shape))
         assert adapter.parameter_count == layout.lora_parameters(shape)
         for name in adapter.masters.keys() - {"lm_head"}:
-            assert name in base.language_model.get_submodule(layout.targets[name].module).columns
+            assert name in base.language_model.get_submodule(layout.targets[name].module).projection.targets
 
 
 def shared(prefix: str, name: str, *modules: str) -> dict[str, tuple[str, ...]]:
