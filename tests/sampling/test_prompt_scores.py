@@ -119,7 +119,7 @@ def test_the_likeliest_sampled_tokens_are_those_of_the_temperature(text_base: Ba
     assert done["y"].sequences[0].topk is None
     assert sequence.topk is not None
     assert sequence.topk.token_ids[:, 0].tolist() == sequence.tokens
-    np.testing.assert_allclose(sequence.topk.logprobs[:, 0], sequence.logprobs)
+    np.testing.assert_allclose(sequence.topk.logprobs[:, 0], sequence.logprobs, rtol=1e-6)  # two kernels on a GPU
     whole = renderer(text_base).render([random_tokens(0, 10)])
     expected = (all_logprobs(text_base, whole.followed_by(_answer(whole, sequence.tokens)), None)[10:] / 0.5).log_softmax(-1)
     values, ids = expected.topk(3)

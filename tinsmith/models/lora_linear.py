@@ -26,10 +26,11 @@ class LoraLinear(nn.Module):
         self.active = active
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [1, tokens, in_features] to [1, tokens, out_features]."""
+        """Map x [..., in_features] to [..., out_features]; it holds the tokens of the row, [1, tokens] of them or, as in OPT, [tokens]."""
         # Made anew each time: full-parameter training puts another weight in the place of this one for a pass.
         linear = JoinedLinear(self.projection, (self.rows,), (WeightPiece(self.rows, self.weight, self.bias),))
-        return SegmentAdapters(self.active.segments).apply(linear, x.squeeze(0)).unsqueeze(0)
+        y = SegmentAdapters(self.active.segments).apply(linear, x.flatten(0, -2))
+        return y.view(*x.shape[:-1], -1)
 
 
 def attach(model: nn.Module, targets: Mapping[str, LoraTarget], active: ActiveSegments) -> None:

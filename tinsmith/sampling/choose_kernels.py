@@ -94,7 +94,8 @@ def _temperature_of(temperature: tl.tensor, row: tl.tensor, coldest: tl.tensor) 
     """The temperature of the probabilities of a row, and whether it takes the likeliest token."""
     own = tl.load(temperature + row)
     greedy = own == 0.0
-    return tl.where(greedy, 1.0, tl.maximum(own, coldest)), greedy
+    hottest = 3.0e38  # behind the vocabulary stands -inf, and -inf / inf is no number
+    return tl.where(greedy, 1.0, tl.minimum(tl.maximum(own, coldest), hottest)), greedy
 
 
 @triton.jit

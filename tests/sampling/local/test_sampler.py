@@ -312,14 +312,15 @@ def test_a_conversation_that_grows_computes_only_its_tail(
         rendered = render.render(chunks)
         sampler.add("x", ask(replace(PARAMS, seed=turn, max_tokens=20)), rendered, adapter)
         result = run(sampler)["x"]
-        assert result.cached_tokens == before // BLOCK * BLOCK
+        # A step that was launched ahead has computed the last token too.
+        assert result.cached_tokens in {before // BLOCK * BLOCK, (before + 1) // BLOCK * BLOCK}
         assert passes[0] == len(rendered) - result.cached_tokens
         passes.clear()
         (sequence,) = result.sequences
         _, expected = forward_logprobs(base, adapter, rendered, sequence.tokens)
         np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
         passes.clear()
-        before = len(rendered) + len(sequence.tokens) - 1  # the last token was never computed
+        before = len(rendered) + len(sequence.tokens) - 1  # the last token need not be computed
         chunks += [text(*sequence.tokens), random_tokens(turn + 1, 9)]
 
 
