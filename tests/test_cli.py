@@ -56,6 +56,10 @@ def test_serve_offers_every_setting_with_help_unit_and_default() -> None:
             ["--base-model", "org/x", "--vllm-url", "http://127.0.0.1:1"],
             "tinsmith: --vllm-url has no effect with sampler=local; add --sampler vllm, or leave it out\n",
         ),
+        (
+            ["--base-model", "org/x", "--sampler", "vllm", "--deterministic"],
+            "tinsmith: deterministic=True is not possible with sampler=vllm, which computes in its own order; use --sampler local\n",
+        ),
         (["--config", "/no/such/file.yaml"], "tinsmith: cannot read the configuration file /no/such/file.yaml"),
     ],
 )

@@ -118,6 +118,10 @@ def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
     unused = [each.option for each in settings() if each.path[0] == "vllm" and each.name in given]
     if sampler != "vllm" and unused:
         raise ConfigError(f"{', '.join(unused)} has no effect with sampler={sampler}; add --sampler vllm, or leave it out")
+    if sampler == "vllm" and config.models.deterministic:
+        raise ConfigError(
+            "deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local"
+        )
     return config
 
 

@@ -131,6 +131,11 @@ class ModelsConfig:
     )
     max_context: int = setting(0, "Maximum length of a sequence, prompt and answer together; 0 is the model's own limit", "tokens", 0)
     max_lora_rank: int = setting(256, "Maximum LoRA rank that a client may ask for", "", 1)
+    deterministic: bool = setting(
+        False,
+        "Compute samples and log-probabilities so that they depend on their own request alone, to the last bit, whatever is computed with "
+        "them; slower, and not for models with gated delta nets",
+    )
     compile_cache: str = setting(
         "", "Directory that keeps what is compiled for a GPU, so that the next start need not; empty is ~/.cache/tinsmith/compiled"
     )

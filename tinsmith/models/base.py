@@ -23,6 +23,7 @@ from tinsmith.models.compiled import keep_compiled
 from tinsmith.models.decoder import Decoder, Deepstack, read_decoder
 from tinsmith.models.delta_kernels import announce
 from tinsmith.models.delta_net import follow_plans
+from tinsmith.models.deterministic import require_attention_only, stable_hidden_states
 from tinsmith.models.families import Family, context_length, family_of, read_config
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights
@@ -83,6 +84,8 @@ class BaseModel:
     recomputed_layers: RecomputedLayers
     layout: Layout
     """What of it can be trained."""
+    deterministic: bool
+    """Whether numbers of a token are to depend on what it sees alone (`models/deterministic.py`), but for gradients."""
     features: LRUCache[bytes, PictureFeatures]
     computed_fingerprint: Future[str]
     """Computed beside the rest of the start, so that no start waits for it."""
@@ -160,6 +163,8 @@ class BaseModel:
         if self.decoder is None:
             return self._through_modules(row, plan, embeddings, deepstack, recompute)
         decoder = self.decoder if row.full is None else self.decoder.with_weights(row.full.working)
+        if self.deterministic and not torch.is_grad_enabled():
+            return stable_hidden_states(decoder, embeddings, row.positions, plan, row.segments, deepstack)
         return decoder.forward(embeddings, row.positions, plan, SegmentAdapters(row.segments), deepstack, recompute)
 
     def _through_modules(self, row: PackedRow, plan: PassPlan, embeddings: Tensor, deepstack: Deepstack | None, recompute: int) -> Tensor:
@@ -189,7 +194,9 @@ class BaseModel:
     def picture_features(self, pictures: Sequence[PictureInput]) -> list[PictureFeatures]:
         """Features of the rows of each picture, in order; each distinct picture goes through the tower once and is kept by its hash."""
         missing = {p.sha256: p for p in pictures if p.sha256 not in self.features}
-        fresh = dict(zip(missing, self.tower.features(list(missing.values())), strict=True)) if missing else {}
+        # Pictures that are computed together may change each other's last bits.
+        groups = [[picture] for picture in missing.values()] if self.deterministic else [list(missing.values())] if missing else []
+        fresh = dict(zip(missing, [features for group in groups for features in self.tower.features(group)], strict=True))
         known = [fresh.get(p.sha256) or self.features[p.sha256] for p in pictures]
         for digest, features in fresh.items():
             if features.nbytes <= self.features.maxsize:
@@ -240,6 +247,8 @@ def base_model_of(name: str, source: str, network: Any, config: ModelsConfig, fe
     if any(isinstance(kind, DeltaNet) for kind in layout.layers):
         announce(device, dtype)
     decoder = read_decoder(family.model_type, language_model, layout)
+    if config.deterministic:
+        require_attention_only(name, decoder)
     active = ActiveSegments()
     attach(language_model, {name: target for name, target in layout.targets.items() if name != LM_HEAD}, active)
     return BaseModel(
@@ -258,6 +267,7 @@ def base_model_of(name: str, source: str, network: Any, config: ModelsConfig, fe
         active=active,
         recomputed_layers=RecomputedLayers(language_model, active),
         layout=layout,
+        deterministic=config.deterministic,
         features=LRUCache(maxsize=feature_cache_bytes, getsizeof=lambda f: f.nbytes),
         computed_fingerprint=compute_fingerprint(source),
     )

@@ -115,13 +115,24 @@ class AttentionBlock:
 
     def __call__(self, x: Tensor, delta: Tensor | None, norm: Norm, shared: Pass) -> tuple[Tensor, Tensor]:
         """Of the sum of x and delta [tokens, hidden], which is returned too: what this block adds to it."""
+        total, query, key, value, *gate = self.enter(x, delta, norm, shared)
+        return total, self.leave(self.attend(shared.plan, query, key, value), gate, shared)
+
+    def enter(self, x: Tensor, delta: Tensor | None, norm: Norm, shared: Pass) -> tuple[Tensor, ...]:
+        """What is computed before attention, token by token: the sum of x and delta; query, key and value; and gate, if there is one."""
         qkv, total = shared.linear(self.qkv, norm.kind, x, delta, norm.weight)
-        query, key, value, *gate = self.heads.forward(qkv, self.head_weights, shared.cos, shared.sin)
+        return total, *self.heads.forward(qkv, self.head_weights, shared.cos, shared.sin)
+
+    def attend(self, plan: PassPlan, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention between the tokens of the pass: [tokens, heads, head_dim]."""
         window = None if self.window_of is None else self.window_of.sliding_window
-        out = shared.plan.attend(self.index, query, key, value, self.scale, window)  # [tokens, heads, head_dim]
+        return plan.attend(self.index, query, key, value, self.scale, window)
+
+    def leave(self, out: Tensor, gate: Sequence[Tensor], shared: Pass) -> Tensor:
+        """What is computed behind attention, token by token: [tokens, hidden] of out [tokens, heads, head_dim]."""
         if gate:
-            return total, shared.linear(self.output, SIGMOID_GATED, out, *gate)[0]
-        return total, shared.linear(self.output, UNCHANGED, out.flatten(1))[0]
+            return shared.linear(self.output, SIGMOID_GATED, out, *gate)[0]
+        return shared.linear(self.output, UNCHANGED, out.flatten(1))[0]
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "AttentionBlock":
         """The same with these parameters where they are there."""
@@ -192,11 +203,14 @@ class Layer:
 
     def __call__(self, x: Tensor, delta: Tensor | None, shared: Pass) -> tuple[Tensor, Tensor]:
         """The layer gets the sum of x and delta [tokens, hidden], and gives two such tensors whose sum is its output."""
-        x, delta = self.block(x, delta, self.first_norm, shared)
-        gate_up, x = shared.linear(self.gate_up, self.second_norm.kind, x, delta, self.second_norm.weight)
-        (delta,) = shared.linear(self.down, SWIGLU, gate_up)
+        x, delta = self.mlp(*self.block(x, delta, self.first_norm, shared), shared)
         shared.add_pictures(self.block.index, delta)
         return x, delta
+
+    def mlp(self, x: Tensor, delta: Tensor, shared: Pass) -> tuple[Tensor, Tensor]:
+        """The sum of x and delta, which are what the block gives, and what the MLP adds to it."""
+        gate_up, x = shared.linear(self.gate_up, self.second_norm.kind, x, delta, self.second_norm.weight)
+        return x, shared.linear(self.down, SWIGLU, gate_up)[0]
 
     def total(self, x: Tensor, shared: Pass) -> Tensor:
         """The same with one tensor for each sum."""
@@ -243,6 +257,10 @@ class Decoder:
                 x = recomputed(layer.total, x, shared=shared)
             else:
                 x, delta = layer(x, delta, shared)
+        return self.finish(x, delta)
+
+    def finish(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        """The last norm of the sum of x and delta [tokens, hidden]."""
         return _last_norm(self.last_norm.kind, x, delta, self.last_norm.weight)
 
     def with_weights(self, parameters: Mapping[str, Tensor]) -> "Decoder":

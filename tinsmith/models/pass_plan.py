@@ -13,6 +13,7 @@ from torch import Tensor
 from tinsmith.models.attention import LONG, attend_run, dense_attention, group_runs, varlen_attention
 from tinsmith.models.delta_rule import Lengths, convolve_anew, gated_delta_rule_anew
 from tinsmith.models.device import upload
+from tinsmith.models.stable_attention import PackedBlocks
 
 
 class PassPlan(Protocol):
@@ -44,17 +45,21 @@ class PackedPlan:
 
     Attention: on CUDA in half precision this is PyTorch's variable-length kernel, or a faster one if all sequences that train have one
     length. Elsewhere neighbouring sequences of equal length go through scaled_dot_product_attention as one batch; the numbers are the same.
+    A `stable` plan, which gives no gradients, computes as `models/stable_attention.py`.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, lengths: list[int], device: torch.device, dtype: torch.dtype, stable: bool = False) -> None:
         self.runs = group_runs(lengths)
         self.lengths = Lengths(tuple(lengths))
         self.max_length = max(lengths)
+        self.blocks = PackedBlocks(lengths, device) if stable else None
         self.cu_seqlens: Tensor | None = None
         if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
             self.cu_seqlens = upload(np.cumsum([0, *lengths], dtype=np.int32), device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
+        if self.blocks is not None:
+            return self.blocks.attend(query, key, value, scale, window)
         if self.cu_seqlens is not None:
             if self.is_dense(window):
                 return dense_attention(self.runs[0], query, key, value, scale)

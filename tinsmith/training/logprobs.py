@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tinsmith.models.compiled import compiled
+from tinsmith.models.deterministic import stable_logits
 from tinsmith.models.device import upload
 from tinsmith.models.full import Weights
 from tinsmith.models.layout import LM_HEAD
@@ -127,6 +128,19 @@ def _ordered(parts: list[HeadPart], tokens: int, chunk: int, keep: int, wanted: 
     return _Rows(upload(order, device), count, min(keep, count), chunk, moved + others)
 
 
+@torch.no_grad()
+def stable_target_logprobs(hidden: Tensor, lm_head: Tensor, targets: Tensor, segments: Sequence[Segment], chunk: int) -> Tensor:
+    """The values of `target_logprobs`, each of which depends on its own token's hidden state alone (`models/deterministic.py`)."""
+    found = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+    for segment in segments:
+        for start in range(segment.start, segment.end, chunk):
+            rows = slice(start, min(start + chunk, segment.end))
+            logits = head_logits(hidden[rows], lm_head, *head_lora(segment.adapter), stable=True)
+            logprobs = (logits - logits.amax(-1, keepdim=True)).log_softmax(-1)
+            found[rows] = logprobs.gather(-1, targets[rows])
+    return found
+
+
 def head_lora(owner: Weights | None) -> tuple[Tensor | None, Tensor | None, float]:
     """A, B and scale of an adapter's LM head; (None, None, 0) where there is none."""
     if not isinstance(owner, Adapter) or LM_HEAD not in owner.working:
@@ -134,8 +148,10 @@ def head_lora(owner: Weights | None) -> tuple[Tensor | None, Tensor | None, floa
     return (*owner.working[LM_HEAD], owner.scale)
 
 
-def head_logits(hidden: Tensor, lm_head: Tensor, a: Tensor | None, b: Tensor | None, scale: float) -> Tensor:
-    """Logits [tokens, vocabulary] in float32 of one model's rows."""
+def head_logits(hidden: Tensor, lm_head: Tensor, a: Tensor | None, b: Tensor | None, scale: float, stable: bool = False) -> Tensor:
+    """Logits [tokens, vocabulary] in float32 of one model's rows; if `stable`, each row depends on itself alone, to the last bit."""
+    if stable:
+        return stable_logits(hidden, lm_head, a, b, scale).float()
     parts, matrices = ([HeadPart(0, len(hidden), scale, 0)], (a, b)) if a is not None and b is not None else ([], ())
     return _logits(hidden, lm_head, parts, matrices).float()
 

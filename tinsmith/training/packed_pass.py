@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinsmith.models.base import BaseModel, PackedRow
+from tinsmith.models.deterministic import instead
 from tinsmith.models.device import Fetched, upload
 from tinsmith.models.full import Weights
 from tinsmith.models.pass_memory import KEEP_ALL, Effort
@@ -25,7 +26,7 @@ from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.rendering.packing import pack, packing_order, segments_of
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.datum_spans import DatumSpans
-from tinsmith.training.logprobs import rows_to_keep, target_logprobs
+from tinsmith.training.logprobs import rows_to_keep, stable_target_logprobs, target_logprobs
 from tinsmith.training.losses import Loss
 from tinsmith.training.optimizer import ModelOptimizer
 
@@ -108,9 +109,13 @@ def _scored(
     Neighbours with the same K are scored together, whichever model they belong to. No datum is padded to the K of another, which may be in
     the millions.
     """
+    exact = None  # hidden states that depend on nothing but their own sequence
+    if base.deterministic:
+        with torch.no_grad():
+            exact = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype, stable=True))
     plan = PackedPlan(row.lengths, base.device, base.dtype)
     with kept_in_host_memory(len(row.token_ids)) if effort.offload else nullcontext():
-        hidden = base.hidden_states(row, plan, effort.recompute)  # [tokens, hidden]
+        hidden = exact if exact is not None and not torch.is_grad_enabled() else base.hidden_states(row, plan, effort.recompute)
     head = base.head(owners[0])  # [vocabulary, hidden]; a model with a head of its own is alone in the row
     keep = rows_to_keep(chunk, base.dtype)
     scored: list[_Scored] = []
@@ -123,7 +128,11 @@ def _scored(
         rows = hidden if len(targets) == len(hidden) else hidden[start : start + len(targets)]  # [group tokens, hidden]
         wanted = _trained(losses)  # [group tokens]
         segments = segments_of(lengths, [owners[place] for place in places])
-        logprobs = target_logprobs(rows, head, targets, segments, chunk, keep, wanted)  # [group tokens, K]
+        if exact is None or torch.is_grad_enabled():
+            logprobs = target_logprobs(rows, head, targets, segments, chunk, keep, wanted)  # [group tokens, K]
+        if exact is not None:
+            values = stable_target_logprobs(exact[start : start + len(targets)], head, targets, segments, chunk)
+            logprobs = instead(logprobs, values) if torch.is_grad_enabled() else values
         parts = dict(zip(places, logprobs.split(lengths), strict=True))
         for own in losses:
             together = logprobs if len(losses) == 1 else torch.cat([parts[place] for place in own.places])  # [positions, K]

@@ -72,7 +72,7 @@ def test_the_reference_is_the_formula(lengths: list[int], window: int | None) ->
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 def test_the_kernel_is_the_reference(dtype: torch.dtype, heads: tuple[int, int, int], window: int | None) -> None:
     pytest.importorskip("triton")
-    from tinsmith.sampling.local.paged_kernels import paged_kernel
+    from tinsmith.models.paged_kernels import paged_kernel
 
     if dtype == torch.float32 and DEVICE == "cuda":
         pytest.skip("its products of float32 are less exact there: `paged_attention` does not use it")
@@ -86,7 +86,7 @@ def test_the_kernel_is_the_reference(dtype: torch.dtype, heads: tuple[int, int, 
 def test_any_number_of_splits_gives_the_same(rows: int) -> None:
     """A row alone is shared by more programs than one among many."""
     pytest.importorskip("triton")
-    from tinsmith.sampling.local.paged_kernels import paged_kernel
+    from tinsmith.models.paged_kernels import paged_kernel
 
     cached = Cached([530, *[7] * (rows - 1)], 2, 1, 64, HALF)
     query = torch.stack([cached.query, cached.query], 1)[:, 0]  # rows that do not lie next to each other

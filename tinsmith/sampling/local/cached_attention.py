@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tinsmith.models.attention import continued_attention
 from tinsmith.models.device import upload
 from tinsmith.models.pass_plan import PackedPlan
+from tinsmith.models.stable_attention import stable_attention
 from tinsmith.sampling.local.kv_cache import KVCache
 from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.sampling.prefix import BLOCK
@@ -45,7 +46,8 @@ class Window:
 class CachedPlan:
     """The `PassPlan` of a row of windows, each window's tokens next to each other, in row order."""
 
-    def __init__(self, cache: KVCache, windows: Sequence[Window], states: StateSlots | None = None) -> None:
+    def __init__(self, cache: KVCache, windows: Sequence[Window], states: StateSlots | None = None, stable: bool = False) -> None:
+        """If `stable`, attention is computed as in `models/stable_attention.py`."""
         device, dtype = cache.keys.device, cache.keys.dtype
         starts, total = [], 0
         for window in windows:
@@ -61,9 +63,13 @@ class CachedPlan:
         self.packed = PackedPlan([len(windows[i]) for i in fresh], device, dtype) if fresh else None
         continued = [(start, window) for start, window in zip(starts, windows, strict=True) if window.start > 0]
         self.groups = _continued(continued, device, dtype)
+        self.by_token = _by_token(windows, device) if stable else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
         self.cache.store(layer, self.places, key, value)
+        if self.by_token is not None:
+            keys, values = self.cache.of_layer(layer)
+            return stable_attention(query, keys, values, *self.by_token, scale, window)
         if self.packed and not self.groups:
             return self.packed.attend(layer, query, key, value, scale, window)
         out = torch.empty_like(query)
@@ -86,6 +92,15 @@ class CachedPlan:
         """The whole pass has succeeded: from now on the slots hold the states after its windows."""
         if self.steps:
             self.steps.commit()
+
+
+def _by_token(windows: Sequence[Window], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each token of the windows its blocks [tokens, most blocks], and how many tokens it sees [tokens]."""
+    most = max(len(window.blocks) for window in windows)
+    tables = np.array([window.blocks + window.blocks[:1] * (most - len(window.blocks)) for window in windows])
+    owner = np.repeat(np.arange(len(windows)), [len(window) for window in windows])
+    seen = np.concatenate([np.arange(window.start, window.end) + 1 for window in windows])
+    return upload(tables, device).index_select(0, upload(owner, device)), upload(seen, device)
 
 
 def _continued(windows: list[tuple[int, Window]], device: torch.device, dtype: torch.dtype) -> "Sequence[ContinuedWindows | CachedGroup]":

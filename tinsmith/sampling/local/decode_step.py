@@ -17,6 +17,7 @@ from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.packed_lora import SegmentAdapters
+from tinsmith.models.stable_attention import stable_attention
 from tinsmith.rendering.packing import segments_of
 from tinsmith.sampling.choose import DeviceChoice, choose_next
 from tinsmith.sampling.local.delta_step import convolve_step, delta_step
@@ -101,8 +102,11 @@ class DecodePlan:
         table: Tensor,
         groups: Sequence[AttendTogether],
         steps: StateSteps | StepsInPlace | None,
+        stable: bool,
     ) -> None:
+        """If `stable`, attention is computed as in `models/stable_attention.py`."""
         self.cache = cache
+        self.compute = stable_attention if stable else paged_attention
         self.places = write_places(state, table)
         lengths = state[:, LENGTH].to(torch.int32)
         self.groups = [
@@ -119,9 +123,9 @@ class DecodePlan:
         out = None
         for rows, table, lengths in self.groups:
             if rows is None:
-                return paged_attention(query, keys, values, table, lengths, scale, window)
+                return self.compute(query, keys, values, table, lengths, scale, window)
             out = torch.empty_like(query) if out is None else out
-            out[rows] = paged_attention(query[rows], keys, values, table, lengths, scale, window)
+            out[rows] = self.compute(query[rows], keys, values, table, lengths, scale, window)
         assert out is not None, "a step has rows"
         return out
 
@@ -157,9 +161,9 @@ class DecodeStep:
         if self.states:
             slots = state[:, SLOT]
             steps = StepsInPlace(self.states, slots) if in_place else StateSteps(self.states, slots, [1] * rows.count)
-        plan = DecodePlan(self.cache, state, table, rows.groups, steps)
+        plan = DecodePlan(self.cache, state, table, rows.groups, steps, self.base.deterministic)
         positions = (state[:, LENGTH] + state[:, POSITION]).expand(3 if self.base.family.mrope else 1, -1)
-        if rows.owner is None and self.base.decoder is not None:
+        if rows.owner is None and self.base.decoder is not None and not self.base.deterministic:
             logits = self._logits(self.base.decoder, state, positions, plan, rows.has_adapters)
         else:
             logits = self._logits_of(rows.owner, state, positions, plan)
@@ -200,7 +204,8 @@ class DecodeStep:
             pictures=[],
             full=owner if isinstance(owner, FullWeights) else None,
         )
-        return head_logits(self.base.hidden_states(row, plan), self.base.head(owner), *head_lora(owner))
+        hidden = self.base.hidden_states(row, plan)
+        return head_logits(hidden, self.base.head(owner), *head_lora(owner), stable=self.base.deterministic)
 
 
 def choice_of_rows(state: Tensor) -> DeviceChoice:

@@ -65,7 +65,8 @@ class Decoding:
     """The batches of one sampler.
 
     The base and its adapters share one, whose steps are graphs. Weights that cannot be among its columns have batches of their own: full
-    weights, adapters that hold a NaN or find no room, and all adapters of a model that runs through transformers' modules.
+    weights, adapters that hold a NaN or find no room, and all adapters of a model that runs through transformers' modules or computes
+    deterministically.
     """
 
     def __init__(self, base: BaseModel, cache: KVCache, states: StateSlots | None, places: int, eager: bool) -> None:
@@ -78,7 +79,7 @@ class Decoding:
         self.apart: dict[int, Weights] = {}
         """Weights that have none, by id."""
         self.step = DecodeStep(base, cache, states, self.adapters)
-        self.run = StepRunner(self.step, captures=base.device.type == "cuda" and not eager)
+        self.run = StepRunner(self.step, captures=base.device.type == "cuda" and not eager and not base.deterministic)
         self.places = places
         self.blocks = min(cache.total, blocks_for(base.max_context))
         self.scratch_slot = states.scratch if states else 0
@@ -148,7 +149,8 @@ class Decoding:
         for key, weights in owners.items():
             if weights is None or key in self.placed or key in self.apart:
                 continue
-            if self.base.decoder is not None and isinstance(weights, Adapter) and self._find_room(weights):
+            together = self.base.decoder is not None and not self.base.deterministic
+            if together and isinstance(weights, Adapter) and self._find_room(weights):
                 self.placed[key] = weights
             else:
                 self.apart[key] = weights

@@ -24,7 +24,7 @@ def paged_attention(
     row's own, and places behind its length, may hold anything, NaN included, if the table's entries there name blocks that exist.
     """
     if _has_kernel(query):
-        from tinsmith.sampling.local.paged_kernels import paged_kernel
+        from tinsmith.models.paged_kernels import paged_kernel
 
         return paged_kernel(query, keys, values, table, lengths, scale, window)
     if table.device.type == "cpu":  # reading a length there waits for nothing

@@ -338,7 +338,7 @@ class LocalSampler:
         order = packing_order([len(window) for _, window in windows], [s.job.weights for s, _ in windows])
         windows = [windows[i] for i in order]
         row = pack([s.part(window.start, window.end) for s, window in windows], [s.job.weights for s, _ in windows], self.base.device)
-        plan = CachedPlan(self.cache, [window for _, window in windows], self.states)
+        plan = CachedPlan(self.cache, [window for _, window in windows], self.states, self.base.deterministic)
         hidden = self.base.hidden_states(row, plan)
         ready, last, start = [], [], 0
         for sequence, window in windows:
@@ -358,7 +358,8 @@ class LocalSampler:
         return _joined(parts) if parts else torch.empty(0, self.base.vocab_size, device=hidden.device)
 
     def _head_logits(self, weights: Weights | None, hidden: Tensor) -> Tensor:
-        return head_logits(hidden, self.base.head(weights), *head_lora(weights if isinstance(weights, Adapter) else None))
+        lora = head_lora(weights if isinstance(weights, Adapter) else None)
+        return head_logits(hidden, self.base.head(weights), *lora, stable=self.base.deterministic)
 
 
 def _by_job(items: Iterable[tuple[Sequence, T]]) -> list[list[T]]:

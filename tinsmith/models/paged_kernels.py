@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tinsmith.sampling.prefix import BLOCK
-
 TILES: dict[int, tuple[int, int, int]] = {16: (128, 4, 3), 32: (128, 4, 3), 64: (128, 4, 4), 128: (64, 4, 4), 256: (64, 8, 3)}
 """By head_dim, rounded up to a power of two: tokens that a program loads at a time, its warps, and how many loads are under way."""
 PROGRAMS = 4
@@ -27,14 +25,24 @@ GROUP_ROWS = 16
 
 
 def paged_kernel(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+    most_splits: int = MOST_SPLITS,
 ) -> Tensor:
-    """As `paged_attention`, for head_dim up to 256. Nothing is read on the host."""
+    """As `paged_attention`, for head_dim up to 256 and blocks whose size divides the tile. Nothing is read on the host.
+
+    With one split at most, the result of a row depends on nothing but the row.
+    """
     rows, heads, head_dim = query.shape
-    kv_heads = keys.shape[2]
+    block, kv_heads = keys.shape[1:3]
     padded = max(16, triton.next_power_of_2(head_dim))
     tile, warps, stages = TILES[padded]
-    splits = _splits(rows * kv_heads, -(-table.shape[1] * BLOCK // tile), query.device)
+    splits = min(most_splits, _splits(rows * kv_heads, -(-table.shape[1] * block // tile), query.device))
     query = query if query.stride()[1:] == (head_dim, 1) else query.contiguous()
     out = torch.empty(rows, heads, head_dim, dtype=query.dtype, device=query.device)
     merged = splits > 1
@@ -59,7 +67,7 @@ def paged_kernel(
         GROUP_PADDED=max(GROUP_ROWS, triton.next_power_of_2(heads // kv_heads)),
         HEAD_DIM=head_dim,
         HEAD_PADDED=padded,
-        BLOCK=BLOCK,
+        BLOCK=block,
         TILE=tile,
         SPLITS=splits,
         WINDOW=seen,
@@ -76,7 +84,7 @@ def paged_kernel(
             HEADS=heads,
             HEAD_DIM=head_dim,
             HEAD_PADDED=padded,
-            BLOCK=BLOCK,
+            BLOCK=block,
             TILE=tile,
             SPLITS=splits,
             SPLITS_PADDED=triton.next_power_of_2(splits),

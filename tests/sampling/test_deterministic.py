@@ -1,0 +1,142 @@
+"""Deterministic numbers: the same bits alone and in any company, and the trainer's are the sampler's."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.bases import DEVICE, datum, load, picture_chunks, random_adapter, random_tokens, renderer
+from tests.sampling.local.test_sampler import PARAMS, ask, forward_logprobs, run, sampler_of
+from tinsmith.config import TrainingConfig
+from tinsmith.errors import ConfigError
+from tinsmith.models.base import BaseModel
+from tinsmith.models.stable_attention import PackedBlocks, stable_attention
+from tinsmith.sampling.sampler import SampleResult
+from tinsmith.training.backend import LocalBackend
+from tinsmith.training.optimizer import ModelOptimizer
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def base(request: pytest.FixtureRequest, family_dir: Callable[[str], Path]) -> BaseModel:
+    """A model that takes images, and computes deterministically."""
+    return load(family_dir("qwen3_vl"), dtype=request.param, deterministic=True)
+
+
+def numbers(result: SampleResult) -> list[object]:
+    """All that a client gets of a sample, to the last bit."""
+    prompt = result.answers.logprobs
+    assert prompt is not None
+    return [prompt.tobytes(), *((s.tokens, s.logprobs) for s in result.sequences)]
+
+
+def test_a_sample_has_the_same_bits_alone_and_in_any_company(base: BaseModel) -> None:
+    """Beside other models, lengths and pictures, in other pieces, and with a prefix that is cached."""
+    render, adapter = renderer(base), random_adapter(base, 4, 1)
+    asked = {"text": render.render([random_tokens(1, 45)]), "picture": render.render(picture_chunks(base, 20, 30))}
+    questions = ask(replace(PARAMS, max_tokens=6), num_samples=2, prompt_logprobs=True)
+    expected = {}
+    for name, rendered in asked.items():
+        alone = sampler_of(base)
+        alone.add(name, questions, rendered, adapter)
+        expected[name] = numbers(run(alone)[name])
+    for prefill_tokens in (4096, 13):
+        crowded = sampler_of(base, prefill_tokens=prefill_tokens)
+        for i in range(3):
+            crowded.add(
+                f"before{i}", ask(replace(PARAMS, seed=i, max_tokens=2 + 4 * i)), render.render([random_tokens(i + 5, 9 + i)]), None
+            )
+        crowded.step()
+        for name, rendered in asked.items():
+            crowded.add(name, questions, rendered, adapter)
+        crowded.add(
+            "after", ask(replace(PARAMS, temperature=0.3), 2), render.render(picture_chunks(base, 24, 5)), random_adapter(base, 8, 2)
+        )
+        done = run(crowded)
+        for name, rendered in asked.items():
+            assert numbers(done[name]) == expected[name]
+            crowded.add(name, replace(questions, questions=replace(questions.questions, logprobs=False)), rendered, adapter)
+        again = run(crowded)
+        for name in asked:
+            assert again[name].cached_tokens > 0
+            assert [(s.tokens, s.logprobs) for s in again[name].sequences] == expected[name][1:]
+
+
+def test_the_trainers_logprobs_are_the_samplers(base: BaseModel) -> None:
+    render, sampler = renderer(base), sampler_of(base)
+    adapter = random_adapter(base, 4, 1)
+    asked = {"text": render.render([random_tokens(1, 45)]), "picture": render.render(picture_chunks(base, 20, 30))}
+    for name, rendered in asked.items():
+        sampler.add(name, ask(), rendered, adapter)
+    for name, result in run(sampler).items():
+        _, answer = forward_logprobs(base, adapter, asked[name], result.sequences[0].tokens)
+        np.testing.assert_allclose(result.sequences[0].logprobs, answer, atol=1e-6, rtol=0)
+
+
+def test_training_reports_the_same_bits_in_any_company_and_learns(base: BaseModel) -> None:
+    """The gradients are those of a pass that is not deterministic."""
+    render = renderer(base)
+    backend = LocalBackend(base, TrainingConfig())
+    optimizers = {name: ModelOptimizer(random_adapter(base, rank, rank)) for rank, name in enumerate("abc", 2)}
+    backend.optimizers.update(optimizers)
+    data = [render.render([random_tokens(i, 20 + 7 * i)]) for i in range(2)] + [render.render(picture_chunks(base, 20, 30))]
+    work = [datum(name, rendered) for name, rendered in zip("abc", data, strict=True)]
+    together = backend.run_pass(work, backward=True).results
+    for one, found in zip(work, together, strict=True):
+        assert found is not None
+        (alone,) = backend.run_pass([one], backward=False).results
+        assert alone is not None
+        np.testing.assert_array_equal(found.logprobs, alone.logprobs)
+    plain = LocalBackend(replace(base, deterministic=False), TrainingConfig())
+    expected = {name: ModelOptimizer(random_adapter(base, rank, rank)) for rank, name in enumerate("abc", 2)}
+    plain.optimizers.update(expected)
+    plain.run_pass(work, backward=True)
+    for name, optimizer in optimizers.items():
+        for got, gradient in zip(gradients(optimizer), gradients(expected[name]), strict=True):
+            torch.testing.assert_close(got, gradient, atol=1e-6, rtol=0.05 if base.dtype == torch.bfloat16 else 1e-4)
+
+
+def gradients(optimizer: ModelOptimizer) -> list[torch.Tensor]:
+    found = optimizer.gradients
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("window", [None, 3, 70])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_stable_attention_is_attention(dtype: torch.dtype, window: int | None) -> None:
+    lengths = [1, 90, 17, 140]
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(sum(lengths), heads, 16, generator=generator).to(DEVICE, dtype) for heads in (4, 2, 2))
+    found = PackedBlocks(lengths, torch.device(DEVICE)).attend(query, key, value, 0.3, window).split(lengths)
+    for out, q, k, v in zip(found, query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+        ones = torch.ones(len(q), len(q), dtype=torch.bool, device=DEVICE)
+        mask = ones.tril() if window is None else ones.tril() & ones.triu(1 - window)
+        q, k, v = (x.double().transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)[0].transpose(0, 1)
+        torch.testing.assert_close(out.double(), expected, atol=1e-10 if dtype == torch.float64 else 2e-2, rtol=0)
+
+
+def test_stable_attention_ignores_what_a_row_does_not_see() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(12, 16, 2, 16, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(2))
+    query = torch.randn(40, 4, 16, generator=generator).to(DEVICE, torch.bfloat16)
+    table = torch.stack([torch.randperm(11, generator=generator)[:8] for _ in range(40)]).to(DEVICE)
+    lengths = torch.randint(1, 129, (40,), generator=generator).to(DEVICE)
+    table[5, 2:], lengths[5] = 11, 32
+    keys[11] = values[11] = torch.nan
+    whole = stable_attention(query, keys, values, table, lengths, 0.3, None)
+    assert whole.isfinite().all()
+    for rows in ([5], [39, 5, 0], list(range(17))):
+        torch.testing.assert_close(
+            stable_attention(query[rows], keys, values, table[rows], lengths[rows], 0.3, None), whole[rows], atol=0, rtol=0
+        )
+    short = stable_attention(query[5:6], keys, values, table[5:6, :2], lengths[5:6], 0.3, None)
+    torch.testing.assert_close(short, whole[5:6], atol=0, rtol=0)
+
+
+def test_hybrid_models_are_refused_by_name(family_dir: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="deterministic: tiny has gated delta nets"):
+        load(family_dir("qwen3_5"), deterministic=True)
