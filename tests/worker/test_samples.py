@@ -1,5 +1,6 @@
 """The sampling half of a worker on a real sampler: what fails, what that leaves behind, and who waits for whom."""
 
+import base64
 import logging
 import threading
 import time
@@ -15,7 +16,7 @@ import numpy as np
 import orjson
 import pytest
 
-from tests.bases import new_ref, random_adapter, renderer
+from tests.bases import new_ref, png, random_adapter, renderer
 from tinsmith.config import SamplingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraPair
@@ -314,6 +315,28 @@ def test_large_requests_are_rendered_in_a_thread_and_keep_nobody_waiting(text_ba
         assert not any(started.message.payload for started in bench.samples.started.values())
     bench.settle()
     assert len(bench.answers()["large:sample:0/0"][0]) == 4
+
+
+def test_a_small_request_is_rendered_in_a_thread_while_its_picture_is_new(vision_base: BaseModel, tmp_path: Path) -> None:
+    """A few bytes may encode many pixels. Once the picture is decoded, the request takes no thread."""
+    bench = bench_of(vision_base, tmp_path)
+    picture = {"type": "image", "format": "png", "data": base64.b64encode(png(5)).decode()}
+    chunks = [{"type": "encoded_text", "tokens": [1, 2]}, picture, {"type": "encoded_text", "tokens": [3]}]
+    first, again = (sample(f"s:sample:{number}/0", prompt={"chunks": chunks}) for number in range(2))
+    assert len(first.payload) < samples.SMALL_BYTES
+    with occupied(bench.samples.rendering):
+        bench.samples.add(first)
+        bench.samples.add(sample("text:sample:0/0"))
+        bench.until(lambda: bench.sent)
+        assert list(bench.answers()) == ["text:sample:0/0"]
+        assert bench.samples.rendering_bytes == len(first.payload)
+    bench.settle()
+    assert len(bench.answers()["s:sample:0/0"][0]) == 4
+    assert bench.samples.rendering_bytes == 0
+    with occupied(bench.samples.rendering):
+        bench.samples.add(again)
+        bench.until(lambda: bench.sent)
+    assert len(bench.answers()["s:sample:1/0"][0]) == 4
 
 
 def test_what_is_wrong_with_a_large_request_is_its_own_failure(text_base: BaseModel, tmp_path: Path) -> None:

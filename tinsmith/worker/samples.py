@@ -1,7 +1,7 @@
 """The sampling half of a worker: requests to the sampler of their base model, with the weights that their session is bound to.
 
-Requests wait as they came, by base model and session. In turn, when their sampler wants more, they are parsed and rendered, large ones in a
-thread, and weights that are not in memory are read in another.
+Requests wait as they came, by base model and session. In turn, when their sampler wants more, they are parsed and rendered, large ones and
+those with new pictures in a thread, and weights that are not in memory are read in another.
 """
 
 import logging
@@ -37,7 +37,7 @@ STARTED_BYTES = 2**20
 """Bodies of requests that are parsed and rendered at a time, in bytes; the last one may go beyond."""
 
 SMALL_BYTES = 64 * 1024
-"""Requests of up to this size are parsed at once: to hand them to a thread and back would take longer. Pictures make larger ones."""
+"""Requests of up to this size are parsed at once, and rendered if they have no new pictures: to hand them to a thread would take longer."""
 
 
 @dataclass(frozen=True)
@@ -184,14 +184,28 @@ class Samples:
             self.started[_name(message)] = Started(replace(message, payload=b""), time.monotonic())
             self.sessions[base_model][_session(message)] += 1
             self.on_the_way[base_model] += message.num_samples
-            render = partial(_render, self.bases[base_model].renderer, message)
+            renderer = self.bases[base_model].renderer
             if len(message.payload) > SMALL_BYTES:
-                self.rendering_bytes += len(message.payload)
-                self.rendering.run(render, partial(self._rendered, message))
+                self._render_beside(message, partial(_render, renderer, message))
             else:
                 size += len(message.payload)
                 with failing_into(partial(self._fail_started, message)):
-                    self._begin(render())
+                    self._render_small(renderer, message)
+
+    def _render_small(self, renderer: Renderer, message: Sample) -> None:
+        """Parse a small request, and render it if no picture is to be decoded: a few bytes may encode many pixels."""
+        request = parse_sample_request(message.payload)
+        measured = renderer.measure(request.prompt)
+        rest = replace(message, payload=b"")
+        if measured.pixels:
+            self._render_beside(message, lambda: _Rendered(rest, request, renderer.render_measured(measured)))
+        else:
+            self._begin(_Rendered(rest, request, renderer.render_measured(measured)))
+
+    def _render_beside(self, message: Sample, render: "Callable[[], _Rendered]") -> None:
+        """Render a request in a thread."""
+        self.rendering_bytes += len(message.payload)
+        self.rendering.run(render, partial(self._rendered, message))
 
     def _next(self, base_model: str) -> Sample | None:
         """What its sampler should get now: the next in turn while it wants more, and in any case one of each session."""
