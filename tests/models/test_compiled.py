@@ -1,14 +1,16 @@
 """Functions that are compiled on a GPU: they compute the same, once for each width, and as written where they cannot be compiled."""
 
 import logging
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.bases import DEVICE
-from tinsmith.models.compiled import Compiled, compilations, compiled
+from tinsmith.models.compiled import Compiled, compilations, compiled, keep_compiled
 
 
 @compiled
@@ -43,3 +45,25 @@ def test_what_cannot_be_compiled_runs_as_written(caplog: pytest.LogCaptureFixtur
         for _ in range(2):
             assert torch.equal(function._call_compiled([x], x), torch.full((3,), 3.0, device=DEVICE))
     assert [record.message.split(" runs as written")[0] for record in caplog.records] == [function.name]
+
+
+def test_what_is_compiled_is_kept_in_the_directory_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "set by a user")
+    keep_compiled(str(tmp_path))
+    assert (os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]) == ("set by a user", str(tmp_path / "triton"))
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    keep_compiled("")
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / ".cache/tinsmith/compiled/triton")
+
+
+def test_tensors_that_require_gradients_are_no_other_form() -> None:
+    function = Compiled(scaled.function)
+    function._compiled = torch.compile(function.function, backend="aot_eager", dynamic=False, fullgraph=True)
+    before = compilations()
+    for wanted in (False, True):
+        x, weight = torch.randn(5, 24, device=DEVICE, requires_grad=wanted), torch.randn(24, device=DEVICE)
+        with torch.no_grad():
+            function._call_compiled([x, weight], x, weight)
+    assert compilations() == before + 1

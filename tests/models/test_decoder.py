@@ -137,7 +137,7 @@ def test_what_it_does_not_know_runs_through_the_modules(model_type: str, setting
     assert load(tmp_path).decoder is None
 
 
-def test_a_model_with_another_module_runs_through_the_modules(family_dir: Dirs) -> None:
+def test_a_model_with_another_module_runs_through_the_modules(family_dir: Dirs, caplog: pytest.LogCaptureFixture) -> None:
     directory = str(family_dir("qwen3"))
     family = family_of("tiny", read_config(directory))
     for place in ("", "layers.0", "layers.1.self_attn", "layers.1.mlp"):
@@ -149,6 +149,9 @@ def test_a_model_with_another_module_runs_through_the_modules(family_dir: Dirs) 
         linear = base.language_model.layers[0].self_attn.q_proj
         assert linear.weight.untyped_storage().nbytes() == linear.weight.nbytes  # nothing was joined
         assert list(base.network.state_dict()) == list(before)
+    said = [record.message for record in caplog.records if "runs through its transformers modules" in record.message]
+    assert len(said) == 4
+    assert all("strange" in line for line in said)
 
 
 def test_a_pass_without_gradients_gives_the_same_bits(family_dir: Dirs) -> None:

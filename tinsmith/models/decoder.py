@@ -9,6 +9,7 @@ tensors here are the same memory; the self-check compares both ways of computing
 there, runs through its transformers modules.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,8 @@ from tinsmith.models.norms import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNorm
 from tinsmith.models.packed_lora import UNCHANGED, Adapters, Before, project
 from tinsmith.models.pass_plan import PassPlan
 from tinsmith.models.recompute import recomputed
+
+log = logging.getLogger(__name__)
 
 KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text")
 """Model types whose decoders compute what stands here: the structure alone does not tell which halves of a head turn together."""
@@ -59,7 +62,8 @@ class Rope:
         rows = positions.float()
         turned = rows[0].unsqueeze(1) if self.axes is None or len(rows) == 1 else rows.index_select(0, self.axes).t()
         angles = (turned * self.inverse_frequencies).contiguous()  # of a transposed matrix it would lie transposed
-        return angles.cos() * self.scaling, angles.sin() * self.scaling
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.scaling == 1.0 else (cos * self.scaling, sin * self.scaling)
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,7 +340,8 @@ def read_decoder(model_type: str, language_model: nn.Module, layout: Layout) -> 
         return None
     try:
         build = _reader(model_type, language_model, layout)
-    except UnknownStructureError:
+    except UnknownStructureError as error:
+        log.warning("%s runs through its transformers modules, which is slower than our own decoder: %s", model_type, error)
         return None
     return build(join_linears(language_model, layout))
 
@@ -351,7 +356,7 @@ def _reader(model_type: str, language_model: Any, layout: Layout) -> Callable[[M
     last_norm = _read_norm(language_model, "norm")
     layers = [_read_layer(model_type, language_model, index, layout) for index in range(len(layout.layers))]
     if len(language_model.layers) != len(layers):
-        raise UnknownStructureError
+        raise UnknownStructureError(f"it has {len(language_model.layers)} layers, its configuration says {len(layers)}")
     return lambda joined: Decoder(tuple(build(joined) for build in layers), last_norm, rope)
 
 
@@ -369,7 +374,7 @@ def _read_rope(model_type: str, language_model: Any) -> Rope:
     else:
         axes = torch.tensor([row % 3 for row, count in enumerate(sections) for _ in range(count)])
     if len(axes) != pairs:
-        raise UnknownStructureError
+        raise UnknownStructureError(f"mrope_section={sections} does not divide its {pairs} rotary pairs")
     return Rope(frequencies, float(rotary.attention_scaling), axes.to(frequencies.device))
 
 
@@ -380,7 +385,7 @@ def _read_layer(model_type: str, language_model: Any, index: int, layout: Layout
     _require_children(layer, "self_attn" if attends else "linear_attn", "mlp", "input_layernorm", "post_attention_layernorm")
     _require_children(layer.mlp, "gate_proj", "up_proj", "down_proj", "act_fn")
     if not _is_silu(layer.mlp.act_fn):
-        raise UnknownStructureError
+        raise UnknownStructureError(f"{name}.mlp has the activation {layer.mlp.act_fn}")
     first, second = (_read_norm(language_model, f"{name}.{norm}") for norm in ("input_layernorm", "post_attention_layernorm"))
     if isinstance(kind, Attention):
         block = _read_attention(model_type, language_model, index, kind)
@@ -396,15 +401,15 @@ def _read_attention(model_type: str, language_model: Any, index: int, kind: Atte
     children = {child for child, _ in module.named_children()}
     linears = {"q_proj", "k_proj", "v_proj", "o_proj"}
     if children not in (linears, linears | {"q_norm", "k_norm"}):
-        raise UnknownStructureError
+        raise UnknownStructureError(f"{name} consists of {', '.join(sorted(children))}")
     norms = (_read_norm(language_model, f"{name}.q_norm"), _read_norm(language_model, f"{name}.k_norm")) if "q_norm" in children else None
     heads, rest = divmod(module.o_proj.weight.shape[1], kind.head_dim)
     gated = model_type.startswith("qwen3_5")
     widths = (heads * kind.head_dim * (2 if gated else 1), kind.kv_heads * kind.head_dim, kind.kv_heads * kind.head_dim)
     if rest or tuple(len(getattr(module, f"{part}_proj").weight) for part in "qkv") != widths:
-        raise UnknownStructureError
+        raise UnknownStructureError(f"queries, keys and values of {name} do not have {widths} outputs")
     if norms is not None and (norms[0].kind != norms[1].kind or any(norm.weight.shape != (kind.head_dim,) for norm in norms)):
-        raise UnknownStructureError
+        raise UnknownStructureError(f"the norms of queries and keys of {name} differ, or are not those of single heads")
     norm_kind = norms[0].kind if norms else Normed(0.0, False)
     shape = Heads(heads, kind.kv_heads, kind.head_dim, gated, norm_kind.eps, norm_kind.zero_centred)
     # Mistral's attention reads its window from the configuration; the others that have one keep it themselves.
@@ -426,7 +431,7 @@ def _read_delta_net(language_model: Any, index: int, kind: DeltaNet) -> Build:
     module = language_model.get_submodule(name)
     _require_children(module, "conv1d", "norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     if not isinstance(module.norm, GatedRMSNorm) or module.conv1d.bias is not None or module.activation not in ("silu", "swish"):
-        raise UnknownStructureError
+        raise UnknownStructureError(f"{name} has another norm, convolution or activation")
     names = tuple(f"{name}.{parameter}" for parameter in ("norm.weight", "conv1d.weight", "A_log", "dt_bias"))
     parameters = tuple(language_model.get_parameter(parameter) for parameter in names)
     norm = GatedNormed(module.norm.eps)
@@ -436,7 +441,7 @@ def _read_delta_net(language_model: Any, index: int, kind: DeltaNet) -> Build:
 def _read_norm(language_model: nn.Module, name: str) -> Norm:
     module = language_model.get_submodule(name)
     if not isinstance(module, FusedRMSNorm):
-        raise UnknownStructureError
+        raise UnknownStructureError(f"{name} is a norm of another kind: {module}")
     return Norm(Normed(module.eps, isinstance(module, ZeroCentredRMSNorm)), f"{name}.weight", module.weight)
 
 
@@ -449,13 +454,15 @@ def _head_weights(norms: tuple[Norm, Norm] | None, shape: Heads) -> Tensor | Non
 
 
 def _require_children(module: nn.Module, *names: str) -> None:
-    if {name for name, _ in module.named_children()} != set(names):
-        raise UnknownStructureError
+    found = {name for name, _ in module.named_children()}
+    if found != set(names):
+        raise UnknownStructureError(f"{type(module).__name__} consists of {', '.join(sorted(found))}, known is {', '.join(sorted(names))}")
 
 
 def _require_projections(layout: Layout, *names: str) -> None:
-    if any(name not in layout.projections for name in names):
-        raise UnknownStructureError
+    for name in names:
+        if name not in layout.projections:
+            raise UnknownStructureError(f"its layout has no {name}")
 
 
 def _is_silu(activation: nn.Module) -> bool:
