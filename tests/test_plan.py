@@ -65,7 +65,8 @@ def test_what_fits_into_a_gpu_follows_from_its_memory(tmp_path: Path) -> None:
     passes, tokens, chunk = sizes.passes, large["pass_tokens"], TrainingConfig().logits_chunk
     beside = left - passes.bytes(tokens, chunk, passes.smallest)
     assert large["adapters"]["fit"] == beside // large["adapters"]["bytes_each"]
-    assert large["full_parameters"] == {"needed_bytes": sizes.model(0).training, "free_bytes": beside, "fits": False}
+    full = large["full_parameters"]
+    assert (full["state"], full["needed_bytes"], full["free_bytes"], full["fits"]) == ("float32", sizes.model(0).training, beside, False)
     for_passes = int(0.95 * left) - large["adapters"]["bytes_each"]
     assert passes.smallest.recompute > large["recomputed_layers"] > 0
     for count, fits in ((large["recomputed_layers"], True), (large["recomputed_layers"] - 1, False)):
@@ -104,6 +105,26 @@ def test_a_cache_of_automatic_size_takes_what_training_leaves(tmp_path: Path) ->
     everything = planned(directory, "--memory-gib", "200", "--rank", "0")
     assert everything["fits"]
     assert everything["adapters"]["bytes_each"] == sizes.model(0).training == everything["full_parameters"]["needed_bytes"]
+
+
+def test_what_all_parameters_take_is_printed_by_part(tmp_path: Path) -> None:
+    """In GiB: 4.2 thousand million parameters in bfloat16."""
+    directory = str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path))
+    count = size_of(directory, ModelsConfig(device="cpu", dtype="bfloat16")).language_parameters
+    options = [directory, "--rank", "0", "--memory-gib", "80"]
+    exact = plan(*options, "--kv-cache-gib", "1", code=1)
+    assert "all parameters (rank 0)  does not fit" in exact
+    compact = plan(*options, "--full-state", "compact")
+    two = f"{2 * count / GIB:.1f} GiB"
+    moments = f"{(2 + 8 / 256) * count / GIB:.1f} GiB"
+    assert (
+        f"weights {two} + rests of masters {two} + moments {moments} + gradients {two} + those of a pass {two} (--full-state compact)"
+        in compact
+    )
+    assert "all parameters (rank 0)  fits" in compact
+    assert "models of rank 0         1 train at once" in compact
+    host = plan(*options, "--full-state", "compact-host")
+    assert f"weights {two} + gradients {two} + those of a pass {two}; in host memory {(4 + 8 / 256) * count / GIB:.1f} GiB" in host
 
 
 def test_only_layers_that_attend_keep_keys_and_values(tmp_path: Path) -> None:

@@ -180,6 +180,12 @@ class TrainingConfig:
         0,
     )
     planned_rank: int = setting(32, "LoRA rank of these models; 0 is training of all parameters", "", 0)
+    full_state: str = setting(
+        "float32",
+        "What training of all parameters (rank 0) keeps beside the weights: float32, exact; compact, in half of the memory, with moments "
+        "in 8 bits and gradients in the base's precision; compact-host, the same, with all that a pass does not need in host memory",
+        choices=("float32", "compact", "compact-host"),
+    )
     ended_model_ttl_s: float = setting(
         604800.0,
         "How long to keep the checkpoint of a model that was saved because its session was idle or the server stopped",

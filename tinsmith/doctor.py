@@ -91,11 +91,12 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
 
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     """Sizes of each base model, and whether all of them fit together where they would run."""
-    from tinsmith.models.budget import divide_memory, reserve_of  # here, because they import transformers
+    from tinsmith.models.budget import divide_memory, full_state, reserve_of  # here, because they import transformers
     from tinsmith.models.sizing import size_of
     from tinsmith.sampling.local.cache_shape import CacheShape
     from tinsmith.sampling.prefix import BLOCK
 
+    state = full_state(config.training)
     known: dict[str, Sizes] = {}
     for name, source in base_model_sources(config).items():
         try:
@@ -109,7 +110,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     needed = reserve_of(on_gpu, total)
     for name, sizes in known.items():
         passes, tokens = sizes.passes, config.training.tokens_per_pass
-        budget = divide_memory(beside, len(known), sizes.model(config.training.planned_rank), passes, config, on_gpu)
+        budget = divide_memory(beside, len(known), sizes.model(config.training.planned_rank, state), passes, config, on_gpu)
         shape = CacheShape(sizes.layout.layers, sizes.dtype, sizes.device)
         try:
             cache = shape.divide(budget.cache, config.sampling.max_running)
@@ -138,7 +139,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     fits: State = "ok" if needed <= free else "missing"
     yield Finding(f"{place} for all of it", fits, f"about {_gib(needed)} needed, {_gib(free)} free")
     for name, sizes in known.items():
-        left, full = free - needed, sizes.model(0)
+        left, full = free - needed, sizes.model(0, state)
         room: State = "ok" if full.training <= left else "note"
         detail = f"{size_text(full.training)} a model, a snapshot {size_text(full.snapshot)}; {_gib(max(left, 0))} left for it"
         yield Finding(f"{name}, all parameters (rank 0)", room, detail if room == "ok" else f"does not fit: {detail}")

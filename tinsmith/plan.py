@@ -13,6 +13,7 @@ from tinsmith.config import Config, ModelsConfig, base_model_sources
 from tinsmith.models.machine import look_around, size_text
 
 if TYPE_CHECKING:
+    from tinsmith.models.full import FullBytes, FullState
     from tinsmith.models.layout import Group
     from tinsmith.models.sizing import Sizes
 
@@ -51,8 +52,16 @@ class AdaptersPlan:
 class FullPlan:
     """Training of all parameters (rank 0), beside weights, cache and pass."""
 
-    needed_bytes: int
+    state: "FullState"
+    """How it is kept (--full-state)."""
+    parts: "FullBytes"
+    """What it takes."""
     free_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of the device."""
+        return self.parts.device
 
     @property
     def fits(self) -> bool:
@@ -112,7 +121,8 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
 
     Raises ConfigError if the configuration of the model cannot be read, or if it could not be served.
     """
-    from tinsmith.models.budget import divide_memory, longest_trained, reserve_of  # here, because they import transformers
+    from tinsmith.models.budget import divide_memory, full_state, longest_trained, reserve_of  # here, because they import transformers
+    from tinsmith.models.full import full_bytes
     from tinsmith.models.sizing import size_of
     from tinsmith.sampling.local.cache_shape import CacheShape
     from tinsmith.sampling.prefix import BLOCK
@@ -129,7 +139,8 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     memory = min(place.free, int(config.models.memory_share * place.total))
     reserve = reserve_of(place.on_gpu, place.total)
     left = memory - sizes.weight_bytes - reserve
-    model, passes = sizes.model(rank), sizes.passes
+    state = full_state(config.training)
+    model, passes = sizes.model(rank, state), sizes.passes
     budget = divide_memory(left, 1, model, passes, config, place.on_gpu)
     cache = None
     if config.sampling.sampler == "local":
@@ -158,7 +169,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         recomputed_layers=effort.recompute,
         cache=cache,
         adapters=AdaptersPlan(model.training, model.snapshot, beside // model.training),
-        full_parameters=FullPlan(sizes.model(0).training, beside),
+        full_parameters=FullPlan(state, full_bytes(sizes.language_parameters, sizes.dtype, state), beside),
         longest_sequence=SequencePlan(longest, "memory" if longest < sizes.max_context else "context"),
     )
 
@@ -192,7 +203,8 @@ def _on_a_gpu(models: ModelsConfig) -> ModelsConfig:
 def to_tree(plan: Plan) -> dict[str, object]:
     """The plan as plain values, with what follows from them."""
     tree: dict[str, object] = dataclasses.asdict(plan)
-    full = dataclasses.asdict(plan.full_parameters) | {"fits": plan.full_parameters.fits}
+    full = dataclasses.asdict(plan.full_parameters)
+    full |= {"needed_bytes": plan.full_parameters.needed_bytes, "fits": plan.full_parameters.fits}
     return tree | {"full_parameters": full, "fits": plan.fits}
 
 
@@ -209,7 +221,8 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Subject and detail of each line."""
     longest = plan.longest_sequence
     groups = " + ".join(f"{group} {count:,}" for group, count in plan.lora_parameters.items())
-    yield f"LoRA of rank {plan.rank}", f"{groups} = {sum(plan.lora_parameters.values()):,} parameters"
+    if plan.rank:
+        yield f"LoRA of rank {plan.rank}", f"{groups} = {sum(plan.lora_parameters.values()):,} parameters"
     yield "memory", size_text(plan.memory_bytes)
     yield "frozen weights", size_text(plan.weight_bytes)
     if plan.reserve_bytes:
@@ -226,8 +239,20 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     none = "none fits beside all of that" + (
         f", one does with --tokens-per-pass {largest}" if (largest := plan.largest_pass_tokens) else ""
     )
-    yield "adapters", f"{f'{adapters.fit:,} train at once beside all of that' if adapters.fit else none}; {each}"
+    yield (
+        "adapters" if plan.rank else "models of rank 0",
+        f"{f'{adapters.fit:,} train at once beside all of that' if adapters.fit else none}; {each}",
+    )
     full = plan.full_parameters
     fits = "fits" if full.fits else "does not fit"
     yield "all parameters (rank 0)", f"{fits}: {size_text(full.needed_bytes)} needed, {size_text(full.free_bytes)} left beside all of that"
+    named = {
+        "weights": full.parts.weights,
+        "masters" if full.state == "float32" else "rests of masters": full.parts.masters,
+        "moments": full.parts.moments,
+        "gradients": full.parts.gradients,
+        "those of a pass": full.parts.pass_gradients,
+    }
+    total = " + ".join(f"{part} {size_text(size)}" for part, size in named.items() if size)
+    yield "", total + (f"; in host memory {size_text(full.parts.host)}" if full.parts.host else "") + f" (--full-state {full.state})"
     yield "longest sequence", f"{longest.tokens:,} tokens train, then {_LIMITS[longest.limit]} ends"

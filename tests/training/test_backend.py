@@ -19,6 +19,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import DatumWork, LocalBackend
+from tinsmith.training.optimizer import ModelOptimizer
 
 STEP = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0)
 
@@ -50,6 +51,7 @@ def test_a_model_that_is_deleted_frees_its_tensors(text_base: BaseModel, rank: i
     backend.optim_step("gone", STEP)
     backend.run_pass([datum("gone", renderer(text_base).render([random_tokens(1, 9)]))], backward=True)
     optimizer = backend.optimizers["gone"]
+    assert isinstance(optimizer, ModelOptimizer)
     moments = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
     held = [*optimizer.weights.leaves(), *optimizer.weights.buffers(), *moments, *(optimizer.totals or [])]
     alive = [weakref.ref(tensor) for tensor in held]

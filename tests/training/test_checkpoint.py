@@ -132,7 +132,7 @@ def test_a_checkpoint_that_cannot_be_written_says_where(text_base: BaseModel, tm
     adapter = trained(text_base).snapshot("a", new_ref())
     (tmp_path / "c").touch()
     with pytest.raises(TinsmithError, match="could not be written to"):
-        write_state(SavedState(About.of(text_base, adapter.shape), adapter.named_tensors()), tmp_path / "c")
+        write_state(SavedState(About.of(text_base, adapter.shape), dict(adapter.named_tensors())), tmp_path / "c")
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 

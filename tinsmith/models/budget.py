@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tinsmith.config import Config
-from tinsmith.models.full import snapshot_bytes, training_bytes
+from tinsmith.config import Config, TrainingConfig
+from tinsmith.models.full import FullState, full_bytes, snapshot_bytes
 from tinsmith.models.layout import Layout
 from tinsmith.models.pass_memory import KEEP_ALL, PassMemory
 from tinsmith.protocol.shapes import LoraShape
@@ -34,10 +34,10 @@ class ModelBytes:
     """A frozen copy that is sampled."""
 
 
-def model_bytes(layout: Layout, dtype: torch.dtype, rank: int, full_parameters: int) -> ModelBytes:
-    """What a model of that LoRA rank takes on a base in `dtype`; for rank 0, one that trains `full_parameters` parameters."""
+def model_bytes(layout: Layout, dtype: torch.dtype, rank: int, full_parameters: int, state: FullState) -> ModelBytes:
+    """What a model of that LoRA rank takes on a base in `dtype`; for rank 0, one of `full_parameters` parameters."""
     if rank == 0:
-        return ModelBytes(training_bytes(full_parameters, dtype), snapshot_bytes(full_parameters, dtype))
+        return ModelBytes(full_bytes(full_parameters, dtype, state).device, snapshot_bytes(full_parameters, dtype))
     numbers = layout.lora_parameters(LoraShape(rank, seed=0))
     frozen = numbers * (4 if dtype == torch.float32 else 4 + dtype.itemsize)  # float32 masters, and copies of them that passes read
     return ModelBytes(frozen + numbers * 3 * 4, frozen)
@@ -51,6 +51,12 @@ class Budget:
     """Bytes of the local sampler's cache; 0 without that sampler."""
     passes: int
     """Bytes that are left to a pass while one model is trained; negative if there is no room for that model."""
+
+
+def full_state(config: TrainingConfig) -> FullState:
+    """The setting `full_state`."""
+    state: FullState = config.full_state  # type: ignore[assignment]  # one of its choices
+    return state
 
 
 def reserve_of(on_gpu: bool, total: int) -> int:

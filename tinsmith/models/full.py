@@ -1,12 +1,13 @@
 """Full-parameter training ("rank 0"): a model with its own copy of the language model's weights.
 
 The base keeps its own, and so does every other model: a pass over such weights computes with them in the place of the base's parameters of
-the same names. The vision tower stays frozen and shared. Masters are float32 on every device; passes compute in the base's dtype.
+the same names. The vision tower stays frozen and shared. Masters are float32 on every device; passes compute in the base's dtype. What
+training keeps beside the weights is as exact as the setting `full_state` asks for (`FullState`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.func import functional_call
 
 from tinsmith.models.layout import HEAD_WEIGHT
 from tinsmith.models.lora import Adapter
+from tinsmith.models.split_masters import SplitMasters, split_masters
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 
@@ -29,14 +31,18 @@ class FullWeights:
 
     shape: LoraShape
     """Its rank is 0."""
-    masters: dict[str, Tensor]
+    masters: Mapping[str, Tensor]
+    """float32, or of `dtype` where nothing is trained any more; `SplitMasters` share their upper bits with the working copies."""
     dtype: torch.dtype
     working: dict[str, Tensor] = field(init=False)
     ref: WeightsRef | None = None
     """The identity of weights that are sampled from. None for weights that train, because training changes them."""
 
     def __post_init__(self) -> None:
-        self.working = {name: master.detach().to(self.dtype).requires_grad_() for name, master in self.masters.items()}
+        if isinstance(self.masters, SplitMasters):
+            self.working = dict(self.masters.working)
+        else:
+            self.working = {name: master.detach().to(self.dtype).requires_grad_() for name, master in self.masters.items()}
 
     def call(self, module: nn.Module, prefix: str, *arguments: Any, **keywords: Any) -> Any:
         """Call the language model, or the part of it whose parameters' names start with `prefix`, with these weights for its own."""
@@ -45,7 +51,7 @@ class FullWeights:
 
     def refresh(self) -> None:
         """Make the working copies equal to the masters again."""
-        if self.dtype != torch.float32:
+        if self.dtype != torch.float32 and not isinstance(self.masters, SplitMasters):
             with torch.no_grad():
                 torch._foreach_copy_(self.leaves(), self.tensors())
 
@@ -54,12 +60,12 @@ class FullWeights:
         return FullWeights(self.shape, {name: tensor.detach().clone() for name, tensor in self.working.items()}, self.dtype, ref)
 
     def tensors(self) -> list[Tensor]:
-        """All masters in a fixed order."""
+        """All masters in a fixed order; copies, if they are split."""
         return list(self.masters.values())
 
-    def named_tensors(self) -> dict[str, Tensor]:
-        """All masters by name, in the order of `tensors`."""
-        return dict(self.masters)
+    def named_tensors(self) -> Mapping[str, Tensor]:
+        """All masters by name, in the order of `tensors`. Those that are split are put together one by one, when they are asked for."""
+        return self.masters
 
     def leaves(self) -> list[Tensor]:
         """All working copies, in the order of `tensors`: what gradients are taken of."""
@@ -76,23 +82,79 @@ class FullWeights:
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""
+        if isinstance(self.masters, SplitMasters):
+            return sum(leaf.nbytes for leaf in self.leaves()) + self.masters.nbytes
         copies = [leaf for leaf, master in zip(self.leaves(), self.tensors(), strict=True) if leaf.dtype != master.dtype]
         return sum(tensor.nbytes for tensor in (*self.tensors(), *copies))
 
     @property
     def parameter_count(self) -> int:
         """How many numbers are trained."""
-        return sum(tensor.numel() for tensor in self.tensors())
+        return sum(leaf.numel() for leaf in self.leaves())
 
 
 Weights = Adapter | FullWeights
 """What one model trains, or a frozen copy of it: a LoRA adapter, or all the parameters."""
 
 
+MOMENT_BLOCK = 256
+"""Moments that share a scale in a compact state."""
+FullState = Literal["float32", "compact", "compact-host"]
+"""How full-parameter training keeps what it remembers: all in float32; in little memory (`training/compact.py`); or that in host memory."""
+
+
 def new_full_weights(shape: LoraShape, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> FullWeights:
     """A copy of the base's `parameters` to train."""
     masters = {name: parameter.detach().to(torch.float32, copy=True) for name, parameter in parameters.items()}
     return FullWeights(shape, masters, dtype)
+
+
+def new_compact_weights(
+    shape: LoraShape, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, state: FullState
+) -> FullWeights:
+    """A copy of `parameters` to train on `device` with a compact state: of the base's, or of the masters of a checkpoint."""
+    if dtype == torch.bfloat16:
+        return FullWeights(shape, split_masters(parameters, device, state_device(device, state)), dtype)
+    return FullWeights(shape, {name: parameter.detach().to(device, dtype, copy=True) for name, parameter in parameters.items()}, dtype)
+
+
+def state_device(device: torch.device, state: FullState) -> torch.device:
+    """Where moments and rests of masters lie."""
+    return torch.device("cpu") if state == "compact-host" else device
+
+
+@dataclass(frozen=True)
+class FullBytes:
+    """What full-parameter training takes beside the activations of a pass, in bytes of the device but for `host`."""
+
+    weights: int
+    """The weights that passes read."""
+    masters: int
+    """What float32 masters hold beyond them."""
+    moments: int
+    """What AdamW remembers."""
+    gradients: int
+    """Those that are accumulated."""
+    pass_gradients: int
+    """Those of one pass, while they are added. The first pass after a step needs none with a compact state."""
+    host: int
+    """What lies in host memory."""
+
+    @property
+    def device(self) -> int:
+        """All of it that lies on the device."""
+        return self.weights + self.masters + self.moments + self.gradients + self.pass_gradients
+
+
+def full_bytes(parameters: int, dtype: torch.dtype, state: FullState) -> FullBytes:
+    """What training that many parameters on a base in `dtype` takes at most."""
+    size = dtype.itemsize
+    if state == "float32":
+        return FullBytes(parameters * size, 0 if size == 4 else parameters * 4, parameters * 8, parameters * 4, parameters * size, 0)
+    masters, moments = (0 if size == 4 else parameters * 2), 2 * parameters + 2 * 4 * parameters // MOMENT_BLOCK
+    if state == "compact":
+        return FullBytes(parameters * size, masters, moments, parameters * size, parameters * size, 0)
+    return FullBytes(parameters * size, 0, 0, parameters * size, parameters * size, masters + moments)
 
 
 def snapshot_bytes(parameters: int, dtype: torch.dtype) -> int:

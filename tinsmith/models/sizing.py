@@ -9,6 +9,7 @@ from tinsmith.config import ModelsConfig
 from tinsmith.models.base import pick_device, pick_dtype
 from tinsmith.models.budget import ModelBytes, model_bytes
 from tinsmith.models.families import context_length, family_of, read_config
+from tinsmith.models.full import FullState
 from tinsmith.models.layout import Layout, empty_network, layout_of
 from tinsmith.models.pass_memory import PassMemory, pass_memory_of
 
@@ -34,9 +35,9 @@ class Sizes:
         """The frozen weights."""
         return self.parameters * self.dtype.itemsize
 
-    def model(self, rank: int) -> ModelBytes:
-        """What one trained model of that LoRA rank takes; of rank 0, one that is trained with all its parameters."""
-        return model_bytes(self.layout, self.dtype, rank, self.language_parameters)
+    def model(self, rank: int, state: FullState = "float32") -> ModelBytes:
+        """What one trained model of that LoRA rank takes; of rank 0, one that is trained with all its parameters and such a state."""
+        return model_bytes(self.layout, self.dtype, rank, self.language_parameters, state)
 
     @property
     def passes(self) -> PassMemory:

@@ -16,7 +16,8 @@ import torch
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.full import FullWeights, Weights, new_full_weights, snapshot_bytes, training_bytes
+from tinsmith.models.budget import full_state
+from tinsmith.models.full import FullWeights, Weights, full_bytes, new_compact_weights, new_full_weights, snapshot_bytes
 from tinsmith.models.lora import new_adapter
 from tinsmith.models.machine import require_memory
 from tinsmith.models.pass_memory import Effort, pass_memory_of
@@ -25,6 +26,7 @@ from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import shared_rows
 from tinsmith.training.checkpoint import About, SavedState, copy_to_host, weights_from
+from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.efforts import Efforts
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.packed_pass import DatumResult, DatumWork, run_packed
@@ -109,7 +111,8 @@ class LocalBackend:
         self.base = base
         self.config = config
         self.tokens_per_pass = config.tokens_per_pass
-        self.optimizers: dict[str, ModelOptimizer] = {}
+        self.full_state = full_state(config)
+        self.optimizers: dict[str, Optimizer] = {}
         memory = pass_memory_of(base.layout, base.text_config, base.dtype)
         self.efforts = Efforts(memory, base.device, config.logits_chunk, self._promised)
 
@@ -118,6 +121,10 @@ class LocalBackend:
         weights: Weights
         if shape.rank == 0:
             self._require_memory_to_train(shape)
+            if self.full_state != "float32":
+                compact = new_compact_weights(shape, base.full_targets(shape), base.dtype, base.device, self.full_state)
+                self.optimizers[model_id] = CompactOptimizer(compact, self.full_state)
+                return
             weights = new_full_weights(shape, base.full_targets(shape), base.dtype)
         else:
             weights = new_adapter(shape, base.layout, base.device, base.dtype)
@@ -153,7 +160,7 @@ class LocalBackend:
     def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
         model = self._optimizer(model_id)
         moments = model.moments() if optimizer else None
-        size = sum(tensor.nbytes for tensor in (*model.weights.tensors(), *(moments or {}).values()))
+        size = model.weights.parameter_count * 4 * (3 if moments else 1)
         self._require_memory("the copy that is saved", size, torch.device("cpu"))
         return copy_to_host(About.of(self.base, model.weights.shape), model.weights, moments)
 
@@ -169,8 +176,13 @@ class LocalBackend:
             raise
 
     def _load(self, model_id: str, state: SavedState) -> None:
-        if state.about.shape.rank == 0:
-            self._require_memory_to_train(state.about.shape)
+        shape = state.about.shape
+        if shape.rank == 0:
+            self._require_memory_to_train(shape)
+            if self.full_state != "float32":
+                weights = new_compact_weights(shape, state.tensors, self.base.dtype, self.base.device, self.full_state)
+                self.optimizers[model_id] = CompactOptimizer(weights, self.full_state, state.moments)
+                return
         self.optimizers[model_id] = ModelOptimizer(weights_from(state, self.base), state.moments)
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
@@ -253,15 +265,18 @@ class LocalBackend:
         if self.base.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _optimizer(self, model_id: str) -> ModelOptimizer:
+    def _optimizer(self, model_id: str) -> Optimizer:
         if model_id not in self.optimizers:
             raise NotFoundError(_not_loaded(model_id))
         return self.optimizers[model_id]
 
     def _require_memory_to_train(self, shape: LoraShape) -> None:
         parameters = sum(parameter.numel() for parameter in self.base.full_targets(shape).values())
-        needed = training_bytes(parameters, self.base.dtype)
-        self._require_memory(f"full-parameter training of {self.base.name}", needed, self.base.device)
+        needed = full_bytes(parameters, self.base.dtype, self.full_state)
+        purpose = f"full-parameter training of {self.base.name}"
+        self._require_memory(purpose, needed.device, self.base.device)
+        if needed.host:
+            self._require_memory(f"what {purpose} keeps in host memory (--full-state compact-host)", needed.host, torch.device("cpu"))
 
     def _require_memory(self, purpose: str, needed: int, device: torch.device) -> None:
         """Raise UserError if `device` has not so many bytes free, beside what the models on it will still take when they train."""

@@ -25,10 +25,10 @@ from tinsmith.models.pass_plan import PackedPlan
 from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.rendering.packing import pack, packing_order, segments_of
 from tinsmith.rendering.rendered import RenderedInput
+from tinsmith.training.compact import Optimizer
 from tinsmith.training.datum_spans import DatumSpans
 from tinsmith.training.logprobs import rows_to_keep, stable_target_logprobs, target_logprobs
 from tinsmith.training.losses import Loss
-from tinsmith.training.optimizer import ModelOptimizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class DatumResult:
 def run_packed(
     base: BaseModel,
     work: Sequence[DatumWork],
-    optimizers: Sequence[ModelOptimizer],
+    optimizers: Sequence[Optimizer],
     backward: bool,
     logits_chunk: int,
     effort: Effort = KEEP_ALL,
@@ -206,7 +206,7 @@ def _results(
         start = own.stop
 
 
-def _contributions(losses: Sequence[Tensor], optimizers: list[ModelOptimizer]) -> list[Callable[[], None]]:
+def _contributions(losses: Sequence[Tensor], optimizers: list[Optimizer]) -> list[Callable[[], None]]:
     """Functions that add the gradients of the sum of all `losses` to those that each model has accumulated."""
     leaves = [leaf for optimizer in optimizers for leaf in optimizer.weights.leaves()]
     ones = [torch.ones_like(of_positions) for of_positions in losses]

@@ -7,7 +7,7 @@ import torch
 
 from tinsmith.config import Config
 from tinsmith.models.base import BaseModel
-from tinsmith.models.budget import divide_memory, longest_trained, model_bytes, reserve_of
+from tinsmith.models.budget import divide_memory, full_state, longest_trained, model_bytes, reserve_of
 from tinsmith.models.machine import free_memory
 from tinsmith.models.pass_memory import pass_memory_of
 from tinsmith.protocol.shapes import LoraShape
@@ -29,12 +29,9 @@ class DeviceMemory:
         free = free_memory(device) - reserve_of(self.on_gpu, total)
         self.passes = {name: pass_memory_of(base.layout, base.text_config, base.dtype) for name, base in bases.items()}
         rank = config.training.planned_rank
-        self.budgets = {
-            name: divide_memory(
-                free, len(bases), model_bytes(base.layout, base.dtype, rank, _full_parameters(base)), self.passes[name], config, self.on_gpu
-            )
-            for name, base in bases.items()
-        }
+        state = full_state(config.training)
+        models = {name: model_bytes(base.layout, base.dtype, rank, _full_parameters(base), state) for name, base in bases.items()}
+        self.budgets = {name: divide_memory(free, len(bases), models[name], self.passes[name], config, self.on_gpu) for name in bases}
 
     def cache_sizes(self, name: str) -> CacheSizes:
         """Of the local sampler's cache. Raises ConfigError if it does not hold one sequence."""

@@ -108,7 +108,7 @@ class Spill:
     def _write(self, leaving: _Leaving) -> None:
         directory = self.directory / uuid.uuid4().hex
         try:
-            write_state(SavedState(leaving.about, leaving.weights.named_tensors()), directory)
+            write_state(SavedState(leaving.about, dict(leaving.weights.named_tensors())), directory)
             size = sum(file.stat().st_size for file in directory.iterdir())
         except Exception:
             shutil.rmtree(directory, ignore_errors=True)  # it may not even have been made

@@ -1,0 +1,295 @@
+"""Full-parameter training in little memory: AdamW whose moments take 8 bits a number, with gradients in the precision of the base.
+
+In bfloat16 a parameter takes 2 bytes for the weight that passes read, 2 for the rest of its float32 master (`models/split_masters.py`), 2
+for both moments (`eight_bit.py`) and 2 for its gradient: 8 in place of 18. The gradients of the first pass after a step are kept as they
+came. Those of further passes are added to them and rounded up or down by chance: rounded to the nearest, small ones would be lost one after
+the other beside a large sum, while by chance they are right in the mean, and nothing more has to be kept.
+
+A step goes through the parameters in pieces, which are float32 meanwhile. Moments and rests may lie in host memory; the pieces then travel.
+What chance decides is a function of the number of the step, so that a resumed run takes the same steps as an undisturbed one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import isfinite, sqrt
+
+import torch
+from torch import Tensor
+
+from tinsmith.errors import UserError
+from tinsmith.models.full import FullState, FullWeights, full_bytes, state_device
+from tinsmith.models.split_masters import SplitMasters, join, split
+from tinsmith.protocol.shapes import AdamSettings
+from tinsmith.training.eight_bit import BLOCK, FIRST, SECOND, Code, chances, decode, encode
+from tinsmith.training.optimizer import ModelOptimizer
+from tinsmith.training.update_check import Bounds, require_finite_step
+
+PIECE = {"cpu": 2**18, "cuda": 2**24}
+"""Numbers of a tensor that are float32 at a time: few enough to take little memory, enough to keep the device busy."""
+MIX = 0x9E3779B97F4A7C15
+"""What numbers are multiplied by to become seeds that have nothing in common (the golden ratio, as in SplitMix64)."""
+
+
+def _seed(*numbers: int) -> int:
+    """A seed of 31 bits."""
+    seed = 0
+    for number in numbers:
+        seed = ((seed ^ number) * MIX + 0xD1B54A32D192ED03) % 2**64
+        seed ^= seed >> 29
+    return seed >> 33
+
+
+def _pieces(count: int, size: int) -> Iterator[tuple[slice, int]]:
+    """Stretches of a flat tensor of `count` numbers, and their width as rows: whole blocks, and last what is left of one."""
+    whole = count // BLOCK * BLOCK
+    for start in range(0, whole, size):
+        yield slice(start, min(start + size, whole)), BLOCK
+    if whole < count:
+        yield slice(whole, count), count - whole
+
+
+class Moments:
+    """Both moments of one tensor, as flat codes and the scales of their blocks."""
+
+    def __init__(self, count: int, where: torch.device, pinned: bool) -> None:
+        """All 0. Host memory is `pinned` where a GPU reads and writes it beside its work."""
+        self.codes = [torch.zeros(count, dtype=torch.uint8, device=where, pin_memory=pinned) for _ in range(2)]
+        self.scales = [torch.zeros(-(-count // BLOCK), device=where, pin_memory=pinned) for _ in range(2)]
+
+    def read(self, piece: slice, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Both in float32 on `device`, [blocks, width] each."""
+        blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
+        first, second = (
+            decode(
+                codes[piece].to(device, non_blocking=True).view(-1, width), scales[blocks].to(device, non_blocking=True).view(-1, 1), code
+            )
+            for codes, scales, code in zip(self.codes, self.scales, (FIRST, SECOND), strict=True)
+        )
+        return first, second
+
+    def write(self, piece: slice, values: tuple[Tensor, Tensor], chance: tuple[Tensor, Tensor] | tuple[None, None]) -> None:
+        """Keep both, [blocks, width] each; rounded by chance, or to the nearest code without."""
+        blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
+        for number, code in enumerate((FIRST, SECOND)):
+            codes, scales = encode(values[number], code, chance[number])
+            self.codes[number][piece].copy_(codes.view(-1), non_blocking=True)
+            self.scales[number][blocks].copy_(scales.view(-1), non_blocking=True)
+
+    def decoded(self, number: int, code: Code, device: torch.device) -> Tensor:
+        """One of them whole, flat and in float32, on `device`."""
+        found = torch.empty(len(self.codes[number]), device=device)
+        for piece, width in _pieces(len(found), PIECE[device.type]):
+            found[piece] = self.read(piece, width, device)[number].view(-1)
+        return found
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is kept."""
+        return [*self.codes, *self.scales]
+
+
+class DecodedMoments(Mapping[str, Tensor]):
+    """What AdamW remembers, by the names of `ModelOptimizer.moments`. Each is decoded when it is asked for."""
+
+    def __init__(self, optimizer: "CompactOptimizer") -> None:
+        self.optimizer = optimizer
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor, _, entry = name.rpartition(".")
+        optimizer = self.optimizer
+        leaf = optimizer.weights.working[tensor]
+        if entry == "step":
+            return torch.tensor(float(optimizer.steps))
+        number, code = {"exp_avg": (0, FIRST), "exp_avg_sq": (1, SECOND)}[entry]
+        optimizer.wait()
+        return optimizer.remembered[tensor].decoded(number, code, leaf.device).view(leaf.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{name}.{entry}" for name in self.optimizer.remembered for entry in ("step", "exp_avg", "exp_avg_sq"))
+
+    def __len__(self) -> int:
+        return 3 * len(self.optimizer.remembered)
+
+
+class CompactOptimizer:
+    """What one model of full parameters trains. It does what `ModelOptimizer` does, in little memory."""
+
+    def __init__(self, weights: FullWeights, state: FullState, moments: Mapping[str, Tensor] | None = None) -> None:
+        """Start anew, or from what the optimizer of a saved model remembered (`moments`), in whatever state that was."""
+        self.weights = weights
+        self.state = state
+        self.device = weights.leaves()[0].device
+        self.totals: list[Tensor] | None = None
+        """The gradients that have been accumulated, in the precision of the base; None before the first."""
+        self.passes = 0
+        """Passes whose gradients are in `totals`."""
+        self.bounds: Bounds | None = None
+        self.steps = 0
+        self.remembered: dict[str, Moments] = {}
+        """By tensor; empty before the first step."""
+        if moments:
+            self._remember(moments)
+
+    def _remember(self, moments: Mapping[str, Tensor]) -> None:
+        self.remembered = self._new_moments()
+        for name, kept in self.remembered.items():
+            self.steps = int(moments[f"{name}.step"])
+            first, second = (moments[f"{name}.{entry}"].reshape(-1) for entry in ("exp_avg", "exp_avg_sq"))
+            for piece, width in _pieces(len(first), PIECE[self.device.type]):
+                values = [x[piece].to(self.device, torch.float32).view(-1, width) for x in (first, second)]
+                kept.write(piece, (values[0], values[1]), (None, None))
+
+    def _new_moments(self) -> dict[str, Moments]:
+        where = state_device(self.device, self.state)
+        return {name: Moments(leaf.numel(), where, pinned=where != self.device) for name, leaf in self.weights.working.items()}
+
+    def moments(self) -> Mapping[str, Tensor]:
+        """What AdamW remembers, decoded; empty before the first step."""
+        return DecodedMoments(self)
+
+    @property
+    def gradients(self) -> list[Tensor] | None:
+        """What has been accumulated for each tensor, in the order of `Weights.tensors`; None before the first."""
+        return self.totals
+
+    @property
+    def unclaimed(self) -> int:
+        """Bytes of the device that the model will take when it is trained, beyond what it holds now."""
+        held = [tensor for kept in self.remembered.values() for tensor in kept.tensors if tensor.device == self.device]
+        holds = self.weights.nbytes + sum(tensor.nbytes for tensor in (*(self.totals or []), *held))
+        return full_bytes(self.weights.parameter_count, self.weights.dtype, self.state).device - holds
+
+    def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """The gradients of one pass, in the order of `Weights.tensors`; None where the pass did not reach a tensor.
+
+        They are added when what is returned is called. Making it may run out of memory and changes nothing; calling it cannot fail. The
+        gradients belong to the optimizer from then on, and may be changed in place.
+        """
+        if self.totals is None:
+            pairs = zip(self.weights.leaves(), gradients, strict=True)
+            return partial(self._begin_with, _apart([torch.zeros_like(leaf) if g is None else g for leaf, g in pairs]))
+        size = min(PIECE[self.device.type], max(total.numel() for total in self.totals))
+        reached = [(total.view(-1), g.reshape(-1)) for total, g in zip(self.totals, gradients, strict=True) if g is not None]
+        return partial(self._add, reached, _Sum(size, self.device))
+
+    def _begin_with(self, totals: list[Tensor]) -> None:
+        self.totals, self.passes = totals, 1
+
+    def _add(self, pairs: list[tuple[Tensor, Tensor]], buffers: "_Sum") -> None:
+        self.passes += 1
+        for number, (total, gradient) in enumerate(pairs):
+            buffers.add(total, gradient, _seed(self.steps, self.passes, number))
+
+    def clear(self) -> None:
+        """Forget what has been accumulated."""
+        self.totals, self.passes = None, 0
+
+    def step(self, settings: AdamSettings) -> dict[str, float]:
+        """Update the weights and clear the accumulators; as `ModelOptimizer.step`."""
+        totals = self.totals
+        self.clear()
+        if totals is None:
+            return {"grad_norm": 0.0, "learning_rate": settings.lr}
+        grad_norm = self._norm(totals)
+        if not isfinite(grad_norm):
+            raise UserError(
+                f"the gradient norm is {grad_norm}: the step was refused, the gradients are cleared and the weights stay as "
+                "they were; look for infinite weights, -inf log-probabilities or a learning rate that is too high"
+            )
+        limit = settings.grad_clip_norm
+        clip = min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0
+        bounds = self._checked(totals, grad_norm, clip, settings)
+        remembered = self.remembered or self._new_moments()  # which may run out of memory, before anything has changed
+        buffers = [torch.empty(PIECE[self.device.type], device=self.device) for _ in range(12)]
+        del buffers  # so much is free for the pieces
+        self.remembered = remembered
+        self.steps += 1
+        for number, (name, total) in enumerate(zip(self.weights.working, totals, strict=True)):
+            self._update(number, name, total, clip, settings)
+        self.bounds = bounds
+        return {"grad_norm": grad_norm, "learning_rate": settings.lr}
+
+    def _norm(self, totals: list[Tensor]) -> float:
+        parts = [total.view(-1)[piece] for total in totals for piece, _ in _pieces(total.numel(), PIECE[self.device.type])]
+        return float(torch.stack([torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]).double().norm())
+
+    def _checked(self, totals: list[Tensor], grad_norm: float, clip: float, settings: AdamSettings) -> Bounds | None:
+        """The bounds after a step, None if they must be measured then. Raises UserError if the step is not finite."""
+        if self.bounds is None:
+            scales = [[kept.scales[number] for kept in self.remembered.values()] for number in range(2)]
+            self.bounds = Bounds.measured([leaf.detach() for leaf in self.weights.leaves()], *scales)
+        after = self.bounds.after(grad_norm, settings)
+        if after is None:
+            clipped = [total.float() * clip for total in totals]
+            require_finite_step(self.weights.named_tensors(), clipped, self.moments(), settings, self.weights.dtype)
+        return after
+
+    def _update(self, number: int, name: str, gradient: Tensor, clip: float, settings: AdamSettings) -> None:
+        """AdamW's step of one tensor, piece by piece."""
+        kept, leaf, masters = self.remembered[name], self.weights.working[name].detach().view(-1), self.weights.masters
+        rests = masters.rests[name].view(-1) if isinstance(masters, SplitMasters) else None
+        beta1, beta2 = settings.betas
+        rate = settings.lr / (1 - beta1**self.steps)
+        root = sqrt(1 - beta2**self.steps)
+        for index, (piece, width) in enumerate(_pieces(len(leaf), PIECE[self.device.type])):
+            near = leaf[piece]
+            rest = None if rests is None else rests[piece].to(self.device, non_blocking=True)
+            master = (near if rest is None else join(near, rest)).view(-1, width)
+            first, second = kept.read(piece, width, self.device)
+            g = gradient.view(-1)[piece].view(-1, width).float() * clip
+            first.mul_(beta1).add_(g, alpha=1 - beta1)
+            second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            master.mul_(1 - settings.lr * settings.weight_decay)
+            master.addcdiv_(first, (second.sqrt() / root).add_(settings.eps), value=-rate)
+            one, other = (chances(first, self._seed_tensor(self.steps, number, index, moment)) for moment in range(2))
+            kept.write(piece, (first, second), (one, other))
+            if rests is not None:
+                upper, rest = split(master.view(-1))
+                near.copy_(upper)
+                rests[piece].copy_(rest, non_blocking=True)
+
+    def _seed_tensor(self, *numbers: int) -> Tensor:
+        return torch.full((), _seed(*numbers), dtype=torch.int64, device=self.device)  # without a copy from the host
+
+    def wait(self) -> None:
+        """Until what steps have written to host memory is there."""
+        if self.device.type == "cuda" and self.state == "compact-host":
+            torch.cuda.synchronize(self.device)
+
+
+def _apart(gradients: list[Tensor]) -> list[Tensor]:
+    """The same numbers, each tensor alone in its memory: autograd may give one tensor for two leaves, or a part of one."""
+    seen: set[int] = set()
+    found = []
+    for gradient in gradients:
+        place = gradient.untyped_storage().data_ptr()
+        alone = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes and place not in seen
+        found.append(gradient if alone else gradient.clone(memory_format=torch.contiguous_format))
+        seen.add(place)
+    return found
+
+
+class _Sum:
+    """Adds flat gradients to totals of their precision. All memory that it takes, it takes when it is made."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.wide = torch.empty(size, dtype=torch.float32, device=device)
+        self.random = torch.empty(size, dtype=torch.int32, device=device)
+        self.generator = torch.Generator(device)
+
+    def add(self, total: Tensor, gradient: Tensor, seed: int) -> None:
+        """Add; bfloat16 is rounded up or down by chance."""
+        if total.dtype == torch.float32:
+            total.add_(gradient)
+            return
+        self.generator.manual_seed(seed)
+        for some, more in zip(total.split(len(self.wide)), gradient.split(len(self.wide)), strict=True):
+            wide, random = self.wide[: len(some)], self.random[: len(some)]
+            wide.copy_(some).add_(more)
+            # What is cut off below is an even share of the distance to the next number away from zero.
+            wide.view(torch.int32).add_(random.random_(0, 2**16, generator=self.generator)).bitwise_and_(-(2**16))
+            some.copy_(wide)
+
+
+Optimizer = ModelOptimizer | CompactOptimizer
+"""What trains one model."""
