@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from tests.bases import new_ref
+from tests.bases import DEVICE, new_ref
 from tinsmith.errors import UserError
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.lora import Adapter, LoraPair
@@ -18,12 +18,12 @@ from tinsmith.training.update_check import Bounds
 def small_adapter() -> Adapter:
     generator = torch.Generator().manual_seed(3)
     pairs = {name: LoraPair(torch.randn(2, 5, generator=generator), torch.randn(4, 2, generator=generator)) for name in ("up", "down")}
-    return Adapter(LoraShape(2, 0), pairs, torch.float32)
+    return Adapter(LoraShape(2, 0), pairs, torch.float32, device=torch.device(DEVICE))
 
 
 def gradients(weights: Weights, seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(tensor.shape, generator=generator) for tensor in weights.tensors()]
+    return [torch.randn(tensor.shape, generator=generator).to(DEVICE) for tensor in weights.tensors()]
 
 
 SETTINGS = [
@@ -87,7 +87,7 @@ def test_what_torch_remembers_of_each_tensor_is_gone_on_from() -> None:
         reference.step()
     pairs = {name: LoraPair(copies[f"{name}.a"].detach(), copies[f"{name}.b"].detach()) for name in adapter.masters}
     moments = {f"{name}.{entry}": value for name, copy in copies.items() for entry, value in reference.state[copy].items()}
-    optimizer = ModelOptimizer(Adapter(adapter.shape, pairs, torch.float32), moments)
+    optimizer = ModelOptimizer(Adapter(adapter.shape, pairs, torch.float32, device=torch.device(DEVICE)), moments)
     assert list(optimizer.moments()) == list(moments)
     assert all(torch.equal(value, moments[name]) for name, value in optimizer.moments().items())
     optimizer.contribution(gradients(adapter, 3))()
@@ -124,8 +124,8 @@ def test_the_norm_of_many_numbers_is_exact() -> None:
     """On a CPU, float32 loses four digits if it adds up as many squares one after the other."""
     generator = torch.Generator().manual_seed(0)
     wide = {"up": LoraPair(torch.zeros(8, 500_000), torch.zeros(4, 8))}
-    optimizer = ModelOptimizer(Adapter(LoraShape(8, 0), wide, torch.float32))
-    found = [torch.rand(tensor.shape, generator=generator) for tensor in optimizer.weights.tensors()]
+    optimizer = ModelOptimizer(Adapter(LoraShape(8, 0), wide, torch.float32, device=torch.device(DEVICE)))
+    found = [torch.rand(tensor.shape, generator=generator).to(DEVICE) for tensor in optimizer.weights.tensors()]
     optimizer.contribution([gradient.clone() for gradient in found])()
     expected = torch.cat([gradient.double().flatten() for gradient in found]).norm().item()
     assert optimizer.step(SETTINGS[0])["grad_norm"] == pytest.approx(expected, rel=2e-5)
@@ -172,10 +172,11 @@ def settings(lr: float = 1e-2, eps: float = 1e-12, weight_decay: float = 0.0) ->
 def fresh_weights(kind: str, dtype: torch.dtype) -> Weights:
     """LoRA with B = 0, or full weights."""
     generator = torch.Generator().manual_seed(3)
+    device = torch.device(DEVICE)
     a, other = torch.randn(2, 5, generator=generator), torch.randn(4, 2, generator=generator)
     if kind == "lora":
-        return Adapter(LoraShape(2, 0), {"up": LoraPair(a, torch.zeros(4, 2)), "down": LoraPair(a.clone(), other)}, dtype)
-    return FullWeights(LoraShape(0, 0), {"embed.weight": a, "norm.weight": torch.ones(7)}, dtype)
+        return Adapter(LoraShape(2, 0), {"up": LoraPair(a, torch.zeros(4, 2)), "down": LoraPair(a.clone(), other)}, dtype, device=device)
+    return FullWeights(LoraShape(0, 0), {"embed.weight": a.to(device), "norm.weight": torch.ones(7, device=device)}, dtype)
 
 
 def everything(optimizer: ModelOptimizer) -> list[torch.Tensor]:
