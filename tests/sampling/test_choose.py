@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tests.bases import DEVICE
 from tinsmith.sampling.choose import COLDEST, Choice, choose, choose_next, choose_reference, draw, draws_needed, logprobs_at
 from tinsmith.sampling.randomness import as_bits, uniforms
-from tinsmith.sampling.truncation import order_preserving, truncate
+from tinsmith.sampling.truncation import last_kept_reference, order_preserving, truncate
 
 
 def numbers_of(seeds: NDArray[np.uint64], samples: NDArray[np.uint64], positions: NDArray[np.uint64], count: int = 1) -> torch.Tensor:
@@ -270,3 +270,22 @@ def test_the_kernels_choose_what_the_reference_chooses(vocabulary: int, truncate
     got = choose_kernel(logits, how.temperature, how.seed, how.sample, how.position, draws, left, COLDEST)
     assert got[0].tolist() == tokens.tolist()
     torch.testing.assert_close(got[1], logprobs, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 300, 9000])
+def test_the_kernels_find_the_last_token_that_is_kept(vocabulary: int) -> None:
+    """In Triton's interpreter on a CPU."""
+    pytest.importorskip("triton")
+    from tinsmith.sampling.truncation_kernels import last_kept_kernel
+
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(5, vocabulary, generator=generator)
+    logits[1] = (logits[1] * 2).round()  # many are equal
+    logits[2, vocabulary // 2 :] = -torch.inf
+    logits[3] = -0.0
+    keys = order_preserving(logits.to(DEVICE))
+    weights = torch.randint(0, 2**44, keys.shape, generator=generator).to(DEVICE)
+    for counts in (None, weights):
+        total = torch.full((5,), vocabulary, device=DEVICE) if counts is None else counts.sum(-1)
+        for least in (torch.ones_like(total), total // 3 + 1, total):
+            assert last_kept_kernel(keys, counts, least).tolist() == last_kept_reference(keys, counts, least).tolist()

@@ -10,6 +10,8 @@ Sums are of integers, so they are exact, in whatever order a device adds up: a s
 import torch
 from torch import Tensor
 
+from tinsmith.models.device import has_triton
+
 WEIGHT_BITS = 44
 """The likeliest token weighs 2**44: sums over a vocabulary of 2**18 tokens fit into 63 bits."""
 
@@ -52,6 +54,15 @@ def order_preserving(numbers: Tensor) -> Tensor:
 
 def _last_kept(keys: Tensor, weights: Tensor | None, least: Tensor) -> Tensor:
     """The largest number [n] int32 for which the keys from it on weigh `least` [n] or more; without weights each weighs 1."""
+    if keys.is_cuda and has_triton():
+        from tinsmith.sampling.truncation_kernels import last_kept_kernel
+
+        return last_kept_kernel(keys, weights, least)
+    return last_kept_reference(keys, weights, least)
+
+
+def last_kept_reference(keys: Tensor, weights: Tensor | None, least: Tensor) -> Tensor:
+    """The same in PyTorch."""
     found = torch.full_like(least, -(2**31), dtype=torch.int32)
     found = torch.where(_weight_from(keys, weights, torch.zeros_like(found)) >= least, 0, found)
     for bit in reversed(range(31)):
