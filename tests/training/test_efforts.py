@@ -95,10 +95,12 @@ def test_the_free_memory_decides_how_much_is_recomputed() -> None:
 def test_what_passes_took_corrects_the_estimate() -> None:
     decisions = efforts(2**50)
     estimated = decisions.estimate(TOKENS, KEEP_ALL)
-    decisions.learn(1.5)
+    decisions.learn(expected=100, before=1000, former=1100, peak=1150)
     assert decisions.estimate(TOKENS, KEEP_ALL) == pytest.approx(1.5 * estimated)
+    decisions.learn(expected=100, before=200, former=1150, peak=1150)  # it took at most 950, and perhaps little
+    assert decisions.factor == 1.5
     for _ in range(100):
-        decisions.learn(0.8)
+        decisions.learn(expected=100, before=1070, former=1150, peak=1150)
     assert decisions.estimate(TOKENS, KEEP_ALL) == pytest.approx(0.8 * estimated, rel=1e-3)
 
 

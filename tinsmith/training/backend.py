@@ -7,6 +7,7 @@ more of itself (`efforts.py`), and one that fails in any other way, or still, is
 import logging
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -221,7 +222,10 @@ class LocalBackend:
         effort = self.efforts.first(tokens, backward)
         while True:
             outcome = self._attempt(work, backward, effort)
-            if not isinstance(outcome, PassError) or not outcome.out_of_memory:
+            if not isinstance(outcome, PassError):
+                self.efforts.succeeded()
+                return outcome
+            if not outcome.out_of_memory:
                 return outcome
             self._give_back()
             more = self.efforts.more(effort, tokens, alone=len(work) == 1) if backward else None
@@ -235,7 +239,9 @@ class LocalBackend:
         """One pass. Whatever it raises is returned, so that the tensors of the failed pass are free before the next one starts."""
         tokens = sum(len(datum.rendered) for datum in work)
         try:
-            with threads_for(self.base, tokens), self.efforts.measured(tokens, effort, backward):
+            # Gradients of full weights are no part of the estimate, and would be most of what is measured.
+            counts = backward and not any(self._optimizer(datum.model_id).weights.shape.rank == 0 for datum in work)
+            with threads_for(self.base, tokens), self.efforts.measured(tokens, effort) if counts else nullcontext():
                 return self._run(work, backward, effort)
         except Exception as error:
             if is_out_of_memory(error):

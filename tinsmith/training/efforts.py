@@ -63,21 +63,31 @@ class Efforts:
         return host if needed < free_memory(torch.device("cpu")) else None
 
     @contextmanager
-    def measured(self, tokens: int, effort: Effort, backward: bool) -> Iterator[None]:
-        """Compare what the body, a pass, takes of the device with the estimate, if it succeeds. A CPU keeps no such count."""
+    def measured(self, tokens: int, effort: Effort) -> Iterator[None]:
+        """Compare what the body, a forward_backward pass with LoRA, takes of the device with the estimate. A CPU keeps no such count."""
         expected = self.memory.bytes(tokens, self.logits_chunk, effort)
-        if self.device.type != "cuda" or not backward or expected < TOO_SMALL:
+        if self.device.type != "cuda" or expected < TOO_SMALL:
             yield
-        else:
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-            yield
-            self.learn((torch.cuda.max_memory_allocated(self.device) - before) / expected)
-        self.undisturbed += 1
+            return
+        former, before = torch.cuda.max_memory_allocated(self.device), torch.cuda.memory_allocated(self.device)
+        yield
+        self.learn(expected, before, former, torch.cuda.max_memory_allocated(self.device))
 
-    def learn(self, ratio: float) -> None:
-        """Note that a pass took `ratio` times what `PassMemory` says."""
-        self.factor = ratio if ratio > self.factor else 0.9 * self.factor + 0.1 * ratio
+    def learn(self, expected: int, before: int, former: int, peak: int) -> None:
+        """Note what a pass took for which `PassMemory` says `expected` bytes, when `before` bytes were in use.
+
+        `peak` is the most that was ever in use until the end of the pass, and `former` until its beginning. If both are the same, the pass
+        took at most what lies between: that can only lower the estimate.
+        """
+        ratio = (peak - before) / expected
+        if peak > former and ratio > self.factor:
+            self.factor = ratio
+        elif ratio < self.factor:
+            self.factor = 0.9 * self.factor + 0.1 * ratio
+
+    def succeeded(self) -> None:
+        """Count a pass that did not run out of memory."""
+        self.undisturbed += 1
 
     def may_grow(self) -> bool:
         """Whether larger passes may be tried again. Asked once, it takes as many passes until it is so again."""
