@@ -79,6 +79,11 @@ class FullWeights:
         """What is laid out like `buffers`, such as gradients, in the order and shapes of `tensors`: as it is."""
         return list(buffers)
 
+    def joined(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """The inverse of `cut`: the same tensors; None stands for zeros."""
+        pairs = zip(tensors, self.leaves(), strict=True)
+        return [torch.zeros_like(leaf, requires_grad=False) if tensor is None else tensor for tensor, leaf in pairs]
+
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""

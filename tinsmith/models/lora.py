@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -57,9 +58,7 @@ class Adapter:
     """[parameter_count] the buffer of the working copies, in the same order."""
 
     def __post_init__(self, device: torch.device | None) -> None:
-        places = {name: 2 * number for number, name in enumerate(self.masters)}  # of A in `tensors`; B is the next
-        groups = side_by_side(self.masters)
-        self._order = [places[name] + part for group in groups for part in (0, 1) for name in group]
+        self._order = _order_in_memory(tuple(self.masters))
         given = self.tensors()
         self._shapes = [tensor.shape for tensor in given]
         self.flat = torch.cat([given[place].detach().flatten() for place in self._order]).to(device)
@@ -120,6 +119,11 @@ class Adapter:
         found = dict(zip(self._order, flat.split(sizes), strict=True))
         return [found[place].view(shape) for place, shape in enumerate(self._shapes)]
 
+    def joined(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """The inverse of `cut`, as a copy in the precision of `tensors`; None stands for zeros."""
+        pieces = [self.flat_working.new_zeros(self._shapes[place]) if (found := tensors[place]) is None else found for place in self._order]
+        return [torch.cat([piece.flatten() for piece in pieces])]
+
     @property
     def nbytes(self) -> int:
         """Memory held, in bytes."""
@@ -129,6 +133,13 @@ class Adapter:
     def parameter_count(self) -> int:
         """How many numbers the adapter trains."""
         return self.flat.numel()
+
+
+@lru_cache(maxsize=64)
+def _order_in_memory(names: tuple[str, ...]) -> list[int]:
+    """Which of `Adapter.tensors` comes first in its buffer, second and so on, for modules in this order."""
+    places = {name: 2 * number for number, name in enumerate(names)}  # of A; B is the next
+    return [places[name] + part for group in side_by_side(names) for part in (0, 1) for name in group]
 
 
 def _pairs(names: Iterable[str], tensors: list[Tensor]) -> dict[str, LoraPair]:

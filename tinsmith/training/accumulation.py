@@ -11,30 +11,20 @@ import torch
 from torch import Tensor
 
 BUFFER_SIZE = 2**22
-"""Numbers that are converted to float32 at a time: 16 MiB. Few enough to cost no memory, enough for one launch to serve many tensors."""
+"""Numbers that are converted to float32 at a time: 16 MiB."""
 
 Batch = tuple[list[Tensor], list[Tensor]]
 """Parts of the float32 totals, and of the gradients to add to them."""
 
 
-def start_with(totals: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Write the gradients of a first pass to `totals`, whatever is there; 0 where the pass did not reach a tensor."""
-    reached = [(total, gradient) for total, gradient in zip(totals, gradients, strict=True) if gradient is not None]
-    if reached:
-        torch._foreach_copy_(*_batch(reached))
-    for total, gradient in zip(totals, gradients, strict=True):
-        if gradient is None:
-            total.zero_()
-
-
 class Addition:
     """The gradients of one pass for one model. Making it may run out of memory; `add` cannot."""
 
-    def __init__(self, totals: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """`totals` are float32; gradients are of any precision, None where the pass did not reach a tensor."""
-        reached = [(total, gradient) for total, gradient in zip(totals, gradients, strict=True) if gradient is not None]
-        self._whole = _batch([pair for pair in reached if pair[1].dtype == torch.float32])
-        converted = list(_batches([pair for pair in reached if pair[1].dtype != torch.float32]))
+    def __init__(self, totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """`totals` are float32; gradients are of any precision. A GPU converts them as it adds; a CPU would take memory for that."""
+        pairs = list(zip(totals, gradients, strict=True))
+        self._whole = _batch([pair for pair in pairs if pair[1].dtype == torch.float32 or pair[1].is_cuda])
+        converted = list(_batches([pair for pair in pairs if pair[1].dtype != torch.float32 and not pair[1].is_cuda]))
         size = max((sum(part.numel() for part in parts) for _, parts in converted), default=0)
         buffer = torch.empty(size, dtype=torch.float32, device=totals[0].device)
         self._converted = [(*batch, _views(buffer, batch[1])) for batch in converted]

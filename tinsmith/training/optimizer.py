@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tinsmith.errors import UserError
 from tinsmith.models.full import Weights, training_bytes
 from tinsmith.protocol.shapes import AdamSettings
-from tinsmith.training.accumulation import Addition, start_with
+from tinsmith.training.accumulation import Addition
 from tinsmith.training.update_check import Bounds, configure, require_finite_step
 
 NORM_PIECE = 2**18
@@ -76,11 +76,10 @@ class ModelOptimizer:
         They are added when what is returned is called. Making it may run out of memory and changes nothing; calling it cannot fail. The
         gradients belong to the optimizer from then on, and may be changed in place.
         """
+        joined = self.weights.joined(gradients)
         if self.totals is not None:
-            return Addition(self.weights.cut(self.totals), gradients).add
-        first = [torch.empty_like(buffer) for buffer in self.weights.buffers()]
-        start_with(self.weights.cut(first), gradients)
-        return partial(self._begin_with, first)
+            return Addition(self.totals, joined).add
+        return partial(self._begin_with, [gradient.float() for gradient in joined])
 
     def _begin_with(self, totals: list[Tensor]) -> None:
         self.totals = totals
