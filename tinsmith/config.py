@@ -245,7 +245,7 @@ class SamplingConfig:
         "Compute each decoding step launch by launch instead of as a CUDA graph: slower, but errors name the operation that failed",
     )
     prefill_tokens_beside: int = setting(
-        1024, "Maximum number of prompt tokens computed in one step while sequences are decoded, whose next tokens wait for it", "tokens", 1
+        2048, "Maximum number of prompt tokens computed in one step while sequences are decoded, which then take longer", "tokens", 1
     )
 
 

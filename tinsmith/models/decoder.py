@@ -33,6 +33,9 @@ KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "
 INTERLEAVED = ("qwen3_vl", "qwen3_5")
 """Model types that deal the rotary pairs of a head out to time, height and width in turns; the others give each a stretch."""
 
+PARTS = 5
+"""The layers of a pass are computed in so many parts, if something is to be done between them."""
+
 SWIGLU = SwiGLU()
 SIGMOID_GATED = SigmoidGated()
 
@@ -248,11 +251,14 @@ class Decoder:
         adapters: Adapters,
         deepstack: Deepstack | None = None,
         recompute: int = 0,
+        between: Callable[[], None] | None = None,
     ) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm, of embeddings [tokens, hidden] and positions [1 or 3, tokens].
 
         The first `recompute` layers keep only their input for the backward, which computes them again. Without gradients nothing waits for
         the device, and nothing depends on what lies in the tensors: a pass can be captured as a CUDA graph.
+
+        `between` is called between parts of the layers: what is short need not wait for all of a long pass.
         """
         shared = Pass(plan, adapters, *self.rope.angles(positions), deepstack)
         x, delta = embeddings, None
@@ -261,6 +267,8 @@ class Decoder:
                 x = recomputed(layer.total, x, shared=shared)
             else:
                 x, delta = layer(x, delta, shared)
+            if between and (index + 1) % -(-len(self.layers) // PARTS) == 0 and index + 1 < len(self.layers):
+                between()
         return self.finish(x, delta)
 
     def finish(self, x: Tensor, delta: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ from tinsmith.sampling.local.decode_step import StepRows
 from tinsmith.sampling.local.device_batch import FIELDS, LENGTH, TOKEN, DeviceBatch
 from tinsmith.sampling.local.paged_attention import paged_reference
 from tinsmith.sampling.local.sampler import LocalSampler
-from tinsmith.sampling.sampler import SampleFailure, SampleResult
+from tinsmith.sampling.sampler import SampleFailure, SampleResult, TokensSampled
 from tinsmith.wire.sample import StopRule
 
 Run = Callable[[DeviceBatch, StepRows], Tensor | None]
@@ -326,3 +326,49 @@ def test_a_row_holds_tokens_and_lengths_that_the_device_advances(text_base: Base
         (sequence,) = sampler.schedule.running
         state = sampler.decoding.batches[0].state[0].tolist()
         assert (state[TOKEN], state[LENGTH]) == (sequence.tokens[-1], 7 + tokens)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("injected")])
+def test_running_sequences_go_on_in_the_middle_of_a_pass_over_prompts(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """With `error` one of them fails there, while another sample of its job is being computed again."""
+    sampler, render = sampler_of(text_base, runs_ahead=True, prefill_tokens_beside=20), renderer(text_base)
+    asked = {"first": render.render([random_tokens(0, 9)]), "second": render.render([random_tokens(1, 90)])}
+    sampler.add("first", ask(num_samples=2), asked["first"], None)
+    events = [event for _ in range(3) for event in sampler.step()]
+    sampler.add("second", ask(num_samples=2), asked["second"], None)
+    if error:
+        again = sampler.schedule.running[1]
+        sampler.schedule._preempt(again)
+        inner = type(again).append
+
+        def append(sequence: Any, *arguments: Any) -> None:
+            if error and sampler.failed_meanwhile is not None and sequence.job.request_id == "first":
+                raise error
+            inner(sequence, *arguments)
+
+        monkeypatch.setattr(type(again), "append", append)
+    between = 0
+    while sampler.has_work:
+        before = len(sampler.meanwhile)
+        inside = sampler._decode_between
+
+        def counted(inside: Callable[[], None] = inside) -> None:
+            nonlocal between
+            between += bool(sampler.flights)
+            inside()
+
+        monkeypatch.setattr(sampler, "_decode_between", counted)
+        events += sampler.step()
+        monkeypatch.setattr(sampler, "_decode_between", inside)
+        assert before == 0
+    assert between > 0
+    ended = {event.request_id: event for event in events if not isinstance(event, TokensSampled)}
+    assert isinstance(ended["first"], SampleFailure) == (error is not None)
+    for name, event in ended.items():
+        if isinstance(event, SampleResult):
+            for sequence in event.sequences:
+                _, expected = forward_logprobs(text_base, None, asked[name], sequence.tokens)
+                np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
+    assert sampler.cache.available == sampler.cache.total

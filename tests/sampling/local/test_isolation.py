@@ -166,7 +166,7 @@ def test_memory_that_never_suffices_fails_one_request_after_the_other(text_base:
     sampler = sampler_of(text_base)
     add_neighbours(sampler, text_base)
 
-    def full(*_: Any) -> torch.Tensor:
+    def full(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("injected")
 
     with monkeypatch.context() as patch:
@@ -196,11 +196,11 @@ def test_memory_for_one_sequence_alone_serves_all_of_them_one_after_the_other(
         expected |= {name: result.sequences[0].tokens for name, result in run(alone).items()}
     sampler, inner, compute, refused = sampler_of(text_base), text_base.hidden_states, DecodeStep.__call__, list[str]()
 
-    def alone_only(row: PackedRow, plan: PassPlan) -> torch.Tensor:
+    def alone_only(row: PackedRow, plan: PassPlan, **others: Any) -> torch.Tensor:
         if len(row.lengths) > 1 or sampler.schedule.running:
             refused.append("prompt")
             raise torch.OutOfMemoryError("injected")
-        return inner(row, plan)
+        return inner(row, plan, **others)
 
     def one_row_only(step: DecodeStep, batch: DeviceBatch, rows: StepRows) -> torch.Tensor:
         if rows.count > 1:

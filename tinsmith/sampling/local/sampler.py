@@ -6,8 +6,9 @@ wait in a pass, whatever models and snapshots they belong to. `schedule.py` deci
 
 import logging
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -69,6 +70,10 @@ class LocalSampler:
         """Whether a step is launched before the tokens of the one before are read: a CPU would only compute it sooner."""
         self.flights: list[Flight] = []
         """Steps that were launched ahead."""
+        self.meanwhile: list[SampleEvent] = []
+        """What steps in the middle of a pass over prompts have given."""
+        self.failed_meanwhile: list[SampleJob] | None = None
+        """Jobs that failed in the middle of such a pass: it computes their prompts too, so they are dropped behind it."""
         self.must_settle = False
         """A step that was launched ahead has failed: what is under way is read first, then it is tried again."""
 
@@ -149,12 +154,23 @@ class LocalSampler:
         windows = self.schedule.prompt_windows()
         if windows:
             events += self._compute_prompts(windows)
-        return events
+        self.meanwhile, meanwhile = [], self.meanwhile
+        return events + meanwhile
 
     def _decode(self) -> list[SampleEvent]:
-        """The next token of every sequence that runs. The step after that is launched before these tokens are read, where that helps."""
+        """The next token of every sequence that runs."""
         events: list[SampleEvent] = []
         flights = self.flights or self._launch(events)
+        return events + self._read(flights)
+
+    def _decode_between(self) -> None:
+        """In the middle of a pass over prompts: sequences that run do not wait for all of it, if their next step was launched ahead."""
+        if self.flights:
+            self.meanwhile += self._read(self.flights)
+
+    def _read(self, flights: list[Flight]) -> list[SampleEvent]:
+        """Take the tokens of these steps. The step after that is launched before they are read, where that helps."""
+        events: list[SampleEvent] = []
         self.flights = []
         ahead = self._launch_ahead() if flights and self.runs_ahead and not self.must_settle else []
         for flight in flights:
@@ -253,7 +269,10 @@ class LocalSampler:
             log.error("unexpected error in sample=%s", job.request_id, exc_info=error)
             error = TinsmithError(f"internal error: {error!r}")
         job.failed = True
-        self.schedule.drop(lambda sequence: sequence.job is job)
+        if self.failed_meanwhile is None:
+            self.schedule.drop(lambda sequence: sequence.job is job)
+        else:
+            self.failed_meanwhile.append(job)
         ended.append(SampleFailure(job.request_id, error))
 
     def cancel(self, request_id: str) -> None:
@@ -262,7 +281,7 @@ class LocalSampler:
     def abandon(self) -> None:
         self.schedule.clear()
         self.decoding.clear()
-        self.flights = []
+        self.flights, self.meanwhile = [], []
 
     def _max_new(self, prompt: int, wanted: int | None) -> int:
         room = self.longest - prompt
@@ -285,7 +304,7 @@ class LocalSampler:
 
     def _pass(self, windows: list[tuple[Sequence, Window]]) -> list[SampleEvent]:
         """Compute the windows and choose the tokens that follow. No sequence and no state is changed before all of that has succeeded."""
-        with torch.no_grad(), threads_for(self.base, sum(len(window) for _, window in windows)):
+        with self._failures_kept(), torch.no_grad(), threads_for(self.base, sum(len(window) for _, window in windows)):
             self.cache.clean()
             ready: list[Sequence] = []
             logits: list[Tensor] = []
@@ -301,9 +320,20 @@ class LocalSampler:
             forks = self.schedule.forks(windows)
             for plan in plans:
                 plan.commit()
-        self.schedule.computed(windows, forks)
+            self.schedule.computed(windows, forks)
         drawn = zip(growing, following, strict=True)
         return self._append((s, c.token, c.logprob, c.top if s.job.topk else None) for s, c in drawn)
+
+    @contextmanager
+    def _failures_kept(self) -> Iterator[None]:
+        """While the body runs no sequence loses its blocks because its job fails."""
+        failed: list[SampleJob] = []
+        self.failed_meanwhile = failed
+        try:
+            yield
+        finally:
+            self.failed_meanwhile = None
+            self.schedule.drop(lambda sequence: sequence.job in failed)
 
     def _append(self, drawn: Iterable[Drawn]) -> list[SampleEvent]:
         """Give each sequence its next token, and end complete ones. An error of one of them fails its job only."""
@@ -339,7 +369,7 @@ class LocalSampler:
         windows = [windows[i] for i in order]
         row = pack([s.part(window.start, window.end) for s, window in windows], [s.job.weights for s, _ in windows], self.base.device)
         plan = CachedPlan(self.cache, [window for _, window in windows], self.states, self.base.deterministic)
-        hidden = self.base.hidden_states(row, plan)
+        hidden = self.base.hidden_states(row, plan, between=self._decode_between)
         ready, last, start = [], [], 0
         for sequence, window in windows:
             if sequence.job.scores:
