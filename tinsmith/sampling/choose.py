@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tinsmith.models.device import has_triton
-from tinsmith.sampling.randomness import as_bits, uniforms
+from tinsmith.models.device import has_triton, upload
+from tinsmith.sampling.randomness import uniforms
 from tinsmith.sampling.truncation import truncate
 
 COLDEST = float(np.finfo(np.float32).tiny)
@@ -45,9 +45,9 @@ class Choice:
 
     def on(self, device: torch.device) -> "DeviceChoice":
         """The same on a device, without `topk`."""
-        numbers = [torch.from_numpy(array) for array in (self.temperature, self.top_k, self.top_p)]
-        bits = [as_bits(array) for array in (self.seed, self.sample, self.position)]
-        return DeviceChoice(*(tensor.to(device) for tensor in (*numbers, *bits)))
+        numbers = [upload(array, device) for array in (self.temperature, self.top_k, self.top_p)]
+        bits = [upload(array.view(np.int64), device) for array in (self.seed, self.sample, self.position)]
+        return DeviceChoice(*numbers, *bits)
 
     @property
     def truncates(self) -> bool:

@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.bases import picture_chunks, random_adapter, random_tokens, renderer
+from tests.bases import new_ref, picture_chunks, random_adapter, random_tokens, renderer
 from tests.sampling.local.test_fairness import of_session
 from tests.sampling.local.test_sampler import PARAMS, ask, forward_logprobs, prompts, run, sampler_of
+from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.local import decode_step
 from tinsmith.sampling.local.decode_graph import rung_of
-from tinsmith.sampling.local.decode_step import StepRows
+from tinsmith.sampling.local.decode_step import DecodeStep, StepRows
 from tinsmith.sampling.local.device_batch import FIELDS, LENGTH, TOKEN, DeviceBatch
 from tinsmith.sampling.local.paged_attention import paged_reference
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleFailure, SampleResult, TokensSampled
+from tinsmith.training.backend import LocalBackend
 from tinsmith.wire.sample import StopRule
 
 Run = Callable[[DeviceBatch, StepRows], Tensor | None]
@@ -372,3 +375,29 @@ def test_running_sequences_go_on_in_the_middle_of_a_pass_over_prompts(
                 _, expected = forward_logprobs(text_base, None, asked[name], sequence.tokens)
                 np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
     assert sampler.cache.available == sampler.cache.total
+
+
+def test_a_step_with_full_weights_waits_for_nothing(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it can be captured too."""
+    monkeypatch.setattr(decode_step, "paged_attention", paged_reference)
+    backend = LocalBackend(text_base, TrainingConfig(logits_chunk=16))
+    backend.create_model("full", LoraShape(0, 0))
+    backend.optimizers["full"].weights.tensors()[3].data += 0.01
+    backend.optimizers["full"].weights.refresh()
+    full = backend.snapshot("full", new_ref())
+    inner, owners = decode_step.DecodeStep.__call__, []
+
+    def watched(step: DecodeStep, batch: DeviceBatch, rows: StepRows, in_place: bool = False) -> Tensor:
+        assert step.can_be_captured(rows)
+        owners.append(rows.owner)
+        with NoWaiting():
+            return inner(step, batch, rows, in_place)
+
+    monkeypatch.setattr(DecodeStep, "__call__", watched)
+    sampler, rendered = sampler_of(text_base, runs_ahead=True), renderer(text_base).render([random_tokens(0, 9)])
+    sampler.add("full", ask(num_samples=2), rendered, full)
+    sampler.add("base", ask(num_samples=2), rendered, None)
+    for name, result in run(sampler).items():
+        _, expected = forward_logprobs(text_base, full if name == "full" else None, rendered, result.sequences[0].tokens)
+        np.testing.assert_allclose(result.sequences[0].logprobs, expected, atol=1e-4)
+    assert {id(owner) for owner in owners} == {id(full), id(None)}

@@ -177,7 +177,7 @@ class DecodeStep:
 
     def can_be_captured(self, rows: StepRows) -> bool:
         """Whether a CUDA graph can hold such a step: our own decoder waits for nothing, of transformers' modules nobody knows."""
-        return rows.owner is None and self.base.decoder is not None
+        return self.base.decoder is not None and (rows.owner is None or isinstance(rows.owner, FullWeights))
 
     def places(self) -> Hashable:
         """Where all lies that steps read, but for the batch: as long as this is equal, a captured step can be replayed."""

@@ -64,9 +64,8 @@ class Flight:
 class Decoding:
     """The batches of one sampler.
 
-    The base and its adapters share one, whose steps are graphs. Weights that cannot be among its columns have batches of their own: full
-    weights, adapters that hold a NaN or find no room, and all adapters of a model that runs through transformers' modules or computes
-    deterministically.
+    The base and its adapters share one. Weights that cannot be among its columns have batches of their own: full weights, adapters that
+    hold a NaN or find no room, and all adapters of a model that runs through transformers' modules or computes deterministically.
     """
 
     def __init__(self, base: BaseModel, cache: KVCache, states: StateSlots | None, places: int, eager: bool) -> None:
@@ -79,12 +78,16 @@ class Decoding:
         self.apart: dict[int, Weights] = {}
         """Weights that have none, by id."""
         self.step = DecodeStep(base, cache, states, self.adapters)
-        self.run = StepRunner(self.step, captures=base.device.type == "cuda" and not eager and not base.deterministic)
+        self.captures = base.device.type == "cuda" and not eager and not base.deterministic
+        self.run = StepRunner(self.step, self.captures)
+        """Runs the steps of the base and its adapters, whose graphs stay when nothing runs."""
         self.places = places
         self.blocks = min(cache.total, blocks_for(base.max_context))
         self.scratch_slot = states.scratch if states else 0
         self.batches: dict[int, DeviceBatch] = {}
         """By the id of weights that are apart; 0 for all others."""
+        self.runners: dict[int, StepRunner] = {}
+        """Those of weights that are apart, by id."""
 
     def groups(self, running: Sequence[Sampled]) -> list[list[Sampled]]:
         """The sequences that share a step, in one list each."""
@@ -103,7 +106,9 @@ class Decoding:
         batch = self.batches.get(key)
         if batch is None:
             batch = self.batches[key] = self._batch(self.places)
-        return self._launch(batch, sequences, self.step if key else self.run)
+            if key:
+                self.runners[key] = StepRunner(self.step, self.captures)
+        return self._launch(batch, sequences, self.runners[key] if key else self.run)
 
     def launch_alone(self, sequences: Sequence[Sampled]) -> Flight:
         """As `launch`, for some of a group, after a step of the whole group has failed."""
@@ -144,6 +149,7 @@ class Decoding:
         for gone in self.apart.keys() - owners.keys():
             del self.apart[gone]
             self.batches.pop(gone, None)
+            self.runners.pop(gone, None)
         for gone in self.placed.keys() - owners.keys():
             self.adapters.forget(self.placed.pop(gone))
         for key, weights in owners.items():
@@ -174,6 +180,7 @@ class Decoding:
     def clear(self) -> None:
         """Forget all rows."""
         self.batches.clear()
+        self.runners.clear()
         self._follow_owners({})
 
     def _tops(self, batch: DeviceBatch, logits: Tensor) -> Tops | None:
