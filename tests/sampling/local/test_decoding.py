@@ -17,7 +17,8 @@ from tests.sampling.local.test_sampler import PARAMS, ask, forward_logprobs, pro
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.sampling.local import decode_step
+from tinsmith.sampling.choose import likeliest
+from tinsmith.sampling.local import decode_step, decoding
 from tinsmith.sampling.local.decode_graph import rung_of
 from tinsmith.sampling.local.decode_step import DecodeStep, StepRows
 from tinsmith.sampling.local.device_batch import FIELDS, LENGTH, TOKEN, DeviceBatch
@@ -271,6 +272,37 @@ def test_a_step_that_always_fails_for_one_job_fails_that_job_alone(
             done[event.request_id] = event
     assert isinstance(done.pop("2"), SampleFailure)
     assert {name: [s.tokens for s in event.sequences] for name, event in done.items() if isinstance(event, SampleResult)} == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_likeliest_tokens_that_cannot_be_had_fail_their_job_alone(
+    family_base: Callable[[str], BaseModel], monkeypatch: pytest.MonkeyPatch, family: str, runs_ahead: bool
+) -> None:
+    """The step is done by then, and is not computed again."""
+    base = family_base(family)
+    sampler, calls = sampler_of(base, runs_ahead=runs_ahead), []
+
+    def failing(*arguments: Any) -> tuple[Tensor, Tensor]:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("injected")
+        return likeliest(*arguments)
+
+    monkeypatch.setattr(decoding, "likeliest", failing)
+    rendered = {name: renderer(base).render([random_tokens(index, 20)]) for index, name in enumerate(["asks", "other", "third"])}
+    for name, prompt in rendered.items():
+        sampler.add(name, replace(ask(num_samples=2), topk_sample_logprobs=3 * (name == "asks")), prompt, None)
+    ended: dict[str, Any] = {}
+    while sampler.has_work:
+        ended |= {event.request_id: event for event in sampler.step()}
+    failure = ended.pop("asks")
+    assert isinstance(failure, SampleFailure)
+    assert "OutOfMemoryError('injected')" in str(failure.error)
+    for name, result in ended.items():
+        for sequence in result.sequences:
+            _, expected = forward_logprobs(base, None, rendered[name], sequence.tokens)
+            np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
 
 
 # Weights that share a step, and such that do not

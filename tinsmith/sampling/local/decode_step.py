@@ -168,9 +168,11 @@ class DecodeStep:
         else:
             logits = self._logits_of(rows.owner, state, positions, plan)
         tokens, logprobs = choose_next(logits, choice_of_rows(state), rows.truncates)
+        drawn = torch.stack([tokens.double(), logprobs.double()], dim=1)  # [rows, 2]
         if steps:
             steps.commit()
-        batch.drawn[: rows.count].copy_(torch.stack([tokens.double(), logprobs.double()], dim=1))
+        # From here on nothing takes memory: a state that has been stepped is not stepped again.
+        batch.drawn[: rows.count].copy_(drawn)
         state[:, TOKEN].copy_(tokens)
         state[:, LENGTH].add_(state[:, ADVANCE])
         return logits

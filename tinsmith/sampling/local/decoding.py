@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 MOST_COLUMNS = 512
 """Ranks of adapters that are decoded together, in all: eight adapters of rank 64. More than that run apart."""
 
-Drawn = tuple[Sampled, int, float, tuple[list[int], list[float]] | None]
-"""A sequence, its next token, the token's log-probability, and the likeliest tokens there if the sequence wants them."""
+Drawn = tuple[Sampled, int, float, tuple[list[int], list[float]] | Exception | None]
+"""A sequence, its next token, the token's log-probability, and the likeliest tokens there if they are wanted, or why there are none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,8 @@ class Flight:
     """By row."""
     drawn: Tensor
     """[rows, 2] tokens and log-probabilities, on the host once the step is done."""
-    tops: Tops | None
+    tops: Tops | Exception | None
+    """Why there are none, if the rows that want them cannot have them."""
     done: torch.cuda.Event | None
     """None on a CPU, which is done at once."""
 
@@ -120,15 +121,18 @@ class Decoding:
         with torch.no_grad(), threads_for(self.base, len(sequences)):
             self.cache.clean()
             batch.follow(sequences)
+            rows = rows_of(batch, self.apart.get(id(sequences[0].job.weights)))
+            on_gpu = self.base.device.type == "cuda"
+            drawn = torch.empty(rows.count, 2, dtype=torch.float64, pin_memory=on_gpu)
+            done = torch.cuda.Event() if on_gpu else None
             batch.is_wrong = True
-            logits = run(batch, rows_of(batch, self.apart.get(id(sequences[0].job.weights))))
-            tops = None if logits is None else self._tops(batch, logits)
-            drawn = self._to_host(batch.drawn[: len(sequences)])
+            logits = run(batch, rows)
             batch.is_wrong = False
-        done = None
-        if self.base.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
+            # The step is done: what fails from here on must not let it be computed again.
+            drawn.copy_(batch.drawn[: rows.count], non_blocking=True)
+            tops = None if logits is None else self._tops(batch, logits)
+            if done is not None:
+                done.record()
         for sequence in sequences:
             sequence.stored += 1
         return Flight(tuple(batch.seats), drawn, tops, done)
@@ -172,10 +176,11 @@ class Decoding:
         """Wait until a step is done; yields what was drawn for the sequences that have not left meanwhile."""
         if flight.done is not None:
             flight.done.synchronize()
-        tops = _lists(flight.tops) if flight.tops else {}
+        tops = _lists(flight.tops) if isinstance(flight.tops, Tops) else {}
         for row, (seat, (token, logprob)) in enumerate(zip(flight.seats, flight.drawn.tolist(), strict=True)):
             if seat.taken:
-                yield seat.sequence, int(token), logprob, tops.get(row)
+                missing = flight.tops if isinstance(flight.tops, Exception) and seat.sequence.job.topk else None
+                yield seat.sequence, int(token), logprob, missing or tops.get(row)
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -183,7 +188,14 @@ class Decoding:
         self.runners.clear()
         self._follow_owners({})
 
-    def _tops(self, batch: DeviceBatch, logits: Tensor) -> Tops | None:
+    def _tops(self, batch: DeviceBatch, logits: Tensor) -> Tops | Exception | None:
+        """The likeliest tokens at the rows that want them, or why there are none."""
+        try:
+            return self._find_tops(batch, logits)
+        except RuntimeError as error:  # there is no memory for them
+            return error
+
+    def _find_tops(self, batch: DeviceBatch, logits: Tensor) -> Tops | None:
         wanted = {seat.row: seat.sequence.job.topk for seat in batch.seats if seat.sequence.job.topk}
         if not wanted:
             return None

@@ -343,6 +343,9 @@ class LocalSampler:
             job = sequence.job
             if job.failed:
                 continue
+            if isinstance(top, Exception):
+                self._fail(job, top, events)
+                continue
             try:
                 sequence.append(token, logprob, top)
                 if job.stream:
