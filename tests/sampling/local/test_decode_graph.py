@@ -11,9 +11,12 @@ import torch
 from tests.bases import DEVICE, new_ref, random_adapter, random_tokens, renderer
 from tests.sampling.local.test_decoding import add_mixed, check_equal
 from tests.sampling.local.test_sampler import PARAMS, ask, forward_logprobs, run, sampler_of
+from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.local import decode_graph
 from tinsmith.sampling.local.sampler import LocalSampler
+from tinsmith.training.backend import LocalBackend
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="a CPU captures no graphs")
 
@@ -127,3 +130,27 @@ def test_nothing_in_a_step_waits_for_the_device(family_base: Callable[[str], Bas
     sampler.decoding.run = watched  # type: ignore[assignment]
     add_mixed(sampler, base)
     run(sampler)
+
+
+def test_full_weights_have_graphs_of_their_own_as_long_as_they_are_sampled(text_base: BaseModel) -> None:
+    """Beside those of the base, which stay."""
+    backend = LocalBackend(text_base, TrainingConfig(logits_chunk=16))
+    backend.create_model("full", LoraShape(0, 0))
+    sampler, rendered = sampler_of(text_base), renderer(text_base).render([random_tokens(0, 20)])
+    for _ in range(2):
+        for tensor in backend.optimizers["full"].weights.tensors():
+            tensor.data += 0.005
+        backend.optimizers["full"].weights.refresh()
+        full = backend.snapshot("full", new_ref())
+        sampler.add("full", ask(replace(PARAMS, max_tokens=30), num_samples=2), rendered, full)
+        sampler.add("base", ask(replace(PARAMS, max_tokens=40)), rendered, None)
+        for _ in range(8):
+            sampler.step()
+        (runner,) = sampler.decoding.runners.values()
+        assert runner.graphs
+        assert not runner.eager
+        for name, result in run(sampler).items():
+            _, expected = forward_logprobs(text_base, full if name == "full" else None, rendered, result.sequences[0].tokens)
+            np.testing.assert_allclose(result.sequences[0].logprobs, expected, atol=1e-4)
+        assert not sampler.decoding.runners
+        assert graphs_of(sampler)
