@@ -90,7 +90,8 @@ def _computed_ahead(tensor: Tensor, gradient: Tensor, state: Mapping[str, Tensor
         ahead = torch.optim.AdamW([copy], lr=0.0, fused=True)
         configure(ahead, settings)
         if state:
-            ahead.state[copy] = {"step": state["step"].clone()} | {name: parts[index].clone() for name, parts in moments.items()}
+            step = state["step"].to(copy.device, copy=True)  # AdamW's fused kernel counts steps where its tensors are
+            ahead.state[copy] = {"step": step} | {name: parts[index].clone() for name, parts in moments.items()}
         ahead.step()
         yield {"weights": copy, "first moments": ahead.state[copy]["exp_avg"], "second moments": ahead.state[copy]["exp_avg_sq"]}
 
