@@ -43,7 +43,7 @@ def test_serve_offers_every_setting_with_help_unit_and_default() -> None:
         (["--device", "gpu"], "tinsmith: command line: --device='gpu' must be one of auto, cpu, cuda, cuda:N with a number N\n"),
         (
             ["--kv-cache-gib", "2GB"],
-            "tinsmith: command line: --kv-cache-gib='2GB' must be a number of GiB of at least 0.001, such as 2, 2GiB or 500MiB\n",
+            "tinsmith: command line: --kv-cache-gib='2GB' must be a number of GiB of at least 0, such as 2, 2GiB or 500MiB\n",
         ),
         (
             ["--base-model", "org/x", "--sampler", "vllm", "--vllm-python", "/no/python"],
@@ -58,7 +58,7 @@ def test_serve_offers_every_setting_with_help_unit_and_default() -> None:
         ),
         (
             ["--base-model", "org/x", "--sampler", "vllm", "--deterministic"],
-            "tinsmith: deterministic=True is not possible with sampler=vllm, which computes in its own order; use --sampler local\n",
+            "tinsmith: deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local\n",
         ),
         (["--config", "/no/such/file.yaml"], "tinsmith: cannot read the configuration file /no/such/file.yaml"),
     ],

@@ -215,7 +215,7 @@ class SamplingConfig:
     kv_cache_gib: float = setting(
         0.0,
         "Memory for what each base model keeps of sequences while it samples: keys and values, states of gated delta nets; 0 is what "
-        "training leaves of a GPU (--planned-models, --tokens-per-pass), and 2 GiB on a CPU",
+        "planned training leaves of a GPU, and 2 GiB on a CPU",
         "GiB",
         0,
     )
