@@ -220,6 +220,8 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
     """
     transformers_logging.disable_progress_bar()  # bars have no place in a server's log
     device = pick_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches kernels on the current device
     family = family_of(source, read_config(source))
     network = _load_network(source, family, pick_dtype(config.dtype, device))
     return base_model_of(name, source, network, config, feature_cache_bytes)
@@ -231,6 +233,8 @@ def base_model_of(name: str, source: str, network: Any, config: ModelsConfig, fe
     Configuration and tokenizer are read from `source`. Weights there are read only if the fingerprint is asked for.
     """
     device = pick_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches kernels on the current device
     limit_memory(device, config.memory_share)
     dtype = pick_dtype(config.dtype, device)
     if device.type == "cuda":

@@ -117,19 +117,18 @@ class BatchedAdapters:
         """Replace the buffers if they are too small; what lies in them is copied."""
         if columns <= self.columns:
             return
-        before, self.columns = self.columns, max(FEWEST, 1 << (columns - 1).bit_length())
-        for projection in self.projections:
-            old = self.matrices.get(projection.name)
-            new = self._matrices(projection)
-            if old is not None:
-                new.a[:, :before].copy_(old.a)
-                new.b[:, :before].copy_(old.b)
-            self.matrices[projection.name] = new
+        wanted = max(FEWEST, 1 << (columns - 1).bit_length())
+        # All of them are made before one is replaced: where memory runs out, captured graphs go on reading what is there.
+        grown = {projection.name: self._matrices(projection, wanted) for projection in self.projections}
+        for name, old in self.matrices.items():
+            grown[name].a[:, : self.columns].copy_(old.a)
+            grown[name].b[:, : self.columns].copy_(old.b)
+        self.matrices, self.columns = grown, wanted
         self.generation += 1
 
-    def _matrices(self, projection: Projection) -> Matrices:
-        a = torch.zeros(len(projection.targets), self.columns, projection.in_features, dtype=self.dtype, device=self.device)
-        b = torch.zeros(projection.out_features, self.columns, dtype=self.dtype, device=self.device)
+    def _matrices(self, projection: Projection, columns: int) -> Matrices:
+        a = torch.zeros(len(projection.targets), columns, projection.in_features, dtype=self.dtype, device=self.device)
+        b = torch.zeros(projection.out_features, columns, dtype=self.dtype, device=self.device)
         return Matrices(projection.targets, a, b, output_tiles(list(projection.targets.values()), self.device))
 
     @torch.no_grad()

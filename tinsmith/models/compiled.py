@@ -13,7 +13,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Compiled(Generic[P, R]):
                 maybe_mark_dynamic(tensor, 0)
         try:
             result: R = self._compiled(*args, **kwargs)
-        except TorchDynamoException as error:  # raised before anything is computed
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:  # raised before anything is computed
             log.warning("%s runs as written, which is slower: it cannot be compiled: %s", self.name, str(error).strip().splitlines()[0])
             self._compiled = self.function
             return self.function(*args, **kwargs)

@@ -286,6 +286,8 @@ class _Sum:
         for some, more in zip(total.split(len(self.wide)), gradient.split(len(self.wide)), strict=True):
             wide, random = self.wide[: len(some)], self.random[: len(some)]
             wide.copy_(some).add_(more)
+            # Random bits would turn some kinds of NaN into 0. What becomes of infinity is infinity, and the step is refused.
+            wide.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
             # What is cut off below is an even share of the distance to the next number away from zero.
             wide.view(torch.int32).add_(random.random_(0, 2**16, generator=self.generator)).bitwise_and_(-(2**16))
             some.copy_(wide)

@@ -433,3 +433,31 @@ def test_a_step_with_full_weights_waits_for_nothing(text_base: BaseModel, monkey
         _, expected = forward_logprobs(text_base, full if name == "full" else None, rendered, result.sequences[0].tokens)
         np.testing.assert_allclose(result.sequences[0].logprobs, expected, atol=1e-4)
     assert {id(owner) for owner in owners} == {id(full), id(None)}
+
+
+def test_what_a_lack_of_memory_preempts_is_not_launched_with_the_next_group(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base and an adapter that decodes apart, one of which finds no memory once."""
+    sampler, render = sampler_of(text_base), renderer(text_base)
+    adapter = random_adapter(text_base, 4, 1)
+    monkeypatch.setattr(sampler.decoding, "_find_room", lambda _: False)
+    asked = {str(number): render.render([random_tokens(number, 9 + number)]) for number in range(4)}
+    owners = {name: None if int(name) < 2 else adapter for name in asked}
+    for name, rendered in asked.items():
+        sampler.add(name, ask(), rendered, owners[name])
+    inner, calls = sampler.decoding.launch, 0
+
+    def launch(sequences: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        assert all(sequence.blocks for sequence in sequences)
+        if calls == 5:
+            raise torch.OutOfMemoryError("injected")
+        return inner(sequences)
+
+    monkeypatch.setattr(sampler.decoding, "launch", launch)
+    for name, result in run(sampler).items():
+        _, expected = forward_logprobs(text_base, owners[name], asked[name], result.sequences[0].tokens)
+        np.testing.assert_allclose(result.sequences[0].logprobs, expected, atol=1e-4)
+    assert calls > 5
+    assert sampler.decoding.apart == {}
+    assert all(not batch.seats for batch in sampler.decoding.batches.values())

@@ -182,6 +182,12 @@ class Decoding:
                 missing = flight.tops if isinstance(flight.tops, Exception) and seat.sequence.job.topk else None
                 yield seat.sequence, int(token), logprob, missing or tops.get(row)
 
+    def rest(self) -> None:
+        """Nothing runs: hold no weights and no sequences until something does."""
+        self._follow_owners({})
+        for batch in self.batches.values():
+            batch.forget()
+
     def clear(self) -> None:
         """Forget all rows."""
         self.batches.clear()

@@ -89,6 +89,14 @@ class DeviceBatch:
         self._send(moves, dead, joined, places, blocks)
         self.is_wrong = False
 
+    def forget(self) -> None:
+        """Let all rows be free; the next call of `follow` writes them anew."""
+        for seat in self.seats:
+            if seat.taken:
+                seat.sequence.seat = None
+        if self.seats:
+            self.seats, self.is_wrong = [], True
+
     def _seat(self, joining: Sequence[Sampled], free: Sequence[int]) -> list[Seat]:
         """Give each of them one of the free rows, or a new one."""
         joined = []

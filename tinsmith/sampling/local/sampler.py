@@ -154,8 +154,19 @@ class LocalSampler:
         windows = self.schedule.prompt_windows()
         if windows:
             events += self._compute_prompts(windows)
+        events += self._taken_meanwhile()
+        self._rest()
+        return events
+
+    def _taken_meanwhile(self) -> list[SampleEvent]:
         self.meanwhile, meanwhile = [], self.meanwhile
-        return events + meanwhile
+        return meanwhile
+
+    def _rest(self) -> None:
+        """Hold no weights for sampling that has ended."""
+        if not self.schedule.running:
+            self.flights = []
+            self.decoding.rest()
 
     def _decode(self) -> list[SampleEvent]:
         """The next token of every sequence that runs."""
@@ -185,6 +196,9 @@ class LocalSampler:
         failed: list[list[Sequence]] = []
         self.must_settle = False
         for group in self.decoding.groups(self.schedule.running):
+            group = _there(group)
+            if not group:
+                continue
             try:
                 flights.append(self.decoding.launch(group))
             except Exception as error:
@@ -197,7 +211,7 @@ class LocalSampler:
         # Outside of the handler, where the failed step holds no tensors any more.
         for group in failed:
             self._free_memory()
-            self._decode_one_by_one(group, events)
+            self._decode_one_by_one(_there(group), events)
         return flights
 
     def _launch_ahead(self) -> list[Flight]:
@@ -205,7 +219,7 @@ class LocalSampler:
         if not self.schedule.grow_ahead():
             return []
         flights: list[Flight] = []
-        for group in self.decoding.groups(self.schedule.running):
+        for group in self.decoding.groups([s for s in self.schedule.running if not s.job.failed]):
             try:
                 flights.append(self.decoding.launch(group))
             except Exception as error:
@@ -255,6 +269,8 @@ class LocalSampler:
         """Compute each job in a pass of its own, so that only jobs fail that cannot be computed."""
         events: list[SampleEvent] = []
         for own in _by_job((sequence, (sequence, window)) for sequence, window in windows):
+            if own[0][0].job.failed:  # in the middle of the pass of all; its blocks are given back
+                continue
             try:
                 events += self._pass(own)
             except Exception as error:
@@ -265,6 +281,8 @@ class LocalSampler:
 
     def _fail(self, job: SampleJob, error: Exception, ended: list[SampleEvent]) -> None:
         """End a job with the error that it raised. An error that is not a TinsmithError is logged with its traceback."""
+        if job.failed:
+            return
         if not isinstance(error, TinsmithError):
             log.error("unexpected error in sample=%s", job.request_id, exc_info=error)
             error = TinsmithError(f"internal error: {error!r}")
@@ -277,6 +295,7 @@ class LocalSampler:
 
     def cancel(self, request_id: str) -> None:
         self.schedule.drop(lambda sequence: sequence.job.request_id == request_id)
+        self._rest()
 
     def abandon(self) -> None:
         self.schedule.clear()
@@ -322,7 +341,7 @@ class LocalSampler:
                 plan.commit()
             self.schedule.computed(windows, forks)
         drawn = zip(growing, following, strict=True)
-        return self._append((s, c.token, c.logprob, c.top if s.job.topk else None) for s, c in drawn)
+        return self._taken_meanwhile() + self._append((s, c.token, c.logprob, c.top if s.job.topk else None) for s, c in drawn)
 
     @contextmanager
     def _failures_kept(self) -> Iterator[None]:
@@ -393,6 +412,11 @@ class LocalSampler:
     def _head_logits(self, weights: Weights | None, hidden: Tensor) -> Tensor:
         lora = head_lora(weights if isinstance(weights, Adapter) else None)
         return head_logits(hidden, self.base.head(weights), *lora, stable=self.base.deterministic)
+
+
+def _there(group: Items[Sequence]) -> list[Sequence]:
+    """Those that still have their blocks: what ran out of memory before may have preempted some."""
+    return [sequence for sequence in group if sequence.blocks]
 
 
 def _by_job(items: Iterable[tuple[Sequence, T]]) -> list[list[T]]:
