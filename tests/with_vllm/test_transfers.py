@@ -43,22 +43,23 @@ def test_weights_that_are_others_than_was_said_are_refused(server: Server, visio
     right, others = identity(tensors.items()), {name: tensor.clone() for name, tensor in tensors.items()}
     next(iter(others.values())).view(torch.int32).view(-1)[5] ^= 1
     replies = []
-    with client_of(wait_for_vllm(server)) as vllm:
+    socket = wait_for_vllm(server)
 
-        def post(path: str, **body: Any) -> httpx.Response:
+    def post(path: str, **body: Any) -> httpx.Response:
+        with client_of(socket) as vllm:  # one for each request: vLLM closes the connection on which it failed
             reply = vllm.post(path, json=body or None)
-            replies.append((path, reply.status_code))
-            return reply
+        replies.append((path, reply.status_code))
+        return reply
 
-        post("/pause?mode=wait")
-        for name, sent in (("others", others), ("right", tensors)):
-            save_file(sent, tmp_path / name, metadata={"format": "pt"})
-            post("/start_weight_update")
-            reply = post("/update_weights", update_info={"path": str(tmp_path / name), "identity": right})
-            if name == "others":
-                assert f"their identity is {identity(others.items())}, not {right}" in reply.text
-            post("/finish_weight_update")
-        post("/reset_prefix_cache?reset_running_requests=true")
-        post("/resume")
+    post("/pause?mode=wait")
+    for name, sent in (("others", others), ("right", tensors)):
+        save_file(sent, tmp_path / name, metadata={"format": "pt"})
+        post("/start_weight_update")
+        reply = post("/update_weights", update_info={"path": str(tmp_path / name), "identity": right})
+        if name == "others":
+            assert f"their identity is {identity(others.items())}, not {right}" in reply.text
+        post("/finish_weight_update")
+    post("/reset_prefix_cache?reset_running_requests=true")
+    post("/resume")
     assert [status for path, status in replies if path == "/update_weights"] == [500, 200]
     assert {status for path, status in replies if not path.startswith(("/update", "/finish"))} == {200}

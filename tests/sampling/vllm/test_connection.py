@@ -19,6 +19,24 @@ async def fail(_: web.Request) -> web.Response:
     return web.Response(text="Internal Server Error", status=500)
 
 
+FAILED = web.AppKey("failed", set[asyncio.Transport])
+"""The connections on which a request failed."""
+
+
+async def fail_and_close(request: web.Request) -> web.Response:
+    """As vLLM does: it answers and keeps the connection in its words, but what comes on it afterwards is lost."""
+    assert request.transport is not None
+    request.app[FAILED].add(request.transport)
+    return await fail(request)
+
+
+async def ok_unless_failed(request: web.Request) -> web.Response:
+    assert request.transport is not None
+    if request.transport in request.app[FAILED]:
+        request.transport.abort()
+    return await say_ok(request)
+
+
 async def vanish(request: web.Request) -> web.Response:
     assert request.transport is not None
     request.transport.abort()
@@ -53,7 +71,9 @@ def with_server(directory: Path, story: Callable[[Connection], Awaitable[None]])
 
     async def tell() -> None:
         app = web.Application()
+        app[FAILED] = set()
         handlers = {"refuse": refuse, "fail": fail, "vanish": vanish, "answer": answer, "ok": say_ok, "stream": stream}
+        handlers |= {"fail_and_close": fail_and_close, "ok_unless_failed": ok_unless_failed}
         for path, handler in handlers.items():
             app.router.add_post(f"/{path}", handler)
         runner = web.AppRunner(app)
@@ -83,6 +103,17 @@ def test_errors_keep_the_servers_text(tmp_path: Path) -> None:
             await connection.post("/refuse", {"a": 1})
         with pytest.raises(ServerFailedError, match="vLLM answered 500 to /fail: Internal Server Error"):
             await connection.post("/fail")
+
+    with_server(tmp_path, story)
+
+
+def test_a_request_after_a_failure_takes_another_connection(tmp_path: Path) -> None:
+    """vLLM closes the connection on which it failed a moment after its answer: the next request would be lost with it."""
+
+    async def story(connection: Connection) -> None:
+        with pytest.raises(ServerFailedError):
+            await connection.post("/fail_and_close")
+        assert await connection.post("/ok_unless_failed") is None
 
     with_server(tmp_path, story)
 

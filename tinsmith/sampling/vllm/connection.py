@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -52,8 +53,11 @@ class Connection:
             return _json(await reply.read())
 
     async def post(self, path: str, body: Any = None, **query: str) -> Any:
-        """The JSON answer, None for an empty one. Raises ServerLostError, RefusedError or ServerFailedError."""
-        async with self._reply("POST", path, None if body is None else orjson.dumps(body), query) as reply:
+        """The JSON answer, None for an empty one. Raises ServerLostError, RefusedError or ServerFailedError.
+
+        Each has a connection of its own: vLLM closes one on which it failed a moment after its answer, and the next request would be lost.
+        """
+        async with self._reply("POST", path, None if body is None else orjson.dumps(body), query, {"Connection": "close"}) as reply:
             return _json(await reply.read())
 
     async def stream(self, path: str, body: Any) -> AsyncGenerator[Any, None]:
@@ -75,11 +79,13 @@ class Connection:
         await self._session.close()
 
     @asynccontextmanager
-    async def _reply(self, method: str, path: str, body: bytes | None, query: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _reply(
+        self, method: str, path: str, body: bytes | None, query: Mapping[str, str], headers: Mapping[str, str] = MappingProxyType({})
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A reply of status 2xx, to be read in the body, where a connection that breaks is a ServerLostError too."""
         if self._session.closed:
             raise ServerLostError(f"the vLLM server at {self.url} went away before it was asked")
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **headers}
         try:
             async with self._session.request(method, path, data=body, params=query, headers=headers) as reply:
                 if reply.status >= 400:
