@@ -14,6 +14,10 @@ from tests.with_vllm.serving import ON_GPU, sampling_with_vllm, wait_for_vllm
 from tests.with_vllm.talking import FREE, learn, sample, snapshot, trainers_logprobs
 from tinsmith.models.tiny import write_tiny_model
 
+FARTHEST = 0.035
+"""Mean |difference| of log-probabilities. On these models' texts transformers in bfloat16 lies 0.023 from its own float32, on average; two
+computations that round on their own may differ by sqrt(2) times that. Weights or pictures that are missing or wrong change them by whole nats."""
+
 
 def write_hybrid(directory: Path) -> None:
     """The tiny hybrid model with heads of 64 in its gated delta nets: vLLM's kernels for a CPU take none of 16."""
@@ -48,4 +52,4 @@ def test_base_adapter_and_full_weights(kind: Literal["qwen3", "qwen3-vl", "qwen3
                     for sequence in sample(sampler, prompt, FREE, 8).sequences:
                         expected = trainers_logprobs(client, prompt, sequence.tokens)
                         differences += np.abs(numbers(sequence.logprobs) - expected).tolist()
-                assert np.mean(differences) < 0.02
+                assert np.mean(differences) < FARTHEST
