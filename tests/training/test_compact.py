@@ -1,10 +1,14 @@
 """Full-parameter training in little memory: close to the float32 state, and resumed, refused and measured like it."""
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.bases import DEVICE, datum, load, new_ref, random_tokens, renderer
 from tinsmith.config import TrainingConfig
@@ -15,7 +19,7 @@ from tinsmith.models.split_masters import SplitMasters, join, split
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
-from tinsmith.training.compact import CompactOptimizer, _Sum
+from tinsmith.training.compact import PIECE, STEP_BUFFERS, CompactOptimizer, _Sum
 
 SETTINGS = AdamSettings(lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
 STATES: list[FullState] = ["compact", "compact-host"]
@@ -156,6 +160,53 @@ def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(family_dir: Ca
         assert model.gradients is None
     assert all(torch.equal(one, other) for one, other in zip(before.values(), masters(backend).values(), strict=True))
     assert all(torch.equal(tensor, moments[name]) for name, tensor in model.moments().items())
+
+
+class MostMemory(TorchDispatchMode):
+    """Counts the bytes of what operations make, and the most that there were at a time."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known: dict[int, int] = self.__dict__.setdefault("known", {})
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        made = function(*args, **(kwargs or {}))
+        for storage in (each.untyped_storage() for each in tree_leaves(made) if isinstance(each, torch.Tensor)):
+            if storage._cdata not in given | known.keys():
+                known[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, known.pop, storage._cdata)
+        self.most = max(self.most, sum(known.values()))
+        return made
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_step_that_has_begun_finds_its_memory(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, state: FullState) -> None:
+    """It is taken before anything changes: a step that ran out of memory in its middle would leave a model of old and new tensors."""
+    base = load(family_dir("qwen3"), dtype="bfloat16")
+    backend = backend_of(base, state)
+    train(backend, base, 1)
+    model = backend.optimizers["a"]
+    assert isinstance(model, CompactOptimizer)
+    monkeypatch.setitem(PIECE, torch.device(DEVICE).type, 2**14)
+    gradients = [torch.ones_like(leaf).detach() for leaf in model.weights.leaves()]
+    longest = max(range(len(gradients)), key=lambda number: gradients[number].numel())
+    name = list(model.weights.working)[longest]
+    assert gradients[longest].numel() > 2**14
+    with MostMemory() as counted:
+        model._update(longest, name, gradients[longest], 1.0, SETTINGS)
+    assert 4 * 2**14 * 12 < counted.most <= 4 * 2**14 * STEP_BUFFERS
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_not_a_number_stays_visible_in_a_sum(dtype: str) -> None:
+    """Rounding by chance works on bits, and some kinds of NaN would become 0 there: the step would not be refused."""
+    total = torch.zeros(512, dtype=getattr(torch, dtype), device=DEVICE)
+    bits = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, 0x7F800000, -0x800000], dtype=torch.int32, device=DEVICE)
+    gradient = torch.zeros(512, device=DEVICE)
+    gradient[: len(bits)] = bits.view(torch.float32)
+    _Sum(256, torch.device(DEVICE)).add(total, gradient.to(total.dtype), 3)
+    assert not total[: len(bits)].isfinite().any()
+    assert total[len(bits) :].eq(0).all()
 
 
 def test_a_snapshot_is_what_passes_read(family_dir: Callable[[str], Path]) -> None:

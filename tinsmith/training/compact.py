@@ -24,8 +24,10 @@ from tinsmith.training.eight_bit import BLOCK, FIRST, SECOND, Code, chances, dec
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.update_check import Bounds, require_finite_step
 
-PIECE = {"cpu": 2**18, "cuda": 2**24}
+PIECE = {"cpu": 2**18, "cuda": 2**23}
 """Numbers of a tensor that are float32 at a time: few enough to take little memory, enough to keep the device busy."""
+STEP_BUFFERS = 16
+"""A step of one piece takes at most so many times the memory of the piece in float32; a test counts it."""
 MIX = 0x9E3779B97F4A7C15
 """What numbers are multiplied by to become seeds that have nothing in common (the golden ratio, as in SplitMix64)."""
 
@@ -67,13 +69,12 @@ class Moments:
         )
         return first, second
 
-    def write(self, piece: slice, values: tuple[Tensor, Tensor], chance: tuple[Tensor, Tensor] | tuple[None, None]) -> None:
-        """Keep both, [blocks, width] each; rounded by chance, or to the nearest code without."""
+    def write(self, piece: slice, number: int, values: Tensor, chance: Tensor | None) -> None:
+        """Keep the first (0) or second (1) moment, [blocks, width]; rounded by `chance` of that shape, or to the nearest code without."""
         blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
-        for number, code in enumerate((FIRST, SECOND)):
-            codes, scales = encode(values[number], code, chance[number])
-            self.codes[number][piece].copy_(codes.view(-1), non_blocking=True)
-            self.scales[number][blocks].copy_(scales.view(-1), non_blocking=True)
+        codes, scales = encode(values, (FIRST, SECOND)[number], chance)
+        self.codes[number][piece].copy_(codes.view(-1), non_blocking=True)
+        self.scales[number][blocks].copy_(scales.view(-1), non_blocking=True)
 
     def decoded(self, number: int, code: Code, device: torch.device) -> Tensor:
         """One of them whole, flat and in float32, on `device`."""
@@ -134,10 +135,10 @@ class CompactOptimizer:
         self.remembered = self._new_moments()
         for name, kept in self.remembered.items():
             self.steps = int(moments[f"{name}.step"])
-            first, second = (moments[f"{name}.{entry}"].reshape(-1) for entry in ("exp_avg", "exp_avg_sq"))
-            for piece, width in _pieces(len(first), PIECE[self.device.type]):
-                values = [x[piece].to(self.device, torch.float32).view(-1, width) for x in (first, second)]
-                kept.write(piece, (values[0], values[1]), (None, None))
+            for number, entry in enumerate(("exp_avg", "exp_avg_sq")):
+                moment = moments[f"{name}.{entry}"].reshape(-1)
+                for piece, width in _pieces(len(moment), PIECE[self.device.type]):
+                    kept.write(piece, number, moment[piece].to(self.device, torch.float32).view(-1, width), None)
 
     def _new_moments(self) -> dict[str, Moments]:
         where = state_device(self.device, self.state)
@@ -200,8 +201,9 @@ class CompactOptimizer:
         clip = min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0
         bounds = self._checked(totals, grad_norm, clip, settings)
         remembered = self.remembered or self._new_moments()  # which may run out of memory, before anything has changed
-        buffers = [torch.empty(PIECE[self.device.type], device=self.device) for _ in range(12)]
-        del buffers  # so much is free for the pieces
+        # So much is free for the pieces. Some of their tensors are int64, and need twice the memory of a piece in one stretch.
+        buffers = [torch.empty(PIECE[self.device.type], dtype=torch.int64, device=self.device) for _ in range(STEP_BUFFERS // 2)]
+        del buffers
         self.remembered = remembered
         self.steps += 1
         for number, (name, total) in enumerate(zip(self.weights.working, totals, strict=True)):
@@ -239,10 +241,11 @@ class CompactOptimizer:
             g = gradient.view(-1)[piece].view(-1, width).float() * clip
             first.mul_(beta1).add_(g, alpha=1 - beta1)
             second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            del g
             master.mul_(1 - settings.lr * settings.weight_decay)
             master.addcdiv_(first, (second.sqrt() / root).add_(settings.eps), value=-rate)
-            one, other = (chances(first, self._seed_tensor(self.steps, number, index, moment)) for moment in range(2))
-            kept.write(piece, (first, second), (one, other))
+            for moment, values in enumerate((first, second)):
+                kept.write(piece, moment, values, chances(values, self._seed_tensor(self.steps, number, index, moment)))
             if rests is not None:
                 upper, rest = split(master.view(-1))
                 near.copy_(upper)
