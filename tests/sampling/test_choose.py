@@ -272,6 +272,24 @@ def test_the_kernels_choose_what_the_reference_chooses(vocabulary: int, truncate
     torch.testing.assert_close(got[1], logprobs, atol=1e-5, rtol=1e-6)
 
 
+def test_a_row_draws_by_the_same_numbers_whether_another_truncates_or_not() -> None:
+    """In Triton's interpreter on a CPU. Of the truncated log-probabilities only -inf counts."""
+    pytest.importorskip("triton")
+    from tinsmith.sampling.choose_kernels import choose_kernel
+
+    rows, vocabulary = 32, 300
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    how = replace(same_for_all(rows), seed=np.arange(rows, dtype=np.uint64)).on(logits.device)
+    others = torch.zeros_like(logits)
+    others[::2, 5:] = -torch.inf
+    alone, beside = (
+        choose_kernel(logits, how.temperature, how.seed, how.sample, how.position, draws_needed(vocabulary), left, COLDEST)
+        for left in (None, others)
+    )
+    assert all(torch.equal(one[1::2], two[1::2]) for one, two in zip(alone, beside, strict=True))
+    assert beside[0][::2].lt(5).all()
+
+
 @pytest.mark.parametrize("vocabulary", [1, 300, 9000])
 def test_the_kernels_find_the_last_token_that_is_kept(vocabulary: int) -> None:
     """In Triton's interpreter on a CPU."""

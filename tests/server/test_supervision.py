@@ -155,7 +155,7 @@ def test_a_worker_whose_engine_dies_ends_whatever_it_computes(tiny: list[str], t
 
 def test_a_low_limit_of_open_files_is_raised(tiny: list[str], tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    own = len(os.listdir("/proc/self/fd"))  # files that other tests left open in this process, which has the limit too
+    own = len(list(Path("/proc/self/fd").iterdir()))  # files that other tests left open in this process, which has the limit too
     resource.setrlimit(resource.RLIMIT_NOFILE, (own + 256, hard))
     try:
         with serving(tmp_path, *tiny) as server:

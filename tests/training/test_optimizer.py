@@ -120,6 +120,17 @@ def test_gradients_of_passes_add_up_where_a_pass_does_not_reach_all(kind: str, d
         assert all(torch.equal(a, b) for a, b in zip(expected, optimizer.gradients or [], strict=True))
 
 
+def test_gradients_that_share_their_memory_count_once_each() -> None:
+    """Autograd may give the same tensor for two weights, or parts of one."""
+    masters = {name: torch.zeros(3, 4, device=DEVICE) for name in ("one", "two", "three")}
+    optimizer = ModelOptimizer(FullWeights(LoraShape(0, 0), masters, torch.float32))
+    shared, joint = torch.ones(3, 4, device=DEVICE), torch.ones(6, 4, device=DEVICE)
+    optimizer.contribution([shared, shared, joint[3:]])()
+    optimizer.contribution([torch.ones(3, 4, device=DEVICE) for _ in masters])()
+    assert all(total.eq(2).all() for total in optimizer.gradients or [])
+    assert joint.eq(1).all()
+
+
 def test_the_norm_of_many_numbers_is_exact() -> None:
     """On a CPU, float32 loses four digits if it adds up as many squares one after the other."""
     generator = torch.Generator().manual_seed(0)

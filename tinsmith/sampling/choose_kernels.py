@@ -29,12 +29,13 @@ def choose_kernel(
 ) -> tuple[Tensor, Tensor]:
     """As `choose_next`: tokens [n] and their log-probabilities [n] from logits [n, vocabulary] of at most `LARGEST` tokens.
 
-    `left` [n, vocabulary] are the log-probabilities that tokens are drawn by, with -inf for those that are truncated; None draws from all.
+    `left` [n, vocabulary] is -inf where a token is truncated; None draws from all. What is drawn from is computed here in any case: a row
+    draws by the same numbers whether another row truncates or not.
     `draws` comes from `draws_needed`, and no temperature is lower than `coldest`.
     """
     rows, vocabulary = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    source = logits if left is None else left.contiguous()
+    left = left if left is None else left.contiguous()
     temperature, seed, sample, position = (numbers.contiguous() for numbers in (temperature, seed, sample, position))
     chunks = triton.cdiv(vocabulary, CHUNK)
     padded = triton.next_power_of_2(chunks)
@@ -48,24 +49,25 @@ def choose_kernel(
     scan[(chunks, rows)](logits, temperature, parts, places, rows, logits.stride(0), vocabulary, coldest, CHUNK=CHUNK, num_warps=8)
     grow: Any = _grow
     grow[(chunks, rows)](
-        source,
+        logits,
+        left,
         temperature,
         parts,
         nodes,
         rows,
-        source.stride(0),
+        logits.stride(0),
         vocabulary,
         coldest,
         CHUNK=CHUNK,
         CHUNKS=chunks,
         PADDED=padded,
-        NORMALIZED=left is not None,
+        TRUNCATES=left is not None,
         num_warps=8,
     )
     walk: Any = _walk
     walk[(rows,)](
         logits,
-        source,
+        left,
         temperature,
         seed,
         sample,
@@ -77,13 +79,12 @@ def choose_kernel(
         logprobs,
         rows,
         logits.stride(0),
-        source.stride(0),
         vocabulary,
         coldest,
         CHUNKS=chunks,
         PADDED=padded,
         DRAWS=draws,
-        NORMALIZED=left is not None,
+        TRUNCATES=left is not None,
         num_warps=1,
     )
     return tokens, logprobs
@@ -139,8 +140,16 @@ def _normalizer(parts: tl.tensor, row: tl.tensor, rows: tl.tensor, heat: tl.tens
 
 
 @triton.jit
+def _kept(x: tl.tensor, left: tl.tensor, row: tl.tensor, vocabulary: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """The log-probabilities `x` of some tokens of a row, -inf for those that are truncated."""
+    found = tl.load(left + row.to(tl.int64) * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
+    return tl.where(found == float("-inf"), float("-inf"), x)
+
+
+@triton.jit
 def _grow(
-    source: tl.tensor,
+    logits: tl.tensor,
+    left: tl.tensor,
     temperature: tl.tensor,
     parts: tl.tensor,
     nodes: tl.tensor,
@@ -151,17 +160,18 @@ def _grow(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
-    NORMALIZED: tl.constexpr,
+    TRUNCATES: tl.constexpr,
 ) -> None:
     """The branch of the tree that stands for one chunk of a row: three levels of sums of probabilities."""
     chunk = tl.program_id(0)
     row = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(source + row.to(tl.int64) * stride + token, mask=token < vocabulary, other=float("-inf"))
-    if not NORMALIZED:
-        heat, _ = _temperature_of(temperature, row, coldest)
-        top, normalizer = _normalizer(parts, row, rows, heat, CHUNKS, PADDED)
-        x = tl.div_rn(x - top, heat) - normalizer
+    x = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < vocabulary, other=float("-inf"))
+    heat, _ = _temperature_of(temperature, row, coldest)
+    top, normalizer = _normalizer(parts, row, rows, heat, CHUNKS, PADDED)
+    x = tl.div_rn(x - top, heat) - normalizer
+    if TRUNCATES:
+        x = _kept(x, left, row, vocabulary, token)
     own = nodes + row.to(tl.int64) * (CHUNKS * 273)
     first = tl.sum(tl.reshape(tl.exp(x).to(tl.float64), [CHUNK // 16, 16]), 1)  # [256]
     tl.store(own + chunk * 256 + tl.arange(0, CHUNK // 16), first)
@@ -185,7 +195,7 @@ def _bits(numbers: tl.tensor, row: tl.tensor) -> tl.tensor:
 @triton.jit
 def _walk(
     logits: tl.tensor,
-    source: tl.tensor,
+    left: tl.tensor,
     temperature: tl.tensor,
     seed: tl.tensor,
     sample: tl.tensor,
@@ -197,13 +207,12 @@ def _walk(
     logprobs: tl.tensor,
     rows: tl.tensor,
     stride: tl.tensor,
-    source_stride: tl.tensor,
     vocabulary: tl.tensor,
     coldest: tl.tensor,
     CHUNKS: tl.constexpr,
     PADDED: tl.constexpr,
     DRAWS: tl.constexpr,
-    NORMALIZED: tl.constexpr,
+    TRUNCATES: tl.constexpr,
 ) -> None:
     """The token of one row: from the root of its tree to a leaf, with one random number for each level (`randomness.uniforms`)."""
     row = tl.program_id(0)
@@ -229,9 +238,10 @@ def _walk(
         elif level == 1:
             found = tl.load(own + node, mask=node < CHUNKS * 256, other=0.0)
         else:
-            x = tl.load(source + row.to(tl.int64) * source_stride + node, mask=node < vocabulary, other=float("-inf"))
-            if not NORMALIZED:
-                x = tl.div_rn(x - top, heat) - normalizer
+            x = tl.load(logits + row.to(tl.int64) * stride + node, mask=node < vocabulary, other=float("-inf"))
+            x = tl.div_rn(x - top, heat) - normalizer
+            if TRUNCATES:
+                x = _kept(x, left, row, vocabulary, node)
             found = tl.exp(x).to(tl.float64)
         number = (_mix(state + gamma * draw) >> 11).to(tl.float64) * (2.0**-53)
         cumulative = tl.cumsum(found, 0)

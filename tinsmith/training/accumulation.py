@@ -39,6 +39,18 @@ class Addition:
             torch._foreach_add_(parts, wide)
 
 
+def apart(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The same numbers, each tensor alone in its memory: autograd may give one tensor for two leaves, or a part of one."""
+    seen: set[int] = set()
+    found = []
+    for gradient in gradients:
+        place = gradient.untyped_storage().data_ptr()
+        alone = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes and place not in seen
+        found.append(gradient if alone else gradient.clone(memory_format=torch.contiguous_format))
+        seen.add(place)
+    return found
+
+
 def _batch(pairs: Sequence[tuple[Tensor, Tensor]]) -> Batch:
     return [total for total, _ in pairs], [gradient for _, gradient in pairs]
 

@@ -20,6 +20,7 @@ from tinsmith.errors import UserError
 from tinsmith.models.full import FullState, FullWeights, full_bytes, state_device
 from tinsmith.models.split_masters import SplitMasters, join, split
 from tinsmith.protocol.shapes import AdamSettings
+from tinsmith.training.accumulation import apart
 from tinsmith.training.eight_bit import BLOCK, FIRST, SECOND, Code, chances, decode, encode
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.update_check import Bounds, require_finite_step
@@ -168,7 +169,7 @@ class CompactOptimizer:
         """
         if self.totals is None:
             pairs = zip(self.weights.leaves(), gradients, strict=True)
-            return partial(self._begin_with, _apart([torch.zeros_like(leaf) if g is None else g for leaf, g in pairs]))
+            return partial(self._begin_with, apart([torch.zeros_like(leaf) if g is None else g for leaf, g in pairs]))
         size = min(PIECE[self.device.type], max(total.numel() for total in self.totals))
         reached = [(total.view(-1), g.reshape(-1)) for total, g in zip(self.totals, gradients, strict=True) if g is not None]
         return partial(self._add, reached, _Sum(size, self.device))
@@ -258,18 +259,6 @@ class CompactOptimizer:
         """Until what steps have written to host memory is there."""
         if self.device.type == "cuda" and self.state == "compact-host":
             torch.cuda.synchronize(self.device)
-
-
-def _apart(gradients: list[Tensor]) -> list[Tensor]:
-    """The same numbers, each tensor alone in its memory: autograd may give one tensor for two leaves, or a part of one."""
-    seen: set[int] = set()
-    found = []
-    for gradient in gradients:
-        place = gradient.untyped_storage().data_ptr()
-        alone = gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes and place not in seen
-        found.append(gradient if alone else gradient.clone(memory_format=torch.contiguous_format))
-        seen.add(place)
-    return found
 
 
 class _Sum:

@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tinsmith.errors import UserError
 from tinsmith.models.full import Weights, training_bytes
 from tinsmith.protocol.shapes import AdamSettings
-from tinsmith.training.accumulation import Addition
+from tinsmith.training.accumulation import Addition, apart
 from tinsmith.training.update_check import Bounds, configure, require_finite_step
 
 NORM_PIECE = 2**18
@@ -79,7 +79,7 @@ class ModelOptimizer:
         joined = self.weights.joined(gradients)
         if self.totals is not None:
             return Addition(self.totals, joined).add
-        return partial(self._begin_with, [gradient.float() for gradient in joined])
+        return partial(self._begin_with, apart([gradient.float() for gradient in joined]))
 
     def _begin_with(self, totals: list[Tensor]) -> None:
         self.totals = totals
