@@ -35,7 +35,7 @@ def stable_attention(
     if half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and has_triton():
         from tinsmith.models.paged_kernels import paged_kernel
 
-        return paged_kernel(query, keys, values, table.to(torch.int32), lengths.to(torch.int32), scale, window, most_splits=1)
+        return paged_kernel(query, keys, values, table.int(), lengths.int(), scale, window, most_splits=1)
     return torch.cat([_tile(*tile, keys, values, scale, window) for tile in _tiles(query, table, lengths, keys.shape[1])])[: len(query)]
 
 
@@ -52,7 +52,10 @@ class PackedBlocks:
         self.blocks = int(blocks.sum())
         self.places = upload(firsts[owner] * BLOCK + within, device)
         """[tokens]: where each lies, as block · BLOCK + offset."""
-        self.table = upload(table, device).index_select(0, upload(owner, device))
+        table_on_device = upload(table.astype(np.int32), device)
+        # [tokens, most blocks]. For one long sequence this is a view: written out, it would grow with the square of the length.
+        whole = len(counts) == 1
+        self.table = table_on_device.expand(len(owner), -1) if whole else table_on_device.index_select(0, upload(owner, device))
         self.lengths = upload(within + 1, device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
@@ -66,11 +69,13 @@ class PackedBlocks:
 
 def _tiles(query: Tensor, table: Tensor, lengths: Tensor, block: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Queries, tables and lengths of `ROWS` rows each; the last ones filled up with rows that see nothing."""
-    missing_rows, missing_blocks = -len(query) % ROWS, -table.shape[1] % (CHUNK // block)
-    query = torch.cat([query, query.new_zeros(missing_rows, *query.shape[1:])])
-    table = pad(table.long(), (0, missing_blocks, 0, missing_rows))
-    lengths = pad(lengths.long(), (0, missing_rows))
-    return list(zip(query.split(ROWS), table.split(ROWS), lengths.split(ROWS), strict=True))
+    missing_blocks = -table.shape[1] % (CHUNK // block)
+    tiles = []
+    for q, blocks, ends in zip(query.split(ROWS), table.split(ROWS), lengths.split(ROWS), strict=True):
+        missing_rows = ROWS - len(q)
+        q = torch.cat([q, q.new_zeros(missing_rows, *q.shape[1:])])
+        tiles.append((q, pad(blocks.long(), (0, missing_blocks, 0, missing_rows)), pad(ends.long(), (0, missing_rows))))
+    return tiles
 
 
 def _tile(query: Tensor, table: Tensor, lengths: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:

@@ -420,7 +420,10 @@ def test_a_step_with_full_weights_waits_for_nothing(text_base: BaseModel, monkey
     inner, owners = decode_step.DecodeStep.__call__, []
 
     def watched(step: DecodeStep, batch: DeviceBatch, rows: StepRows, in_place: bool = False) -> Tensor:
-        assert step.can_be_captured(rows)
+        assert step.can_be_captured(batch, rows)
+        with monkeypatch.context() as patch:  # here each row copies what it attends to
+            patch.setattr(decode_step, "MOST_GATHERED", rows.count * batch.table.shape[1] * 2 * step.cache.keys[0, 0].nbytes - 1)
+            assert not step.can_be_captured(batch, rows)
         owners.append(rows.owner)
         with NoWaiting():
             return inner(step, batch, rows, in_place)

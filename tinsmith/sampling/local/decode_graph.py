@@ -69,7 +69,7 @@ class StepRunner:
 
     def __call__(self, batch: DeviceBatch, rows: StepRows) -> Tensor | None:
         """As `DecodeStep.__call__`; the logits are there if `rows.needs_logits`."""
-        if not self.captures or not self.step.can_be_captured(rows):
+        if not self.captures or not self.step.can_be_captured(batch, rows):
             return self.step(batch, rows)
         self._drop_stale(batch)
         captured = self._find(batch, rows)

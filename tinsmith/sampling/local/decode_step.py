@@ -38,10 +38,12 @@ from tinsmith.sampling.local.device_batch import (
     write_places,
 )
 from tinsmith.sampling.local.kv_cache import KVCache
-from tinsmith.sampling.local.paged_attention import paged_attention
+from tinsmith.sampling.local.paged_attention import gathered_bytes, paged_attention
 from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.training.logprobs import head_logits, head_lora
 
+MOST_GATHERED = 2**28
+"""Bytes of copies of keys and values that a captured step may take where no kernel reads them from the cache."""
 NARROW = 16
 """Rows of up to so many blocks attend together on a CPU: few large calls beat a little less padding."""
 
@@ -177,9 +179,13 @@ class DecodeStep:
         state[:, LENGTH].add_(state[:, ADVANCE])
         return logits
 
-    def can_be_captured(self, rows: StepRows) -> bool:
-        """Whether a CUDA graph can hold such a step: our own decoder waits for nothing, of transformers' modules nobody knows."""
-        return self.base.decoder is not None and (rows.owner is None or isinstance(rows.owner, FullWeights))
+    def can_be_captured(self, batch: DeviceBatch, rows: StepRows) -> bool:
+        """Whether a CUDA graph can hold such a step: our own decoder waits for nothing, of transformers' modules nobody knows.
+
+        A graph attends to all the blocks that a row could have. Where no kernel does that, these are copied, and graphs keep the memory.
+        """
+        known = self.base.decoder is not None and (rows.owner is None or isinstance(rows.owner, FullWeights))
+        return known and gathered_bytes(self.cache.keys[0], rows.count, batch.table.shape[1]) <= MOST_GATHERED
 
     def places(self) -> Hashable:
         """Where all lies that steps read, but for the batch: as long as this is equal, a captured step can be replayed."""

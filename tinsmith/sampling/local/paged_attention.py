@@ -55,7 +55,12 @@ def paged_reference(
     return torch.where((lengths > 0)[:, None, None], out, 0)
 
 
-def _has_kernel(query: Tensor) -> bool:
-    """Whether the kernel serves queries like this one."""
-    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    return half and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256 and has_triton()
+def gathered_bytes(keys: Tensor, rows: int, blocks: int) -> int:
+    """What a call takes for copies of keys and values like `keys` [blocks, BLOCK, kv_heads, head_dim], with `blocks` for each row."""
+    return 0 if _has_kernel(keys) else 2 * rows * blocks * keys[0].nbytes
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether the kernel serves queries or keys [..., head_dim] like these."""
+    half = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    return half and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 and has_triton()
