@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from tests.bases import DEVICE
+from tests.memory import CountedMemory
 from tinsmith.errors import UserError
 from tinsmith.models.batched_lora import FEWEST, BatchedAdapters, output_tiles
 from tinsmith.models.layout import LM_HEAD, Layout, Projection, read_layout
@@ -130,6 +131,22 @@ def test_an_adapter_that_is_not_finite_gets_no_columns(layout: Layout, wrong: fl
     with pytest.raises(UserError, match="NaN or infinite"):
         batched.place(adapter)
     assert batched.columns == 0
+
+
+def test_columns_that_find_no_memory_leave_the_others_as_they_are(layout: Layout) -> None:
+    """Captured graphs go on reading them. All buffers are made anew for more columns; the memory ends among the last of them."""
+    batched = BatchedAdapters(layout, torch.device(DEVICE), torch.float32, 64)
+    first, large = random_adapter(layout, 8), random_adapter(layout, 40)
+    assert batched.place(first) == (0, 8)
+    before = dict(batched.matrices)
+    needed = 2 * sum(matrices.a.nbytes + matrices.b.nbytes for matrices in before.values())
+    with CountedMemory(limit=0.9 * needed) as memory, pytest.raises(torch.OutOfMemoryError):
+        batched.place(large)
+    assert memory.peak > 0.5 * needed
+    assert (batched.matrices, batched.columns, batched.generation) == (before, FEWEST, 1)
+    assert batched.place(first) == (0, 8)
+    assert batched.place(large) == (8, 48)
+    assert batched.columns == 64
 
 
 def test_columns_are_given_once_and_given_again(layout: Layout) -> None:
