@@ -168,11 +168,13 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(bad: float
 
 def test_a_snapshot_does_not_follow() -> None:
     optimizer = ModelOptimizer(small_adapter())
-    snapshot = optimizer.weights.snapshot(new_ref())
-    before = [tensor.clone() for tensor in snapshot.leaves()]
+    snapshot, late = (optimizer.weights.snapshot(new_ref()) for _ in range(2))
+    before = [tensor.clone() for tensor in snapshot.leaves()]  # of the other they are first asked for when training has gone on
     optimizer.contribution(list(gradients(optimizer.weights, 0)))()
     optimizer.step(SETTINGS[0])
-    assert all(torch.equal(a, b) for a, b in zip(before, snapshot.leaves(), strict=True))
+    for each in (snapshot, late):
+        assert all(torch.equal(a, b) for a, b in zip(before, each.leaves(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before, each.tensors(), strict=True))
     assert not torch.equal(optimizer.weights.leaves()[0], before[0])
 
 

@@ -9,10 +9,11 @@ masked by multiplication, so a NaN in one model cannot reach another.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
-from functools import lru_cache
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -35,38 +36,62 @@ class LoraPair(NamedTuple):
     """[out_features, rank]"""
 
 
-@dataclass
 class Adapter:
     """One set of LoRA matrices. `masters` are float32; `working` are the copies in the base's dtype that passes read.
 
     All masters are views of one buffer, and all working copies of another, so that an optimizer step, a refresh and a snapshot are a few
     operations, however many layers there are. In float32 both are the same buffer. After `masters` changed, call `refresh`.
-
-    An adapter is made of any matrices, which are copied, to `device` if one is given.
     """
 
     shape: LoraShape
-    masters: dict[str, LoraPair]
     dtype: torch.dtype
-    ref: WeightsRef | None = None
+    """Of the working copies."""
+    ref: WeightsRef | None
     """The identity of weights that are sampled from. None for weights that train, because training changes them."""
-    device: InitVar[torch.device | None] = None
-    working: dict[str, LoraPair] = field(init=False)
-    flat: Tensor = field(init=False)
+    flat: Tensor
     """[parameter_count] the buffer of the masters: the A's of a projection next to each other, in the order of its rows, then their B's."""
-    flat_working: Tensor = field(init=False)
+    flat_working: Tensor
     """[parameter_count] the buffer of the working copies, in the same order."""
 
-    def __post_init__(self, device: torch.device | None) -> None:
-        self._order = _order_in_memory(tuple(self.masters))
-        given = self.tensors()
+    def __init__(
+        self,
+        shape: LoraShape,
+        masters: Mapping[str, LoraPair],
+        dtype: torch.dtype,
+        ref: WeightsRef | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """An adapter of any matrices, which are copied, to `device` if one is given."""
+        self.shape, self.dtype = shape, dtype
+        self._names = tuple(masters)
+        self._order = _order_in_memory(self._names)
+        given = [tensor for name in self._names for tensor in masters[name]]
         self._shapes = [tensor.shape for tensor in given]
-        self.flat = torch.cat([given[place].detach().flatten() for place in self._order]).to(device)
-        self.flat_working = self.flat.to(self.dtype)
-        self.masters, self.working = (_pairs(self.masters, self.cut([flat])) for flat in (self.flat, self.flat_working))
-        for leaf in self.leaves():
-            leaf.requires_grad_()
+        self._hold(torch.cat([given[place].detach().flatten() for place in self._order]).to(device), ref)
+
+    def _hold(self, flat: Tensor, ref: WeightsRef | None) -> None:
+        self.ref = ref
+        self.flat = flat
+        self.flat_working = flat.to(self.dtype)
         self._stacks: dict[str, Tensor] = {}
+
+    @cached_property
+    def masters(self) -> dict[str, LoraPair]:
+        """The float32 matrices of each module."""
+        return self._pairs(self.flat)
+
+    @cached_property
+    def working(self) -> dict[str, LoraPair]:
+        """The matrices of each module in the base's dtype. Gradients are taken of these."""
+        pairs = self._pairs(self.flat_working)
+        for pair in pairs.values():
+            pair.a.requires_grad_()
+            pair.b.requires_grad_()
+        return pairs
+
+    def _pairs(self, flat: Tensor) -> dict[str, LoraPair]:
+        tensors = self.cut([flat])  # a, b, a, b and so on
+        return {name: LoraPair(a, b) for name, a, b in zip(self._names, tensors[::2], tensors[1::2], strict=True)}
 
     @property
     def scale(self) -> float:
@@ -94,7 +119,11 @@ class Adapter:
 
     def snapshot(self, ref: WeightsRef) -> "Adapter":
         """A frozen copy that later training does not change. `ref` becomes its identity."""
-        return Adapter(self.shape, self.masters, self.dtype, ref)
+        frozen = copy(self)
+        for views in ("masters", "working"):  # of other buffers: they are made when they are first asked for
+            frozen.__dict__.pop(views, None)
+        frozen._hold(self.flat.clone(), ref)
+        return frozen
 
     def tensors(self) -> list[Tensor]:
         """All masters in a fixed order: a and b of each module."""
@@ -140,11 +169,6 @@ def _order_in_memory(names: tuple[str, ...]) -> list[int]:
     """Which of `Adapter.tensors` comes first in its buffer, second and so on, for modules in this order."""
     places = {name: 2 * number for number, name in enumerate(names)}  # of A; B is the next
     return [places[name] + part for group in side_by_side(names) for part in (0, 1) for name in group]
-
-
-def _pairs(names: Iterable[str], tensors: list[Tensor]) -> dict[str, LoraPair]:
-    """A and B of each module, from tensors in the order a, b, a, b and so on."""
-    return {name: LoraPair(a, b) for name, a, b in zip(names, tensors[::2], tensors[1::2], strict=True)}
 
 
 def new_adapter(shape: LoraShape, layout: Layout, device: torch.device, dtype: torch.dtype) -> Adapter:
