@@ -2,6 +2,9 @@
 
 The parent binds a new socket for every child, so nothing meant for a dead one reaches the next. The socket file lies in a directory that
 only the user can enter. Queues have no limit, because a sender must not block.
+
+A parent's sockets belong to the context of its process, which is never ended: where a child was killed while it connected, ending a context
+of their own has waited for ever.
 """
 
 import contextlib
@@ -90,11 +93,11 @@ class ParentLink:
     def __init__(self) -> None:
         """Bind. Raises ConfigError if the temporary directory has too long a path for a socket."""
         self._directory, self.address = _new_address()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
+        context = zmq.Context.instance()
+        self._socket = context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.bind(self.address)
-        self._heartbeats = self._context.socket(zmq.PULL)
+        self._heartbeats = context.socket(zmq.PULL)
         self._heartbeats.bind(heartbeat_address(self.address))
 
     @property
@@ -119,7 +122,6 @@ class ParentLink:
         """Close at once; messages that have not left are dropped."""
         self._socket.close(linger=0)
         self._heartbeats.close(linger=0)
-        self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -129,11 +131,11 @@ class ServerLink:
     def __init__(self) -> None:
         """Bind. Raises ConfigError if the temporary directory has too long a path for a socket."""
         self._directory, self.address = _new_address()
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
+        context = zmq.asyncio.Context.instance()
+        self._socket = context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.bind(self.address)
-        self._heartbeats = self._context.socket(zmq.PULL)
+        self._heartbeats = context.socket(zmq.PULL)
         self._heartbeats.bind(heartbeat_address(self.address))
 
     async def receive(self) -> Message:
@@ -157,7 +159,6 @@ class ServerLink:
         """Close at once; messages that have not left are dropped."""
         self._socket.close(linger=0)
         self._heartbeats.close(linger=0)
-        self._context.term()
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

@@ -145,6 +145,8 @@ def test_a_reply_with_another_adapter_is_an_error(text_base: BaseModel, tmp_path
     async def story(publisher: Publisher, instance: Instance, served: ServedWeights, stub: Stub) -> None:
         adapter = random_adapter(text_base, seed=1)
         mine = ServedWeights(adapter, served.canary, ref_of(adapter, "tiny"))
+        async with publisher.serving(instance, mine):
+            pass  # the canary's reply has come and gone
         async with publisher.serving(instance, mine) as serving:
             name = serving.model
             assert name is not None
