@@ -93,7 +93,7 @@ class ParentLink:
     def __init__(self) -> None:
         """Bind. Raises ConfigError if the temporary directory has too long a path for a socket."""
         self._directory, self.address = _new_address()
-        context = zmq.Context.instance()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.bind(self.address)
