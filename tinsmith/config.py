@@ -142,6 +142,20 @@ class ModelsConfig:
 
 
 @dataclass
+class DistributedConfig:
+    """Several workers."""
+
+    workers: int = setting(
+        0,
+        "Number of processes that train and sample together, each on a GPU of its own; 0 is one for each GPU, and one on a CPU or with "
+        "vLLM",
+        "workers",
+        0,
+        1024,
+    )
+
+
+@dataclass
 class ImagesConfig:
     """Limits and caches for images, which are untrusted input."""
 
@@ -291,6 +305,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     requests: RequestsConfig = field(default_factory=RequestsConfig)
     models: ModelsConfig = field(default_factory=ModelsConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     images: ImagesConfig = field(default_factory=ImagesConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

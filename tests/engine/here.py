@@ -101,7 +101,7 @@ class WorkerHere:
         self.end: str | None = None
         """Why it has ended, once it has."""
         self.status: WorkerStatus = NO_STATUS
-        self.device, self.state, self.pid = "cpu", "ready", 0
+        self.count, self.each = 1, [{"pid": 0, "device": "cpu", "state": "ready"}]
         self.sampled_tokens, self.busy_s, self.wait_s = 0, 0.0, float("inf")
         self.start()
         self.models: dict[str, ModelFacts] = {facts.name: facts for facts in self.worker.facts()}
@@ -117,7 +117,7 @@ class WorkerHere:
             self.worker.passes.bases[name] = Trained(noting, trained.renderer, trained.longest)  # type: ignore[index]
         self.last_messages: list[Message] = []
         self.is_ready = True
-        return WorkerReady([facts.to_dict() for facts in self.worker.facts()], self.device)
+        return WorkerReady([facts.to_dict() for facts in self.worker.facts()], "cpu")
 
     def die(self, reason: str) -> None:
         """End at once, as a process does that is killed. What it has said before still arrives."""

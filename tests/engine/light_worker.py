@@ -43,7 +43,7 @@ def end(link: ChildLink, reason: str, code: int) -> None:
 
 def main() -> None:
     """Answer messages until told to stop, or until the engine is gone."""
-    how, address, engine_pid = sys.argv[1:]
+    how, address, engine_pid, *_ = sys.argv[1:]
     link = ChildLink(address)
     Heartbeat(address).start()
     sys.stdin.read()

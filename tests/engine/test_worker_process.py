@@ -16,6 +16,7 @@ from tests.engine.light_worker import FACTS, REASON
 from tinsmith.config import Config, ServerConfig
 from tinsmith.engine import worker_process
 from tinsmith.engine.loop import Engine
+from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.engine.worker_process import WorkerProcess
 from tinsmith.errors import ConfigError
 from tinsmith.protocol.link import ChildLink, ParentLink
@@ -232,12 +233,12 @@ def engine_with(how: str, data_dir: Path) -> Iterator[tuple[ParentLink, Engine]]
     """An engine over a worker of that behaviour, and the server's end of its link."""
     with link_of_an_engine() as (server, link):
         config = Config(["tiny=unused"], str(data_dir))
-        worker = WorkerProcess(config, link, light(how))
-        engine = Engine(config, link, Beat(), worker)  # type: ignore[arg-type]
+        workers = WorkerGroup(config, link, 1, light(how))
+        engine = Engine(config, link, Beat(), workers)  # type: ignore[arg-type]
         try:
             yield server, engine
         finally:
-            worker.stop(0.0)
+            workers.stop(0.0)
 
 
 @pytest.mark.parametrize(("how", "why"), [("broken", "exit code 2"), ("lost", REASON)])
@@ -251,10 +252,10 @@ def test_an_engine_whose_first_worker_cannot_start_ends_with_the_reason(tmp_path
 
 def test_an_engine_that_is_told_to_stop_ends_its_worker(tmp_path: Path) -> None:
     with engine_with("ready", tmp_path) as (server, engine):
-        engine.worker.start_if_due()
-        process = engine.worker.process
+        engine.workers.start_if_due()
+        process = engine.workers.workers[0].process
         assert process is not None
-        while not engine.worker.is_ready:
+        while not engine.workers.is_ready:
             engine.receive(0.05)
         server.send(Shutdown())
         engine.run(os.getppid())
@@ -276,8 +277,9 @@ def test_the_server_is_told_that_a_worker_is_lost_and_that_another_is_ready(tmp_
 
         until(lambda: told)
         assert told == [Ready([FACTS.to_dict()])]
-        assert engine.worker.pid is not None
-        os.kill(engine.worker.pid, signal.SIGKILL)
+        pid = engine.workers.workers[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
         server.send(Sample("s:sample:0/0", 1, "tiny", None, 1, False, b"{}"))  # on its way to a worker that is no more: it ends nothing
         until(lambda: len(told) == 3)
     assert told == [Ready([FACTS.to_dict()]), Recovering("the worker process ended unexpectedly (signal 9)"), Ready([FACTS.to_dict()])]

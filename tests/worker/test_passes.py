@@ -80,7 +80,7 @@ class Bench:
         self.passes.prepare(Prepare(1, operation, "m", "tiny", [digest.hex() for digest in stored.image_digests], stored.payload))
 
     def run(self, number: int, *pieces: tuple[str, int], backward: bool = True) -> None:
-        self.passes.run(RunPass(number, "tiny", backward, list(pieces)))
+        self.passes.run(RunPass(number, "tiny", backward, list(pieces), [1] * len(pieces)))
 
     def settle(self) -> None:
         """Go on until threads and device have nothing left to do."""

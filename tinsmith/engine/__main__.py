@@ -9,8 +9,9 @@ import sys
 import orjson
 
 from tinsmith.config import from_tree
+from tinsmith.engine.devices import worker_count
 from tinsmith.engine.loop import Engine
-from tinsmith.engine.worker_process import WorkerProcess
+from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError
 from tinsmith.logs import start_logging
 from tinsmith.protocol.heartbeat import Heartbeat
@@ -31,9 +32,9 @@ def main() -> int:
     try:
         config = from_tree(orjson.loads(sys.stdin.buffer.read()))
         start_logging("engine", config.log_level)
-        worker = WorkerProcess(config, link)
-        worker.start_if_due()  # before the rest: it takes seconds to import its libraries
-        Engine(config, link, heartbeat, worker).run(int(sys.argv[2]))
+        workers = WorkerGroup(config, link, worker_count(config))
+        workers.start_if_due()  # before the rest: it takes seconds to import their libraries
+        Engine(config, link, heartbeat, workers).run(int(sys.argv[2]))
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)
         return 2

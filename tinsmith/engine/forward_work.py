@@ -104,7 +104,7 @@ class ForwardWork:
                 piece.operation.in_pass.add(piece.index)
             first = pieces[0].operation
             named = [(piece.operation.command.request_id, piece.index) for piece in pieces]
-            self.send(RunPass(number, first.base_model, first.backward, named))
+            self.send(RunPass(number, first.base_model, first.backward, named, [piece.tokens for piece in pieces]))
 
     def _is_worth_waiting(self, pieces: list[Piece]) -> bool:
         """Whether a pass is to wait at the worker for the one before: half full it gains little from what may still come."""

@@ -17,7 +17,7 @@ from tinsmith.engine.operations import Operations
 from tinsmith.engine.recorder import Recorder
 from tinsmith.engine.status import StatusReporter
 from tinsmith.engine.trainer import Trainer
-from tinsmith.engine.worker_process import WorkerProcess
+from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
@@ -62,17 +62,17 @@ WORKER_EXIT_S = 60.0
 class Engine:
     """The operations of all models, and the worker that runs them."""
 
-    def __init__(self, config: Config, link: ChildLink, heartbeat: Heartbeat, worker: WorkerProcess) -> None:
+    def __init__(self, config: Config, link: ChildLink, heartbeat: Heartbeat, workers: WorkerGroup) -> None:
         self.config = config
         self.link = link
         self.heartbeat = heartbeat
-        self.worker = worker
+        self.workers = workers
         heartbeat.worker_busy_s = 0.0
         self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S, config.server.kept_operations_mib * 2**20)
         training = config.training
         checkpoints = CheckpointRows(self.store, CheckpointFiles(Path(config.data_dir), config.checkpoint_root))
         operations = Operations(
-            lambda: self.worker.models,
+            lambda: self.workers.models,
             config.models.max_lora_rank,
             checkpoints,
             training.ended_model_ttl_s,
@@ -83,12 +83,12 @@ class Engine:
         self.trainer = Trainer(
             operations,
             CommandQueue(training.held_operation_s),
-            training.tokens_per_pass,
+            training.tokens_per_pass * workers.count,
             config.images.max_image_pixels,
             self.recorder.record,
             self._to_worker,
         )
-        self.status = StatusReporter(self.trainer, self.worker, link.send)
+        self.status = StatusReporter(self.trainer, self.workers, link.send)
         self.filed: dict[str, set[int]] = {}
         """seq_ids of the commands that are read and not recorded, by model."""
         self.unread: set[str] = set()
@@ -115,7 +115,7 @@ class Engine:
             if self.stopping:
                 self._end()
         finally:
-            self.worker.stop(WORKER_EXIT_S)
+            self.workers.stop(WORKER_EXIT_S)
         log.info("the engine stops; %d outcomes could not be recorded", len(self.recorder.waiting))
         self.link.send(Bye())
         self.store.close()
@@ -126,16 +126,16 @@ class Engine:
         """Take in what server and worker say; wait for it for at most `timeout_s` seconds."""
         for message in self.link.receive(timeout_s):
             self.handle(message)
-        for message in self.worker.receive():
+        for message in self.workers.receive():
             self.handle_worker(message)
-        self.heartbeat.worker_busy_s = self.worker.busy_s
-        self.worker.watch()
-        reason = self.worker.ended()
+        self.heartbeat.worker_busy_s = self.workers.busy_s
+        self.workers.watch()
+        reason = self.workers.ended()
         if reason is not None:
-            for message in self.worker.last_messages:
+            for message in self.workers.last_messages:
                 self.handle_worker(message)
             self._worker_ended(reason)
-        self.worker.start_if_due()
+        self.workers.start_if_due()
 
     def handle(self, message: Message) -> None:
         """Take in one message of the server."""
@@ -162,11 +162,11 @@ class Engine:
                 self.trainer.take(message)
 
     def _to_worker(self, message: Message) -> None:
-        self.worker.send(message)
+        self.workers.send(message)
 
     def _tell_ready(self) -> None:
-        if self.worker.is_ready and self.lost is None:
-            self.link.send(Ready([facts.to_dict() for facts in self.worker.models.values()]))
+        if self.workers.is_ready and self.lost is None:
+            self.link.send(Ready([facts.to_dict() for facts in self.workers.models.values()]))
 
     # ---- What is due
 
@@ -184,11 +184,11 @@ class Engine:
     @property
     def _may_train(self) -> bool:
         """Whether the worker can be given work."""
-        return self.worker.is_ready and self.lost is None and not self.recorder.is_full
+        return self.workers.is_ready and self.lost is None and not self.recorder.is_full
 
     def patience(self) -> float:
         """Seconds to wait for a message: not past the time of what is to be done by then."""
-        waits = [IDLE_S, self.worker.wait_s]
+        waits = [IDLE_S, self.workers.wait_s]
         waits += [self.recorder.backoff.wait_s] if self.recorder.waiting else []
         waits += [self.reading.wait_s] if self.reading.is_failing and not (self.lost and self.recorder.waiting) else []
         waits += [self.trainer.wait_s] if self._may_train else []
@@ -237,9 +237,9 @@ class Engine:
     # ---- A worker's end, and ours
 
     def _worker_ended(self, reason: str) -> None:
-        if not self.worker.was_ever_ready:
+        if not self.workers.was_ever_ready:
             raise ConfigError(f"{reason} before it could take work; its output above says why")
-        log.error("%s; another is started in %.0f s", reason, self.worker.wait_s)
+        log.error("%s; another is started in %.0f s", reason, self.workers.wait_s)
         lost = self.trainer.lose_models(reason)
         self.lost = ([*(self.lost[0] if self.lost else []), *lost], reason)
         self.link.send(Recovering(reason))
@@ -270,8 +270,8 @@ class Engine:
         deadline = time.monotonic() + BUSY_S
         told = None
         self.trainer.begin_to_stop()
-        while (self.worker.is_ready and not self.trainer.is_stopped) or (self.recorder.waiting and time.monotonic() < deadline):
-            if self.worker.is_ready:
+        while (self.workers.is_ready and not self.trainer.is_stopped) or (self.recorder.waiting and time.monotonic() < deadline):
+            if self.workers.is_ready:
                 self.trainer.finish(give_up=time.monotonic() >= deadline)
             saving = self.trainer.saving
             if saving != told or self.recorder.waiting or self.trainer.put_off:

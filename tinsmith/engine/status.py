@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from tinsmith.engine.trainer import Trainer
-from tinsmith.engine.worker_process import WorkerProcess
+from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Status
 
@@ -15,9 +15,9 @@ EVERY_S = 1.0
 class StatusReporter:
     """Sends a `Status` when it is time and something changed."""
 
-    def __init__(self, trainer: Trainer, worker: WorkerProcess, send: Callable[[Message], None]) -> None:
+    def __init__(self, trainer: Trainer, workers: WorkerGroup, send: Callable[[Message], None]) -> None:
         self.trainer = trainer
-        self.worker = worker
+        self.workers = workers
         self.send = send
         self.reported: Status | None = None
         self.due = 0.0
@@ -34,7 +34,7 @@ class StatusReporter:
             self.send(status)
 
     def _status(self) -> Status:
-        of_worker = self.worker.status
+        together = self.workers.status
         return Status(
             models=[
                 {
@@ -45,11 +45,11 @@ class StatusReporter:
                 }
                 for model_id, model in self.trainer.operations.models.items()
             ],
-            workers=[{"pid": self.worker.pid, "device": self.worker.device, "state": self.worker.state}],
-            running_samples=of_worker.running_samples,
-            waiting_samples=of_worker.waiting_samples,
+            workers=self.workers.each,
+            running_samples=together.running_samples,
+            waiting_samples=together.waiting_samples,
             trained_tokens=self.trainer.trained_before + self.trainer.trained_tokens.total(),
-            sampled_tokens=self.worker.sampled_tokens,
-            memory=of_worker.memory,
-            graphs=of_worker.graphs,
+            sampled_tokens=self.workers.sampled_tokens,
+            memory=together.memory,
+            graphs=together.graphs,
         )

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import orjson
@@ -15,6 +15,7 @@ from tinsmith.config import Config, to_tree
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.protocol.messages import Message
+from tinsmith.protocol.place import Place
 from tinsmith.protocol.serving import Bye, Shutdown
 from tinsmith.protocol.work import WorkerReady, WorkerStatus
 
@@ -44,6 +45,10 @@ class WorkerProcess:
         """Nothing runs yet. `engine` is woken up by what the worker says."""
         self.config = config
         self.program = program
+        self.place = Place()
+        """Where the next worker that is started stands."""
+        self.environment: Mapping[str, str] = {}
+        """Variables that it gets beside those of this process."""
         self.engine = engine
         self.link: ParentLink | None = None
         self.process: subprocess.Popen[bytes] | None = None
@@ -94,7 +99,10 @@ class WorkerProcess:
             return
         self.link = ParentLink()
         self.engine.listen_to(self.link)
-        self.process = subprocess.Popen([*self.program, self.link.address, str(os.getpid())], stdin=subprocess.PIPE)
+        place = (str(self.place.rank), str(self.place.count), self.place.meeting)
+        self.process = subprocess.Popen(
+            [*self.program, self.link.address, str(os.getpid()), *place], stdin=subprocess.PIPE, env=os.environ | self.environment
+        )
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, which `ended` tells
             self.process.stdin.write(orjson.dumps(to_tree(self.config)))
@@ -167,11 +175,22 @@ class WorkerProcess:
         self._start_at = time.monotonic() + self._delay_s
         return reason
 
+    def kill(self) -> None:
+        """End the worker at once, if one runs; `ended` tells of it."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def begin_to_stop(self) -> None:
+        """Tell the worker to finish what it computes and end."""
+        if self.link is not None:
+            self.link.send(Shutdown())
+
     def stop(self, timeout_s: float) -> None:
-        """Let the worker finish what it computes and end; kill it if that takes longer than `timeout_s`."""
+        """As `begin_to_stop`, and wait for its end; kill it if that takes longer than `timeout_s`."""
         if self.process is None or self.link is None:
             return
-        self.link.send(Shutdown())
+        self.begin_to_stop()
         try:
             self.process.wait(timeout_s if self.is_ready else 0.0)
         except subprocess.TimeoutExpired:

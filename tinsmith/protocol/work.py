@@ -85,6 +85,8 @@ class RunPass(Message):
     backward: bool
     pieces: list[tuple[str, int]]
     """Operation and index of each datum."""
+    lengths: list[int]
+    """Tokens of each of them."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tinsmith.config import TrainingConfig
+from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import full_state
@@ -31,6 +32,7 @@ from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.efforts import Efforts
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.packed_pass import DatumResult, DatumWork, run_packed
+from tinsmith.training.together import step_together
 
 __all__ = ["Backend", "DatumResult", "DatumWork", "LocalBackend", "PassError", "PassResult", "is_out_of_memory"]
 
@@ -108,8 +110,10 @@ class Backend(Protocol):
 class LocalBackend:
     """The `Backend` of one process, whose device is the base model's."""
 
-    def __init__(self, base: BaseModel, config: TrainingConfig) -> None:
+    def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup | None = None) -> None:
+        """With a `group` every worker of it holds the same models, and steps add up the gradients of all."""
         self.base = base
+        self.group = group
         self.config = config
         self.tokens_per_pass = config.tokens_per_pass
         self.full_state = full_state(config)
@@ -138,7 +142,7 @@ class LocalBackend:
         optimizer = self._optimizer(model_id)
         try:
             with threads_for_step(optimizer.weights.parameter_count):
-                return optimizer.step(settings)
+                return optimizer.step(settings) if self.group is None else step_together(optimizer, settings, self.group)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -182,6 +182,10 @@ class CompactOptimizer:
         for number, (total, gradient) in enumerate(pairs):
             buffers.add(total, gradient, _seed(self.steps, self.passes, number))
 
+    def begin_with_zeros(self) -> None:
+        """Accumulate from 0 where nothing has been accumulated."""
+        self._begin_with([torch.zeros_like(leaf, requires_grad=False) for leaf in self.weights.leaves()])
+
     def clear(self) -> None:
         """Forget what has been accumulated."""
         self.totals, self.passes = None, 0

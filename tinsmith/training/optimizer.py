@@ -84,6 +84,10 @@ class ModelOptimizer:
     def _begin_with(self, totals: list[Tensor]) -> None:
         self.totals = totals
 
+    def begin_with_zeros(self) -> None:
+        """Accumulate from 0 where nothing has been accumulated."""
+        self.totals = [torch.zeros_like(buffer, requires_grad=False) for buffer in self.weights.buffers()]
+
     def clear(self) -> None:
         """Forget what has been accumulated."""
         self.totals = None

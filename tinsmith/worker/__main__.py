@@ -1,4 +1,4 @@
-"""`python -m tinsmith.worker SOCKET ENGINE_PID`: a worker process.
+"""`python -m tinsmith.worker SOCKET ENGINE_PID RANK COUNT MEETING`: a worker process, one of COUNT (`protocol/place.py`).
 
 Started by the engine, with the configuration as JSON on standard input.
 """
@@ -15,6 +15,7 @@ from tinsmith.errors import ConfigError, DeviceLostError
 from tinsmith.logs import start_logging
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
+from tinsmith.protocol.place import Place
 from tinsmith.protocol.serving import Bye
 
 log = logging.getLogger(__name__)
@@ -27,19 +28,24 @@ def main() -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which vLLM servers that are started would inherit
-    start_logging("worker")
+    place = Place(int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
+    name = "worker" if place.count == 1 else f"worker {place.rank}"
+    start_logging(name)
     link = ChildLink(sys.argv[1])
     heartbeat = Heartbeat(sys.argv[1], parent_pid=int(sys.argv[2]))
     heartbeat.start()
     gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
+    from tinsmith.distributed.process_group import ProcessGroup
     from tinsmith.worker.loop import Worker, load_bases
 
     gc.freeze()  # nor does a later collection look through them
     gc.enable()
     try:
         config = from_tree(orjson.loads(sys.stdin.buffer.read()))
-        start_logging("worker", config.log_level)
-        worker = Worker(config, load_bases(config), link, heartbeat)
+        start_logging(name, config.log_level)
+        bases = load_bases(config)
+        group = ProcessGroup(place, next(iter(bases.values())).device) if place.count > 1 else None
+        worker = Worker(config, bases, link, heartbeat, group)
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinsmith.config import Config, base_model_sources
+from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel, load_base_model
 from tinsmith.models.device import require_device
@@ -70,7 +71,10 @@ DISK_THREADS = 4
 class Worker:
     """Base models, what is trained and sampled on them, and the loop that drives them."""
 
-    def __init__(self, config: Config, bases: dict[str, BaseModel], link: ChildLink, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, config: Config, bases: dict[str, BaseModel], link: ChildLink, heartbeat: Heartbeat, group: ProcessGroup | None = None
+    ) -> None:
+        """With a `group` others hold the same models and get a share of each pass."""
         self.config = config
         self.bases = bases
         self.link = link
@@ -81,12 +85,13 @@ class Worker:
         self.due: deque[Callable[[], None]] = deque()
         """Passes and calls for the device, oldest first."""
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
-        backends = {name: LocalBackend(base, config.training) for name, base in self.bases.items()}
+        backends = {name: LocalBackend(base, config.training, group) for name, base in self.bases.items()}
         self.memory = DeviceMemory(self.bases, config)
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root)
         sampling = config.sampling
         memory, disk, idle_s = sampling.snapshot_gib * 2**30, sampling.snapshot_disk_gib * 2**30, sampling.snapshot_idle_h * 3600
-        self.snapshots = Snapshots(self.bases, self.store, files, Path(config.data_dir) / SNAPSHOTS_DIR, memory, disk, idle_s)
+        spill = Path(config.data_dir) / SNAPSHOTS_DIR / (str(group.place.rank) if group else "")
+        self.snapshots = Snapshots(self.bases, self.store, files, spill, memory, disk, idle_s)
         self.recorded = RecordedSequences(Path(config.data_dir), sampling.recorded_sequences_gib * 2**30)
         self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, self.recorded, self.send)
         self.longest_trained = {name: self.memory.longest_trained(name) for name in self.bases}

@@ -1,0 +1,66 @@
+"""What workers tell each other while they compute: sums of tensors, and small numbers. Over NCCL between GPUs, over gloo between CPUs.
+
+All workers must call the same methods in the same order. One that never comes lets the others wait; the engine watches its workers, and
+ends all of them when one has ended.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tinsmith.errors import DeviceLostError
+from tinsmith.protocol.place import Place
+
+LONGEST_WAIT = timedelta(hours=2)
+"""For a worker that still computes. One that has ended is noticed by the engine, long before."""
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class ProcessGroup:
+    """All workers, seen from one of them. For the thread of its device."""
+
+    def __init__(self, place: Place, device: torch.device) -> None:
+        """Meet the others; returns when all are there."""
+        self.place = place
+        self.device = device
+        if place.meeting.startswith("file://"):  # on one host: nobody else needs to reach them
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        with self._not_alone():
+            dist.init_process_group(backend, place.meeting, LONGEST_WAIT, place.count, place.rank)
+
+    @property
+    def count(self) -> int:
+        """How many workers there are."""
+        return self.place.count
+
+    def sum(self, tensor: Tensor) -> None:
+        """Replace the tensor by the sum of those of all workers, with the same bits on each."""
+        with self._not_alone():
+            dist.all_reduce(tensor)
+
+    def gather(self, number: int) -> list[int]:
+        """The numbers of all workers, by rank. Of 64 bits."""
+        found = torch.zeros(self.count, dtype=torch.int64)
+        found[self.place.rank] = number
+        self.sum(found)
+        return found.tolist()
+
+    def close(self) -> None:
+        """Leave the others."""
+        dist.destroy_process_group()
+
+    @contextmanager
+    def _not_alone(self) -> Iterator[None]:
+        """Raises DeviceLostError where the others cannot be reached: nothing more can be computed with them."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise DeviceLostError(f"{self.place.name} cannot reach the others: {error}") from error

@@ -1,0 +1,45 @@
+"""How many workers an engine starts. The engine has no torch to ask, so it counts the devices that the system shows."""
+
+import os
+from pathlib import Path
+
+from tinsmith.config import Config
+from tinsmith.errors import ConfigError
+
+_DEVICES = Path("/dev")
+
+
+def worker_count(config: Config) -> int:
+    """One for each GPU that the workers may use, or as many as are configured. Raises ConfigError for more workers than GPUs."""
+    asked, device = config.distributed.workers, config.models.device
+    if device == "cpu":
+        return asked or 1
+    if ":" in device:
+        if asked > 1:
+            raise ConfigError(f"--workers {asked} and --device {device} contradict each other: each worker has its own GPU; leave one out")
+        return 1
+    gpus = visible_gpus()
+    if gpus == 0 and device == "auto":
+        return asked or 1
+    if asked > max(1, gpus):
+        raise ConfigError(f"--workers {asked}: there are {gpus} GPUs, and each worker needs its own; ask for {max(1, gpus)} or fewer")
+    if asked:
+        return asked
+    # vLLM servers take the GPUs that no worker has.
+    return max(1, gpus) if config.sampling.sampler == "local" else 1
+
+
+def threads_of(config: Config, count: int) -> dict[str, str]:
+    """Variables that give each of several workers on a CPU its share of the cores, unless the environment says how many threads they take."""
+    on_cpu = config.models.device == "cpu" or not visible_gpus()
+    if count == 1 or not on_cpu or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
+
+
+def visible_gpus() -> int:
+    """How many GPUs this process may use."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return len([name for name in named.split(",") if name.strip() not in ("", "-1")])
+    return len(list(_DEVICES.glob("nvidia[0-9]*")))

@@ -1,0 +1,106 @@
+"""Which worker samples a request: one that has computed the beginning of its prompt, unless others have much less to do."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import orjson
+
+from tinsmith.protocol.serving import Sample
+
+BLOCK = 64
+"""Tokens of a piece of a prompt that is remembered."""
+REMEMBERED = 2**16
+"""Pieces that are remembered of each worker, the last ones used."""
+PICTURE_TOKENS = 256
+"""What a picture counts for: how many it has is known to the worker alone."""
+LARGEST = 2**20
+"""Bytes of a request that is read: the engine does nothing else meanwhile."""
+DECODE = 8
+"""What a sampled token costs, in tokens of a prompt."""
+
+
+@dataclass
+class _Worker:
+    """What one worker has been given."""
+
+    load: float = 0.0
+    """Cost of what it has not finished."""
+    known: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Hashes of beginnings of prompts, the least recently used first."""
+
+    def matched(self, beginnings: list[int]) -> int:
+        """How many pieces of a prompt it has computed before."""
+        count = 0
+        while count < len(beginnings) and beginnings[count] in self.known:
+            count += 1
+        return count
+
+    def remember(self, beginnings: list[int]) -> None:
+        for beginning in beginnings:
+            self.known[beginning] = None
+            self.known.move_to_end(beginning)
+        while len(self.known) > REMEMBERED:
+            self.known.popitem(last=False)
+
+
+class Routing:
+    """Chooses a worker for each sample, and knows which has which."""
+
+    def __init__(self, count: int) -> None:
+        self.workers = [_Worker() for _ in range(count)]
+        self.running: dict[tuple[str, int], tuple[int, float]] = {}
+        """Worker and cost of each sample, by request id and run."""
+
+    def choose(self, message: Sample) -> int:
+        """The worker for a sample, which is its until `ended`."""
+        if len(self.workers) == 1:
+            return 0
+        beginnings: list[int] = []
+        tokens = answer = len(message.payload) // 8
+        if len(message.payload) <= LARGEST:
+            body = orjson.loads(message.payload)
+            beginnings, tokens = _beginnings(body, message.weights_id)
+            answer = body["sampling_params"].get("max_tokens") or tokens
+        answers = DECODE * message.num_samples * answer
+        costs = [max(0, tokens - BLOCK * worker.matched(beginnings)) + answers for worker in self.workers]
+        rank = min(range(len(self.workers)), key=lambda rank: self.workers[rank].load + costs[rank])
+        self.workers[rank].remember(beginnings)
+        self.workers[rank].load += costs[rank]
+        self.running[message.request_id, message.run] = rank, costs[rank]
+        return rank
+
+    def of(self, request_id: str, run: int) -> int | None:
+        """The worker that has a sample; None if it has ended."""
+        if len(self.workers) == 1:
+            return 0
+        found = self.running.get((request_id, run))
+        return None if found is None else found[0]
+
+    def forget(self, gone: Callable[[str], bool]) -> None:
+        """The samples whose request ids are `gone` are given up."""
+        for request_id, run in [key for key in self.running if gone(key[0])]:
+            self.ended(request_id, run)
+
+    def ended(self, request_id: str, run: int) -> None:
+        """A sample is done, failed or given up."""
+        rank, cost = self.running.pop((request_id, run), (0, 0.0))
+        self.workers[rank].load -= cost
+
+
+def _beginnings(body: dict[str, Any], weights_id: str | None) -> tuple[list[int], int]:
+    """Hashes of the prompt's beginnings, each a piece longer than the one before, and about how many tokens the prompt has."""
+    pieces: list[Any] = []
+    tokens = 0
+    for chunk in body["prompt"]["chunks"]:
+        ids = chunk.get("tokens")
+        if ids is None:
+            pieces.append(chunk.get("data") or chunk.get("location"))
+            tokens += PICTURE_TOKENS
+        else:
+            pieces += [tuple(ids[start : start + BLOCK]) for start in range(0, len(ids), BLOCK)]
+            tokens += len(ids)
+    hashes = accumulate(pieces, lambda before, piece: hash((before, piece)), initial=hash(weights_id))
+    return list(hashes)[1:], tokens

@@ -1,0 +1,348 @@
+"""The workers as one: they hold the same models, divide what is computed among them, and end together.
+
+Every worker has every base model, every model and its optimizer. A pass is divided by what its datums cost, so that each worker accumulates
+gradients of its share. A step adds these up over all workers (`training/together.py`), and each takes it for itself, with the same numbers
+to the last bit. A sample runs on one worker.
+
+A worker that ends takes the others with it: they may wait for it in a sum that it will never come to, and none has all gradients. All are
+started again.
+"""
+
+import logging
+import shutil
+import tempfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from tinsmith.config import Config
+from tinsmith.engine.devices import threads_of, visible_gpus
+from tinsmith.engine.routing import Routing
+from tinsmith.engine.shares import divide, join
+from tinsmith.engine.worker_process import WORKER, WorkerProcess
+from tinsmith.protocol.facts import ModelFacts
+from tinsmith.protocol.link import ChildLink
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.place import Place
+from tinsmith.protocol.serving import CancelSample, EndSession, Sample, SampleDone, SampleFailed
+from tinsmith.protocol.work import (
+    Answer,
+    CallFailed,
+    CreateModel,
+    DeleteModel,
+    Drop,
+    ExportModel,
+    LoadModel,
+    OptimStep,
+    PassDone,
+    Prepare,
+    Prepared,
+    PrepareFailed,
+    RunPass,
+    SaveModel,
+    TakeSnapshot,
+    WorkerReady,
+    WorkerStatus,
+)
+from tinsmith.store import ids
+from tinsmith.store.files import SNAPSHOTS_DIR
+
+log = logging.getLogger(__name__)
+
+Reply = Prepared | PrepareFailed | PassDone | Answer | CallFailed
+R = TypeVar("R")
+
+
+class Awaited:
+    """What some workers were asked for under one number, and what they have answered."""
+
+    def __init__(self, message: Prepare | RunPass | CreateModel | OptimStep | TakeSnapshot | LoadModel, ranks: Sequence[int]) -> None:
+        self.message = message
+        self.ranks = list(ranks)
+        self.replies: dict[int, Reply] = {}
+
+    def of(self, kind: type[R]) -> dict[int, R]:
+        """The replies of one kind, by worker."""
+        return {rank: self.replies[rank] for rank in self.ranks if isinstance(self.replies.get(rank), kind)}  # type: ignore[misc]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all have answered."""
+        return len(self.replies) == len(self.ranks)
+
+
+class WorkerGroup:
+    """All workers of an engine."""
+
+    def __init__(self, config: Config, engine: ChildLink, count: int, program: Sequence[str] = WORKER) -> None:
+        """Nothing runs yet. `engine` is woken up by what the workers say."""
+        self.config = config
+        self.workers = [WorkerProcess(_config_of(config, rank, count), engine, program) for rank in range(count)]
+        self.samplers = range(count if config.sampling.sampler == "local" else 1)
+        """The workers that sample. A vLLM server is the first one's."""
+        self.models: dict[str, ModelFacts] = {}
+        """What all serve, once the first group is ready."""
+        self.last_messages: list[Message] = []
+        """What a group that has ended had brought about and `receive` did not return."""
+        self._awaited: dict[int, Awaited] = {}
+        self._passes_of: dict[int, int] = dict.fromkeys(range(count), config.training.tokens_per_pass)
+        """Most tokens of a pass of each worker."""
+        self._loaded: set[str] = set()
+        """Models that all workers have."""
+        self._routing = Routing(len(self.samplers))
+        self._meeting: Path | None = None
+        self._told = False
+        """Whether the engine knows that they are ready."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.workers)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether they can take work."""
+        return all(worker.is_ready for worker in self.workers)
+
+    @property
+    def was_ever_ready(self) -> bool:
+        """Whether a group could ever take work."""
+        return bool(self.models)
+
+    @property
+    def busy_s(self) -> float:
+        """How long the busiest had been in its current turn at its last heartbeat; 0 while all wait for work."""
+        return max(worker.busy_s for worker in self.workers)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until `start_if_due` would start them; endless while they run."""
+        return float("inf") if self._runs else max(worker.wait_s for worker in self.workers)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that all workers have sampled, those before them included."""
+        return sum(worker.sampled_tokens for worker in self.workers)
+
+    @property
+    def status(self) -> WorkerStatus:
+        """What they do together."""
+        of_workers = [worker.status for worker in self.workers]
+        return WorkerStatus(
+            done=sum(each.done for each in of_workers),
+            running_samples=sum(each.running_samples for each in of_workers),
+            waiting_samples=sum(each.waiting_samples for each in of_workers),
+            finished_samples=sum(each.finished_samples for each in of_workers),
+            sampled_tokens=sum(each.sampled_tokens for each in of_workers),
+            memory=_sums([each.memory for each in of_workers]),
+            graphs=_sums([each.graphs for each in of_workers]),
+        )
+
+    @property
+    def each(self) -> list[dict[str, object]]:
+        """Process, device and state of each, for `tinsmith status`."""
+        return [{"pid": worker.pid, "device": worker.device, "state": worker.state} for worker in self.workers]
+
+    # ---- Processes
+
+    @property
+    def _runs(self) -> bool:
+        return any(worker.process is not None for worker in self.workers)
+
+    def start_if_due(self) -> None:
+        """Start all if none runs and it is time."""
+        if self._runs or self.wait_s > 0:
+            return
+        self._forget_meeting()
+        shutil.rmtree(Path(self.config.data_dir) / SNAPSHOTS_DIR, ignore_errors=True)  # they ended with the workers before
+        self._told = False
+        meeting = ""
+        if self.count > 1:
+            self._meeting = Path(tempfile.mkdtemp(prefix="tinsmith-meeting-"))
+            meeting = f"file://{self._meeting}/store"
+        for rank, worker in enumerate(self.workers):
+            worker.place = Place(rank, self.count, meeting)
+            worker.environment = threads_of(self.config, self.count)
+            worker.start_if_due()
+
+    def watch(self) -> None:
+        """Kill a worker that shows no sign of life."""
+        for worker in self.workers:
+            worker.watch()
+
+    def ended(self) -> str | None:
+        """Why the workers have ended, told once; None while they run, or if none does."""
+        reasons = [(worker, reason) for worker in self.workers if (reason := worker.ended()) is not None]
+        if not reasons:
+            return None
+        for worker in self.workers:
+            worker.kill()
+            worker.ended()
+        self.last_messages = [
+            kept for rank, worker in enumerate(self.workers) for message in worker.last_messages for kept in self._take(rank, message)
+        ]
+        self._awaited.clear()
+        self._loaded.clear()
+        self._routing = Routing(len(self.samplers))
+        self._passes_of = dict.fromkeys(range(self.count), self.config.training.tokens_per_pass)
+        self._forget_meeting()
+        worker, reason = reasons[0]
+        return reason if self.count == 1 else f"{worker.place.name}: {reason}"
+
+    def stop(self, timeout_s: float) -> None:
+        """Let the workers finish what they compute and end; kill those that take longer than `timeout_s`."""
+        for worker in self.workers:
+            worker.begin_to_stop()
+        for worker in self.workers:
+            worker.stop(timeout_s)
+        self._forget_meeting()
+
+    def _forget_meeting(self) -> None:
+        if self._meeting is not None:
+            shutil.rmtree(self._meeting, ignore_errors=True)
+            self._meeting = None
+
+    # ---- What the engine says
+
+    def send(self, message: Message) -> None:
+        """Tell those whom it concerns. What is meant for a group that is not ready is dropped."""
+        if not self.is_ready:
+            return
+        match message:
+            case RunPass():
+                shares = divide(message, self.count)
+                ranks = [rank for rank, share in enumerate(shares) if share is not None]
+                self._awaited[message.number] = Awaited(message, ranks)
+                for rank in ranks:
+                    self.workers[rank].send(shares[rank])  # type: ignore[arg-type]
+            case Prepare() | CreateModel() | LoadModel() | OptimStep():
+                self._ask(message, range(self.count))
+            case TakeSnapshot():
+                self._ask(message, self.samplers)
+            case SaveModel() | ExportModel():  # all have the same; different models keep different workers from training
+                self.workers[zlib.crc32(message.model_id.encode()) % self.count].send(message)
+            case Sample():
+                self.workers[self._routing.choose(message)].send(message)
+            case CancelSample():
+                holder = self._routing.of(message.request_id, message.run)
+                if holder is not None:
+                    self._routing.ended(message.request_id, message.run)
+                    self.workers[holder].send(message)
+            case _:
+                self._tell_all(message)
+
+    def _ask(self, message: Prepare | CreateModel | OptimStep | TakeSnapshot | LoadModel, ranks: Sequence[int]) -> None:
+        self._awaited[message.number] = Awaited(message, ranks)
+        for rank in ranks:
+            self.workers[rank].send(message)
+
+    def _tell_all(self, message: Message) -> None:
+        match message:
+            case DeleteModel():
+                self._loaded.discard(message.model_id)
+            case Drop():
+                dropped = set(message.operations)
+                for number, awaited in list(self._awaited.items()):
+                    if isinstance(awaited.message, Prepare) and awaited.message.operation in dropped:
+                        del self._awaited[number]
+            case EndSession():
+                self._routing.forget(lambda request_id: ids.session_of(request_id) == message.session_id)
+        for worker in self.workers:
+            worker.send(message)
+
+    # ---- What the workers say
+
+    def receive(self) -> list[Message]:
+        """What the workers have said, put together: each answer once, when all whom it was asked for have answered."""
+        said = [(rank, message) for rank, worker in enumerate(self.workers) for message in worker.receive()]
+        return [kept for rank, message in said for kept in self._take(rank, message)]
+
+    def _take(self, rank: int, message: Message) -> list[Message]:
+        match message:
+            case WorkerReady():
+                return self._ready()
+            case SampleDone() | SampleFailed():
+                self._routing.ended(message.request_id, message.run)
+                return [message]
+            case PassDone() | Prepared() | PrepareFailed() | Answer() | CallFailed():
+                return self._replied(rank, message)
+        return [message]
+
+    def _ready(self) -> list[Message]:
+        if self._told or not self.is_ready:
+            return []
+        self._told = True
+        facts = [worker.models for worker in self.workers]
+        self.models = {name: _common([of_worker[name] for of_worker in facts]) for name in facts[0]}
+        return [WorkerReady([each.to_dict() for each in self.models.values()], self.workers[0].device)]
+
+    def _replied(self, rank: int, message: Reply) -> list[Message]:
+        awaited = self._awaited.get(message.number)
+        if awaited is None:  # of one worker alone, as a save is; or of operations that were dropped
+            return [message] if isinstance(message, Answer | CallFailed) or self.count == 1 else []
+        awaited.replies[rank] = message
+        if not awaited.is_complete:
+            return []
+        del self._awaited[message.number]
+        match awaited.message:
+            case RunPass():
+                parts = awaited.of(PassDone)
+                self._passes_of |= {place: part.tokens_per_pass for place, part in parts.items()}
+                return [join(list(parts.values()), self.count * min(self._passes_of.values()))]
+            case Prepare() as asked:
+                return [self._prepared(asked, awaited)]
+            case asked:
+                return self._called(asked, awaited)
+
+    def _prepared(self, asked: Prepare, awaited: Awaited) -> Message:
+        """One worker may fail alone, as where the database is locked: then none keeps the operation."""
+        failed, prepared = awaited.of(PrepareFailed), awaited.of(Prepared)
+        if failed:
+            for rank in prepared:
+                self.workers[rank].send(Drop([asked.operation]))
+            return next(iter(failed.values()))
+        # What one has decoded another may not have.
+        of_datums = zip(*(each.pixels for each in prepared.values()), strict=True)
+        pixels = [{digest: size for of_worker in of_datum for digest, size in of_worker.items()} for of_datum in of_datums]
+        return replace(next(iter(prepared.values())), pixels=pixels)
+
+    def _called(self, asked: CreateModel | OptimStep | TakeSnapshot | LoadModel, awaited: Awaited) -> list[Message]:
+        failed, answered = awaited.of(CallFailed), awaited.of(Answer)
+        if failed and answered:
+            rank, failure = next(iter(failed.items()))
+            match asked:
+                case CreateModel() | LoadModel() if asked.model_id not in self._loaded:
+                    self._tell_all(DeleteModel(asked.base_model, asked.model_id))
+                case OptimStep() | LoadModel():
+                    self._break(rank, f"model {asked.model_id} is not the same on all workers any more: {failure.error}")
+                    return []  # `ended` comes next
+        if isinstance(asked, CreateModel | LoadModel) and not failed:
+            self._loaded.add(asked.model_id)
+        return [next(iter((failed or answered).values()))]
+
+    def _break(self, rank: int, reason: str) -> None:
+        """End the group: what its workers hold is not the same."""
+        self.workers[rank].fault = reason
+        self.workers[rank].kill()
+
+
+def _config_of(config: Config, rank: int, count: int) -> Config:
+    """The configuration of one of several workers: a GPU of its own, and vLLM is the first one's."""
+    if count == 1:
+        return config
+    device = f"cuda:{rank}" if config.models.device != "cpu" and visible_gpus() else "cpu"
+    sampler = config.sampling.sampler if rank == 0 or config.sampling.sampler == "local" else "none"
+    return replace(config, models=replace(config.models, device=device), sampling=replace(config.sampling, sampler=sampler))
+
+
+def _common(facts: Sequence[ModelFacts]) -> ModelFacts:
+    """What all workers can do with a base model."""
+    trained, sampled = min(each.max_trained for each in facts), min(each.max_sampled for each in facts)
+    return replace(facts[0], max_trained=trained, max_sampled=sampled)
+
+
+def _sums(of_workers: Sequence[dict[str, int]]) -> dict[str, int]:
+    names = dict.fromkeys(name for each in of_workers for name in each)
+    return {name: sum(each.get(name, 0) for each in of_workers) for name in names}

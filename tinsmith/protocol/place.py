@@ -1,0 +1,19 @@
+"""Where a worker stands among those that hold the same models."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """One of `count` workers."""
+
+    rank: int = 0
+    """From 0 to `count` - 1."""
+    count: int = 1
+    meeting: str = ""
+    """The URL at which the workers of a group find each other: `file://` and a path on one host. Empty for a worker alone."""
+
+    @property
+    def name(self) -> str:
+        """As messages name it."""
+        return f"worker {self.rank} of {self.count}" if self.count > 1 else "the worker"

@@ -1,0 +1,78 @@
+"""An optimizer step of a model that several workers hold, each with the gradients of its own datums.
+
+The gradients are added up over all workers in float32, and each takes the step for itself. The sum has the same bits everywhere, and so
+have the weights afterwards: nothing else is exchanged. That all took the same step is checked every time, by the norm of the gradient.
+"""
+
+import struct
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tinsmith.distributed.process_group import ProcessGroup
+from tinsmith.errors import DeviceLostError, TinsmithError
+from tinsmith.protocol.shapes import AdamSettings
+from tinsmith.training.compact import Optimizer
+
+PIECE = 2**22
+"""Numbers in a narrower precision than float32 that are added up at a time."""
+_REFUSED, _FAILED = -1, -2
+"""What a worker says of a step that it did not take: for a reason that all must have, or for another. Norms have no sign."""
+
+
+def step_together(optimizer: Optimizer, settings: AdamSettings, group: ProcessGroup) -> dict[str, float]:
+    """As `step` of the optimizer, with the gradients of all workers. To be called by all of them.
+
+    Raises what `step` raises if it does so on all of them, TinsmithError if one had no memory before anything changed, and DeviceLostError
+    if the weights are not the same any more.
+    """
+    if not any(group.gather(optimizer.totals is not None)):
+        return optimizer.step(settings)
+    lacking: RuntimeError | None = None
+    try:
+        if optimizer.totals is None:
+            optimizer.begin_with_zeros()
+        narrow = any(total.dtype != torch.float32 for total in optimizer.totals or ())
+        buffer = torch.empty(PIECE if narrow else 0, device=group.device)
+    except RuntimeError as error:
+        lacking = error
+    if any(group.gather(lacking is not None)):
+        optimizer.clear()
+        raise lacking or TinsmithError(
+            "the step was refused, the gradients are cleared and the weights stay as they were: another worker has no memory for them; "
+            "end other models or their sampling"
+        )
+    for total in optimizer.totals or ():
+        for wide in _widened(total, buffer):
+            group.sum(wide)
+    return _same_on_all(optimizer, settings, group)
+
+
+def _widened(total: Tensor, buffer: Tensor) -> Iterator[Tensor]:
+    """The tensor in float32, as a whole or in pieces, each of which is put back after it was changed."""
+    if total.dtype == torch.float32:
+        yield total
+        return
+    for piece in total.view(-1).split(len(buffer)):
+        wide = buffer[: len(piece)].copy_(piece)
+        yield wide
+        piece.copy_(wide)
+
+
+def _same_on_all(optimizer: Optimizer, settings: AdamSettings, group: ProcessGroup) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    failure: Exception | None = None
+    try:
+        metrics = optimizer.step(settings)
+        (said,) = struct.unpack("<q", struct.pack("<d", metrics["grad_norm"]))
+    except TinsmithError as error:
+        failure, said = error, _REFUSED
+    except RuntimeError as error:
+        failure, said = error, _FAILED
+    heard = group.gather(said)
+    if len(set(heard)) > 1:
+        raise DeviceLostError(f"{group.place.name} took another step than the others, or none where they took one: {failure or metrics}")
+    if failure is not None:
+        raise failure
+    return metrics
