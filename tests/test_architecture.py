@@ -22,6 +22,7 @@ RANKS = {
     "wire": 3,
     "store": 4,
     "protocol": 5,
+    "distributed": 6,
     "models": 6,
     "rendering": 7,
     "training": 8,
@@ -41,7 +42,7 @@ RANKS = {
 }
 """A room imports rooms of a lower rank only, or itself."""
 
-MAY_IMPORT_TORCH = {"models", "rendering", "training", "sampling", "worker"}
+MAY_IMPORT_TORCH = {"distributed", "models", "rendering", "training", "sampling", "worker"}
 
 RL_MAY_IMPORT = {"rl", "errors", "config_values"}
 """The client side talks to any Tinker server through the SDK, and needs nothing else of the package."""

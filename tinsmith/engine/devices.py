@@ -30,7 +30,7 @@ def worker_count(config: Config) -> int:
 
 
 def threads_of(config: Config, count: int) -> dict[str, str]:
-    """Variables that give each of several workers on a CPU its share of the cores, unless the environment says how many threads they take."""
+    """Variables that give each of several workers on a CPU its share of the cores, unless OMP_NUM_THREADS is set."""
     on_cpu = config.models.device == "cpu" or not visible_gpus()
     if count == 1 or not on_cpu or "OMP_NUM_THREADS" in os.environ:
         return {}

@@ -100,9 +100,9 @@ class WorkerProcess:
         self.link = ParentLink()
         self.engine.listen_to(self.link)
         place = (str(self.place.rank), str(self.place.count), self.place.meeting)
-        self.process = subprocess.Popen(
-            [*self.program, self.link.address, str(os.getpid()), *place], stdin=subprocess.PIPE, env=os.environ | self.environment
-        )
+        environment = os.environ | self.environment
+        command = [*self.program, self.link.address, str(os.getpid()), *place]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already, which `ended` tells
             self.process.stdin.write(orjson.dumps(to_tree(self.config)))
