@@ -1,0 +1,196 @@
+"""Two workers train and sample as one does: real servers, through the SDK."""
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import tinker
+from safetensors.numpy import load_file
+from tinker import types
+
+from tests.acceptance.talking import assert_close, datum, image_input, numbers, scores, text_input, train
+from tests.distributed.conftest import Running
+from tests.running import START_S, Server, serving
+
+STEP = types.AdamParams(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1.0, grad_clip_norm=50.0)
+"""Small enough that rounding does not grow from step to step; eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""
+STEPS = 5
+WITHIN = 1e-5
+"""Of losses and weights: only the order differs in which float32 gradients are added up."""
+
+
+def worker_pids(server: Server) -> list[int]:
+    """In the order of their ranks."""
+    children = psutil.Process(server.engine_pid()).children()
+    workers = [child for child in children if "tinsmith.worker" in child.cmdline()]
+    return [worker.pid for worker in sorted(workers, key=lambda worker: int(worker.cmdline()[-3]))]
+
+
+def weights_at(running: Running, path: str) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint's files: weights, and what the optimizer remembers."""
+    manifests = (running.data_dir / "checkpoints").rglob("manifest.json")
+    (directory,) = (manifest.parent for manifest in manifests if path in manifest.read_text())
+    return {f"{file.name}:{name}": tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def batch(client: tinker.TrainingClient, what: str, step: int) -> list[types.Datum]:
+    """Texts of very different lengths, pictures, both, or a single datum, which leaves a worker without a share."""
+    texts = [text_input(10 * step + number, length) for number, length in enumerate((3, 40, 7, 60, 11))]
+    pictures = [image_input(client, 10 * step + number) for number in range(3)]
+    inputs = {"text": texts, "pictures": pictures, "mixed": texts + pictures, "single": texts[:1]}[what]
+    return [datum(each, step) for each in inputs]
+
+
+CASES = [
+    ("text", "text", [8]),
+    ("image", "pictures", [8]),
+    ("image", "mixed", [4, 16]),
+    ("text", "single", [8]),
+    ("image", "mixed", [0]),
+    ("hybrid", "mixed", [8]),
+]
+
+
+@pytest.mark.parametrize(("base", "what", "ranks"), CASES)
+def test_losses_and_weights_are_those_of_one_worker(alone_and_together: list[Running], base: str, what: str, ranks: list[int]) -> None:
+    """Models of several ranks train at the same time, and share passes. After five steps everything is as it would be with one worker."""
+    losses: list[list[float]] = []
+    tensors: list[dict[str, np.ndarray]] = []
+    for running in alone_and_together:
+        clients = [train(running.service, base, rank=rank) for rank in ranks]
+        own: list[float] = []
+        for step in range(STEPS):
+            done = [client.forward_backward(batch(client, what, step), "cross_entropy") for client in clients]
+            stepped = [client.optim_step(STEP) for client in clients]
+            own += [result.result().metrics["loss:sum"] for result in done]
+            own += [(each.result().metrics or {})["grad_norm"] for each in stepped]
+        losses.append(own)
+        paths = [client.save_state("end").result().path for client in clients]
+        tensors.append(
+            {f"{number}:{name}": tensor for number, path in enumerate(paths) for name, tensor in weights_at(running, path).items()}
+        )
+    assert losses[1] == pytest.approx(losses[0], rel=WITHIN, abs=WITHIN)
+    alone, together = tensors
+    assert together.keys() == alone.keys()
+    for name, tensor in alone.items():
+        np.testing.assert_allclose(together[name], tensor, atol=WITHIN, rtol=1e-3 if "exp_avg" in name else WITHIN, err_msg=name)
+
+
+def test_several_passes_of_one_step_and_none_at_all(alone_and_together: list[Running]) -> None:
+    """Gradients of several requests count once each; a step without any moves nothing."""
+    found = []
+    for running in alone_and_together:
+        client = train(running.service, "text")
+        for step in range(3):
+            client.forward_backward(batch(client, "single", step), "cross_entropy")
+        client.optim_step(STEP).result()
+        after = scores(client, batch(client, "text", 9))
+        assert (client.optim_step(STEP).result().metrics or {})["grad_norm"] == 0
+        assert_close(scores(client, batch(client, "text", 9)), after, 0)
+        found.append(after)
+    assert_close(found[1], found[0], WITHIN)
+
+
+def test_what_is_saved_on_two_goes_on_on_one_and_back(alone_and_together: list[Running], options: list[str], tmp_path: Path) -> None:
+    """With the optimizer's state: the losses that follow are those of the run that was not interrupted."""
+
+    def go_on(client: tinker.TrainingClient, first: int) -> list[float]:
+        done = []
+        for step in range(first, first + 3):
+            losses = client.forward_backward(batch(client, "text", step), "cross_entropy")
+            client.optim_step(STEP).result()
+            done.append(losses.result().metrics["loss:sum"])
+        return done
+
+    with serving(tmp_path, *options, "--workers", "2") as server:
+        server.wait_for_health()
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-two") as service:
+            client = train(service, "text")
+            go_on(client, 0)
+            path = client.save_state("three").result().path
+            expected = go_on(client, 3)
+    for count in ("1", "2"):
+        with serving(tmp_path, *options, "--workers", count) as server:
+            server.wait_for_health()
+            with tinker.ServiceClient(base_url=server.url, api_key="tml-two") as service:
+                client = service.create_training_client_from_state_with_optimizer(path).result()
+                assert go_on(client, 3) == pytest.approx(expected, rel=WITHIN)
+                path = service.create_training_client_from_state_with_optimizer(path).result().save_state(f"again{count}").result().path
+
+
+def test_a_bad_datum_spoils_its_step_on_all_workers(alone_and_together: list[Running]) -> None:
+    """One worker has computed its share when the other finds that a picture is broken: nothing of the step counts."""
+    _, running = alone_and_together
+    client = train(running.service, "image")
+    before = scores(client, batch(client, "text", 7))
+    chunks = list(image_input(client, 1).chunks)
+    picture = chunks[1]
+    assert isinstance(picture, types.ImageChunk)
+    chunks[1] = types.ImageChunk(data=picture.data[:-30], format="png", expected_tokens=6)
+    broken = datum(types.ModelInput(chunks=chunks))
+    with pytest.raises(tinker.RequestFailedError, match="image"):
+        client.forward_backward([*batch(client, "text", 0), broken], "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError):
+        client.optim_step(STEP).result()
+    assert_close(scores(client, batch(client, "text", 7)), before, 0)
+    client.forward_backward(batch(client, "text", 0), "cross_entropy").result()
+    client.optim_step(STEP).result()
+    assert not np.allclose(scores(client, batch(client, "text", 7))[0], before[0])
+
+
+def test_samples_of_all_workers_are_those_of_the_trained_weights(alone_and_together: list[Running]) -> None:
+    """Requests spread over both workers. Each answers with the weights that were published, and with the same tokens as one worker."""
+    replies: list[list[tuple[list[int], np.ndarray]]] = []
+    for running in alone_and_together:
+        client = train(running.service, "image")
+        client.forward_backward(batch(client, "mixed", 0), "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=0.05, beta1=0.0, beta2=0.0, eps=1.0)).result()
+        sampler = client.save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=12, seed=5, stop=[])
+        prompts = [*(text_input(seed, 9) for seed in range(12)), *(image_input(client, seed) for seed in range(4))]
+        asked = [sampler.sample(prompt, 2, params) for prompt in prompts]
+        sequences = [sequence for reply in asked for sequence in reply.result(timeout=START_S).sequences]
+        replies.append([(list(sequence.tokens), numbers(sequence.logprobs)) for sequence in sequences])
+    for (tokens, logprobs), (alone, their_logprobs) in zip(replies[1], replies[0], strict=True):
+        assert tokens == alone
+        np.testing.assert_allclose(logprobs, their_logprobs, atol=1e-4)
+    for rank in range(2):
+        alone_and_together[1].server.wait_for_log(f"worker {rank}: samples: ")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_is_named_and_all_are_started_again(options: list[str], tmp_path: Path, rank: int) -> None:
+    """Whichever it is, in the middle of its work. What was saved goes on afterwards."""
+    with serving(tmp_path, *options, "--workers", "2") as server:
+        server.wait_for_health()
+        first = worker_pids(server)
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-kill") as service:
+            client = train(service, "text")
+            client.forward_backward(batch(client, "text", 0), "cross_entropy").result()
+            client.optim_step(STEP).result()
+            path = client.save_state("kept").result().path
+            expected = scores(client, batch(client, "text", 3))
+            running = client.forward_backward(batch(client, "text", 1) * 200, "cross_entropy")
+            os.kill(first[rank], signal.SIGKILL)
+            with pytest.raises(tinker.TinkerError, match=f"worker {rank} of 2: the worker process ended unexpectedly .signal 9.|lost"):
+                running.result(timeout=START_S)
+            server.wait_for_log(f"worker {rank} of 2: the worker process ended unexpectedly (signal 9)")
+            server.wait_for_health()
+            second = worker_pids(server)
+            assert len(second) == 2
+            assert not set(first) & set(second)
+            again = service.create_training_client_from_state_with_optimizer(path).result()
+            assert_close(scores(again, batch(again, "text", 3)), expected, WITHIN)
+            again.forward_backward(batch(again, "text", 1), "cross_entropy").result()
+            again.optim_step(STEP).result()
+
+
+def test_the_status_names_all_workers(alone_and_together: list[Running]) -> None:
+    _, running = alone_and_together
+    workers: Sequence[dict[str, object]] = running.server.wait_for_status(lambda seen: len(seen["workers"]) == 2)["workers"]
+    assert [worker["pid"] for worker in workers] == worker_pids(running.server)
+    assert {worker["state"] for worker in workers} == {"ready"}
