@@ -4,6 +4,7 @@
 # make test     run the tests
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
+# make test-distributed  run the tests of several workers alone; they are part of `make test`
 # make test-gpu         run the numerical tests on this machine's GPU, and keep their output in benchmarks/results/
 # make test-rl          let the examples of reinforcement learning learn, and draw their curves into rl-output/ (half an hour)
 # Each target installs what it needs by itself.
@@ -26,7 +27,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup dev demo test test-recipes test-vllm test-gpu test-rl lint format typecheck proto clean
+.PHONY: setup dev demo test test-distributed test-recipes test-vllm test-gpu test-rl lint format typecheck proto clean
 
 # $(call install,EXTRAS): this project with some of its optional groups. Wheels only and exact versions: nothing is built, and no newer torch
 # is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
@@ -59,6 +60,9 @@ demo: $(DEMO_STAMP)
 # Two processes, each with a file at a time, in order: the slow files, acceptance, come first.
 test: $(DEV_STAMP)
 	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test-distributed: $(DEV_STAMP)
+	$(PYTHON) -m pytest tests/distributed --durations 0 --durations-min 1
 
 $(RECIPES_STAMP): constraints-recipes.txt
 	python3 -m venv $(RECIPES_VENV)

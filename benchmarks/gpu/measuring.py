@@ -75,13 +75,18 @@ def begin(description: str | None, parts: Sequence[str], sides: Sequence[str] = 
     asked = parser.parse_args()
     asked.parts = _chosen(parser, "--parts", asked.parts, parts)
     asked.sides = _chosen(parser, "--sides", asked.sides, sides) if sides else []
-    if asked.output:
-        asked.output.parent.mkdir(parents=True, exist_ok=True)
-        _output.append(asked.output)
+    begin_here(Path(sys.argv[0]).stem, asked.output)
+    return asked
+
+
+def begin_here(script: str, output: Path | None) -> None:
+    """Add the lines below to `output` too, and say on which commit and versions they were measured."""
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _output.append(output)
     versions = {name: _version(name) for name in ("torch", "triton", "transformers", "peft", "liger-kernel", "fla-core", "vllm")}
     present = {name: version for name, version in versions.items() if version}
-    say(script=Path(sys.argv[0]).stem, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), commit=_commit(), tiny=TINY, **present)
-    return asked
+    say(script=script, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), commit=_commit(), tiny=TINY, **present)
 
 
 def _chosen(parser: argparse.ArgumentParser, option: str, text: str, known: Sequence[str]) -> list[str]:

@@ -27,6 +27,8 @@ _QWEN3: dict[str, Any] = {
 }
 _QWEN3_4B = _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32}
 _QWEN3_1_7B = _QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
+_QWEN3_8B = _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+_QWEN3_8B["tie_word_embeddings"] = False
 _QWEN3_5_4B: dict[str, Any] = {
     "vocab_size": 248320,
     "hidden_size": 2560,
@@ -73,7 +75,13 @@ _SMALL_VISION = {
     "deepstack_visual_indexes": [0],
 }
 
-TEXT_SHAPES: dict[str, dict[str, Any]] = {"4B": _QWEN3_4B, "1.7B": _QWEN3_1_7B, "Qwen3.5-4B": _QWEN3_5_4B, "VL-4B": _QWEN3_4B}
+TEXT_SHAPES: dict[str, dict[str, Any]] = {
+    "8B": _QWEN3_8B,
+    "4B": _QWEN3_4B,
+    "1.7B": _QWEN3_1_7B,
+    "Qwen3.5-4B": _QWEN3_5_4B,
+    "VL-4B": _QWEN3_4B,
+}
 
 
 def configuration(shape: str, **changes: Any) -> Any:
