@@ -65,7 +65,7 @@ class Awaited:
 
     def of(self, kind: type[R]) -> dict[int, R]:
         """The replies of one kind, by worker."""
-        return {rank: self.replies[rank] for rank in self.ranks if isinstance(self.replies.get(rank), kind)}  # type: ignore[misc]
+        return {rank: reply for rank in self.ranks if isinstance(reply := self.replies.get(rank), kind)}
 
     @property
     def is_complete(self) -> bool:
@@ -212,11 +212,10 @@ class WorkerGroup:
             return
         match message:
             case RunPass():
-                shares = divide(message, self.count)
-                ranks = [rank for rank, share in enumerate(shares) if share is not None]
-                self._awaited[message.number] = Awaited(message, ranks)
-                for rank in ranks:
-                    self.workers[rank].send(shares[rank])  # type: ignore[arg-type]
+                shares = {rank: share for rank, share in enumerate(divide(message, self.count)) if share is not None}
+                self._awaited[message.number] = Awaited(message, list(shares))
+                for rank, share in shares.items():
+                    self.workers[rank].send(share)
             case Prepare() | CreateModel() | LoadModel() | OptimStep():
                 self._ask(message, range(self.count))
             case TakeSnapshot():
