@@ -1,0 +1,180 @@
+"""Which worker samples a request: one that knows its prefix, unless others have less to do. What has ended leaves nothing behind."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from tinsmith.engine import routing
+from tinsmith.engine.routing import BLOCK, DECODE, LARGEST, PICTURE_TOKENS, Routing
+from tinsmith.protocol.serving import Sample
+from tinsmith.store import ids
+
+
+class Asked:
+    """A routing, and short ways to ask it."""
+
+    def __init__(self, count: int) -> None:
+        self.routing = Routing(count)
+        self.number = 0
+
+    def sample(
+        self, *chunks: list[int] | dict[str, Any], weights: str | None = None, max_tokens: int | None = 1, num: int = 1, session: str = "s"
+    ) -> tuple[int, str]:
+        """Route a prompt; the worker and the request id."""
+        self.number += 1
+        request_id = f"{session}:sample:0/{self.number}"
+        prompt = [chunk if isinstance(chunk, dict) else {"type": "encoded_text", "tokens": chunk} for chunk in chunks]
+        body = {"prompt": {"chunks": prompt}, "sampling_params": {"max_tokens": max_tokens}, "num_samples": num}
+        return self.routing.choose(Sample(request_id, 1, "tiny", weights, num, False, orjson.dumps(body))), request_id
+
+    def finish(self, *samples: tuple[int, str]) -> None:
+        for _, request_id in samples:
+            self.routing.ended(request_id, 1)
+
+    @property
+    def loads(self) -> list[float]:
+        return [worker.load for worker in self.routing.workers]
+
+
+def tokens(seed: int, blocks: int) -> list[int]:
+    """A text of so many pieces that shares none with that of another seed."""
+    return [seed * 1000 + i % 997 for i in range(blocks * BLOCK)]
+
+
+def test_the_worker_with_the_longest_known_prefix_wins_where_all_have_the_same_to_do() -> None:
+    asked = Asked(3)
+    text = tokens(1, 6)
+    first, second, third = (asked.sample(text[: blocks * BLOCK] + tokens(blocks, 3)) for blocks in (1, 4, 2))
+    assert (first[0], second[0], third[0]) == (0, 1, 2)  # each went to one with nothing to do
+    asked.finish(first, second, third)
+    assert asked.loads == [0, 0, 0]
+    assert asked.sample(text)[0] == 1
+    # What is known from a later place on does not count: the cache holds beginnings.
+    assert Asked(2).sample(tokens(9, 1) + text)[0] == 0
+
+
+def test_a_shorter_prefix_than_a_piece_is_not_remembered_for_a_longer_prompt() -> None:
+    asked = Asked(2)
+    busy = asked.sample(tokens(5, 1))
+    short = asked.sample(tokens(1, 1)[:-1])
+    assert (busy[0], short[0]) == (0, 1)
+    asked.finish(busy, short)
+    assert asked.sample(tokens(1, 1))[0] == 0  # nobody knows its first piece; the first of those with nothing to do
+
+
+def test_much_to_do_outweighs_a_known_prefix_and_little_does_not() -> None:
+    """A worker that knows 4 pieces is ahead by 4 * BLOCK: a sample of fewer tokens there does not change that, one of more does."""
+    for left_to_do, chosen in ((4 * BLOCK - DECODE, 0), (4 * BLOCK + DECODE, 1)):
+        asked = Asked(2)
+        asked.finish(asked.sample(tokens(1, 4)))
+        busy = asked.sample([], max_tokens=left_to_do // DECODE)
+        assert (busy[0], asked.loads) == (0, [left_to_do, 0])
+        assert asked.sample(tokens(1, 4))[0] == chosen
+
+
+def test_the_same_tokens_for_other_weights_are_another_prompt() -> None:
+    asked = Asked(2)
+    of_base, of_snapshot = asked.sample(tokens(1, 4)), asked.sample(tokens(1, 4), weights="s:train:0/3")
+    assert (of_base[0], of_snapshot[0]) == (0, 1)
+    asked.finish(of_base, of_snapshot)
+    for _ in range(3):
+        again = asked.sample(tokens(1, 4), weights="s:train:0/3"), asked.sample(tokens(1, 4))
+        assert [worker for worker, _ in again] == [1, 0]
+        asked.finish(*again)
+
+
+def test_pictures_tell_prompts_apart_and_count_as_tokens() -> None:
+    asked = Asked(2)
+    pictures: list[dict[str, Any]] = [
+        {"type": "image", "format": "png", "data": "QUJD"},
+        {"type": "image_asset_pointer", "format": "png", "location": "tinsmith://blob/1"},
+    ]
+    head, tail = tokens(1, 1), tokens(2, 2)
+    samples = [asked.sample(head, picture, tail) for picture in pictures]
+    # The second knows nothing of its own at 0 but the head, which is worth less than an idle worker.
+    assert [worker for worker, _ in samples] == [0, 1]
+    cost = 3 * BLOCK + PICTURE_TOKENS + DECODE
+    assert asked.loads == [cost, cost]
+    asked.finish(*samples)
+    for picture, worker in zip(reversed(pictures), (1, 0), strict=True):
+        again = asked.sample(head, picture, tail)
+        assert again[0] == worker
+        asked.finish(again)
+    assert asked.loads == [0, 0]
+
+
+def test_samples_and_their_lengths_are_what_costs() -> None:
+    asked = Asked(2)
+    samples = [asked.sample(tokens(1, 2), max_tokens=10, num=4), asked.sample(tokens(2, 2), max_tokens=None, num=2)]
+    # Without max_tokens an answer is taken to be as long as its prompt.
+    assert asked.loads == [2 * BLOCK + DECODE * 4 * 10, 2 * BLOCK + DECODE * 2 * 2 * BLOCK]
+    asked.finish(*samples)
+    assert asked.loads == [0, 0]
+
+
+def test_what_has_ended_or_is_forgotten_leaves_nothing_behind() -> None:
+    """Exactly 0 after thousands of samples: what rounding left behind would add up in an engine that runs for months."""
+    asked = Asked(3)
+    samples = [asked.sample(tokens(i % 7, i % 5), max_tokens=1 + i % 11, num=1 + i % 3, session=f"s{i % 2}") for i in range(2000)]
+    assert len(asked.routing.running) == 2000
+    assert {asked.routing.of(request_id, 1) for worker, request_id in samples if worker == 2} == {2}
+    asked.finish(*samples[1::4])
+    asked.finish(*samples[1::4])  # told again, as where an answer crosses the cancelling of its sample
+    asked.routing.forget(lambda request_id: ids.session_of(request_id) == "s0")
+    assert {ids.session_of(request_id) for request_id, _ in asked.routing.running} == {"s1"}
+    asked.finish(*samples)
+    assert (asked.loads, asked.routing.running) == ([0, 0, 0], {})
+    assert asked.routing.of(samples[0][1], 1) is None
+
+
+def test_runs_of_one_request_are_told_apart() -> None:
+    asked = Asked(2)
+    body = orjson.dumps({"prompt": {"chunks": [{"tokens": [1] * BLOCK}]}, "sampling_params": {"max_tokens": 1}})
+    chosen = [asked.routing.choose(Sample("s:sample:0/1", run, "tiny", None, 1, False, body)) for run in (1, 2)]
+    assert chosen == [0, 1]
+    asked.routing.ended("s:sample:0/1", 1)
+    assert (asked.routing.of("s:sample:0/1", 1), asked.routing.of("s:sample:0/1", 2)) == (None, 1)
+    assert asked.loads == [0, BLOCK + DECODE]
+
+
+def test_very_large_requests_are_not_read() -> None:
+    """They count for what their size lets expect. This one is no JSON: reading it would fail."""
+    asked = Asked(2)
+    payload = b"{" * (LARGEST + 8)
+    size = len(payload) // 8
+    assert asked.routing.choose(Sample("s:sample:0/1", 1, "tiny", None, 1, False, payload)) == 0
+    assert asked.loads == [size + DECODE * size, 0]
+    with pytest.raises(orjson.JSONDecodeError):
+        asked.routing.choose(Sample("s:sample:0/2", 1, "tiny", None, 1, False, payload[:LARGEST]))
+    asked.routing.ended("s:sample:0/1", 1)
+    assert asked.loads == [0, 0]
+
+
+def test_a_worker_alone_gets_everything_unread() -> None:
+    alone = Routing(1)
+    assert alone.choose(Sample("s:sample:0/1", 1, "tiny", None, 1, False, b"no JSON")) == 0
+    assert alone.of("s:sample:0/1", 1) == 0
+    alone.ended("s:sample:0/1", 1)
+    assert (alone.running, alone.workers[0].load) == ({}, 0)
+
+
+def test_the_least_recently_used_pieces_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "REMEMBERED", 6)
+    asked = Asked(2)
+
+    def known() -> list[int]:
+        """How many pieces of each text the first worker knows."""
+        first = asked.routing.workers[0]
+        found = []
+        for seed in (1, 2, 3):
+            body = {"prompt": {"chunks": [{"tokens": tokens(seed, 2)}]}}
+            found.append(first.matched(routing._beginnings(body, None)[0]))
+        return found
+
+    for seed in (1, 2, 3):
+        asked.finish(asked.sample(tokens(seed, 2)))
+    assert known() == [2, 2, 2]
+    asked.finish(asked.sample(tokens(1, 2)))
+    asked.finish(asked.sample(tokens(4, 2)))
+    assert known() == [2, 0, 2]

@@ -1,0 +1,173 @@
+"""A pass is divided so that each datum is computed once, and what its shares give is one result again."""
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from tinsmith.engine.forward_work import ForwardWork
+from tinsmith.engine.shares import QUADRATIC_TOKENS, cost, divide, join
+from tinsmith.errors import TinsmithError, UserError
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.work import PassDone, Prepare, Prepared, RunPass
+from tinsmith.store.records import Command
+
+
+def a_pass(*lengths: int) -> RunPass:
+    """A pass of datums of three operations."""
+    return RunPass(7, "tiny", True, [(f"operation {place % 3}", place) for place in range(len(lengths))], list(lengths))
+
+
+def lengths_of(shares: list[RunPass | None]) -> list[list[int]]:
+    return [[] if share is None else share.lengths for share in shares]
+
+
+@given(st.lists(st.integers(1, 2**17), min_size=1, max_size=40), st.integers(1, 9))
+def test_each_datum_has_one_worker_and_keeps_its_place_and_length(lengths: list[int], count: int) -> None:
+    whole = a_pass(*lengths)
+    shares = divide(whole, count)
+    assert len(shares) == count
+    there = [share for share in shares if share is not None]
+    assert all((share.number, share.base_model, share.backward) == (7, "tiny", True) for share in there)
+    assert all(share.pieces for share in there)  # who has nothing to compute is not told
+    pairs = list(zip(whole.pieces, whole.lengths, strict=True))
+    divided = [list(zip(share.pieces, share.lengths, strict=True)) for share in there]
+    assert sorted(pair for share in divided for pair in share) == sorted(pairs)
+    assert all([pairs.index(pair) for pair in share] == sorted(pairs.index(pair) for pair in share) for share in divided)
+
+
+@given(st.lists(st.integers(1, 2**17), min_size=1, max_size=40), st.integers(2, 9))
+def test_no_worker_has_more_than_one_datum_over_an_even_share(lengths: list[int], count: int) -> None:
+    """When a datum was given to a worker, nobody had less to do, so at most the mean of all; it is the last that this worker got."""
+    mean = sum(map(cost, lengths)) / count
+    for share in lengths_of(divide(a_pass(*lengths), count)):
+        assert sum(map(cost, share)) <= (mean + min(map(cost, share), default=0.0)) * (1 + 1e-9)  # sums of floats in another order
+
+
+def test_a_worker_alone_gets_the_pass_as_it_is() -> None:
+    whole = a_pass(3, 1, 2)
+    (share,) = divide(whole, 1)
+    assert share is whole
+
+
+def test_the_dearest_datum_goes_first_to_the_worker_with_least_to_do() -> None:
+    assert lengths_of(divide(a_pass(1, 2, 3, 4, 5, 6), 2)) == [[1, 3, 6], [2, 4, 5]]
+    assert lengths_of(divide(a_pass(5, 9, 5), 2)) == [[9], [5, 5]]
+    assert lengths_of(divide(a_pass(4, 4, 4, 4), 4)) == [[4], [4], [4], [4]]
+
+
+def test_workers_for_whom_there_is_no_datum_get_nothing() -> None:
+    shares = divide(a_pass(4, 9), 4)
+    assert lengths_of(shares) == [[9], [4], [], []]
+    assert shares[2:] == [None, None]
+
+
+def test_a_long_sequence_costs_more_than_short_ones_of_as_many_tokens() -> None:
+    """One of QUADRATIC_TOKENS costs twice its tokens, so it stands against twice as many in short ones."""
+    assert cost(QUADRATIC_TOKENS) == 2 * QUADRATIC_TOKENS
+    short = QUADRATIC_TOKENS // 64
+    first, second = lengths_of(divide(a_pass(QUADRATIC_TOKENS, *[short] * 128), 2))
+    # A short one costs 520, 126 of them 65,520, and the long one 65,536: so the second worker gets one more, and the first the last.
+    assert (first, len(second)) == ([QUADRATIC_TOKENS, short], 127)
+
+
+# ---- Results
+
+
+def computed(
+    pieces: list[tuple[str, int]],
+    losses: list[float],
+    metrics: list[dict[str, float]],
+    logprobs: list[NDArray[np.float32]],
+    tokens: int = 10,
+) -> PassDone:
+    """What a worker says of the datums that it has computed, laid out as `PassDone` describes it."""
+    numbers = [*losses, *(value for each in metrics for value in each.values())]
+    return PassDone(
+        7,
+        [(*piece, list(each.shape)) for piece, each in zip(pieces, logprobs, strict=True)],
+        [],
+        tokens,
+        [list(each) for each in metrics],
+        b"".join([np.array(numbers, dtype=np.float64).tobytes(), *(each.tobytes() for each in logprobs)]),
+    )
+
+
+def failed(*pieces: tuple[str, int]) -> PassDone:
+    """What a worker says whose whole share has failed."""
+    return PassDone(7, [], [(*piece, "UserError", f"datum {piece[1]}") for piece in pieces], 10, [], b"")
+
+
+class Asked:
+    """Forward work whose worker is this test."""
+
+    def __init__(self, lengths: dict[int, list[int]]) -> None:
+        """Operations of the model `s:train:a` by seq_id, with the tokens of their datums, all prepared and in one pass."""
+        self.sent: list[Message] = []
+        self.failed: list[tuple[int, TinsmithError]] = []
+        numbers = iter(range(1, 100))
+        self.work = ForwardWork(
+            tokens_per_pass=1000,
+            max_pixels=1000,
+            next_number=lambda: next(numbers),
+            send=self.sent.append,
+            fail=lambda command, error, _: self.failed.append((command.seq_id, error)),
+            put_back=lambda *_: None,
+            put_off=lambda *_: None,
+        )
+        for seq, of_datums in lengths.items():
+            command = Command(seq, "s:train:a", seq, "forward_backward", 0, 0.0)
+            self.work.add(command, "tiny", b"")
+            asked = self.sent[-1]
+            assert isinstance(asked, Prepare)
+            self.work.take(Prepared(asked.number, command.request_id, True, of_datums, [{} for _ in of_datums]))
+        self.work.send_passes(set())
+        (self.run,) = (message for message in self.sent if isinstance(message, RunPass))
+
+
+def test_the_results_of_shares_are_read_as_those_of_one_worker() -> None:
+    """Losses with metrics of several names and numbers, log-probabilities of several shapes, and an infinite loss."""
+    asked = Asked({1: [3, 5], 2: [4], 3: [2, 2]})
+    of = {piece: place for place, piece in enumerate(asked.run.pieces)}
+    losses = [1.5, -2.25, float("inf"), 4.0, 1e-300]
+    metrics: list[dict[str, float]] = [{}, {"kl:sum": 0.5, "clipped:mean": 0.25}, {"kl:sum": -1.0}, {}, {"a": 1.0, "b": 2.0, "c": 3.0}]
+    shapes = [(3,), (5, 2), (4,), (0,), (2, 3)]
+    logprobs = [np.random.default_rng(place).normal(size=shape).astype(np.float32) for place, shape in enumerate(shapes)]
+
+    def part(places: list[int]) -> PassDone:
+        pieces = [asked.run.pieces[place] for place in places]
+        return computed(pieces, [losses[i] for i in places], [metrics[i] for i in places], [logprobs[i] for i in places])
+
+    joined = join([part([1, 4]), part([0, 2, 3])], 25)
+    assert (joined.number, joined.tokens_per_pass) == (7, 25)
+    asked.work.take(replace(joined, number=asked.run.number))
+    complete = asked.work.take_complete()
+    assert [operation.command.seq_id for operation in complete] == [1, 2, 3]
+    for operation in complete:
+        for index, output in operation.results.items():
+            place = of[operation.command.request_id, index]
+            assert (output.loss, output.metrics) == (losses[place], metrics[place])
+            assert np.array_equal(output.logprobs, logprobs[place])
+            assert output.logprobs.shape == shapes[place]
+    assert asked.failed == []
+    assert asked.work.tokens_per_pass["tiny"] == 25
+
+
+def test_a_share_that_failed_fails_its_operations_and_no_other() -> None:
+    asked = Asked({1: [3, 5], 2: [4]})
+    first, second, third = asked.run.pieces
+    logprobs = [np.full(3, -0.5, np.float32), np.full(4, -1.5, np.float32)]
+    joined = join([failed(second), computed([first, third], [1.0, 2.0], [{"m": 3.0}, {}], logprobs)], 10)
+    asked.work.take(replace(joined, number=asked.run.number))
+    assert [(seq, type(error), str(error)) for seq, error in asked.failed] == [(1, UserError, "datum 1")]
+    (operation,) = asked.work.take_complete()
+    assert (operation.command.seq_id, operation.results[0].loss) == (2, 2.0)
+    assert operation.results[0].logprobs.tolist() == [-1.5] * 4
+
+
+def test_a_pass_of_which_all_failed_has_all_failures() -> None:
+    joined = join([failed(("a", 0)), failed(("b", 0), ("a", 1))], 5)
+    assert (joined.results, joined.metrics, joined.payload) == ([], [], b"")
+    assert [failure[:2] for failure in joined.failures] == [("a", 0), ("b", 0), ("a", 1)]
