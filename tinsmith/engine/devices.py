@@ -1,12 +1,16 @@
 """How many workers an engine starts. The engine has no torch to ask, so it counts the devices that the system shows."""
 
 import os
+import re
+from itertools import takewhile
 from pathlib import Path
 
 from tinsmith.config import Config
 from tinsmith.errors import ConfigError
 
 _DEVICES = Path("/dev")
+_GPU = re.compile(r"\s*(\d+|(GPU|MIG)-.+)\s*")
+"""A GPU in CUDA_VISIBLE_DEVICES: its number or its UUID."""
 
 
 def worker_count(config: Config) -> int:
@@ -26,7 +30,7 @@ def worker_count(config: Config) -> int:
     if asked:
         return asked
     # vLLM servers take the GPUs that no worker has.
-    return max(1, gpus) if config.sampling.sampler == "local" else 1
+    return 1 if config.sampling.sampler == "vllm" else max(1, gpus)
 
 
 def threads_of(config: Config, count: int) -> dict[str, str]:
@@ -40,6 +44,6 @@ def threads_of(config: Config, count: int) -> dict[str, str]:
 def visible_gpus() -> int:
     """How many GPUs this process may use."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return len([name for name in named.split(",") if name.strip() not in ("", "-1")])
+    if named is not None:  # CUDA shows those before the first that is none
+        return len(list(takewhile(_GPU.fullmatch, named.split(","))))
     return len(list(_DEVICES.glob("nvidia[0-9]*")))

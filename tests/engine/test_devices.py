@@ -1,0 +1,115 @@
+"""How many workers an engine starts, on machines with and without GPUs."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig
+from tinsmith.engine import devices
+from tinsmith.engine.devices import threads_of, visible_gpus, worker_count
+from tinsmith.errors import ConfigError
+
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Make this a machine with so many GPUs, as Linux shows them, of which `CUDA_VISIBLE_DEVICES` names some."""
+
+    def make(gpus: int, visible: str | None = None) -> None:
+        for name in ["nvidiactl", "nvidia-uvm", "nvidia-modeset", "null", *(f"nvidia{number}" for number in range(gpus))]:
+            (tmp_path / name).touch()
+        monkeypatch.setattr(devices, "_DEVICES", tmp_path)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return make
+
+
+def config(workers: int = 0, device: str = "auto", sampler: str = "local") -> Config:
+    return Config(
+        distributed=DistributedConfig(workers),
+        models=ModelsConfig(device=device),
+        sampling=SamplingConfig(sampler=sampler),
+    )
+
+
+def test_a_worker_for_each_gpu_unless_fewer_are_asked_for(machine: Machine) -> None:
+    machine(4)
+    assert [worker_count(config(device=device)) for device in ("auto", "cuda")] == [4, 4]
+    assert [worker_count(config(workers)) for workers in (1, 2, 4)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_more_workers_than_gpus_are_refused(machine: Machine, device: str) -> None:
+    machine(4)
+    with pytest.raises(ConfigError, match=r"^--workers 5: there are 4 GPUs, and each worker needs its own; ask for 4 or fewer$"):
+        worker_count(config(5, device))
+
+
+def test_without_gpus_there_is_one_worker_or_as_many_as_are_asked_for(machine: Machine) -> None:
+    machine(0)
+    assert [worker_count(config(workers)) for workers in (0, 1, 3)] == [1, 1, 3]
+    # Where the GPU is not shown as Linux shows it, one can be asked for by name, and torch finds it or not.
+    assert [worker_count(config(workers, "cuda")) for workers in (0, 1)] == [1, 1]
+    with pytest.raises(ConfigError, match=r"^--workers 2: there are 0 GPUs, and each worker needs its own; ask for 1 or fewer$"):
+        worker_count(config(2, "cuda"))
+
+
+def test_a_cpu_has_one_worker_or_as_many_as_are_asked_for_whatever_gpus_there_are(machine: Machine) -> None:
+    machine(4)
+    assert [worker_count(config(workers, "cpu")) for workers in (0, 1, 9)] == [1, 1, 9]
+
+
+def test_a_device_with_a_number_has_one_worker(machine: Machine) -> None:
+    machine(4)
+    assert [worker_count(config(workers, "cuda:2")) for workers in (0, 1)] == [1, 1]
+    contradict = r"^--workers 2 and --device cuda:2 contradict each other: each worker has its own GPU; leave one out$"
+    with pytest.raises(ConfigError, match=contradict):
+        worker_count(config(2, "cuda:2"))
+
+
+def test_with_vllm_one_worker_leaves_the_other_gpus_to_its_servers(machine: Machine) -> None:
+    machine(4)
+    assert [worker_count(config(sampler=sampler)) for sampler in ("local", "none", "vllm")] == [4, 4, 1]
+    assert worker_count(config(2, sampler="vllm")) == 2
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("2", 1),
+        ("0,1", 2),
+        (" 3 , 1 ", 2),
+        ("GPU-5f3e,GPU-77aa", 2),
+        ("MIG-5f3e", 1),
+        ("0,1,-1,2", 2),  # CUDA shows those before the first that is none
+        ("none", 0),
+        ("NoDevFiles", 0),
+    ],
+)
+def test_the_environment_says_which_gpus_there_are(machine: Machine, visible: str | None, count: int) -> None:
+    machine(4, visible)
+    assert visible_gpus() == count
+    assert worker_count(config()) == max(1, count)
+    if count:
+        with pytest.raises(ConfigError, match=f"there are {count} GPUs"):
+            worker_count(config(count + 1))
+
+
+def test_workers_on_a_cpu_share_its_cores_and_those_on_gpus_do_not(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    machine(4)
+    assert [threads_of(config(device="cpu"), count) for count in (1, 4, 100)] == [{}, {"OMP_NUM_THREADS": "3"}, {"OMP_NUM_THREADS": "1"}]
+    assert threads_of(config(), 4) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert threads_of(config(), 4) == {"OMP_NUM_THREADS": "3"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # the user knows better
+    assert threads_of(config(), 4) == {}
