@@ -64,6 +64,10 @@ class DeviceLostError(TinsmithError):
     """A device no longer computes anything in this process. The process must end, and is restarted."""
 
 
+class WorkersLostError(DeviceLostError):
+    """The other workers cannot be reached any more: one of them has ended. The process must end too."""
+
+
 class StoreUnavailableError(TinsmithError):
     """The database cannot be read or written at the moment: it is locked, or its disk is full or broken. Nothing was changed (HTTP 503)."""
 

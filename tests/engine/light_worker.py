@@ -8,16 +8,43 @@ stubborn  the same, but it does not end when it is told to
 loading   it is never ready
 broken    it ends before it is ready, without a word
 lost      it ends before it is ready, with a reason
+member    one of several, which answers everything; what it is asked for says how (`Member`)
 """
 
 import os
 import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
-from tinsmith.protocol.serving import Bye, ForgetCheckpoint, Shutdown
-from tinsmith.protocol.work import Answer, WorkerReady
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Bye, CancelSample, EndSession, ForgetCheckpoint, Sample, SampleDone, Shutdown
+from tinsmith.protocol.work import (
+    Answer,
+    CallFailed,
+    ClearGradients,
+    CreateModel,
+    DeleteModel,
+    Drop,
+    ExportModel,
+    LoadModel,
+    OptimStep,
+    PassDone,
+    Prepare,
+    Prepared,
+    PrepareFailed,
+    RunPass,
+    SaveModel,
+    TakeSnapshot,
+    WorkerReady,
+    WorkerStatus,
+)
 
 REASON = "cuda:0 computes nothing any more"
 
@@ -41,12 +68,136 @@ def end(link: ChildLink, reason: str, code: int) -> None:
     sys.exit(code)
 
 
+class Member:
+    """One of several workers. Marks in the names of operations, models and samples say what it does with them:
+
+    fail@RANK    the worker of that rank fails
+    hold@RANK    it answers when it is told to forget the checkpoint `release`
+    die@RANK     it ends itself
+    done@RANK    it answers a sample, with its rank
+
+    It tells what it has heard when it is told to forget the checkpoint `heard`, and what it does for `status`.
+    """
+
+    def __init__(self, link: ChildLink, rank: int, late: str, meeting: str) -> None:
+        """With a path in `late` the last one is ready when that file exists."""
+        self.link = link
+        self.rank = rank
+        self.late = late
+        self.meeting = meeting
+        self.heard: list[tuple[str, str]] = []
+        self.held: list[Message] = []
+
+    def run(self, engine_pid: int) -> None:
+        """Answer until told to stop."""
+        while self.rank and self.late and not Path(self.late).exists():
+            time.sleep(0.01)
+        facts = replace(FACTS, max_trained=24 - self.rank, max_sampled=20 + self.rank)
+        self.link.send(WorkerReady([facts.to_dict()], f"cpu {self.rank}"))
+        while os.getppid() == engine_pid:
+            for message in self.link.receive(0.5):
+                self.take(message)
+
+    def take(self, message: Message) -> None:
+        """Note a message, and answer it now or later."""
+        if isinstance(message, Shutdown):
+            end(self.link, "", 0)
+        if isinstance(message, ForgetCheckpoint) and message.path in ("heard", "release", "status", "follow"):
+            self.told(message.path)
+            return
+        name = name_of(message)
+        self.heard.append((type(message).__name__, name))
+        if f"die@{self.rank}" in name:
+            self.link.close()
+            sys.exit(9)
+        if not answers(message, self.rank):
+            return
+        if f"hold@{self.rank}" in name:
+            self.held.append(message)
+        else:
+            self.link.send(self.answer(message))
+
+    def told(self, path: str) -> None:
+        """Do what the test asks for."""
+        match path:
+            case "heard":
+                self.link.send(Answer(0, {"rank": self.rank, "heard": self.heard, "meeting": self.meeting, "threads": threads()}))
+                self.heard = []
+            case "release":
+                for held in self.held:
+                    self.link.send(self.answer(held))
+                self.held = []
+            case "status":
+                ten = 10 * (self.rank + 1)
+                self.link.send(WorkerStatus(ten, ten + 1, ten + 2, ten + 3, ten + 4, {"weights": 7, str(self.rank): 1}, {}))
+            case "follow" if self.rank == 0:
+                self.link.send(Bye("the others are gone", follows=True))
+                self.link.close()
+                sys.exit(3)
+
+    def answer(self, message: Any) -> Message:
+        """What it says of work."""
+        fails = f"fail@{self.rank}" in name_of(message)
+        reason = f"worker {self.rank} cannot"
+        match message:
+            case Sample():
+                return SampleDone(message.request_id, message.run, str(self.rank).encode())
+            case Prepare() if fails:
+                return PrepareFailed(message.number, message.operation, True, "StoreUnavailableError", reason)
+            case Prepare():
+                lengths = [int(length) for length in message.payload.split()]
+                pixels = [{f"{index}": 5, f"{index} of {self.rank}": 3} for index in range(len(lengths))]
+                return Prepared(message.number, message.operation, True, lengths, pixels)
+            case RunPass():
+                done = [] if fails else message.pieces
+                failed = [(*piece, "UserError", reason) for piece in message.pieces] if fails else []
+                losses = np.array([100.0 * self.rank + index for _, index in done])
+                logprobs = np.array([-length for length in (message.lengths if done else [])], np.float32)
+                tokens = 10 if f"less@{self.rank}" in message.base_model else 100
+                payload = losses.tobytes() + logprobs.tobytes()
+                return PassDone(message.number, [(*piece, [1]) for piece in done], failed, tokens, [[] for _ in done], payload)
+        return CallFailed(message.number, "TinsmithError", reason) if fails else Answer(message.number, {"rank": self.rank})
+
+
+def threads() -> str | None:
+    return os.environ.get("OMP_NUM_THREADS")
+
+
+def answers(message: Message, rank: int) -> bool:
+    """Whether a worker answers it."""
+    if isinstance(message, Sample):
+        return f"done@{rank}" in message.request_id
+    return not isinstance(message, CancelSample | EndSession | ForgetCheckpoint | Drop | ClearGradients | DeleteModel)
+
+
+def name_of(message: Message) -> str:
+    """What it is about."""
+    match message:
+        case Prepare():
+            return message.operation
+        case Drop():
+            return " ".join(message.operations)
+        case RunPass():
+            return " ".join(f"{operation}/{index}" for operation, index in message.pieces)
+        case Sample() | CancelSample():
+            return message.request_id
+        case EndSession():
+            return message.session_id
+        case ForgetCheckpoint():
+            return message.path
+        case CreateModel() | OptimStep() | TakeSnapshot() | SaveModel() | ExportModel() | LoadModel() | ClearGradients() | DeleteModel():
+            return message.model_id
+    return ""
+
+
 def main() -> None:
     """Answer messages until told to stop, or until the engine is gone."""
-    how, address, engine_pid, *_ = sys.argv[1:]
+    how, address, engine_pid, rank, _, meeting = sys.argv[1:]
     link = ChildLink(address)
     Heartbeat(address).start()
     sys.stdin.read()
+    if how.startswith("member"):
+        Member(link, int(rank), how.removeprefix("member"), meeting).run(int(engine_pid))
     if how == "broken":
         sys.exit(2)
     if how == "lost":

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tinsmith.errors import DeviceLostError
+from tinsmith.errors import WorkersLostError
 from tinsmith.protocol.place import Place
 
 LONGEST_WAIT = timedelta(hours=2)
@@ -59,8 +59,8 @@ class ProcessGroup:
 
     @contextmanager
     def _not_alone(self) -> Iterator[None]:
-        """Raises DeviceLostError where the others cannot be reached: nothing more can be computed with them."""
+        """Raises WorkersLostError where the others cannot be reached: nothing more can be computed with them."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            raise DeviceLostError(f"{self.place.name} cannot reach the others: {error}") from error
+            raise WorkersLostError(f"{self.place.name} cannot reach the others: {error}") from error

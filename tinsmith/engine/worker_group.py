@@ -11,6 +11,7 @@ started again.
 import logging
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from tinsmith.config import Config
 from tinsmith.engine.devices import threads_of, visible_gpus
 from tinsmith.engine.routing import Routing
 from tinsmith.engine.shares import divide, join
-from tinsmith.engine.worker_process import WORKER, WorkerProcess
+from tinsmith.engine.worker_process import LAST_WORDS_S, WORKER, WorkerProcess
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
@@ -87,8 +88,8 @@ class WorkerGroup:
         self.last_messages: list[Message] = []
         """What a group that has ended had brought about and `receive` did not return."""
         self._awaited: dict[int, Awaited] = {}
-        self._passes_of: dict[int, int] = dict.fromkeys(range(count), config.training.tokens_per_pass)
-        """Most tokens of a pass of each worker."""
+        self._passes_of: dict[tuple[str, int], int] = {}
+        """Most tokens of a pass on a base model that a worker has told, by name and rank."""
         self._loaded: set[str] = set()
         """Models that all workers have."""
         self._routing = Routing(len(self.samplers))
@@ -174,9 +175,13 @@ class WorkerGroup:
 
     def ended(self) -> str | None:
         """Why the workers have ended, told once; None while they run, or if none does."""
-        reasons = [(worker, reason) for worker in self.workers if (reason := worker.ended()) is not None]
+        reasons = self._ends()
         if not reasons:
             return None
+        deadline = time.monotonic() + LAST_WORDS_S
+        while all(worker.follows for worker, _ in reasons) and time.monotonic() < deadline:  # the one whose end they noticed ends just now
+            time.sleep(0.01)
+            reasons += self._ends()
         for worker in self.workers:
             worker.kill()
             worker.ended()
@@ -186,10 +191,13 @@ class WorkerGroup:
         self._awaited.clear()
         self._loaded.clear()
         self._routing = Routing(len(self.samplers))
-        self._passes_of = dict.fromkeys(range(self.count), self.config.training.tokens_per_pass)
+        self._passes_of.clear()
         self._forget_meeting()
-        worker, reason = reasons[0]
+        worker, reason = min(reasons, key=lambda end: end[0].follows)
         return reason if self.count == 1 else f"{worker.place.name}: {reason}"
+
+    def _ends(self) -> list[tuple[WorkerProcess, str]]:
+        return [(worker, reason) for worker in self.workers if (reason := worker.ended()) is not None]
 
     def stop(self, timeout_s: float) -> None:
         """Let the workers finish what they compute and end; kill those that take longer than `timeout_s`."""
@@ -286,14 +294,19 @@ class WorkerGroup:
             return []
         del self._awaited[message.number]
         match awaited.message:
-            case RunPass():
+            case RunPass() as asked:
                 parts = awaited.of(PassDone)
-                self._passes_of |= {place: part.tokens_per_pass for place, part in parts.items()}
-                return [join(list(parts.values()), self.count * min(self._passes_of.values()))]
+                self._passes_of |= {(asked.base_model, rank): part.tokens_per_pass for rank, part in parts.items()}
+                return [join(list(parts.values()), self._tokens_per_pass(asked.base_model))]
             case Prepare() as asked:
                 return [self._prepared(asked, awaited)]
             case asked:
                 return self._called(asked, awaited)
+
+    def _tokens_per_pass(self, base_model: str) -> int:
+        """Most tokens of a pass of all workers on a base model: as many for each as the one with least memory left takes."""
+        most = self.config.training.tokens_per_pass
+        return self.count * min(self._passes_of.get((base_model, rank), most) for rank in range(self.count))
 
     def _prepared(self, asked: Prepare, awaited: Awaited) -> Message:
         """One worker may fail alone, as where the database is locked: then none keeps the operation."""

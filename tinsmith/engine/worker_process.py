@@ -64,6 +64,8 @@ class WorkerProcess:
         self.was_ever_ready = False
         self.fault = ""
         """Why the worker that runs, or has just ended, was to end; empty if nobody knows."""
+        self.follows = False
+        """Whether the worker that has just ended did so because another had."""
         self.last_messages: list[Message] = []
         """What a worker that has ended had said and `receive` did not return: results of what it had computed."""
         self._was_ready = False
@@ -108,7 +110,7 @@ class WorkerProcess:
             self.process.stdin.write(orjson.dumps(to_tree(self.config)))
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        self.state, self.fault, self._was_ready = "starting", "", False
+        self.state, self.fault, self.follows, self._was_ready = "starting", "", False, False
         self._looked_at, self._silent_s, self._beaten = time.monotonic(), 0.0, True
 
     def send(self, message: Message) -> None:
@@ -133,7 +135,7 @@ class WorkerProcess:
                 case WorkerStatus():
                     self.status = message
                 case Bye():
-                    self.fault = message.reason
+                    self.fault, self.follows = message.reason, message.follows
                 case _:
                     messages.append(message)
         return messages

@@ -168,3 +168,5 @@ class Bye(Message):
 
     reason: str = ""
     """Why it cannot go on; empty if it was told to stop."""
+    follows: bool = False
+    """Whether it ends because another worker has ended, which is the one to name."""

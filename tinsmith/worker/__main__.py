@@ -11,7 +11,7 @@ import sys
 import orjson
 
 from tinsmith.config import from_tree
-from tinsmith.errors import ConfigError, DeviceLostError
+from tinsmith.errors import ConfigError, DeviceLostError, WorkersLostError
 from tinsmith.logs import start_logging
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
@@ -46,14 +46,13 @@ def main() -> int:
         bases = load_bases(config)
         group = ProcessGroup(place, next(iter(bases.values())).device) if place.count > 1 else None
         worker = Worker(config, bases, link, heartbeat, group)
+        worker.run(int(sys.argv[2]))
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)
         return 2
-    try:
-        worker.run(int(sys.argv[2]))
     except DeviceLostError as error:
         log.critical("the worker ends: %s", error)
-        link.send(Bye(str(error)))
+        link.send(Bye(str(error), isinstance(error, WorkersLostError)))
         return 3
     finally:
         link.close()

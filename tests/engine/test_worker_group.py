@@ -1,0 +1,506 @@
+"""Several workers as one: what is asked of all is answered once, and none goes on without the others."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.light_worker import FACTS
+from tests.engine.test_worker_process import LONG_S, light, link_of_an_engine
+from tinsmith.config import Config, SamplingConfig, ServerConfig
+from tinsmith.engine import worker_process
+from tinsmith.engine.worker_group import WorkerGroup
+from tinsmith.protocol.facts import ModelFacts
+from tinsmith.protocol.link import ChildLink
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Sample, SampleDone
+from tinsmith.protocol.work import (
+    Answer,
+    CallFailed,
+    ClearGradients,
+    CreateModel,
+    DeleteModel,
+    Drop,
+    ExportModel,
+    LoadModel,
+    OptimStep,
+    PassDone,
+    Prepare,
+    Prepared,
+    PrepareFailed,
+    RunPass,
+    SaveModel,
+    TakeSnapshot,
+    WorkerReady,
+)
+
+KILLED = "the worker process ended unexpectedly (signal 9)"
+
+
+class Watched:
+    """A group of light workers, with what it said and why it ended. `turn` is what the engine's loop does with it, but for starting it."""
+
+    def __init__(self, link: ChildLink, data_dir: Path, count: int, how: str, sampler: str, **settings: Any) -> None:
+        self.link = link
+        config = Config(["tiny=unused"], str(data_dir), server=ServerConfig(**settings), sampling=SamplingConfig(sampler=sampler))
+        self.group = WorkerGroup(config, link, count, light(how))
+        self.messages: list[Message] = []
+        self.ends: list[str] = []
+        self.numbers = iter(range(1, 1000))
+        self.unseen: list[list[tuple[str, str]]] = [[] for _ in range(count)]
+
+    def turn(self) -> None:
+        self.link.receive(0.05)
+        self.messages += self.group.receive()
+        self.group.watch()
+        reason = self.group.ended()
+        if reason is not None:
+            self.messages += self.group.last_messages
+            self.ends.append(reason)
+
+    def until(self, seen: Callable[[], object]) -> None:
+        deadline = time.perf_counter() + LONG_S
+        while not seen():
+            assert time.perf_counter() < deadline, (self.group.each, self.messages, self.ends)
+            self.turn()
+
+    def start(self) -> list[int]:
+        """Start all, and wait until they are ready; their process ids."""
+        self.until(lambda: self.group.wait_s == 0)
+        self.group.start_if_due()
+        self.until(lambda: self.group.is_ready)
+        self.messages.clear()
+        return self.pids
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self.group.workers if worker.pid is not None]
+
+    def asked(self) -> dict[int, dict[str, Any]]:
+        """What each worker tells of itself. All that they had answered before has arrived then, and is in `messages`."""
+        before = len(self.messages)
+        self.group.send(ForgetCheckpoint("heard"))
+        told: list[Answer] = []
+
+        def all_told() -> bool:
+            told[:] = [each for each in self.messages[before:] if isinstance(each, Answer) and "heard" in each.result]
+            return len(told) == self.group.count
+
+        self.until(all_told)
+        self.messages = [message for message in self.messages if message not in told]
+        found = {each.result["rank"]: each.result for each in told}
+        for rank, of_worker in found.items():
+            self.unseen[rank] += [(kind, name) for kind, name in of_worker["heard"]]
+        return found
+
+    def heard(self) -> list[list[tuple[str, str]]]:
+        """What each worker was told since the last call: the kinds of messages and what they were about."""
+        self.asked()
+        heard, self.unseen = self.unseen, [[] for _ in self.unseen]
+        return heard
+
+    def said(self) -> list[Message]:
+        """All that was told since the last call, once the workers have answered what they can."""
+        self.asked()
+        said, self.messages = self.messages, []
+        return said
+
+    def release(self) -> list[Message]:
+        """What is told once the workers have answered what they held back."""
+        self.group.send(ForgetCheckpoint("release"))
+        return self.said()
+
+    def create(self, model_id: str) -> None:
+        self.group.send(CreateModel(next(self.numbers), "tiny", model_id, {}))
+        assert [type(message) for message in self.said()] == [Answer]
+        self.heard()
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
+    """Make a group; what is left of it at the end is killed."""
+    made: list[Watched] = []
+    with link_of_an_engine() as (_, link):
+
+        def make(count: int = 2, how: str = "member", sampler: str = "local", **settings: Any) -> Watched:
+            made.append(Watched(link, tmp_path / "data", count, how, sampler, **settings))
+            return made[-1]
+
+        yield make
+        for watched in made:
+            watched.group.stop(0.0)
+
+
+@pytest.fixture
+def pair(watch: Callable[..., Watched]) -> Watched:
+    """Two workers that are ready."""
+    made = watch()
+    made.start()
+    return made
+
+
+def results(message: PassDone) -> list[tuple[object, ...]]:
+    """Those of a pass. They travel as lists."""
+    return [tuple(result) for result in message.results]
+
+
+def calls(model_id: str) -> list[Any]:
+    """A call of each kind that all workers get, with numbers of their own."""
+    return [
+        CreateModel(11, "tiny", model_id, {}),
+        TakeSnapshot(12, "tiny", model_id, f"{model_id}/3", False),
+        OptimStep(13, "tiny", model_id, {}),
+        LoadModel(14, "tiny", model_id, "tinker://a/weights/b", "dir", True),
+    ]
+
+
+# ---- Started
+
+
+def test_a_group_is_ready_once_when_its_last_worker_is(watch: Callable[..., Watched], tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    watched = watch(3, f"member{late}")
+    group = watched.group
+    assert (group.is_ready, group.was_ever_ready, group.wait_s, group.models) == (False, False, 0.0, {})
+    group.start_if_due()
+    assert group.wait_s == float("inf")
+    watched.until(lambda: group.workers[0].is_ready)
+    assert (group.is_ready, watched.messages) == (False, [])
+    group.send(CreateModel(1, "tiny", "too early", {}))
+    late.touch()
+    watched.until(lambda: group.is_ready)
+    # All can train what the last can, and sample what the first can.
+    facts = ModelFacts(**FACTS.to_dict() | {"max_trained": 22, "max_sampled": 20})
+    assert watched.messages == [WorkerReady([facts.to_dict()], "cpu 0")]
+    assert (group.models, group.was_ever_ready) == ({"tiny": facts}, True)
+    assert [(each["device"], each["state"]) for each in group.each] == [(f"cpu {rank}", "ready") for rank in range(3)]
+    assert watched.heard() == [[], [], []]  # what was sent before they were ready reached none
+    assert len(watched.messages) == 1
+
+
+def test_workers_meet_at_one_place_that_goes_with_them(watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.0)
+    watched = watch(2)
+    meetings = []
+    for _ in range(2):
+        watched.start()
+        asked = watched.asked()
+        (meeting,) = {of_worker["meeting"] for of_worker in asked.values()}
+        assert {of_worker["threads"] for of_worker in asked.values()} == {"3"}
+        meetings.append(Path(meeting.removeprefix("file://")).parent)
+        assert meetings[-1].is_dir()
+        os.kill(watched.pids[0], signal.SIGKILL)
+        watched.until(lambda: not watched.pids)
+        assert not meetings[-1].exists()
+    assert meetings[0] != meetings[1]
+    alone = watch(1)
+    alone.start()
+    assert (alone.asked()[0]["meeting"], alone.asked()[0]["threads"]) == ("", None)
+
+
+def test_each_worker_has_a_gpu_of_its_own_and_the_first_has_the_vllm_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    with link_of_an_engine() as (_, link):
+
+        def made(sampler: str, count: int = 2) -> list[tuple[str, str]]:
+            group = WorkerGroup(Config(["tiny=unused"], sampling=SamplingConfig(sampler=sampler)), link, count)
+            return [(worker.config.models.device, worker.config.sampling.sampler) for worker in group.workers]
+
+        assert made("local") == [("cuda:0", "local"), ("cuda:1", "local")]
+        assert made("vllm") == [("cuda:0", "vllm"), ("cuda:1", "none")]
+        assert made("vllm", 1) == [("auto", "vllm")]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert made("local") == [("cpu", "local"), ("cpu", "local")]
+
+
+# ---- Asked
+
+
+def test_what_all_are_asked_for_is_answered_once_and_after_the_last(pair: Watched) -> None:
+    for rank in range(2):
+        for call in calls(f"hold@{rank}"):
+            pair.group.send(call)
+        assert pair.heard() == [[(type(call).__name__, f"hold@{rank}") for call in calls("")]] * 2
+        assert pair.said() == []
+        assert pair.release() == [Answer(number, {"rank": 0}) for number in (11, 12, 13, 14)]
+    assert pair.group._awaited == {}
+
+
+def test_what_fails_on_all_is_a_failure_like_that_of_one_worker(pair: Watched) -> None:
+    for call in calls("fail@0 fail@1"):
+        pair.group.send(call)
+    assert pair.said() == [CallFailed(number, "TinsmithError", "worker 0 cannot") for number in (11, 12, 13, 14)]
+    assert [kind for kind, _ in pair.heard()[0] if kind == "DeleteModel"] == []
+    assert pair.group._awaited == {}
+
+
+def test_what_one_worker_does_for_all_is_answered_by_that_one(pair: Watched) -> None:
+    """Different models have different workers, the same model always the same."""
+    names = [f"model {number}" for number in range(16)]
+    checkpoint = {"tinker_path": "tinker://a/weights/b"}
+    for name in names:
+        pair.group.send(SaveModel(1, "tiny", name, True, checkpoint))
+        pair.group.send(ExportModel(2, "tiny", name, [], checkpoint))
+    assert len(pair.said()) == 32
+    saved = [[name for kind, name in of_worker if kind == "SaveModel"] for of_worker in pair.heard()]
+    assert sorted(saved[0] + saved[1]) == sorted(names)
+    assert all(saved)
+    for name in names:
+        pair.group.send(SaveModel(1, "tiny", name, True, checkpoint))
+    assert [[name for kind, name in of_worker if kind == "SaveModel"] for of_worker in pair.heard()] == saved
+
+
+def test_orders_reach_all(pair: Watched) -> None:
+    pair.group.send(ClearGradients("tiny", "a"))
+    pair.group.send(DeleteModel("tiny", "a"))
+    pair.group.send(Drop(["a/1", "a/2"]))
+    pair.group.send(EndSession("s", False))
+    orders = [("ClearGradients", "a"), ("DeleteModel", "a"), ("Drop", "a/1 a/2"), ("EndSession", "s")]
+    assert pair.heard() == [orders, orders]
+
+
+def test_a_model_that_one_worker_cannot_make_is_deleted_on_all(pair: Watched) -> None:
+    load = LoadModel(2, "tiny", "from fail@0", "tinker://a/weights/b", "dir", True)
+    pair.heard()
+    for call, name, reason in ((CreateModel(1, "tiny", "fail@1", {}), "fail@1", 1), (load, "from fail@0", 0)):
+        pair.group.send(call)
+        assert pair.said() == [CallFailed(call.number, "TinsmithError", f"worker {reason} cannot")]
+        heard = [(type(call).__name__, name), ("DeleteModel", name)]
+        assert pair.heard() == [heard, heard]
+    assert (pair.ends, pair.group._loaded) == ([], set())
+
+
+@pytest.mark.parametrize("call", [2, 3])
+def test_a_model_that_is_not_the_same_on_all_ends_the_group(pair: Watched, call: int) -> None:
+    """A step that one alone refuses, or weights that it alone cannot load into a model that is there."""
+    pair.group.send(CreateModel(1, "tiny", "m fail@1", {}))
+    pair.group._loaded.add("m fail@1")  # as if it had been made, and failed only later
+    pair.said()
+    pair.group.send(calls("m fail@1")[call])
+    pair.until(lambda: pair.ends)
+    why = "model m fail@1 is not the same on all workers any more: worker 1 cannot"
+    assert pair.ends == [f"worker 1 of 2: the worker process ended unexpectedly ({why})"]
+    assert [message for message in pair.messages if isinstance(message, Answer | CallFailed)] == []
+    assert (pair.pids, pair.group._awaited, pair.group._loaded) == ([], {}, set())
+
+
+# ---- Forward work
+
+
+def test_an_operation_is_prepared_when_all_hold_it(pair: Watched) -> None:
+    pair.group.send(Prepare(1, "m/hold@1", "m", "tiny", [], b"3 5"))
+    assert pair.said() == []
+    pixels = [{"0": 5, "0 of 0": 3, "0 of 1": 3}, {"1": 5, "1 of 0": 3, "1 of 1": 3}]
+    assert pair.release() == [Prepared(1, "m/hold@1", True, [3, 5], pixels)]
+    assert pair.group._awaited == {}
+
+
+def test_an_operation_that_one_worker_cannot_prepare_is_dropped_by_the_others(pair: Watched) -> None:
+    pair.group.send(Prepare(1, "m/fail@1", "m", "tiny", [], b"3 5"))
+    assert pair.said() == [PrepareFailed(1, "m/fail@1", True, "StoreUnavailableError", "worker 1 cannot")]
+    asked = [("Prepare", "m/fail@1")]
+    assert pair.heard() == [[*asked, ("Drop", "m/fail@1")], asked]
+
+
+def test_an_operation_that_is_dropped_while_it_is_prepared_is_not_awaited_any_more(pair: Watched) -> None:
+    pair.group.send(Prepare(1, "m/1 hold@1", "m", "tiny", [], b"3"))
+    pair.group.send(Prepare(2, "m/2 hold@1", "m", "tiny", [], b"3"))
+    assert pair.said() == []
+    pair.group.send(Drop(["m/1 hold@1"]))
+    assert list(pair.group._awaited) == [2]
+    assert [message.number for message in pair.release() if isinstance(message, Prepared)] == [2]
+    assert pair.group._awaited == {}
+
+
+def test_a_pass_is_computed_by_all_and_told_as_one(pair: Watched) -> None:
+    pieces = [("m/hold@1", 0), ("m/hold@1", 1), ("n/1", 0), ("n/1", 1)]
+    pair.group.send(RunPass(1, "tiny", True, pieces, [9, 2, 3, 4]))
+    assert pair.said() == []
+    first, second = pair.heard()
+    assert (first, second) == ([("RunPass", "m/hold@1/0")], [("RunPass", "m/hold@1/1 n/1/0 n/1/1")])
+    (done,) = pair.release()
+    assert isinstance(done, PassDone)
+    assert (done.number, results(done), done.failures, done.metrics) == (1, [(*piece, [1]) for piece in pieces], [], [[]] * 4)
+    assert np.frombuffer(done.payload[:32], np.float64).tolist() == [0.0, 101.0, 100.0, 101.0]
+    assert np.frombuffer(done.payload[32:], np.float32).tolist() == [-9.0, -2.0, -3.0, -4.0]
+    assert done.tokens_per_pass == 200
+    assert pair.group._awaited == {}
+
+
+def test_a_worker_without_a_share_of_a_pass_is_not_waited_for(pair: Watched) -> None:
+    pair.group.send(RunPass(1, "tiny", True, [("hold@1", 0)], [9]))
+    (done,) = pair.said()
+    assert isinstance(done, PassDone)
+    assert results(done) == [("hold@1", 0, [1])]
+    assert pair.heard() == [[("RunPass", "hold@1/0")], []]
+
+
+def test_a_share_that_fails_leaves_the_others_their_results(pair: Watched) -> None:
+    pair.group.send(RunPass(1, "tiny", False, [("m/1", 0), ("fail@1", 0)], [9, 2]))
+    (done,) = pair.said()
+    assert isinstance(done, PassDone)
+    assert results(done) == [("m/1", 0, [1])]
+    assert [tuple(failure) for failure in done.failures] == [("fail@1", 0, "UserError", "worker 1 cannot")]
+
+
+def test_passes_follow_the_memory_of_the_worker_that_has_least_and_of_their_own_base_model(pair: Watched) -> None:
+    def tokens_per_pass(base_model: str, datums: int) -> int:
+        pair.group.send(RunPass(next(pair.numbers), base_model, True, [("m/1", index) for index in range(datums)], [5] * datums))
+        (done,) = pair.said()
+        assert isinstance(done, PassDone)
+        return done.tokens_per_pass
+
+    assert [tokens_per_pass("less@1", datums) for datums in (2, 1)] == [20, 20]
+    # A pass on another base model has the first worker's memory of its own: what `less@1` had to learn on the second is no limit here.
+    assert [tokens_per_pass("tiny", datums) for datums in (2, 1)] == [200, 200]
+    assert tokens_per_pass("less@1", 1) == 20
+
+
+# ---- Samples
+
+
+def sample(number: int, mark: str = "") -> Sample:
+    return Sample(
+        f"s:sample:0/{number}{mark}",
+        1,
+        "tiny",
+        None,
+        1,
+        False,
+        b'{"prompt":{"chunks":[{"tokens":[1]}]},"sampling_params":{"max_tokens":9}}',
+    )
+
+
+def test_samples_are_spread_and_cancelled_where_they_run(pair: Watched) -> None:
+    for number in range(6):
+        pair.group.send(sample(number))
+    samples = [[name for _, name in of_worker] for of_worker in pair.heard()]
+    assert [len(of_worker) for of_worker in samples] == [3, 3]
+    for number in range(6):
+        pair.group.send(CancelSample(f"s:sample:0/{number}", 1))
+        pair.group.send(CancelSample(f"s:sample:0/{number}", 1))  # it is not there any more
+        pair.group.send(CancelSample(f"s:sample:0/{number}", 2))  # this run never was
+    assert pair.heard() == [[("CancelSample", name) for name in of_worker] for of_worker in samples]
+    assert [worker.load for worker in pair.group._routing.workers] == [0, 0]
+
+
+def test_samples_that_have_ended_leave_their_worker_free(pair: Watched) -> None:
+    done = [sample(number, " done@0 done@1") for number in range(4)]
+    for message in done:
+        pair.group.send(message)
+        (answer,) = pair.said()
+        assert answer == SampleDone(message.request_id, 1, b"0")  # the first is free again each time
+    pair.group.send(sample(7))
+    pair.group.send(EndSession("s", False))
+    assert (pair.group._routing.running, pair.group._routing.workers[0].load) == ({}, 0)
+
+
+def test_only_the_worker_of_vllm_servers_samples(watch: Callable[..., Watched]) -> None:
+    watched = watch(2, sampler="vllm")
+    watched.start()
+    for number in range(3):
+        watched.group.send(sample(number))
+    watched.group.send(TakeSnapshot(1, "tiny", "m", "m/1", False))
+    assert watched.said() == [Answer(1, {"rank": 0})]
+    first, second = watched.heard()
+    assert ([kind for kind, _ in first], second) == ([*["Sample"] * 3, "TakeSnapshot"], [])
+
+
+def test_status_is_that_of_all(pair: Watched) -> None:
+    pair.group.send(ForgetCheckpoint("status"))
+    pair.asked()
+    status = pair.group.status
+    assert [status.done, status.running_samples, status.waiting_samples, status.finished_samples, status.sampled_tokens] == [
+        10 + 20,
+        11 + 21,
+        12 + 22,
+        13 + 23,
+        14 + 24,
+    ]
+    assert (status.memory, pair.group.sampled_tokens) == ({"weights": 14, "0": 1, "1": 1}, 38)
+
+
+# ---- Ended
+
+
+def test_a_worker_that_is_killed_ends_the_others_and_all_are_started_again(pair: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.0)
+    first = pair.pids
+    pair.create("m")
+    pair.group.send(sample(1))
+    pair.group.send(ForgetCheckpoint("status"))
+    pair.group.send(OptimStep(13, "tiny", "hold@1", {}))
+    pair.group.send(RunPass(14, "tiny", True, [("m/hold@0", 0), ("m/1", 1)], [3, 2]))
+    pair.heard()
+    os.kill(first[1], signal.SIGKILL)
+    pair.until(lambda: pair.ends)
+    assert pair.ends == [f"worker 1 of 2: {KILLED}"]
+    assert (pair.messages, pair.pids, [worker.is_ready for worker in pair.group.workers]) == ([], [], [False, False])
+    assert (pair.group._awaited, pair.group._loaded, pair.group._routing.running) == ({}, set(), {})
+    assert (pair.group.busy_s, pair.group.status.done, pair.group.sampled_tokens) == (0.0, 0, 38)
+    second = pair.start()
+    assert not {*first} & {*second}
+    assert pair.heard() == [[], []]
+    pair.create("m")
+    assert len(pair.ends) == 1
+
+
+def test_what_all_had_answered_before_one_ended_is_told_and_nothing_else_is(pair: Watched) -> None:
+    pair.create("m")
+    pair.group.send(OptimStep(21, "tiny", "m", {}))
+    pair.group.send(OptimStep(22, "tiny", "n hold@0", {}))
+    pair.group.send(ForgetCheckpoint("release"))
+    pair.group.send(OptimStep(23, "tiny", "die@0 die@1", {}))
+    for pid in pair.pids:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it is dead, which nobody has noticed yet
+    pair.until(lambda: pair.ends)
+    assert [message for message in pair.messages if isinstance(message, Answer)] == [Answer(21, {"rank": 0}), Answer(22, {"rank": 0})]
+    assert pair.ends == ["worker 0 of 2: the worker process ended unexpectedly (exit code 9)"]
+
+
+def test_a_worker_that_ends_because_another_did_is_not_the_reason(pair: Watched) -> None:
+    """Between CPUs the others learn of an end at once, and end too: the engine may see both at the same time, or the cause last."""
+    first, second = pair.pids
+    pair.group.send(ForgetCheckpoint("follow"))
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    os.kill(second, signal.SIGKILL)
+    os.waitid(os.P_PID, second, os.WEXITED | os.WNOWAIT)
+    pair.until(lambda: pair.ends)
+    assert pair.ends == [f"worker 1 of 2: {KILLED}"]
+
+
+def test_a_worker_that_ended_because_of_another_is_named_if_no_other_has_ended(pair: Watched) -> None:
+    pair.group.send(ForgetCheckpoint("follow"))
+    pair.until(lambda: pair.ends)
+    assert pair.ends == ["worker 0 of 2: the worker process ended unexpectedly (the others are gone)"]
+
+
+def test_a_worker_that_hangs_is_named_and_ends_the_others(watch: Callable[..., Watched]) -> None:
+    watched = watch(3, worker_hung_s=4.0)
+    os.kill(watched.start()[1], signal.SIGSTOP)
+    watched.until(lambda: watched.ends)
+    why = "it had shown no sign of life for 4 s (worker_hung_s) and was killed"
+    assert watched.ends == [f"worker 1 of 3: the worker process ended unexpectedly ({why})"]
+    assert watched.pids == []
+
+
+@pytest.mark.parametrize("how", ["member", "stubborn", "loading"])
+def test_a_group_that_is_told_to_stop_ends_by_itself_or_is_killed(watch: Callable[..., Watched], how: str) -> None:
+    watched = watch(2, how)
+    watched.group.start_if_due()
+    if how != "loading":
+        watched.until(lambda: watched.group.is_ready)
+    processes = [worker.process for worker in watched.group.workers]
+    meeting = watched.group._meeting
+    watched.group.stop(LONG_S if how == "member" else 0.2)
+    assert [process.returncode for process in processes if process] == [0 if how == "member" else -signal.SIGKILL] * 2
+    assert meeting is not None
+    assert not meeting.exists()
