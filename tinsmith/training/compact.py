@@ -184,7 +184,8 @@ class CompactOptimizer:
 
     def begin_with_zeros(self) -> None:
         """Accumulate from 0 where nothing has been accumulated."""
-        self._begin_with([torch.zeros_like(leaf, requires_grad=False) for leaf in self.weights.leaves()])
+        like = self.weights.leaves()
+        self._begin_with([torch.zeros_like(leaf, requires_grad=False, memory_format=torch.contiguous_format) for leaf in like])
 
     def clear(self) -> None:
         """Forget what has been accumulated."""

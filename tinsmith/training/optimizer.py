@@ -86,7 +86,8 @@ class ModelOptimizer:
 
     def begin_with_zeros(self) -> None:
         """Accumulate from 0 where nothing has been accumulated."""
-        self.totals = [torch.zeros_like(buffer, requires_grad=False) for buffer in self.weights.buffers()]
+        like = self.weights.buffers()
+        self.totals = [torch.zeros_like(buffer, requires_grad=False, memory_format=torch.contiguous_format) for buffer in like]
 
     def clear(self) -> None:
         """Forget what has been accumulated."""

@@ -4,6 +4,7 @@ The gradients are added up over all workers in float32, and each takes the step 
 have the weights afterwards: nothing else is exchanged. That all took the same step is checked every time, by the norm of the gradient.
 """
 
+import logging
 import struct
 from collections.abc import Iterator
 
@@ -14,6 +15,8 @@ from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError
 from tinsmith.protocol.shapes import AdamSettings
 from tinsmith.training.compact import Optimizer
+
+log = logging.getLogger(__name__)
 
 PIECE = 2**22
 """Numbers in a narrower precision than float32 that are added up at a time."""
@@ -29,13 +32,13 @@ def step_together(optimizer: Optimizer, settings: AdamSettings, group: ProcessGr
     """
     if not any(group.gather(optimizer.totals is not None)):
         return optimizer.step(settings)
-    lacking: RuntimeError | None = None
+    lacking: Exception | None = None
     try:
         if optimizer.totals is None:
             optimizer.begin_with_zeros()
         narrow = any(total.dtype != torch.float32 for total in optimizer.totals or ())
         buffer = torch.empty(PIECE if narrow else 0, device=group.device)
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         lacking = error
     if any(group.gather(lacking is not None)):
         optimizer.clear()
@@ -68,7 +71,8 @@ def _same_on_all(optimizer: Optimizer, settings: AdamSettings, group: ProcessGro
         (said,) = struct.unpack("<q", struct.pack("<d", metrics["grad_norm"]))
     except TinsmithError as error:
         failure, said = error, _REFUSED
-    except RuntimeError as error:
+    except Exception as error:  # of whatever kind: the others wait for what this one says
+        log.warning("a step failed: %s", error, exc_info=True)
         failure, said = error, _FAILED
     heard = group.gather(said)
     if len(set(heard)) > 1:

@@ -1,0 +1,206 @@
+"""One of several processes that step together: `python stepping.py RANK COUNT MEETING FILE`.
+
+It goes through all cases, in the same order as the others, and leaves in FILE what each came to.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tinsmith.distributed.process_group import ProcessGroup  # noqa: E402
+from tinsmith.errors import DeviceLostError  # noqa: E402
+from tinsmith.models.full import FullWeights, new_compact_weights  # noqa: E402
+from tinsmith.models.lora import Adapter, LoraPair  # noqa: E402
+from tinsmith.protocol.place import Place  # noqa: E402
+from tinsmith.protocol.shapes import AdamSettings, LoraShape  # noqa: E402
+from tinsmith.training import together  # noqa: E402
+from tinsmith.training.compact import CompactOptimizer, Optimizer  # noqa: E402
+from tinsmith.training.optimizer import ModelOptimizer  # noqa: E402
+from tinsmith.training.together import step_together  # noqa: E402
+
+CPU = torch.device("cpu")
+SETTINGS = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip_norm=1.5)
+KINDS = [(kind, dtype) for kind in ("lora", "full", "strided", "compact") for dtype in (torch.float32, torch.bfloat16)]
+STEPS = 3
+PASSES = {(0, 0): 2, (1, 0): 1, (2, 0): 1, (0, 1): 1, (1, 1): 0, (2, 1): 2, (0, 2): 0, (1, 2): 3, (2, 2): 0}
+"""How many passes a worker computes before a step, by its rank and the number of the step."""
+together.PIECE = 100
+"""So that sums in a narrow precision go through several pieces, the last of which is not full."""
+
+
+def fresh(kind: str, dtype: torch.dtype) -> Optimizer:
+    """An optimizer of a few hundred random weights, the same in every process."""
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    if kind == "lora":
+        pairs = {name: LoraPair(random(2, 50), random(40, 2)) for name in ("up", "down")}
+        return ModelOptimizer(Adapter(LoraShape(2, 0), pairs, dtype, device=CPU))
+    masters = {"embed.weight": random(17, 15), "norm.weight": random(30)}
+    if kind == "compact":
+        return CompactOptimizer(new_compact_weights(LoraShape(0, 0), masters, dtype, CPU, "compact"), "compact")
+    if kind == "strided":  # as a base model may have them
+        masters["embed.weight"] = masters["embed.weight"].t()
+    return ModelOptimizer(FullWeights(LoraShape(0, 0), masters, dtype))
+
+
+def gradients(optimizer: Optimizer, rank: int, step: int, number: int) -> list[Tensor | None]:
+    """Those of one pass, in the precision of the base. Some passes do not reach all weights."""
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + number)
+    found: list[Tensor | None] = [torch.randn(leaf.shape, generator=generator).to(leaf.dtype) for leaf in optimizer.weights.leaves()]
+    if number == 1:
+        found[0] = None
+    return found
+
+
+def accumulate(optimizer: Optimizer, rank: int, step: int) -> None:
+    """Add the gradients of all passes of a worker before a step."""
+    for number in range(PASSES[rank, step]):
+        optimizer.contribution(gradients(optimizer, rank, step, number))()
+
+
+def state(optimizer: Optimizer) -> list[Tensor]:
+    """All that a step changes."""
+    weights = optimizer.weights
+    return [tensor.detach().clone() for tensor in (*weights.tensors(), *weights.leaves(), *dict(optimizer.moments()).values())]
+
+
+def copied(totals: list[Tensor] | None) -> list[Tensor] | None:
+    return None if totals is None else [total.clone() for total in totals]
+
+
+class Stepping:
+    """One process, and what its cases have come to."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.rank = group.place.rank
+        self.found: dict[str, Any] = {}
+
+    def equal_steps(self) -> None:
+        for kind, dtype in KINDS:
+            optimizer = fresh(kind, dtype)
+            steps = []
+            for step in range(STEPS):
+                accumulate(optimizer, self.rank, step)
+                totals = copied(optimizer.totals)
+                metrics = step_together(optimizer, SETTINGS, self.group)
+                assert optimizer.totals is None
+                steps.append((totals, metrics, state(optimizer)))
+            self.found[f"{kind} {dtype}"] = steps
+
+    def trial(self, name: str, kind: str, prepare: Callable[[Optimizer], None]) -> None:
+        """A step that `prepare` spoils, then one that nothing is wrong with."""
+        optimizer = fresh(kind, torch.bfloat16)
+        accumulate(optimizer, self.rank, 0)
+        step_together(optimizer, SETTINGS, self.group)
+        before = state(optimizer)
+        prepare(optimizer)
+        error: Exception | None = None
+        metrics: dict[str, float] = {}
+        try:
+            metrics = step_together(optimizer, SETTINGS, self.group)
+        except Exception as raised:  # noqa: BLE001 - the test looks at it
+            error = raised
+        unchanged = all(torch.equal(one, other) for one, other in zip(before, state(optimizer), strict=True))
+        cleared = optimizer.totals is None
+        vars(optimizer).pop("step", None)
+        vars(optimizer).pop("begin_with_zeros", None)
+        optimizer.clear()
+        accumulate(optimizer, self.rank, 0)
+        again = None if isinstance(error, DeviceLostError) else step_together(optimizer, SETTINGS, self.group)["grad_norm"]
+        self.found[f"{name} {kind}"] = type(error).__name__, str(error), metrics, unchanged, cleared, again
+
+    def refused_steps(self) -> None:
+        for kind in ("lora", "compact"):
+            self.trial("nothing", kind, lambda optimizer: None)
+            for bad in ("nan", "inf"):
+                self.trial(bad, kind, lambda optimizer, bad=float(bad): self.spoil(optimizer, bad))  # type: ignore[misc]
+            self.trial("no memory", kind, self.without_memory)
+            self.trial(
+                "no memory in a step", kind, lambda optimizer: self.failing(optimizer, torch.OutOfMemoryError("no"), everywhere=True)
+            )
+            self.trial("failed alone", kind, lambda optimizer: self.failing(optimizer, torch.OutOfMemoryError("no")))
+            self.trial("failed otherwise", kind, lambda optimizer: self.failing(optimizer, MemoryError("no")))
+            self.trial("another norm", kind, self.with_another_norm)
+
+    def spoil(self, optimizer: Optimizer, bad: float) -> None:
+        """The second worker has a gradient that is not finite."""
+        found = [gradient for gradient in gradients(optimizer, self.rank, 0, 0) if gradient is not None]
+        if self.rank == 1:
+            found[1].view(-1)[3] = bad
+        optimizer.contribution(found)()
+
+    def without_memory(self, optimizer: Optimizer) -> None:
+        """The second worker has no gradients, and no memory for zeros in their place."""
+
+        def begin_with_zeros() -> None:
+            raise torch.OutOfMemoryError("out of memory")
+
+        if self.rank == 1:
+            optimizer.begin_with_zeros = begin_with_zeros  # type: ignore[method-assign]
+        else:
+            accumulate(optimizer, self.rank, 0)
+
+    def failing(self, optimizer: Optimizer, error: Exception, everywhere: bool = False) -> None:
+        """The second worker, or all, cannot take the step once the gradients are added up."""
+
+        def step(settings: AdamSettings) -> dict[str, float]:
+            optimizer.clear()
+            raise error
+
+        accumulate(optimizer, self.rank, 0)
+        if self.rank == 1 or everywhere:
+            optimizer.step = step  # type: ignore[method-assign]
+
+    def with_another_norm(self, optimizer: Optimizer) -> None:
+        """The second worker takes a step with a gradient that differs in its last bit."""
+        take = optimizer.step
+        accumulate(optimizer, self.rank, 0)
+        if self.rank == 1:
+            optimizer.step = lambda settings: take(settings) | {"grad_norm": 1.0 + 2**-52}  # type: ignore[method-assign]
+
+    def sums(self) -> None:
+        """What the group itself does."""
+        tensor = torch.full((3,), float(self.rank + 1))
+        self.group.sum(tensor)
+        largest = [2**62 + self.rank, -(2**62)][self.rank % 2]
+        self.found["sums"] = tensor.tolist(), self.group.gather(self.rank * 7 - 1), self.group.gather(largest)
+
+    def alone(self) -> None:
+        """All but the first end without a word; the first notices when it next needs them."""
+        if self.rank:
+            os._exit(0)
+        optimizer = fresh("lora", torch.float32)
+        accumulate(optimizer, 0, 0)
+        try:
+            step_together(optimizer, SETTINGS, self.group)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            self.found["alone"] = type(error).__name__, str(error)
+
+
+def main() -> None:
+    """Go through all cases; the last one ends all processes but the first."""
+    rank, count, meeting, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    torch.set_num_threads(1)
+    stepping = Stepping(ProcessGroup(Place(rank, count, meeting), CPU))
+    stepping.equal_steps()
+    stepping.sums()
+    stepping.refused_steps()
+    torch.save(stepping.found, file)
+    stepping.alone()
+    torch.save(stepping.found, file)
+
+
+if __name__ == "__main__":
+    main()

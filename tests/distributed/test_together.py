@@ -1,0 +1,166 @@
+"""Processes that step together take the step of one that has all their gradients, or none of them takes it."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.stepping import KINDS, PASSES, SETTINGS, STEPS, accumulate, fresh, state
+from tests.running import START_S
+
+Found = list[dict[str, Any]]
+"""What each process has found."""
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Found]:
+    """What so many processes have found. They run on first use."""
+
+    @cache
+    def run(count: int) -> Found:
+        directory = tmp_path_factory.mktemp(f"{count} processes")
+        files = [directory / f"{rank}.pt" for rank in range(count)]
+        program = str(Path(__file__).with_name("stepping.py"))
+        ranks = [(str(rank), str(count), f"file://{directory}/meeting", str(file)) for rank, file in enumerate(files)]
+        running = [subprocess.Popen([sys.executable, program, *arguments]) for arguments in ranks]
+        try:
+            assert [process.wait(START_S) for process in running] == [0] * count, directory
+        finally:
+            for process in running:
+                process.kill()
+        return [torch.load(file, weights_only=True) for file in files]
+
+    return run
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_all_have_the_same_bits_after_each_step(processes: Callable[[int], Found], kind: str, dtype: torch.dtype, count: int) -> None:
+    """With gradients of several passes here, of one there, and none at all elsewhere."""
+    steps = [found[f"{kind} {dtype}"] for found in processes(count)]
+    for step in range(STEPS):
+        _, metrics, expected = steps[0][step]
+        for rank, of_process in enumerate(steps):
+            totals, its_metrics, weights = of_process[step]
+            assert (totals is None) == (PASSES[rank, step] == 0)
+            assert its_metrics == metrics
+            assert same(weights, expected)
+    assert not same(steps[0][0][2], steps[0][1][2])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_two_take_the_step_of_one_that_was_given_the_sum(processes: Callable[[int], Found], kind: str, dtype: torch.dtype) -> None:
+    """To the last bit: two float32 numbers have one sum, which is rounded to bfloat16 where gradients are kept in that."""
+    first, second = (found[f"{kind} {dtype}"] for found in processes(2))
+    alone = fresh(kind, dtype)
+    for (one, metrics, weights), (other, _, _) in zip(first, second, strict=True):
+        given = [totals for totals in (one, other) if totals is not None]
+        alone.totals = [sum((part.float() for part in parts), torch.zeros(())).to(parts[0].dtype) for parts in zip(*given, strict=True)]
+        assert alone.step(SETTINGS) == metrics
+        assert same(state(alone), weights)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_they_stay_close_to_one_that_computed_all_passes(
+    processes: Callable[[int], Found], kind: str, dtype: torch.dtype, count: int
+) -> None:
+    """A step moves a weight by about the learning rate times the share of its gradient in the norm of its history.
+
+    Sums in another order differ by a few times 2^-24 of their largest term, and the divisor is of the size of the terms: 2^-20 of three
+    steps. A compact state rounds moments to 8 bits, a sum in bfloat16 has 8 bits too, and both are rounded by chance: a few times 2^-7.
+    """
+    alone = fresh(kind, dtype)
+    for step in range(STEPS):
+        for rank in range(count):
+            accumulate(alone, rank, step)
+        alone.step(SETTINGS)
+    after = processes(count)[0][f"{kind} {dtype}"][-1][2]
+    masters = len(alone.weights.tensors())
+    near = 2.0**-4 if kind == "compact" else 2.0**-20
+    for expected, found in zip(state(alone)[:masters], after[:masters], strict=True):
+        torch.testing.assert_close(found, expected, atol=STEPS * SETTINGS.lr * near, rtol=2.0**-23)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_zeros_lie_in_memory_as_gradients_do(kind: str, dtype: torch.dtype) -> None:
+    """NCCL adds up only what lies so; weights of a base model may be transposed."""
+    zeros, accumulated = fresh(kind, dtype), fresh(kind, dtype)
+    zeros.begin_with_zeros()
+    accumulate(accumulated, 0, 0)
+    for zero, total in zip(zeros.totals or [], accumulated.totals or [], strict=True):
+        assert (zero.shape, zero.dtype, zero.stride()) == (total.shape, total.dtype, total.stride())
+        assert not zero.any()
+
+
+def test_numbers_are_gathered_and_tensors_summed_up(processes: Callable[[int], Found]) -> None:
+    for count in (2, 3):
+        for found in processes(count):
+            summed, numbers, large = found["sums"]
+            assert summed == [count * (count + 1) / 2] * 3
+            assert numbers == [rank * 7 - 1 for rank in range(count)]
+            assert large == [[2**62 + rank, -(2**62)][rank % 2] for rank in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["lora", "compact"])
+def test_without_gradients_nothing_moves(processes: Callable[[int], Found], kind: str) -> None:
+    for found in processes(2):
+        error, _, metrics, unchanged, cleared, again = found[f"nothing {kind}"]
+        assert (error, metrics, unchanged, cleared) == ("NoneType", {"grad_norm": 0.0, "learning_rate": SETTINGS.lr}, True, True)
+        assert again > 0
+
+
+@pytest.mark.parametrize("kind", ["lora", "compact"])
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+def test_a_gradient_that_is_not_finite_on_one_is_refused_on_all(processes: Callable[[int], Found], kind: str, bad: str) -> None:
+    seen = set()
+    for found in processes(2):
+        error, text, _, unchanged, cleared, again = found[f"{bad} {kind}"]
+        assert (error, unchanged, cleared) == ("UserError", True, True)
+        assert text.startswith(f"the gradient norm is {bad}: the step was refused, the gradients are cleared and the weights stay")
+        seen.add(again)
+    assert len(seen) == 1  # what comes next is the same step on all
+
+
+@pytest.mark.parametrize("kind", ["lora", "compact"])
+def test_a_step_for_which_one_lacks_memory_is_refused_on_all(processes: Callable[[int], Found], kind: str) -> None:
+    first, second = (found[f"no memory {kind}"] for found in processes(2))
+    assert first[0] == "TinsmithError"
+    assert first[1].startswith("the step was refused, the gradients are cleared and the weights stay as they were: another worker has no")
+    assert second[:2] == ("OutOfMemoryError", "out of memory")
+    for _, _, _, unchanged, cleared, again in (first, second):
+        assert (unchanged, cleared) == (True, True)
+        assert again == first[-1] > 0
+
+
+@pytest.mark.parametrize("kind", ["lora", "compact"])
+def test_a_step_for_which_all_lack_memory_is_refused_as_that_of_one(processes: Callable[[int], Found], kind: str) -> None:
+    for found in processes(2):
+        assert found[f"no memory in a step {kind}"][:2] == ("OutOfMemoryError", "no")
+
+
+@pytest.mark.parametrize("kind", ["lora", "compact"])
+@pytest.mark.parametrize("case", ["failed alone", "failed otherwise", "another norm"])
+def test_a_step_that_only_some_took_ends_all(processes: Callable[[int], Found], kind: str, case: str) -> None:
+    """Whatever kind of error it is: one that does not answer would let the others wait."""
+    for rank, found in enumerate(processes(2)):
+        error, text, *_ = found[f"{case} {kind}"]
+        assert error == "DeviceLostError"
+        assert text.startswith(f"worker {rank} of 2 took another step than the others, or none where they took one: ")
+
+
+def test_who_finds_the_others_gone_says_so(processes: Callable[[int], Found]) -> None:
+    for count in (2, 3):
+        error, text = processes(count)[0]["alone"]
+        assert error == "WorkersLostError"
+        assert text.startswith(f"worker 0 of {count} cannot reach the others: ")
