@@ -11,7 +11,7 @@ from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.shares import QUADRATIC_TOKENS, cost, divide, join
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.work import PassDone, Prepare, Prepared, RunPass
+from tinsmith.protocol.work import Drop, PassDone, Prepare, Prepared, RunPass
 from tinsmith.store.records import Command
 
 
@@ -153,6 +153,7 @@ def test_the_results_of_shares_are_read_as_those_of_one_worker() -> None:
             assert output.logprobs.shape == shapes[place]
     assert asked.failed == []
     assert asked.work.tokens_per_pass["tiny"] == 25
+    assert asked.sent[-1] == Drop(["s:train:a/1", "s:train:a/2", "s:train:a/3"])  # others hold the datums that a worker has computed
 
 
 def test_a_share_that_failed_fails_its_operations_and_no_other() -> None:

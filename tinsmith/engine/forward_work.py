@@ -204,12 +204,14 @@ class ForwardWork:
         self.fail(operation.command, type(errors[0])(f"{errors[0]}{more}"), operation.backward)
 
     def _collect_complete(self) -> None:
+        before = len(self.complete)
         for model_id in list(self.operations):
             queue = self.operations[model_id]
             while queue and queue[0].is_complete:
                 self.complete.append(queue.popleft())
             if not queue:
                 del self.operations[model_id]
+        self._drop(self.complete[before:])  # each of several workers holds all datums, and has forgotten those alone that it computed
 
     def _remove(self, operation: ForwardOperation) -> None:
         queue = self.operations[operation.command.model_id]
