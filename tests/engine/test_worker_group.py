@@ -247,15 +247,28 @@ def test_what_one_worker_does_for_all_is_answered_by_that_one(pair: Watched) -> 
     names = [f"model {number}" for number in range(16)]
     checkpoint = {"tinker_path": "tinker://a/weights/b"}
     for name in names:
-        pair.group.send(SaveModel(1, "tiny", name, True, checkpoint))
-        pair.group.send(ExportModel(2, "tiny", name, [], checkpoint))
+        pair.group.send(SaveModel(next(pair.numbers), "tiny", name, True, checkpoint))
+        pair.group.send(ExportModel(next(pair.numbers), "tiny", name, [], checkpoint))
     assert len(pair.said()) == 32
     saved = [[name for kind, name in of_worker if kind == "SaveModel"] for of_worker in pair.heard()]
     assert sorted(saved[0] + saved[1]) == sorted(names)
     assert all(saved)
     for name in names:
-        pair.group.send(SaveModel(1, "tiny", name, True, checkpoint))
+        pair.group.send(SaveModel(next(pair.numbers), "tiny", name, True, checkpoint))
     assert [[name for kind, name in of_worker if kind == "SaveModel"] for of_worker in pair.heard()] == saved
+
+
+@pytest.mark.parametrize("call", [SaveModel, ExportModel])
+def test_a_checkpoint_that_one_worker_has_written_is_looked_up_again_by_all(pair: Watched, call: type[Any]) -> None:
+    """One of its path may have been there before, and been sampled."""
+    path = "tinker://a/weights/b"
+    for number, mark in enumerate(("", " fail@0 fail@1")):
+        options = (True,) if call is SaveModel else ([],)
+        pair.group.send(call(number + 1, "tiny", f"m{mark}", *options, {"tinker_path": path}))
+        assert len(pair.said()) == 1
+        forgotten = [[name for kind, name in of_worker if kind == "ForgetCheckpoint"] for of_worker in pair.heard()]
+        assert forgotten == ([[], []] if mark else [[path], [path]])
+    assert pair.group._awaited == {}
 
 
 def test_orders_reach_all(pair: Watched) -> None:

@@ -27,9 +27,10 @@ from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import Place
-from tinsmith.protocol.serving import CancelSample, EndSession, Sample, SampleDone, SampleFailed
+from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Sample, SampleDone, SampleFailed
 from tinsmith.protocol.work import (
     Answer,
+    Call,
     CallFailed,
     CreateModel,
     DeleteModel,
@@ -59,7 +60,7 @@ R = TypeVar("R")
 class Awaited:
     """What some workers were asked for under one number, and what they have answered."""
 
-    def __init__(self, message: Prepare | RunPass | CreateModel | OptimStep | TakeSnapshot | LoadModel, ranks: Sequence[int]) -> None:
+    def __init__(self, message: Prepare | RunPass | Call, ranks: Sequence[int]) -> None:
         self.message = message
         self.ranks = list(ranks)
         self.replies: dict[int, Reply] = {}
@@ -229,7 +230,7 @@ class WorkerGroup:
             case TakeSnapshot():
                 self._ask(message, self.samplers)
             case SaveModel() | ExportModel():  # all have the same; different models keep different workers from training
-                self.workers[zlib.crc32(message.model_id.encode()) % self.count].send(message)
+                self._ask(message, [zlib.crc32(message.model_id.encode()) % self.count])
             case Sample():
                 self.workers[self._routing.choose(message)].send(message)
             case CancelSample():
@@ -240,7 +241,7 @@ class WorkerGroup:
             case _:
                 self._tell_all(message)
 
-    def _ask(self, message: Prepare | CreateModel | OptimStep | TakeSnapshot | LoadModel, ranks: Sequence[int]) -> None:
+    def _ask(self, message: Prepare | Call, ranks: Sequence[int]) -> None:
         self._awaited[message.number] = Awaited(message, ranks)
         for rank in ranks:
             self.workers[rank].send(message)
@@ -287,8 +288,8 @@ class WorkerGroup:
 
     def _replied(self, rank: int, message: Reply) -> list[Message]:
         awaited = self._awaited.get(message.number)
-        if awaited is None:  # of one worker alone, as a save is; or of operations that were dropped
-            return [message] if isinstance(message, Answer | CallFailed) or self.count == 1 else []
+        if awaited is None:  # of operations that were dropped, which nobody waits for
+            return [message] if isinstance(message, Answer | CallFailed) else []
         awaited.replies[rank] = message
         if not awaited.is_complete:
             return []
@@ -320,8 +321,10 @@ class WorkerGroup:
         pixels = [{digest: size for of_worker in of_datum for digest, size in of_worker.items()} for of_datum in of_datums]
         return replace(next(iter(prepared.values())), pixels=pixels)
 
-    def _called(self, asked: CreateModel | OptimStep | TakeSnapshot | LoadModel, awaited: Awaited) -> list[Message]:
+    def _called(self, asked: Call, awaited: Awaited) -> list[Message]:
         failed, answered = awaited.of(CallFailed), awaited.of(Answer)
+        if isinstance(asked, SaveModel | ExportModel) and answered and self.count > 1:
+            self._tell_all(ForgetCheckpoint(asked.checkpoint["tinker_path"]))  # one of this path may have been sampled before
         if failed and answered:
             rank, failure = next(iter(failed.items()))
             match asked:
