@@ -1,6 +1,6 @@
-"""One of several processes that step together: `python stepping.py RANK COUNT MEETING FILE`.
+"""One of several processes that step together: `python stepping.py RANK COUNT MEETING FILE BASE`.
 
-It goes through all cases, in the same order as the others, and leaves in FILE what each came to.
+It goes through all cases, in the same order as the others, and leaves in FILE what each came to. BASE is the directory of a tiny model.
 """
 
 import os
@@ -15,13 +15,15 @@ from torch import Tensor
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tinsmith.config import TrainingConfig  # noqa: E402
 from tinsmith.distributed.process_group import ProcessGroup  # noqa: E402
-from tinsmith.errors import DeviceLostError  # noqa: E402
+from tinsmith.errors import DeviceLostError, TinsmithError  # noqa: E402
 from tinsmith.models.full import FullWeights, new_compact_weights  # noqa: E402
 from tinsmith.models.lora import Adapter, LoraPair  # noqa: E402
 from tinsmith.protocol.place import Place  # noqa: E402
 from tinsmith.protocol.shapes import AdamSettings, LoraShape  # noqa: E402
 from tinsmith.training import together  # noqa: E402
+from tinsmith.training.backend import LocalBackend  # noqa: E402
 from tinsmith.training.compact import CompactOptimizer, Optimizer  # noqa: E402
 from tinsmith.training.optimizer import ModelOptimizer  # noqa: E402
 from tinsmith.training.together import step_together  # noqa: E402
@@ -177,6 +179,29 @@ class Stepping:
         largest = [2**62 + self.rank, -(2**62)][self.rank % 2]
         self.found["sums"] = tensor.tolist(), self.group.gather(self.rank * 7 - 1), self.group.gather(largest)
 
+    def trained(self, directory: Path) -> None:
+        """A model of a real base, each of whose datums one of the processes computes; the last step finds it on the first one alone."""
+        from tests.bases import datum, load, random_tokens, renderer
+
+        base = load(directory, device="cpu")
+        backend = LocalBackend(base, TrainingConfig(logits_chunk=64), self.group)
+        backend.create_model("m", LoraShape(4, 0))
+        for step in range(STEPS):
+            work = [datum("m", renderer(base).render([random_tokens(10 * step + i, 9 + 5 * i)])) for i in range(4)]
+            share = work[self.rank :: self.group.count] if step != 1 else work * (self.rank == 1)
+            assert not share or backend.run_pass(share, backward=True).failures == {}
+            backend.optim_step("m", SETTINGS)
+        self.found["trained"] = state(backend.optimizers["m"])
+        for name, everywhere in (("missing", True), ("missing on some", False)):
+            if self.rank or everywhere:
+                backend.delete_model("m")
+            else:
+                backend.create_model("m", LoraShape(4, 0))
+            try:
+                backend.optim_step("m", SETTINGS)
+            except TinsmithError as error:
+                self.found[name] = type(error).__name__, str(error)
+
     def alone(self) -> None:
         """All but the first end without a word; the first notices when it next needs them."""
         if self.rank:
@@ -197,6 +222,7 @@ def main() -> None:
     stepping.equal_steps()
     stepping.sums()
     stepping.refused_steps()
+    stepping.trained(Path(sys.argv[5]))
     torch.save(stepping.found, file)
     stepping.alone()
     torch.save(stepping.found, file)

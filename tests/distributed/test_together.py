@@ -11,15 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.bases import datum, load, random_tokens, renderer
 from tests.distributed.stepping import KINDS, PASSES, SETTINGS, STEPS, accumulate, fresh, state
 from tests.running import START_S
+from tinsmith.config import TrainingConfig
+from tinsmith.protocol.shapes import LoraShape
+from tinsmith.training.backend import LocalBackend
 
 Found = list[dict[str, Any]]
 """What each process has found."""
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Found]:
+def processes(tmp_path_factory: pytest.TempPathFactory, family_dir: Callable[[str], Path]) -> Callable[[int], Found]:
     """What so many processes have found. They run on first use."""
 
     @cache
@@ -27,7 +31,9 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Found
         directory = tmp_path_factory.mktemp(f"{count} processes")
         files = [directory / f"{rank}.pt" for rank in range(count)]
         program = str(Path(__file__).with_name("stepping.py"))
-        ranks = [(str(rank), str(count), f"file://{directory}/meeting", str(file)) for rank, file in enumerate(files)]
+        ranks = [
+            (str(rank), str(count), f"file://{directory}/meeting", str(file), str(family_dir("qwen3"))) for rank, file in enumerate(files)
+        ]
         running = [subprocess.Popen([sys.executable, program, *arguments]) for arguments in ranks]
         try:
             assert [process.wait(START_S) for process in running] == [0] * count, directory
@@ -157,6 +163,35 @@ def test_a_step_that_only_some_took_ends_all(processes: Callable[[int], Found], 
         error, text, *_ = found[f"{case} {kind}"]
         assert error == "DeviceLostError"
         assert text.startswith(f"worker {rank} of 2 took another step than the others, or none where they took one: ")
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_passes_that_are_divided_train_a_model_as_those_of_one_worker(
+    processes: Callable[[int], Found], family_dir: Callable[[str], Path], count: int
+) -> None:
+    """Also where one computes all of a step. Rows packed with others round in another order: within 1e-5, a thousandth of a step."""
+    base = load(family_dir("qwen3"), device="cpu")
+    alone = LocalBackend(base, TrainingConfig(logits_chunk=64))
+    alone.create_model("m", LoraShape(4, 0))
+    before = state(alone.optimizers["m"])
+    for step in range(STEPS):
+        work = [datum("m", renderer(base).render([random_tokens(10 * step + i, 9 + 5 * i)])) for i in range(4)]
+        assert alone.run_pass(work, backward=True).failures == {}
+        alone.optim_step("m", SETTINGS)
+    found = [of_process["trained"] for of_process in processes(count)]
+    assert all(same(found[0], other) for other in found[1:])
+    expected = state(alone.optimizers["m"])
+    masters = len(alone.optimizers["m"].weights.tensors())
+    assert not same(before[:masters], expected[:masters])
+    for one, other in zip(expected[:masters], found[0][:masters], strict=True):
+        torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_of_a_model_that_is_not_on_all_ends_all_and_lets_none_wait(processes: Callable[[int], Found]) -> None:
+    for found in processes(2):
+        assert found["missing"] == ("NotFoundError", "model m is not loaded; create it anew")
+        lost = "the workers are not the same any more: whether model m is there is [1, 0], by rank"
+        assert found["missing on some"] == ("DeviceLostError", lost)
 
 
 def test_who_finds_the_others_gone_says_so(processes: Callable[[int], Found]) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tinsmith.errors import WorkersLostError
+from tinsmith.errors import DeviceLostError, WorkersLostError
 from tinsmith.protocol.place import Place
 
 LONGEST_WAIT = timedelta(hours=2)
@@ -52,6 +52,12 @@ class ProcessGroup:
         found[self.place.rank] = number
         self.sum(found)
         return found.tolist()
+
+    def agree(self, number: int, what: str) -> None:
+        """Raise DeviceLostError on all workers if `what`, a number of each, is not the same on all."""
+        numbers = self.gather(number)
+        if len(set(numbers)) > 1:
+            raise DeviceLostError(f"the workers are not the same any more: {what} is {numbers}, by rank")
 
     def close(self) -> None:
         """Leave the others."""

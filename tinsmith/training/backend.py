@@ -139,6 +139,8 @@ class LocalBackend:
         self.optimizers.pop(model_id, None)
 
     def optim_step(self, model_id: str, settings: AdamSettings) -> dict[str, float]:
+        if self.group is not None:  # one that has no such model would let the others wait for its gradients
+            self.group.agree(model_id in self.optimizers, f"whether model {model_id} is there")
         optimizer = self._optimizer(model_id)
         try:
             with threads_for_step(optimizer.weights.parameter_count):
