@@ -14,6 +14,9 @@ from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import Drop, PassDone, Prepare, Prepared, RunPass
 from tinsmith.store.records import Command
 
+ENOUGH = 2**40
+"""Tokens of a share that no pass here comes near."""
+
 
 def a_pass(*lengths: int) -> RunPass:
     """A pass of datums of three operations."""
@@ -27,7 +30,7 @@ def lengths_of(shares: list[RunPass | None]) -> list[list[int]]:
 @given(st.lists(st.integers(1, 2**17), min_size=1, max_size=40), st.integers(1, 9))
 def test_each_datum_has_one_worker_and_keeps_its_place_and_length(lengths: list[int], count: int) -> None:
     whole = a_pass(*lengths)
-    shares = divide(whole, count)
+    shares = divide(whole, count, ENOUGH)
     assert len(shares) == count
     there = [share for share in shares if share is not None]
     assert all((share.number, share.base_model, share.backward) == (7, "tiny", True) for share in there)
@@ -42,24 +45,24 @@ def test_each_datum_has_one_worker_and_keeps_its_place_and_length(lengths: list[
 def test_no_worker_has_more_than_one_datum_over_an_even_share(lengths: list[int], count: int) -> None:
     """When a datum was given to a worker, nobody had less to do, so at most the mean of all; it is the last that this worker got."""
     mean = sum(map(cost, lengths)) / count
-    for share in lengths_of(divide(a_pass(*lengths), count)):
+    for share in lengths_of(divide(a_pass(*lengths), count, ENOUGH)):
         assert sum(map(cost, share)) <= (mean + min(map(cost, share), default=0.0)) * (1 + 1e-9)  # sums of floats in another order
 
 
 def test_a_worker_alone_gets_the_pass_as_it_is() -> None:
     whole = a_pass(3, 1, 2)
-    (share,) = divide(whole, 1)
+    (share,) = divide(whole, 1, ENOUGH)
     assert share is whole
 
 
 def test_the_dearest_datum_goes_first_to_the_worker_with_least_to_do() -> None:
-    assert lengths_of(divide(a_pass(1, 2, 3, 4, 5, 6), 2)) == [[1, 3, 6], [2, 4, 5]]
-    assert lengths_of(divide(a_pass(5, 9, 5), 2)) == [[9], [5, 5]]
-    assert lengths_of(divide(a_pass(4, 4, 4, 4), 4)) == [[4], [4], [4], [4]]
+    assert lengths_of(divide(a_pass(1, 2, 3, 4, 5, 6), 2, ENOUGH)) == [[1, 3, 6], [2, 4, 5]]
+    assert lengths_of(divide(a_pass(5, 9, 5), 2, ENOUGH)) == [[9], [5, 5]]
+    assert lengths_of(divide(a_pass(4, 4, 4, 4), 4, ENOUGH)) == [[4], [4], [4], [4]]
 
 
 def test_workers_for_whom_there_is_no_datum_get_nothing() -> None:
-    shares = divide(a_pass(4, 9), 4)
+    shares = divide(a_pass(4, 9), 4, ENOUGH)
     assert lengths_of(shares) == [[9], [4], [], []]
     assert shares[2:] == [None, None]
 
@@ -68,9 +71,25 @@ def test_a_long_sequence_costs_more_than_short_ones_of_as_many_tokens() -> None:
     """One of QUADRATIC_TOKENS costs twice its tokens, so it stands against twice as many in short ones."""
     assert cost(QUADRATIC_TOKENS) == 2 * QUADRATIC_TOKENS
     short = QUADRATIC_TOKENS // 64
-    first, second = lengths_of(divide(a_pass(QUADRATIC_TOKENS, *[short] * 128), 2))
+    first, second = lengths_of(divide(a_pass(QUADRATIC_TOKENS, *[short] * 128), 2, ENOUGH))
     # A short one costs 520, 126 of them 65,520, and the long one 65,536: so the second worker gets one more, and the first the last.
     assert (first, len(second)) == ([QUADRATIC_TOKENS, short], 127)
+
+
+def test_what_costs_little_does_not_go_beyond_the_memory_of_a_worker() -> None:
+    """A long sequence costs as much as twice its tokens in short ones, which take twice the memory: the rest goes to who has room."""
+    short = QUADRATIC_TOKENS // 16
+    whole = a_pass(QUADRATIC_TOKENS, *[short] * 32)
+    tokens = [sum(share) for share in lengths_of(divide(whole, 2, ENOUGH))]
+    assert tokens[1] > 1.5 * QUADRATIC_TOKENS
+    most = sum(whole.lengths) // 2
+    assert [sum(share) for share in lengths_of(divide(whole, 2, most))] == [most, most]
+
+
+def test_what_has_no_room_anywhere_goes_to_the_worker_with_most_room() -> None:
+    assert lengths_of(divide(a_pass(90, 60, 50), 2, 100)) == [[90], [60, 50]]
+    assert lengths_of(divide(a_pass(300, 200), 2, 100)) == [[300], [200]]
+    assert lengths_of(divide(a_pass(300, 200, 100), 2, 100)) == [[300], [200, 100]]
 
 
 # ---- Results

@@ -1,6 +1,5 @@
 """A pass divided among workers, and the parts of its result put together again."""
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,19 +15,23 @@ def cost(tokens: int) -> float:
     return tokens * (1 + tokens / QUADRATIC_TOKENS)
 
 
-def divide(message: RunPass, count: int) -> list[RunPass | None]:
+def divide(message: RunPass, count: int, most: int) -> list[RunPass | None]:
     """The share of each of `count` workers; None for one that gets nothing.
 
-    The dearest datum goes first, each to the worker with least to do so far. Datums keep their order within a share.
+    The dearest datum goes first, each to the worker with least to do so far among those whose share stays within `most` tokens, or else to
+    the one with fewest. Datums keep their order within a share.
     """
     if count == 1:
         return [message]
     shares: list[list[int]] = [[] for _ in range(count)]
-    load = [(0.0, rank) for rank in range(count)]
+    costs, tokens = [0.0] * count, [0] * count
     for place in sorted(range(len(message.pieces)), key=lambda place: -message.lengths[place]):
-        done, rank = heapq.heappop(load)
+        length = message.lengths[place]
+        roomy = [rank for rank in range(count) if tokens[rank] + length <= most]
+        rank = min(roomy, key=costs.__getitem__) if roomy else min(range(count), key=tokens.__getitem__)
         shares[rank].append(place)
-        heapq.heappush(load, (done + cost(message.lengths[place]), rank))
+        costs[rank] += cost(length)
+        tokens[rank] += length
     return [_part(message, sorted(places)) if places else None for places in shares]
 
 

@@ -221,7 +221,8 @@ class WorkerGroup:
             return
         match message:
             case RunPass():
-                shares = {rank: share for rank, share in enumerate(divide(message, self.count)) if share is not None}
+                most = self._tokens_per_pass(message.base_model) // self.count
+                shares = {rank: share for rank, share in enumerate(divide(message, self.count, most)) if share is not None}
                 self._awaited[message.number] = Awaited(message, list(shares))
                 for rank, share in shares.items():
                     self.workers[rank].send(share)
