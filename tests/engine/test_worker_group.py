@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from tests.engine.light_worker import FACTS
-from tests.engine.test_worker_process import LONG_S, light, link_of_an_engine
+from tests.engine.test_worker_process import LONG_S, engine_with, light, link_of_an_engine
 from tinsmith.config import Config, SamplingConfig, ServerConfig
 from tinsmith.engine import worker_process
 from tinsmith.engine.worker_group import WorkerGroup
+from tinsmith.errors import ConfigError
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Sample, SampleDone
+from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Ready, Recovering, Sample, SampleDone
 from tinsmith.protocol.work import (
     Answer,
     CallFailed,
@@ -517,3 +518,43 @@ def test_a_group_that_is_told_to_stop_ends_by_itself_or_is_killed(watch: Callabl
     assert [process.returncode for process in processes if process] == [0 if how == "member" else -signal.SIGKILL] * 2
     assert meeting is not None
     assert not meeting.exists()
+
+
+# ---- With the engine
+
+
+def test_the_server_is_told_once_that_workers_are_lost_and_once_that_all_are_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.0)
+    told: list[Message] = []
+    with engine_with("member", tmp_path, 3) as (server, engine):
+
+        def until(messages: int) -> None:
+            deadline = time.monotonic() + LONG_S
+            while len(told) < messages:
+                assert time.monotonic() < deadline, told
+                engine.receive(0.05)
+                engine.turn()
+                told.extend(message for message in server.receive() if isinstance(message, Ready | Recovering))
+
+        facts = FACTS.to_dict() | {"max_trained": 22, "max_sampled": 20}
+        expected: list[Message] = [Ready([facts])]
+        until(1)
+        for rank in (2, 0):
+            pid = engine.workers.workers[rank].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            server.send(sample(rank))  # on its way to workers that are no more
+            expected += [Recovering(f"worker {rank} of 3: {KILLED}"), Ready([facts])]
+            until(len(expected))
+        engine.receive(0.05)
+        assert told == expected
+
+
+def test_an_engine_with_a_worker_that_cannot_start_ends_and_names_it(tmp_path: Path) -> None:
+    with (
+        engine_with("broken", tmp_path, 2) as (_, engine),
+        pytest.raises(
+            ConfigError, match=r"^worker [01] of 2: the worker process ended unexpectedly \(exit code 2\) before it could take work"
+        ),
+    ):
+        engine.run(os.getppid())

@@ -229,11 +229,11 @@ def test_a_worker_that_is_told_to_stop_ends_by_itself_or_is_killed(watch: Callab
 
 
 @contextmanager
-def engine_with(how: str, data_dir: Path) -> Iterator[tuple[ParentLink, Engine]]:
-    """An engine over a worker of that behaviour, and the server's end of its link."""
+def engine_with(how: str, data_dir: Path, count: int = 1) -> Iterator[tuple[ParentLink, Engine]]:
+    """An engine over workers of that behaviour, and the server's end of its link."""
     with link_of_an_engine() as (server, link):
         config = Config(["tiny=unused"], str(data_dir))
-        workers = WorkerGroup(config, link, 1, light(how))
+        workers = WorkerGroup(config, link, count, light(how))
         engine = Engine(config, link, Beat(), workers)  # type: ignore[arg-type]
         try:
             yield server, engine
