@@ -506,6 +506,24 @@ def test_a_worker_that_hangs_is_named_and_ends_the_others(watch: Callable[..., W
     assert watched.pids == []
 
 
+def test_workers_that_do_not_end_share_the_time_that_they_are_given(watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other they would keep an engine that ends for as many times that long."""
+    watched = watch(3, "stubborn")
+    watched.start()
+    waited: list[float] = []
+    for worker in watched.group.workers:
+
+        def stop(timeout_s: float, stop: Callable[[float], None] = worker.stop) -> None:
+            waited.append(timeout_s)
+            stop(timeout_s)
+
+        monkeypatch.setattr(worker, "stop", stop)
+    watched.group.stop(1.0)
+    assert 0.0 < waited[0] <= 1.0
+    assert waited[1:] == [0.0, 0.0]  # the first had all of it
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize("how", ["member", "stubborn", "loading"])
 def test_a_group_that_is_told_to_stop_ends_by_itself_or_is_killed(watch: Callable[..., Watched], how: str) -> None:
     watched = watch(2, how)

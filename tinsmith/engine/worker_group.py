@@ -202,10 +202,11 @@ class WorkerGroup:
 
     def stop(self, timeout_s: float) -> None:
         """Let the workers finish what they compute and end; kill those that take longer than `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
         for worker in self.workers:
             worker.begin_to_stop()
         for worker in self.workers:
-            worker.stop(timeout_s)
+            worker.stop(max(0.0, deadline - time.monotonic()))
         self._forget_meeting()
 
     def _forget_meeting(self) -> None:
