@@ -145,14 +145,7 @@ class ModelsConfig:
 class DistributedConfig:
     """Several workers."""
 
-    workers: int = setting(
-        0,
-        "Number of processes that train and sample together, each on a GPU of its own; 0 is one for each GPU, and one on a CPU or with "
-        "vLLM",
-        "workers",
-        0,
-        1024,
-    )
+    workers: int = setting(1, "Number of processes that train and sample together, each on a GPU of its own", "workers", 1, 1024)
 
 
 @dataclass

@@ -135,6 +135,7 @@ class Stepping:
             self.trial("failed alone", kind, lambda optimizer: self.failing(optimizer, torch.OutOfMemoryError("no")))
             self.trial("failed otherwise", kind, lambda optimizer: self.failing(optimizer, MemoryError("no")))
             self.trial("another norm", kind, self.with_another_norm)
+            self.trial("another weight", kind, self.with_another_weight)
 
     def spoil(self, optimizer: Optimizer, bad: float) -> None:
         """The second worker has a gradient that is not finite."""
@@ -171,6 +172,14 @@ class Stepping:
         accumulate(optimizer, self.rank, 0)
         if self.rank == 1:
             optimizer.step = lambda settings: take(settings) | {"grad_norm": 1.0 + 2**-52}  # type: ignore[method-assign]
+
+    def with_another_weight(self, optimizer: Optimizer) -> None:
+        """The second worker has a weight that differs in its last bit."""
+        accumulate(optimizer, self.rank, 0)
+        if self.rank == 1:
+            weights = optimizer.weights
+            tensor = weights.flat.view(torch.int32) if isinstance(weights, Adapter) else weights.leaves()[0].detach().view(torch.int16)
+            tensor.view(-1)[5] ^= 1
 
     def sums(self) -> None:
         """What the group itself does."""

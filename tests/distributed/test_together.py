@@ -156,7 +156,7 @@ def test_a_step_for_which_all_lack_memory_is_refused_as_that_of_one(processes: C
 
 
 @pytest.mark.parametrize("kind", ["lora", "compact"])
-@pytest.mark.parametrize("case", ["failed alone", "failed otherwise", "another norm"])
+@pytest.mark.parametrize("case", ["failed alone", "failed otherwise", "another norm", "another weight"])
 def test_a_step_that_only_some_took_ends_all(processes: Callable[[int], Found], kind: str, case: str) -> None:
     """Whatever kind of error it is: one that does not answer would let the others wait."""
     for rank, found in enumerate(processes(2)):

@@ -24,7 +24,7 @@ from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import Bye, CancelSample, EndSession, ForgetCheckpoint, Sample, SampleDone, Shutdown
+from tinsmith.protocol.serving import Bye, CancelSample, EndSession, ForgetCheckpoint, Sample, SampleDone, SampleFailed, Shutdown
 from tinsmith.protocol.work import (
     Answer,
     CallFailed,
@@ -75,6 +75,7 @@ class Member:
     hold@RANK    it answers when it is told to forget the checkpoint `release`
     die@RANK     it ends itself
     done@RANK    it answers a sample, with its rank
+    gone@RANK    it has dropped the weights of a sample
 
     It tells what it has heard when it is told to forget the checkpoint `heard`, and what it does for `status`.
     """
@@ -140,6 +141,8 @@ class Member:
         fails = f"fail@{self.rank}" in name_of(message)
         reason = f"worker {self.rank} cannot"
         match message:
+            case Sample() if f"gone@{self.rank}" in name_of(message):
+                return SampleFailed(message.request_id, message.run, reason, "user", gone=True)
             case Sample():
                 return SampleDone(message.request_id, message.run, str(self.rank).encode())
             case Prepare() if fails:
@@ -166,7 +169,7 @@ def threads() -> str | None:
 def answers(message: Message, rank: int) -> bool:
     """Whether a worker answers it."""
     if isinstance(message, Sample):
-        return f"done@{rank}" in message.request_id
+        return f"done@{rank}" in message.request_id or f"gone@{rank}" in message.request_id
     return not isinstance(message, CancelSample | EndSession | ForgetCheckpoint | Drop | ClearGradients | DeleteModel)
 
 

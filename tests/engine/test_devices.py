@@ -29,7 +29,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return make
 
 
-def config(workers: int = 0, device: str = "auto", sampler: str = "local") -> Config:
+def config(workers: int = 1, device: str = "auto", sampler: str = "local") -> Config:
     return Config(
         distributed=DistributedConfig(workers),
         models=ModelsConfig(device=device),
@@ -37,10 +37,11 @@ def config(workers: int = 0, device: str = "auto", sampler: str = "local") -> Co
     )
 
 
-def test_a_worker_for_each_gpu_unless_fewer_are_asked_for(machine: Machine) -> None:
+def test_as_many_workers_as_are_asked_for_and_one_by_default(machine: Machine) -> None:
     machine(4)
-    assert [worker_count(config(device=device)) for device in ("auto", "cuda")] == [4, 4]
-    assert [worker_count(config(workers)) for workers in (1, 2, 4)] == [1, 2, 4]
+    assert worker_count(Config()) == 1
+    assert [worker_count(config(workers, device)) for workers in (1, 2, 4) for device in ("auto", "cuda")] == [1, 1, 2, 2, 4, 4]
+    assert worker_count(config(4, sampler="none")) == 4
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
@@ -50,32 +51,36 @@ def test_more_workers_than_gpus_are_refused(machine: Machine, device: str) -> No
         worker_count(config(5, device))
 
 
-def test_without_gpus_there_is_one_worker_or_as_many_as_are_asked_for(machine: Machine) -> None:
+def test_without_gpus_there_are_as_many_workers_as_are_asked_for(machine: Machine) -> None:
     machine(0)
-    assert [worker_count(config(workers)) for workers in (0, 1, 3)] == [1, 1, 3]
+    assert [worker_count(config(workers)) for workers in (1, 3)] == [1, 3]
     # Where the GPU is not shown as Linux shows it, one can be asked for by name, and torch finds it or not.
-    assert [worker_count(config(workers, "cuda")) for workers in (0, 1)] == [1, 1]
+    assert worker_count(config(1, "cuda")) == 1
     with pytest.raises(ConfigError, match=r"^--workers 2: there are 0 GPUs, and each worker needs its own; ask for 1 or fewer$"):
         worker_count(config(2, "cuda"))
 
 
-def test_a_cpu_has_one_worker_or_as_many_as_are_asked_for_whatever_gpus_there_are(machine: Machine) -> None:
+def test_a_cpu_has_as_many_workers_as_are_asked_for_whatever_gpus_there_are(machine: Machine) -> None:
     machine(4)
-    assert [worker_count(config(workers, "cpu")) for workers in (0, 1, 9)] == [1, 1, 9]
+    assert [worker_count(config(workers, "cpu")) for workers in (1, 9)] == [1, 9]
 
 
 def test_a_device_with_a_number_has_one_worker(machine: Machine) -> None:
     machine(4)
-    assert [worker_count(config(workers, "cuda:2")) for workers in (0, 1)] == [1, 1]
+    assert worker_count(config(1, "cuda:2")) == 1
     contradict = r"^--workers 2 and --device cuda:2 contradict each other: each worker has its own GPU; leave one out$"
     with pytest.raises(ConfigError, match=contradict):
         worker_count(config(2, "cuda:2"))
 
 
-def test_with_vllm_one_worker_leaves_the_other_gpus_to_its_servers(machine: Machine) -> None:
+def test_vllm_servers_do_not_share_gpus_with_workers(machine: Machine) -> None:
     machine(4)
-    assert [worker_count(config(sampler=sampler)) for sampler in ("local", "none", "vllm")] == [4, 4, 1]
-    assert worker_count(config(2, sampler="vllm")) == 2
+    assert worker_count(config(1, sampler="vllm")) == 1
+    with pytest.raises(
+        ConfigError, match=r"^--workers 2 and --sampler vllm: vLLM servers would start on GPUs of workers; use --workers 1$"
+    ):
+        worker_count(config(2, sampler="vllm"))
+    assert worker_count(config(2, "cpu", sampler="vllm")) == 2
 
 
 @pytest.mark.parametrize(
@@ -97,8 +102,9 @@ def test_with_vllm_one_worker_leaves_the_other_gpus_to_its_servers(machine: Mach
 def test_the_environment_says_which_gpus_there_are(machine: Machine, visible: str | None, count: int) -> None:
     machine(4, visible)
     assert visible_gpus() == count
-    assert worker_count(config()) == max(1, count)
+    assert worker_count(config()) == 1
     if count:
+        assert worker_count(config(count)) == count
         with pytest.raises(ConfigError, match=f"there are {count} GPUs"):
             worker_count(config(count + 1))
 

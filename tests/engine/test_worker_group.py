@@ -19,7 +19,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Ready, Recovering, Sample, SampleDone
+from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Ready, Recovering, Sample, SampleDone, SampleFailed
 from tinsmith.protocol.work import (
     Answer,
     CallFailed,
@@ -415,6 +415,18 @@ def test_samples_that_have_ended_leave_their_worker_free(pair: Watched) -> None:
     pair.group.send(sample(7))
     pair.group.send(EndSession("s", False))
     assert (pair.group._routing.running, pair.group._routing.workers[0].load) == ({}, 0)
+
+
+def test_a_sample_whose_weights_a_worker_has_dropped_goes_to_another(pair: Watched) -> None:
+    """Each drops snapshots that it has not sampled for long. It fails when none has them."""
+    pair.group.send(sample(1, " gone@0 done@1"))
+    (answer,) = [*pair.said(), *pair.said()]  # of one worker, then of the other
+    assert answer == SampleDone("s:sample:0/1 gone@0 done@1", 1, b"1")
+    pair.group.send(sample(2, " gone@0 gone@1"))
+    (failed,) = [*pair.said(), *pair.said()]
+    assert failed == SampleFailed("s:sample:0/2 gone@0 gone@1", 1, "worker 1 cannot", "user", gone=True)
+    assert pair.heard() == [[("Sample", "s:sample:0/1 gone@0 done@1"), ("Sample", "s:sample:0/2 gone@0 gone@1")]] * 2
+    assert (pair.group._routing.running, [worker.load for worker in pair.group._routing.workers]) == ({}, [0, 0])
 
 
 def test_only_the_worker_of_vllm_servers_samples(watch: Callable[..., Watched]) -> None:

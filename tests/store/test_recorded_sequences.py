@@ -2,6 +2,8 @@
 
 import logging
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,16 @@ from tinsmith.store import recorded_sequences
 from tinsmith.store.recorded_sequences import FILE_NAME, LIFETIME_S, RecordedSequence, RecordedSequences
 
 MIB = 2**20
+
+
+OPEN = """
+import sys, time
+from pathlib import Path
+from tinsmith.store.recorded_sequences import RecordedSequences
+print("ready", flush=True)
+sys.stdin.readline()
+RecordedSequences(Path(sys.argv[1]), 2**20).close()
+"""
 
 
 class Clock:
@@ -232,3 +244,22 @@ def stored(directory: Path) -> list[str]:
     """The ids in the file."""
     with sqlite3.connect(directory / FILE_NAME) as connection:
         return sorted(row[0] for row in connection.execute("SELECT sequence_id FROM recorded"))
+
+
+def test_several_workers_open_a_new_file_at_the_same_time(tmp_path: Path) -> None:
+    """They do so when they have met. SQLite waits for no lock while it changes a file's journal mode."""
+    for number in range(5):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        command = [sys.executable, "-c", OPEN, str(directory)]
+        running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+        for process in running:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        for process in running:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        for process in running:
+            process.communicate()
+        assert [process.returncode for process in running] == [0] * 4

@@ -31,7 +31,7 @@ class ProcessGroup:
         self.device = device
         if place.meeting.startswith("file://"):  # on one host: nobody else needs to reach them
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with self._not_alone():
             dist.init_process_group(backend, place.meeting, LONGEST_WAIT, place.count, place.rank)

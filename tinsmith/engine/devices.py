@@ -1,4 +1,4 @@
-"""How many workers an engine starts. The engine has no torch to ask, so it counts the devices that the system shows."""
+"""How many workers an engine starts, and on what. It has no torch to ask, so it counts the devices that the system shows."""
 
 import os
 import re
@@ -14,23 +14,20 @@ _GPU = re.compile(r"\s*(\d+|(GPU|MIG)-.+)\s*")
 
 
 def worker_count(config: Config) -> int:
-    """One for each GPU that the workers may use, or as many as are configured. Raises ConfigError for more workers than GPUs."""
+    """How many workers are configured. Raises ConfigError if these need more GPUs than there are, or share them with vLLM servers."""
     asked, device = config.distributed.workers, config.models.device
-    if device == "cpu":
-        return asked or 1
+    if asked == 1 or device == "cpu":
+        return asked
     if ":" in device:
-        if asked > 1:
-            raise ConfigError(f"--workers {asked} and --device {device} contradict each other: each worker has its own GPU; leave one out")
-        return 1
+        raise ConfigError(f"--workers {asked} and --device {device} contradict each other: each worker has its own GPU; leave one out")
     gpus = visible_gpus()
     if gpus == 0 and device == "auto":
-        return asked or 1
-    if asked > max(1, gpus):
-        raise ConfigError(f"--workers {asked}: there are {gpus} GPUs, and each worker needs its own; ask for {max(1, gpus)} or fewer")
-    if asked:
         return asked
-    # vLLM servers take the GPUs that no worker has.
-    return 1 if config.sampling.sampler == "vllm" else max(1, gpus)
+    if asked > gpus:
+        raise ConfigError(f"--workers {asked}: there are {gpus} GPUs, and each worker needs its own; ask for {max(1, gpus)} or fewer")
+    if config.sampling.sampler == "vllm":
+        raise ConfigError(f"--workers {asked} and --sampler vllm: vLLM servers would start on GPUs of workers; use --workers 1")
+    return asked
 
 
 def threads_of(config: Config, count: int) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -46,13 +47,24 @@ class _Worker:
             self.known.popitem(last=False)
 
 
+@dataclass
+class _Running:
+    """A sample that a worker has."""
+
+    message: Sample
+    rank: int
+    cost: float
+    asked: set[int]
+    """All workers that have had it."""
+
+
 class Routing:
     """Chooses a worker for each sample, and knows which has which."""
 
     def __init__(self, count: int) -> None:
         self.workers = [_Worker() for _ in range(count)]
-        self.running: dict[tuple[str, int], tuple[int, float]] = {}
-        """Worker and cost of each sample, by request id and run."""
+        self.running: dict[tuple[str, int], _Running] = {}
+        """By request id and run; nothing where there is one worker."""
 
     def choose(self, message: Sample) -> int:
         """The worker for a sample, which is its until `ended`."""
@@ -61,23 +73,39 @@ class Routing:
         beginnings: list[int] = []
         tokens = answer = len(message.payload) // 8
         if len(message.payload) <= LARGEST:
-            body = orjson.loads(message.payload)
-            beginnings, tokens = _beginnings(body, message.weights_id)
-            answer = body["sampling_params"].get("max_tokens") or tokens
+            with suppress(orjson.JSONDecodeError):  # of numbers that the server's parser takes and this one does not
+                body = orjson.loads(message.payload)
+                beginnings, tokens = _beginnings(body, message.weights_id)
+                answer = body["sampling_params"].get("max_tokens") or tokens
         answers = DECODE * message.num_samples * answer
         costs = [max(0, tokens - BLOCK * worker.matched(beginnings)) + answers for worker in self.workers]
         rank = min(range(len(self.workers)), key=lambda rank: self.workers[rank].load + costs[rank])
         self.workers[rank].remember(beginnings)
         self.workers[rank].load += costs[rank]
-        self.running[message.request_id, message.run] = rank, costs[rank]
+        self.running[message.request_id, message.run] = _Running(message, rank, costs[rank], {rank})
         return rank
+
+    def elsewhere(self, request_id: str, run: int) -> tuple[int, Sample] | None:
+        """Another worker for a sample whose weights its worker has dropped, and the sample; None if all have been asked.
+
+        Each worker drops the snapshots that it has not sampled for long.
+        """
+        running = self.running.get((request_id, run))
+        left = [] if running is None else [rank for rank in range(len(self.workers)) if rank not in running.asked]
+        if running is None or not left:
+            return None
+        self.workers[running.rank].load -= running.cost
+        running.rank = min(left, key=lambda rank: self.workers[rank].load)
+        self.workers[running.rank].load += running.cost
+        running.asked.add(running.rank)
+        return running.rank, running.message
 
     def of(self, request_id: str, run: int) -> int | None:
         """The worker that has a sample; None if it has ended."""
         if len(self.workers) == 1:
             return 0
         found = self.running.get((request_id, run))
-        return None if found is None else found[0]
+        return None if found is None else found.rank
 
     def forget(self, gone: Callable[[str], bool]) -> None:
         """The samples whose request ids are `gone` are given up."""
@@ -86,8 +114,9 @@ class Routing:
 
     def ended(self, request_id: str, run: int) -> None:
         """A sample is done, failed or given up."""
-        rank, cost = self.running.pop((request_id, run), (0, 0.0))
-        self.workers[rank].load -= cost
+        running = self.running.pop((request_id, run), None)
+        if running is not None:
+            self.workers[running.rank].load -= running.cost
 
 
 def _beginnings(body: dict[str, Any], weights_id: str | None) -> tuple[list[int], int]:

@@ -273,6 +273,9 @@ class WorkerGroup:
         match message:
             case WorkerReady():
                 return self._ready()
+            case SampleFailed(gone=True) if (other := self._routing.elsewhere(message.request_id, message.run)) is not None:
+                self.workers[other[0]].send(other[1])
+                return []
             case SampleDone() | SampleFailed():
                 self._routing.ended(message.request_id, message.run)
                 return [message]
@@ -332,6 +335,9 @@ class WorkerGroup:
             match asked:
                 case CreateModel() | LoadModel() if asked.model_id not in self._loaded:
                     self._tell_all(DeleteModel(asked.base_model, asked.model_id))
+                case TakeSnapshot() if asked.inflight:
+                    self._break(rank, f"samples of model {asked.model_id} would follow different weights: {failure.error}")
+                    return []
                 case OptimStep() | LoadModel():
                     self._break(rank, f"model {asked.model_id} is not the same on all workers any more: {failure.error}")
                     return []  # `ended` comes next

@@ -71,6 +71,10 @@ class FullWeights:
         """All working copies, in the order of `tensors`: what gradients are taken of."""
         return list(self.working.values())
 
+    def compared(self) -> list[Tensor]:
+        """Tensors by which two sets of weights are told apart: masters that lie in memory, or the working copies beside split ones."""
+        return self.leaves() if isinstance(self.masters, SplitMasters) else self.tensors()
+
     def buffers(self) -> list[Tensor]:
         """What an optimizer updates: each master alone, because a buffer for all could not be freed or mapped piece by piece."""
         return self.tensors()

@@ -137,6 +137,10 @@ class Adapter:
         """All working copies, in the order of `tensors`: what gradients are taken of."""
         return [tensor for pair in self.working.values() for tensor in pair]
 
+    def compared(self) -> list[Tensor]:
+        """Tensors by which two adapters are told apart: the masters."""
+        return [self.flat]
+
     def buffers(self) -> list[Tensor]:
         """What an optimizer updates: the masters in one tensor."""
         return [self.flat]

@@ -6,6 +6,7 @@ death of any process, and a power cut may take the last ones. Nothing else refer
 replaced by an empty one, and backups leave it out.
 """
 
+import fcntl
 import logging
 import sqlite3
 import threading
@@ -82,7 +83,9 @@ class RecordedSequences:
         self._lifetime_s = lifetime_s
         self._lock = threading.Lock()
         try:
-            self._connection, self._bytes = self._open()
+            with (data_dir / f"{FILE_NAME}.lock").open("w") as lock:  # several workers open it at the same time
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._connection, self._bytes = self._open()
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(f"{self._path} cannot be used: {error}; see to that, or delete it: what it records is lost then") from error
         self._purged_at = -_PURGE_S  # so that the first record looks for what has expired

@@ -187,6 +187,10 @@ class CompactOptimizer:
         like = self.weights.leaves()
         self._begin_with([torch.zeros_like(leaf, requires_grad=False, memory_format=torch.contiguous_format) for leaf in like])
 
+    def claim_moments(self) -> None:
+        """Take the memory of the moments before the first step, which begins with them at 0."""
+        self.remembered = self.remembered or self._new_moments()
+
     def clear(self) -> None:
         """Forget what has been accumulated."""
         self.totals, self.passes = None, 0

@@ -36,8 +36,7 @@ class ModelOptimizer:
         """Take over what `moments` returned once: that of all tensors, after the same number of steps."""
         buffers = self.weights.buffers()
         for buffer in buffers:
-            step = torch.zeros((), dtype=torch.float32, device=buffer.device)
-            self.adamw.state[buffer] = {"step": step, "exp_avg": torch.zeros_like(buffer), "exp_avg_sq": torch.zeros_like(buffer)}
+            self.adamw.state[buffer] = _fresh_state(buffer)
         places = self.moments()
         for name, value in moments.items():
             places[name].copy_(value)
@@ -88,6 +87,12 @@ class ModelOptimizer:
         """Accumulate from 0 where nothing has been accumulated."""
         like = self.weights.buffers()
         self.totals = [torch.zeros_like(buffer, requires_grad=False, memory_format=torch.contiguous_format) for buffer in like]
+
+    def claim_moments(self) -> None:
+        """Take the memory of the moments before the first step, which begins with them at 0."""
+        for buffer in self.weights.buffers():
+            if not self.adamw.state[buffer]:
+                self.adamw.state[buffer] = _fresh_state(buffer)
 
     def clear(self) -> None:
         """Forget what has been accumulated."""
@@ -147,3 +152,10 @@ class ModelOptimizer:
             if first:  # out of memory: there are moments of some tensors now, and not of others
                 self.adamw.state.clear()
             raise
+
+
+def _fresh_state(buffer: Tensor) -> dict[str, Tensor]:
+    """What torch's fused AdamW remembers of a tensor before its first step."""
+    step = torch.zeros((), dtype=torch.float32, device=buffer.device)
+    moments = {name: torch.zeros_like(buffer, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": step, **moments}

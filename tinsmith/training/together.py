@@ -1,7 +1,8 @@
 """An optimizer step of a model that several workers hold, each with the gradients of its own datums.
 
 The gradients are added up over all workers in float32, and each takes the step for itself. The sum has the same bits everywhere, and so
-have the weights afterwards: nothing else is exchanged. That all took the same step is checked every time, by the norm of the gradient.
+have the weights afterwards: nothing else is exchanged. That all took the same step, from the same weights, is checked every time: by the
+norm of the gradient and the sum of the bits of all weights.
 """
 
 import logging
@@ -21,7 +22,8 @@ log = logging.getLogger(__name__)
 PIECE = 2**22
 """Numbers in a narrower precision than float32 that are added up at a time."""
 _REFUSED, _FAILED = -1, -2
-"""What a worker says of a step that it did not take: for a reason that all must have, or for another. Norms have no sign."""
+"""What a worker says of a step that it did not take: for a reason that all must have, or for another. A step that it took has no sign."""
+_NO_SIGN = 2**63 - 1
 
 
 def step_together(optimizer: Optimizer, settings: AdamSettings, group: ProcessGroup) -> dict[str, float]:
@@ -36,6 +38,7 @@ def step_together(optimizer: Optimizer, settings: AdamSettings, group: ProcessGr
     try:
         if optimizer.totals is None:
             optimizer.begin_with_zeros()
+        optimizer.claim_moments()
         narrow = any(total.dtype != torch.float32 for total in optimizer.totals or ())
         buffer = torch.empty(PIECE if narrow else 0, device=group.device)
     except (RuntimeError, MemoryError) as error:
@@ -63,12 +66,22 @@ def _widened(total: Tensor, buffer: Tensor) -> Iterator[Tensor]:
         piece.copy_(wide)
 
 
+@torch.no_grad()
+def _state_after(optimizer: Optimizer, grad_norm: float) -> int:
+    """A number of 63 bits that differs, as good as always, where the norm of the gradient or any bit of a weight does."""
+    norm: int = struct.unpack("<q", struct.pack("<d", grad_norm))[0]
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [leaf.detach().view(kinds[leaf.dtype.itemsize]).sum(dtype=torch.int64) for leaf in optimizer.weights.compared()]
+    total = int(torch.stack(sums).sum().item())
+    return (total * 0x9E3779B97F4A7C15 ^ norm) & _NO_SIGN
+
+
 def _same_on_all(optimizer: Optimizer, settings: AdamSettings, group: ProcessGroup) -> dict[str, float]:
     metrics: dict[str, float] = {}
     failure: Exception | None = None
     try:
         metrics = optimizer.step(settings)
-        (said,) = struct.unpack("<q", struct.pack("<d", metrics["grad_norm"]))
+        said = _state_after(optimizer, metrics["grad_norm"])
     except TinsmithError as error:
         failure, said = error, _REFUSED
     except Exception as error:  # of whatever kind: the others wait for what this one says
