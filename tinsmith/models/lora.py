@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -73,21 +73,27 @@ class Adapter:
         self.ref = ref
         self.flat = flat
         self.flat_working = flat.to(self.dtype)
+        # Views are made when they are first asked for: of a snapshot hardly any are.
+        self._masters: dict[str, LoraPair] | None = None
+        self._working: dict[str, LoraPair] | None = None
         self._stacks: dict[str, Tensor] = {}
 
-    @cached_property
+    @property
     def masters(self) -> dict[str, LoraPair]:
-        """The float32 matrices of each module."""
-        return self._pairs(self.flat)
+        """The float32 matrices of each module: views of `flat`."""
+        if self._masters is None:
+            self._masters = self._pairs(self.flat)
+        return self._masters
 
-    @cached_property
+    @property
     def working(self) -> dict[str, LoraPair]:
-        """The matrices of each module in the base's dtype. Gradients are taken of these."""
-        pairs = self._pairs(self.flat_working)
-        for pair in pairs.values():
-            pair.a.requires_grad_()
-            pair.b.requires_grad_()
-        return pairs
+        """The matrices of each module in the base's dtype: views of `flat_working`. Gradients are taken of these."""
+        if self._working is None:
+            self._working = self._pairs(self.flat_working)
+            for pair in self._working.values():
+                pair.a.requires_grad_()
+                pair.b.requires_grad_()
+        return self._working
 
     def _pairs(self, flat: Tensor) -> dict[str, LoraPair]:
         tensors = self.cut([flat])  # a, b, a, b and so on
@@ -120,8 +126,6 @@ class Adapter:
     def snapshot(self, ref: WeightsRef) -> "Adapter":
         """A frozen copy that later training does not change. `ref` becomes its identity."""
         frozen = copy(self)
-        for views in ("masters", "working"):  # of other buffers: they are made when they are first asked for
-            frozen.__dict__.pop(views, None)
         frozen._hold(self.flat.clone(), ref)
         return frozen
 
