@@ -145,7 +145,9 @@ class ModelsConfig:
 class DistributedConfig:
     """Several workers."""
 
-    workers: int = setting(1, "Number of processes that train and sample together, each on a GPU of its own", "workers", 1, 1024)
+    workers: int = setting(
+        1, "Number of processes that train and sample together, each on its own GPU or share of a CPU", "workers", 1, 1024
+    )
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""One of several processes that step together: `python stepping.py RANK COUNT MEETING FILE BASE`.
+"""One of several processes that step together: `python -m tests.distributed.stepping RANK COUNT MEETING FILE BASE`.
 
 It goes through all cases, in the same order as the others, and leaves in FILE what each came to. BASE is the directory of a tiny model.
 """
@@ -6,27 +6,25 @@ It goes through all cases, in the same order as the others, and leaves in FILE w
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from tinsmith.config import TrainingConfig  # noqa: E402
-from tinsmith.distributed.process_group import ProcessGroup  # noqa: E402
-from tinsmith.errors import DeviceLostError, TinsmithError  # noqa: E402
-from tinsmith.models.full import FullWeights, new_compact_weights  # noqa: E402
-from tinsmith.models.lora import Adapter, LoraPair  # noqa: E402
-from tinsmith.protocol.place import Place  # noqa: E402
-from tinsmith.protocol.shapes import AdamSettings, LoraShape  # noqa: E402
-from tinsmith.training import together  # noqa: E402
-from tinsmith.training.backend import LocalBackend  # noqa: E402
-from tinsmith.training.compact import CompactOptimizer, Optimizer  # noqa: E402
-from tinsmith.training.optimizer import ModelOptimizer  # noqa: E402
-from tinsmith.training.together import step_together  # noqa: E402
+from tinsmith.config import TrainingConfig
+from tinsmith.distributed.process_group import ProcessGroup
+from tinsmith.errors import DeviceLostError, TinsmithError
+from tinsmith.models.full import FullWeights, new_compact_weights
+from tinsmith.models.lora import Adapter, LoraPair
+from tinsmith.protocol.place import Place
+from tinsmith.protocol.shapes import AdamSettings, LoraShape
+from tinsmith.training import together
+from tinsmith.training.backend import LocalBackend
+from tinsmith.training.compact import CompactOptimizer, Optimizer
+from tinsmith.training.optimizer import ModelOptimizer
+from tinsmith.training.together import step_together
 
 CPU = torch.device("cpu")
 SETTINGS = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip_norm=1.5)
@@ -127,7 +125,7 @@ class Stepping:
         for kind in ("lora", "compact"):
             self.trial("nothing", kind, lambda optimizer: None)
             for bad in ("nan", "inf"):
-                self.trial(bad, kind, lambda optimizer, bad=float(bad): self.spoil(optimizer, bad))  # type: ignore[misc]
+                self.trial(bad, kind, partial(self.spoil, bad=float(bad)))
             self.trial("no memory", kind, self.without_memory)
             self.trial(
                 "no memory in a step", kind, lambda optimizer: self.failing(optimizer, torch.OutOfMemoryError("no"), everywhere=True)

@@ -18,6 +18,8 @@ from tinsmith.config import TrainingConfig
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import LocalBackend
 
+ROOT = Path(__file__).parents[2]
+
 Found = list[dict[str, Any]]
 """What each process has found."""
 
@@ -30,11 +32,10 @@ def processes(tmp_path_factory: pytest.TempPathFactory, family_dir: Callable[[st
     def run(count: int) -> Found:
         directory = tmp_path_factory.mktemp(f"{count} processes")
         files = [directory / f"{rank}.pt" for rank in range(count)]
-        program = str(Path(__file__).with_name("stepping.py"))
         ranks = [
             (str(rank), str(count), f"file://{directory}/meeting", str(file), str(family_dir("qwen3"))) for rank, file in enumerate(files)
         ]
-        running = [subprocess.Popen([sys.executable, program, *arguments]) for arguments in ranks]
+        running = [subprocess.Popen([sys.executable, "-m", "tests.distributed.stepping", *arguments], cwd=ROOT) for arguments in ranks]
         try:
             assert [process.wait(START_S) for process in running] == [0] * count, directory
         finally:

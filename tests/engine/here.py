@@ -101,7 +101,7 @@ class WorkerHere:
         self.end: str | None = None
         """Why it has ended, once it has."""
         self.status: WorkerStatus = NO_STATUS
-        self.count, self.each = 1, [{"pid": 0, "device": "cpu", "state": "ready"}]
+        self.count, self.shown = 1, [{"pid": 0, "device": "cpu", "state": "ready"}]
         self.sampled_tokens, self.busy_s, self.wait_s = 0, 0.0, float("inf")
         self.start()
         self.models: dict[str, ModelFacts] = {facts.name: facts for facts in self.worker.facts()}

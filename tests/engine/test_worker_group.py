@@ -67,7 +67,7 @@ class Watched:
     def until(self, seen: Callable[[], object]) -> None:
         deadline = time.perf_counter() + LONG_S
         while not seen():
-            assert time.perf_counter() < deadline, (self.group.each, self.messages, self.ends)
+            assert time.perf_counter() < deadline, (self.group.shown, self.messages, self.ends)
             self.turn()
 
     def start(self) -> list[int]:
@@ -179,7 +179,7 @@ def test_a_group_is_ready_once_when_its_last_worker_is(watch: Callable[..., Watc
     facts = ModelFacts(**FACTS.to_dict() | {"max_trained": 22, "max_sampled": 20})
     assert watched.messages == [WorkerReady([facts.to_dict()], "cpu 0")]
     assert (group.models, group.was_ever_ready) == ({"tiny": facts}, True)
-    assert [(each["device"], each["state"]) for each in group.each] == [(f"cpu {rank}", "ready") for rank in range(3)]
+    assert [(each["device"], each["state"]) for each in group.shown] == [(f"cpu {rank}", "ready") for rank in range(3)]
     assert watched.heard() == [[], [], []]  # what was sent before they were ready reached none
     assert len(watched.messages) == 1
 

@@ -60,7 +60,7 @@ WORKER_EXIT_S = 60.0
 
 
 class Engine:
-    """The operations of all models, and the worker that runs them."""
+    """The operations of all models, and the workers that run them."""
 
     def __init__(self, config: Config, link: ChildLink, heartbeat: Heartbeat, workers: WorkerGroup) -> None:
         self.config = config
@@ -183,7 +183,7 @@ class Engine:
 
     @property
     def _may_train(self) -> bool:
-        """Whether the worker can be given work."""
+        """Whether the workers can be given work."""
         return self.workers.is_ready and self.lost is None and not self.recorder.is_full
 
     def patience(self) -> float:

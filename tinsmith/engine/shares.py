@@ -18,8 +18,8 @@ def cost(tokens: int) -> float:
 def divide(message: RunPass, count: int, most: int) -> list[RunPass | None]:
     """The share of each of `count` workers; None for one that gets nothing.
 
-    The dearest datum goes first, each to the worker with least to do so far among those whose share stays within `most` tokens, or else to
-    the one with fewest. Datums keep their order within a share.
+    The most expensive datum goes first, each to the worker with least to do so far among those whose share stays within `most` tokens, or
+    else to the one with fewest. Datums keep their order within a share.
     """
     if count == 1:
         return [message]

@@ -45,7 +45,7 @@ class StatusReporter:
                 }
                 for model_id, model in self.trainer.operations.models.items()
             ],
-            workers=self.workers.each,
+            workers=self.workers.shown,
             running_samples=together.running_samples,
             waiting_samples=together.waiting_samples,
             trained_tokens=self.trainer.trained_before + self.trainer.trained_tokens.total(),

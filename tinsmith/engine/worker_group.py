@@ -143,7 +143,7 @@ class WorkerGroup:
         )
 
     @property
-    def each(self) -> list[dict[str, object]]:
+    def shown(self) -> list[dict[str, object]]:
         """Process, device and state of each, for `tinsmith status`."""
         return [{"pid": worker.pid, "device": worker.device, "state": worker.state} for worker in self.workers]
 
