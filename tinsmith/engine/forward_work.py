@@ -49,6 +49,8 @@ class ForwardWork:
         """Of each model, in order; a model without any is not in it."""
         self.passes: dict[int, list[Piece]] = {}
         """What the worker computes or is going to, by the number of the pass."""
+        self.served: dict[str, int] = {}
+        """The number of the last pass that had work of a model."""
         self.complete: list[ForwardOperation] = []
         """Operations that are computed and have not been recorded."""
 
@@ -68,6 +70,7 @@ class ForwardWork:
 
     def cancel(self, model_id: str) -> list[Command]:
         """Give up the operations of a model of which nothing is computed or being computed; returns them in order."""
+        self.served.pop(model_id, None)
         operations = self.operations.pop(model_id, ())
         begun = deque(operation for operation in operations if operation.has_begun)
         if begun:
@@ -102,6 +105,7 @@ class ForwardWork:
             self.passes[number] = pieces
             for piece in pieces:
                 piece.operation.in_pass.add(piece.index)
+                self.served[piece.operation.command.model_id] = number
             first = pieces[0].operation
             named = [(piece.operation.command.request_id, piece.index) for piece in pieces]
             self.send(RunPass(number, first.base_model, first.backward, named, [piece.tokens for piece in pieces]))
@@ -117,7 +121,7 @@ class ForwardWork:
         bases: dict[str, list[deque[ForwardOperation]]] = {}
         for queue in sorted(queues.values(), key=lambda queue: queue[0].command.id):
             bases.setdefault(queue[0].base_model, []).append(queue)
-        passes = (next_pass(of_base, self.tokens_per_pass[name], self.max_pixels) for name, of_base in bases.items())
+        passes = (next_pass(of_base, self.tokens_per_pass[name], self.max_pixels, self.served) for name, of_base in bases.items())
         return next((pieces for pieces in passes if pieces), [])
 
     # ---- What the worker says

@@ -1,7 +1,8 @@
 """Forward and forward_backward operations of many models -> passes under a token budget.
 
-An operation may need several passes and a pass may serve several operations. Every model gives one datum in turn until the budget is full,
-so a long operation of one model does not hold up a short one of another.
+An operation may need several passes and a pass may serve several operations. Models take turns of half a pass, and those go first that were
+served longest ago, so a long operation of one model does not hold up a short one of another. A turn is not a single datum: each adapter of a
+pass costs multiplications of its own, and they are fast only over many tokens.
 """
 
 import time
@@ -112,13 +113,14 @@ class Piece:
         return self.operation.prepared.pixels[self.index]
 
 
-def next_pass(queues: Sequence[deque[ForwardOperation]], tokens_per_pass: int, max_pixels: int) -> list[Piece]:
-    """What to compute next: work of the oldest operation that can be computed and whatever fits beside it, all of one direction.
+def next_pass(queues: Sequence[deque[ForwardOperation]], tokens_per_pass: int, max_pixels: int, served: Mapping[str, int]) -> list[Piece]:
+    """What to compute next: work of the model that was served longest ago, and whatever fits beside it, all of one direction.
 
-    `queues` hold the operations of one model each, in order, all on one base model; none is empty. Nothing if none can be computed now.
+    `queues` hold the operations of one model each, in order, all on one base model; none is empty. `served` says in which pass a model was
+    last served, by its id; among those that never were, the oldest operation goes first. Nothing if none can be computed now.
     """
     ready = [(queue, operation) for queue in queues if (operation := _first_open(queue)) is not None]
-    ready.sort(key=lambda pair: pair[1].command.id)
+    ready.sort(key=lambda pair: (served.get(pair[1].command.model_id, 0), pair[1].command.id))
     if not ready:
         return []
     backward = ready[0][1].backward
@@ -145,22 +147,26 @@ def _pieces(queue: deque[ForwardOperation], backward: bool) -> Iterator[Piece]:
 
 
 def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: int) -> Iterator[Piece]:
-    """One datum of each source in turn; a source ends when its next datum no longer fits. The first datum always fits.
+    """Half a pass of each source in turn; a source ends when its next datum no longer fits. The first datum always fits.
 
     A pass decodes no more pixels than one picture may have, because pixel values take a hundred times the memory of an encoded picture; a
     request may hold more, because a client cannot choose how many datums the SDK puts into it.
     """
     tokens, pixels = 0, dict[str, int]()
-    turn = deque(sources)
-    while turn:
-        source = turn.popleft()
-        piece = next(source, None)
-        if piece is None:
-            continue
-        new = piece.pixels.items() - pixels.items()
-        fits = not new or sum(pixels.values()) + sum(size for _, size in new) <= max_pixels
-        if tokens == 0 or (tokens + piece.tokens <= tokens_per_pass and fits):
-            tokens += piece.tokens
+    waiting = deque((piece, source) for source in sources if (piece := next(source, None)) is not None)
+    while waiting:
+        following, source = waiting.popleft()
+        piece: Piece | None = following
+        turn = 0
+        while piece is not None:
+            new = piece.pixels.items() - pixels.items()
+            fits = not new or sum(pixels.values()) + sum(size for _, size in new) <= max_pixels
+            if tokens and not (tokens + piece.tokens <= tokens_per_pass and fits):
+                break
+            if turn and 2 * (turn + piece.tokens) > tokens_per_pass:
+                waiting.append((piece, source))
+                break
+            tokens, turn = tokens + piece.tokens, turn + piece.tokens
             pixels.update(new)
-            turn.append(source)
             yield piece
+            piece = next(source, None)
