@@ -84,6 +84,20 @@ def test_a_copy_is_written_as_it_was_taken_while_training_goes_on(text_base: Bas
     assert not all(torch.equal(a, b.cpu()) for a, b in zip(before, optimizer.weights.tensors(), strict=False))
 
 
+def test_an_adapter_is_copied_on_its_device_in_as_few_pieces_as_it_has_buffers(text_base: BaseModel) -> None:
+    """So that training is not held up: a copy for each matrix, each waited for, took 0.3 s of an 8B model on a GPU."""
+    backend = trained(text_base)
+    state = backend.copy_state("a", optimizer=True)
+    assert state.moments is not None
+    copies = [*state.tensors.values(), *state.moments.values()]
+    memories = {copy.untyped_storage().data_ptr() for copy in copies}
+    assert len(memories) == 4  # weights, two moments, the number of steps
+    assert not memories & {tensor.untyped_storage().data_ptr() for tensor in backend.optimizers["a"].weights.tensors()}
+    assert {copy.device.type for copy in copies if copy.ndim} == {text_base.device.type}
+    on_host = state.on_host()
+    assert {tensor.device.type for tensor in (*on_host.tensors.values(), *(on_host.moments or {}).values())} == {"cpu"}
+
+
 def test_weights_alone_hold_no_optimizer(text_base: BaseModel, tmp_path: Path) -> None:
     backend = trained(text_base)
     write_state(backend.copy_state("a", optimizer=False), tmp_path / "c")

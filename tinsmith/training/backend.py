@@ -20,14 +20,14 @@ from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import full_state
 from tinsmith.models.full import FullWeights, Weights, full_bytes, new_compact_weights, new_full_weights, snapshot_bytes
-from tinsmith.models.lora import new_adapter
-from tinsmith.models.machine import require_memory
+from tinsmith.models.lora import Adapter, new_adapter
+from tinsmith.models.machine import free_memory, require_memory
 from tinsmith.models.pass_memory import Effort, pass_memory_of
 from tinsmith.models.threads import threads_for, threads_for_step
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import shared_rows
-from tinsmith.training.checkpoint import About, SavedState, copy_to_host, weights_from
+from tinsmith.training.checkpoint import About, SavedState, copy_beside, copy_to_host, weights_from
 from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.efforts import Efforts
 from tinsmith.training.optimizer import ModelOptimizer
@@ -92,9 +92,9 @@ class Backend(Protocol):
         ...
 
     def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
-        """A copy in host memory of the weights, and with `optimizer` of what AdamW remembers, for `checkpoint.write_state`.
+        """A copy of the weights, and with `optimizer` of what AdamW remembers, for `checkpoint.write_state`.
 
-        Accumulated gradients are not part of it. Training may go on at once, while another thread writes the copy.
+        An adapter's copy lies on the device as long as that has room, so that training goes on after a few operations. Accumulated gradients are not part of it. Training may go on at once, while another thread writes the copy.
         """
         ...
 
@@ -167,9 +167,12 @@ class LocalBackend:
     def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
         model = self._optimizer(model_id)
         moments = model.moments() if optimizer else None
-        size = model.weights.parameter_count * 4 * (3 if moments else 1)
+        weights, about = model.weights, About.of(self.base, model.weights.shape)
+        size = weights.parameter_count * 4 * (3 if moments else 1)
         self._require_memory("the copy that is saved", size, torch.device("cpu"))
-        return copy_to_host(About.of(self.base, model.weights.shape), model.weights, moments)
+        if isinstance(weights, Adapter) and size <= free_memory(self.base.device) - self._promised():
+            return copy_beside(about, weights, moments)
+        return copy_to_host(about, weights, moments)
 
     def restore(self, model_id: str, state: SavedState) -> None:
         if state.about.shape.rank > 0 or model_id not in self.optimizers:

@@ -9,7 +9,7 @@ keeps the checksums of its files.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,6 +33,7 @@ _READABLE = (1, 2)
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 _ABOUT, _WEIGHTS = "checkpoint.json", "adapter.safetensors"
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,60 @@ class About:
 
 @dataclass(frozen=True, eq=False)
 class SavedState:
-    """What a checkpoint holds: copied from a model (`copy_to_host`), or read from files (`read_state`)."""
+    """What a checkpoint holds: copied from a model (`copy_beside`, `copy_to_host`), or read from files (`read_state`)."""
 
     about: About
     tensors: dict[str, Tensor]
     """Masters by name, in the order of fresh weights of that shape: float32, or the base's precision for a frozen copy of full weights."""
     moments: dict[str, Tensor] | None = None
     """What AdamW remembers (`ModelOptimizer.moments`); None if only the weights were wanted."""
+
+
+    def on_host(self) -> "SavedState":
+        """The same in host memory. What lies there already is not copied; any thread may do this, and waits for the device alone."""
+        moments = None if self.moments is None else copied(self.moments, _HOST)
+        if moments is not None:  # the number of steps may be one tensor under many names, which no file takes
+            moments = {name: tensor.clone() if tensor.ndim == 0 else tensor for name, tensor in moments.items()}
+        return SavedState(self.about, copied(self.tensors, _HOST), moments)
+
+
+def copy_beside(about: About, weights: Adapter, moments: Mapping[str, Tensor] | None) -> SavedState:
+    """A copy on the device of the weights, which later steps do not change, made in a few operations.
+
+    The host does not wait for it: `SavedState.on_host`, in another thread, brings it to where it is written from.
+    """
+    device = weights.flat.device
+    remembered = None if moments is None else copied(moments, device, anew=True)
+    return SavedState(about, copied(weights.named_tensors(), device, anew=True), remembered)
+
+
+def copied(tensors: Mapping[str, Tensor], device: torch.device, anew: bool = False) -> dict[str, Tensor]:
+    """The tensors on a device; copies in any case with `anew`. What lies side by side in one memory travels at once, and lies so again."""
+    memories: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors.values():
+        memories.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(tensor.detach())
+    stretches = {memory: _Stretch.of(there, device, anew) for memory, there in memories.items()}
+    return {name: stretches[tensor.untyped_storage().data_ptr(), tensor.dtype].view_of(tensor) for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class _Stretch:
+    """A copy of the part of a memory that some tensors cover."""
+
+    start: int
+    """Where it begins in the memory that was copied, in numbers."""
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], device: torch.device, anew: bool) -> "_Stretch":
+        """The copy of what contiguous tensors of one memory cover."""
+        start = min(tensor.storage_offset() for tensor in tensors)
+        end = max(tensor.storage_offset() + tensor.numel() for tensor in tensors)
+        return cls(start, tensors[0].as_strided((end - start,), (1,), start).to(device, copy=anew))
+
+    def view_of(self, tensor: Tensor) -> Tensor:
+        """What was copied of one of the tensors."""
+        return self.numbers.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - self.start)
 
 
 def copy_to_host(about: About, weights: Weights, moments: Mapping[str, Tensor] | None) -> SavedState:
@@ -84,6 +132,7 @@ def write_state(state: SavedState, directory: Path) -> None:
 
     Raises TinsmithError if the disk does not take it; delete then what is in the directory.
     """
+    state = state.on_host()
     try:
         directory.mkdir(exist_ok=True)
         save_file(state.tensors, directory / _WEIGHTS)
@@ -194,8 +243,8 @@ def stored_weights(directory: Path, about: About) -> Weights:
 
 def weights_on_host(state: SavedState) -> Weights:
     """Weights on the CPU in float32. Full weights are made of the tensors of `state` without a copy."""
-    shape = state.about.shape
-    return _adapter(shape, state.tensors, torch.float32) if shape.rank > 0 else FullWeights(shape, state.tensors, torch.float32)
+    shape, tensors = state.about.shape, state.on_host().tensors
+    return _adapter(shape, tensors, torch.float32) if shape.rank > 0 else FullWeights(shape, tensors, torch.float32)
 
 
 def _expected(base: BaseModel, shape: LoraShape) -> dict[str, tuple[int, ...]]:
