@@ -1,8 +1,8 @@
 """Forward and forward_backward operations of many models -> passes under a token budget.
 
 An operation may need several passes and a pass may serve several operations. Models take turns of half a pass, and those go first that were
-served longest ago, so a long operation of one model does not hold up a short one of another. A turn is not a single datum: each adapter of a
-pass costs multiplications of its own, and they are fast only over many tokens.
+served longest ago, so a long operation of one model does not hold up a short one of another. A turn is not a single datum: each adapter of
+a pass costs multiplications of its own, and they are fast only over many tokens.
 """
 
 import time
@@ -153,10 +153,9 @@ def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: in
     request may hold more, because a client cannot choose how many datums the SDK puts into it.
     """
     tokens, pixels = 0, dict[str, int]()
-    waiting = deque((piece, source) for source in sources if (piece := next(source, None)) is not None)
+    waiting = deque((next(source, None), source) for source in sources)
     while waiting:
-        following, source = waiting.popleft()
-        piece: Piece | None = following
+        piece, source = waiting.popleft()
         turn = 0
         while piece is not None:
             new = piece.pixels.items() - pixels.items()

@@ -94,7 +94,8 @@ class Backend(Protocol):
     def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
         """A copy of the weights, and with `optimizer` of what AdamW remembers, for `checkpoint.write_state`.
 
-        An adapter's copy lies on the device as long as that has room, so that training goes on after a few operations. Accumulated gradients are not part of it. Training may go on at once, while another thread writes the copy.
+        An adapter's copy lies on the device as long as that has room, so that training goes on after a few operations. Accumulated
+        gradients are not part of it. Training may go on at once, while another thread writes the copy.
         """
         ...
 

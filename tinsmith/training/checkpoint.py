@@ -70,7 +70,6 @@ class SavedState:
     moments: dict[str, Tensor] | None = None
     """What AdamW remembers (`ModelOptimizer.moments`); None if only the weights were wanted."""
 
-
     def on_host(self) -> "SavedState":
         """The same in host memory. What lies there already is not copied; any thread may do this, and waits for the device alone."""
         moments = None if self.moments is None else copied(self.moments, _HOST)
@@ -109,8 +108,8 @@ class _Stretch:
     @classmethod
     def of(cls, tensors: Sequence[Tensor], device: torch.device, anew: bool) -> "_Stretch":
         """The copy of what contiguous tensors of one memory cover."""
-        start = min(tensor.storage_offset() for tensor in tensors)
-        end = max(tensor.storage_offset() + tensor.numel() for tensor in tensors)
+        offsets = [int(tensor.storage_offset()) for tensor in tensors]
+        start, end = min(offsets), max(offset + tensor.numel() for offset, tensor in zip(offsets, tensors, strict=True))
         return cls(start, tensors[0].as_strided((end - start,), (1,), start).to(device, copy=anew))
 
     def view_of(self, tensor: Tensor) -> Tensor:
