@@ -13,7 +13,7 @@ import pytest
 
 from tinsmith.errors import ConfigError, EngineUnavailableError
 from tinsmith.protocol.heartbeat import Heartbeat
-from tinsmith.protocol.link import ChildLink, ParentLink, ServerLink
+from tinsmith.protocol.link import ChildLink, ParentLink, ServerLink, heartbeat_address
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Alive, Done, Ready, Sample, SampleDone, Shutdown, Wake
 
@@ -204,6 +204,27 @@ def test_a_heartbeat_of_a_child_wakes_up_who_listens_to_it() -> None:
         Heartbeat(worker_link.address).start()
         assert engine.receive(FOREVER_S) == []
         assert len(worker_link.heartbeats()) > 0
+
+
+def refused(child: ChildLink) -> str:
+    """The error of a child that may send as much as it likes, because nobody takes it."""
+    deadline = time.monotonic() + LONG_S
+    with pytest.raises(EngineUnavailableError) as error:
+        while time.monotonic() < deadline:
+            child.send(DONE)
+            time.sleep(0.005)
+    child.close()
+    return str(error.value)
+
+
+def test_a_child_that_is_refused_gets_an_error_and_does_not_wait_for_ever() -> None:
+    parent = ParentLink()
+    assert "refused" in refused(ChildLink(heartbeat_address(parent.address)))  # a socket that takes no child of this kind
+    child = ChildLink(parent.address)
+    child.send(DONE)
+    assert received(parent, 1) == [DONE]
+    child.close()
+    parent.close()
 
 
 def test_the_socket_of_a_parent_leaves_nothing_behind_and_is_the_users_alone() -> None:

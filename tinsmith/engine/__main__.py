@@ -3,6 +3,7 @@
 Started by the server, with the configuration as JSON on standard input.
 """
 
+import logging
 import signal
 import sys
 
@@ -12,10 +13,12 @@ from tinsmith.config import from_tree
 from tinsmith.engine.devices import worker_count
 from tinsmith.engine.loop import Engine
 from tinsmith.engine.worker_group import WorkerGroup
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, EngineUnavailableError
 from tinsmith.logs import start_logging
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
+
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -38,6 +41,9 @@ def main() -> int:
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)
         return 2
+    except EngineUnavailableError as error:
+        log.critical("the engine ends: %s", error)
+        return 4
     finally:
         link.close()
     return 0

@@ -76,8 +76,14 @@ class ChildLink:
             os.write(self._rope, b"!")
 
     def send(self, message: Message) -> None:
-        """Queue a message to the parent."""
-        self._socket.send_multipart(message.to_frames())
+        """Queue a message to the parent. Raises EngineUnavailableError if the parent has refused this process.
+
+        ZeroMQ takes its queue away from a socket whose connection is refused: a send that waited for one would wait for ever.
+        """
+        try:
+            self._socket.send_multipart(message.to_frames(), flags=zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise EngineUnavailableError("the process that started this one has refused its connection or is gone") from error
 
     def close(self) -> None:
         """Close after the last message left, or could not."""

@@ -11,7 +11,7 @@ import sys
 import orjson
 
 from tinsmith.config import from_tree
-from tinsmith.errors import ConfigError, DeviceLostError, WorkersLostError
+from tinsmith.errors import ConfigError, DeviceLostError, EngineUnavailableError, WorkersLostError
 from tinsmith.logs import start_logging
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
@@ -54,6 +54,9 @@ def main() -> int:
         log.critical("the worker ends: %s", error)
         link.send(Bye(str(error), isinstance(error, WorkersLostError)))
         return 3
+    except EngineUnavailableError as error:
+        log.critical("the worker ends: %s", error)
+        return 4
     finally:
         link.close()
     return 0
