@@ -30,6 +30,7 @@ RANKS = {
     "worker": 11,
     "engine": 11,
     "server": 12,
+    "modes": 12,
     "doctor": 13,
     "plan": 13,
     "backup": 13,

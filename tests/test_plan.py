@@ -152,6 +152,40 @@ def test_a_pass_that_is_too_large_is_made_smaller(tmp_path: Path) -> None:
     assert "none fits beside all of that; " in plan(*options[:2], "8", code=1)
 
 
+def test_several_workers_have_a_row_for_each_way_to_train(tmp_path: Path) -> None:
+    directory = str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path))
+    alone, four = (planned(directory, "--memory-gib", "80", "--workers", count) for count in ("1", "4"))
+    assert [each["mode"] for each in alone["modes"]] == ["one GPU"] * 3
+    assert [each["mode"] for each in four["modes"]] == ["replicas"] * 3
+    assert (alone["workers"], four["workers"]) == (1, 4)
+    same = {"longest_sequence", "cache", "adapters", "weight_bytes", "recomputed_layers"}
+    assert {name: alone[name] for name in same} == {name: four[name] for name in same}  # what a replica holds is what one GPU would
+    for options, row in zip((["32"], ["0"], ["0", "--full-state", "compact"]), four["modes"], strict=True):
+        whole = planned(directory, "--memory-gib", "80", "--workers", "4", "--rank", *options, code=int(not row["fits"]))
+        assert row["longest_sequence"] == whole["longest_sequence"]["tokens"]
+        assert row["cache_bytes"] == whole["cache"]["bytes"]
+        assert row["model_bytes"] == whole["adapters"]["bytes_each"]
+    assert [row["fits"] for row in four["modes"]] == [True, False, True]
+
+    report = plan(directory, "--memory-gib", "80", "--workers", "4")
+    assert "LoRA of rank 32: replicas, because the whole fits on each (--planned-rank 32)" in report
+    assert "all weights, float32: none, because it does not fit into the memory of one worker" in report
+    assert "all weights, compact: replicas, because the whole fits on each (--planned-rank 0 --full-state compact)" in report
+    assert "on each of" not in plan(directory, "--memory-gib", "80")
+
+
+def test_workers_that_a_server_would_refuse_are_not_planned(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = str(family_dir("qwen3"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for options, refused in (
+        (["--workers", "2"], "--workers 2: there are 1 GPUs"),
+        (["--workers", "2", "--memory-gib", "80", "--sampler", "vllm"], "--workers 2 and --sampler vllm"),
+    ):
+        ran = CliRunner().invoke(app, ["plan", directory, *options])
+        assert isinstance(ran.exception, ConfigError)
+        assert str(ran.exception).startswith(refused)
+
+
 def test_without_a_memory_it_is_this_machine(family_dir: Callable[[str], Path]) -> None:
     tree = planned(str(family_dir("qwen3_5")), "--dtype", "float32")
     network = load(family_dir("qwen3_5"), device="cpu").network

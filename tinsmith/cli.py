@@ -163,7 +163,7 @@ _PLAN_OPTIONS = [
 ]
 _PLANNED = (
     *("dtype", "memory_share", "max_context", "tokens_per_pass", "logits_chunk", "planned_models", "full_state"),
-    *("sampler", "kv_cache_gib", "snapshot_gib", "max_running"),
+    *("sampler", "kv_cache_gib", "snapshot_gib", "max_running", "workers"),
 )
 """Settings of a server that matter for a plan."""
 

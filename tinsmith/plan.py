@@ -1,4 +1,4 @@
-"""`tinsmith plan`: what LoRA trains in a model, what of it fits into a device, and how long a sequence trains. No weight is read."""
+"""`tinsmith plan`: what LoRA trains in a model, what fits into a device, how long a sequence trains, in which mode. No weight is read."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -10,7 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tinsmith.config import Config, ModelsConfig, base_model_sources
+from tinsmith.engine.devices import worker_count
 from tinsmith.models.machine import look_around, size_text
+from tinsmith.modes import ModePlan, Share, chosen, plan_modes
 
 if TYPE_CHECKING:
     from tinsmith.models.full import FullBytes, FullState
@@ -109,6 +111,10 @@ class Plan:
     adapters: AdaptersPlan
     full_parameters: FullPlan
     longest_sequence: SequencePlan
+    workers: int
+    """How many train together (--workers). All sizes are those of one of them."""
+    modes: list[ModePlan]
+    """What may be trained on so many workers, and how."""
 
     @property
     def fits(self) -> bool:
@@ -117,9 +123,10 @@ class Plan:
 
 
 def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
-    """The plan for the one base model of `config`, on a GPU of this memory; None means the device that this machine would serve it on.
+    """The plan for the one base model of `config`, on GPUs of this memory; None means the devices that this machine would serve it on.
 
-    Raises ConfigError if the configuration of the model cannot be read, or if it could not be served.
+    GPUs that need not be here have a host with as much memory as all of them. Raises ConfigError if the configuration of the model cannot
+    be read, or if it could not be served.
     """
     from tinsmith.models.budget import divide_memory, full_state, longest_trained, reserve_of  # here, because they import transformers
     from tinsmith.models.full import full_bytes
@@ -130,9 +137,11 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     ((name, source),) = base_model_sources(config).items()
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, planned_rank=rank))
     if memory_gib is None:
+        workers = worker_count(config)
         sizes = size_of(source, config.models)
-        place = _here(sizes)
+        place = _here(sizes, workers)
     else:
+        workers = worker_count(config, config.distributed.workers)
         sizes = size_of(source, _on_a_gpu(config.models))
         memory = int(memory_gib * GIB)
         place = _Place("a GPU (--memory-gib)", True, memory, memory, host_free=memory)
@@ -141,6 +150,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     left = memory - sizes.weight_bytes - reserve
     state = full_state(config.training)
     model, passes = sizes.model(rank, state), sizes.passes
+    modes = plan_modes(sizes, Share(memory - reserve, place.host_free, place.on_gpu), config, rank, workers)
     budget = divide_memory(left, 1, model, passes, config, place.on_gpu)
     cache = None
     if config.sampling.sampler == "local":
@@ -171,27 +181,31 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         adapters=AdaptersPlan(model.training, model.snapshot, beside // model.training),
         full_parameters=FullPlan(state, full_bytes(sizes.language_parameters, sizes.dtype, state), beside),
         longest_sequence=SequencePlan(longest, "memory" if longest < sizes.max_context else "context"),
+        workers=workers,
+        modes=modes,
     )
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A device that would serve the model, and memory in bytes."""
+    """A device on which a worker would serve the model, and memory in bytes."""
 
     name: str
     on_gpu: bool
     free: int
     total: int
     host_free: int
+    """This worker's part of it."""
 
 
-def _here(sizes: "Sizes") -> _Place:
-    """The device of this machine that would serve the model."""
+def _here(sizes: "Sizes", workers: int) -> _Place:
+    """The device of this machine that would serve the model; of several the one with least free memory."""
     machine = look_around()
-    host = machine.memory_available
+    host = machine.memory_available // workers
     if sizes.device.type == "cpu":
         return _Place("the CPU of this machine", False, host, machine.memory_total, host)
-    gpu = machine.gpus[sizes.device.index or 0]
+    first = sizes.device.index or 0
+    gpu = min(machine.gpus[first : first + workers], key=lambda gpu: gpu.free)
     return _Place(f"cuda:{gpu.index}, {gpu.name}", True, gpu.free, gpu.total, host)
 
 
@@ -215,6 +229,23 @@ def print_plan(plan: Plan, console: Console) -> None:
         table.add_row(Text(subject), Text(detail))
     console.print(Text(f"{plan.model} ({plan.architecture}, {plan.parameters:,} parameters in {plan.dtype}) on {plan.device}", "bold"))
     console.print(table)
+    if plan.workers > 1:
+        console.print()
+        _print_modes(plan, console)
+
+
+def _print_modes(plan: Plan, console: Console) -> None:
+    """A row for each way of using several GPUs, and the mode that is chosen."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for head in (f"on each of {plan.workers}", "trains", "base model", "trained model", "cache", "longest sequence"):
+        table.add_column(Text(head))
+    for each in plan.modes:
+        sizes = (each.weight_bytes, each.model_bytes, each.cache_bytes)
+        longest = f"{each.longest_sequence:,} tokens" if each.fits else "does not fit"
+        table.add_row(*map(Text, (each.mode, each.trains, *map(size_text, sizes), longest)))
+    console.print(table)
+    for trains, mode, why in chosen(plan.modes):
+        console.print(Text(f"{trains}: {mode}, {why}"))
 
 
 def _lines(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinsmith.config import TrainingConfig
+from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError
 from tinsmith.models.full import FullWeights, new_compact_weights
@@ -32,6 +32,14 @@ KINDS = [(kind, dtype) for kind in ("lora", "full", "strided", "compact") for dt
 STEPS = 3
 PASSES = {(0, 0): 2, (1, 0): 1, (2, 0): 1, (0, 1): 1, (1, 1): 0, (2, 1): 2, (0, 2): 0, (1, 2): 3, (2, 2): 0}
 """How many passes a worker computes before a step, by its rank and the number of the step."""
+FREE_BYTES = 42 * 2**20
+"""Of a host, when all workers have loaded their base model."""
+LIMITED = Config(
+    models=ModelsConfig(device="cpu", dtype="float32", max_context=1024),
+    sampling=SamplingConfig(kv_cache_gib=8 / 1024),
+    training=TrainingConfig(logits_chunk=64),
+)
+"""With a cache that leaves memory for some sequences."""
 together.PIECE = 100
 """So that sums in a narrow precision go through several pieces, the last of which is not full."""
 
@@ -209,6 +217,16 @@ class Stepping:
             except TinsmithError as error:
                 self.found[name] = type(error).__name__, str(error)
 
+    def memory(self, directory: Path) -> None:
+        """How long a sequence trains, on a host with little free memory, of which the later workers find more."""
+        from tests.bases import load
+        from tinsmith.worker import device_memory
+
+        device_memory.free_memory = lambda device: FREE_BYTES + self.rank * 2**20  # type: ignore[attr-defined]
+        base = load(directory, device="cpu", max_context=1024)
+        memory = device_memory.DeviceMemory({"tiny": base}, LIMITED, self.group)
+        self.found["memory"] = memory.longest_trained("tiny"), memory.budgets["tiny"].cache
+
     def alone(self) -> None:
         """All but the first end without a word; the first notices when it next needs them."""
         if self.rank:
@@ -230,6 +248,7 @@ def main() -> None:
     stepping.sums()
     stepping.refused_steps()
     stepping.trained(Path(sys.argv[5]))
+    stepping.memory(Path(sys.argv[5]))
     torch.save(stepping.found, file)
     stepping.alone()
     torch.save(stepping.found, file)

@@ -3,7 +3,8 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from tests.bases import datum, load, random_tokens, renderer
-from tests.distributed.stepping import KINDS, PASSES, SETTINGS, STEPS, accumulate, fresh, state
+from tests.distributed.stepping import FREE_BYTES, KINDS, LIMITED, PASSES, SETTINGS, STEPS, accumulate, fresh, state
 from tests.running import START_S
-from tinsmith.config import TrainingConfig
+from tinsmith.config import DistributedConfig, TrainingConfig
+from tinsmith.models.machine import Machine
+from tinsmith.plan import make_plan
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import LocalBackend
 
@@ -193,6 +196,23 @@ def test_a_step_of_a_model_that_is_not_on_all_ends_all_and_lets_none_wait(proces
         assert found["missing"] == ("NotFoundError", "model m is not loaded; create it anew")
         lost = "the workers are not the same any more: whether model m is there is [1, 0], by rank"
         assert found["missing on some"] == ("DeviceLostError", lost)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_each_trains_as_long_a_sequence_as_the_plan_says(
+    processes: Callable[[int], Found], family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Each with its part of the host's memory, as the one counts that found least of it."""
+    directory = str(family_dir("qwen3"))
+    weights = sum(parameter.nbytes for parameter in load(family_dir("qwen3"), device="cpu").network.parameters())
+    monkeypatch.setattr("tinsmith.plan.look_around", partial(Machine, 2, 2**40, FREE_BYTES + count * weights, [], "there is none"))
+    config = replace(LIMITED, base_models=[f"tiny={directory}"], distributed=DistributedConfig(workers=count))
+    planned = make_plan(config, 32, None)
+    assert planned.cache is not None
+    assert 0 < planned.longest_sequence.tokens < 1024
+    assert planned.modes[0].longest_sequence == planned.longest_sequence.tokens
+    for found in processes(count):
+        assert found["memory"] == (planned.longest_sequence.tokens, planned.cache.bytes)
 
 
 def test_who_finds_the_others_gone_says_so(processes: Callable[[int], Found]) -> None:

@@ -13,14 +13,17 @@ _GPU = re.compile(r"\s*(\d+|(GPU|MIG)-.+)\s*")
 """A GPU in CUDA_VISIBLE_DEVICES: its number or its UUID."""
 
 
-def worker_count(config: Config) -> int:
-    """How many workers are configured. Raises ConfigError if these need more GPUs than there are, or share them with vLLM servers."""
+def worker_count(config: Config, gpus: int | None = None) -> int:
+    """How many workers are configured. Raises ConfigError if these need more GPUs than there are, or share them with vLLM servers.
+
+    `gpus` is how many there are; None means those of this machine.
+    """
     asked, device = config.distributed.workers, config.models.device
     if asked == 1 or device == "cpu":
         return asked
     if ":" in device:
         raise ConfigError(f"--workers {asked} and --device {device} contradict each other: each worker has its own GPU; leave one out")
-    gpus = visible_gpus()
+    gpus = visible_gpus() if gpus is None else gpus
     if gpus == 0 and device == "auto":
         return asked
     if asked > gpus:

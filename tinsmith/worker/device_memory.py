@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from tinsmith.config import Config
+from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import divide_memory, full_state, longest_trained, model_bytes, reserve_of
 from tinsmith.models.machine import free_memory
@@ -19,14 +20,17 @@ log = logging.getLogger(__name__)
 class DeviceMemory:
     """How much of the device each base model's cache gets, and how long a sequence trains beside it."""
 
-    def __init__(self, bases: Mapping[str, BaseModel], config: Config) -> None:
-        """Divide what is free now."""
+    def __init__(self, bases: Mapping[str, BaseModel], config: Config, group: ProcessGroup | None = None) -> None:
+        """Divide what is free now. With a `group` all of its workers do so at the same time, and share the host's memory."""
         self.bases = bases
         self.config = config
         device = next(iter(bases.values())).device
         self.on_gpu = device.type == "cuda"
+        host = free_memory(torch.device("cpu"))
+        self.host = min(group.gather(host)) // group.count if group else host
+        """Free memory of the host that is this worker's."""
         total = torch.cuda.mem_get_info(device)[1] if self.on_gpu else 0
-        free = free_memory(device) - reserve_of(self.on_gpu, total)
+        free = (free_memory(device) if self.on_gpu else self.host) - reserve_of(self.on_gpu, total)
         self.passes = {name: pass_memory_of(base.layout, base.text_config, base.dtype) for name, base in bases.items()}
         rank = config.training.planned_rank
         state = full_state(config.training)
@@ -41,8 +45,7 @@ class DeviceMemory:
     def longest_trained(self, name: str) -> int:
         """The longest sequence that trains on a base model, which the log is told."""
         base = self.bases[name]
-        host = free_memory(torch.device("cpu"))
-        tokens = longest_trained(self.budgets[name], self.passes[name], self.config, base.max_context, host, self.on_gpu)
+        tokens = longest_trained(self.budgets[name], self.passes[name], self.config, base.max_context, self.host, self.on_gpu)
         if tokens == 0:
             log.warning("%s: the memory of %s has no room to train any sequence; lower --kv-cache-gib", name, base.device)
         elif tokens < base.max_context:

@@ -86,7 +86,7 @@ class Worker:
         """Passes and calls for the device, oldest first."""
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
         backends = {name: LocalBackend(base, config.training, group) for name, base in self.bases.items()}
-        self.memory = DeviceMemory(self.bases, config)
+        self.memory = DeviceMemory(self.bases, config, group)
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root)
         sampling = config.sampling
         memory, disk, idle_s = sampling.snapshot_gib * 2**30, sampling.snapshot_disk_gib * 2**30, sampling.snapshot_idle_h * 3600

@@ -1,0 +1,92 @@
+"""How several GPUs may train one model, and what each way leaves on every GPU. `tinsmith plan --workers N` prints it.
+
+All numbers come from the functions with which workers divide their memory (`models/budget.py`).
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from tinsmith.config import Config
+
+if TYPE_CHECKING:
+    from tinsmith.models.full import FullState
+    from tinsmith.models.sizing import Sizes
+
+Mode = Literal["one GPU", "replicas"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker may take, in bytes."""
+
+    device: int
+    """Of its device, beside the reserve."""
+    host: int
+    """Of the host's memory."""
+    on_gpu: bool
+
+
+@dataclass(frozen=True)
+class ModePlan:
+    """One way of training, on each worker. Sizes are in bytes."""
+
+    mode: Mode
+    trains: str
+    """What is trained: an adapter, or all weights with their state."""
+    settings: str
+    """The settings of `tinsmith serve` that plan for it."""
+    weight_bytes: int
+    """The frozen base model."""
+    model_bytes: int
+    """One trained model: weights, gradients and what AdamW remembers."""
+    cache_bytes: int
+    """Of the local sampler; 0 without it."""
+    longest_sequence: int
+    """The longest sequence that trains, in tokens; 0 if none does."""
+    fits: bool
+    """Whether a full pass (--tokens-per-pass) of one sequence does, or one of the whole context."""
+
+
+def plan_modes(sizes: "Sizes", share: Share, config: Config, rank: int, workers: int) -> list[ModePlan]:
+    """All that may be trained on so many workers, as the server would with these settings: an adapter of that rank, and all weights."""
+    return [_plan_mode(sizes, share, config, workers, *training) for training in _trainings(rank)]
+
+
+def _trainings(rank: int) -> "Iterator[tuple[int, FullState]]":
+    if rank:
+        yield rank, "float32"
+    yield 0, "float32"
+    yield 0, "compact"
+
+
+def _plan_mode(sizes: "Sizes", share: Share, config: Config, workers: int, rank: int, state: "FullState") -> ModePlan:
+    from tinsmith.models.budget import divide_memory, longest_trained  # here, because it imports transformers
+
+    training = dataclasses.replace(config.training, planned_rank=rank, full_state=state)
+    config = dataclasses.replace(config, training=training)
+    model, passes = sizes.model(rank, state), sizes.passes
+    budget = divide_memory(share.device - sizes.weight_bytes, 1, model, passes, config, share.on_gpu)
+    longest = longest_trained(budget, passes, config, sizes.max_context, share.host, share.on_gpu)
+    trains = f"LoRA of rank {rank}" if rank else f"all weights, {state}"
+    return ModePlan(
+        mode="replicas" if workers > 1 else "one GPU",
+        trains=trains,
+        settings=f"--planned-rank {rank}" + ("" if rank else f" --full-state {state}"),
+        weight_bytes=sizes.weight_bytes,
+        model_bytes=model.training,
+        cache_bytes=budget.cache,
+        longest_sequence=longest,
+        fits=longest >= min(training.tokens_per_pass, sizes.max_context),
+    )
+
+
+def chosen(modes: list[ModePlan]) -> Iterator[tuple[str, str, str]]:
+    """For each kind of training: what is trained, the mode that it is to have, and why."""
+    for trains in dict.fromkeys(each.trains for each in modes):
+        fitting = next((each for each in modes if each.trains == trains and each.fits), None)
+        if fitting is None:
+            yield trains, "none", "because it does not fit into the memory of one worker"
+        else:
+            yield trains, fitting.mode, f"because the whole fits on each ({fitting.settings})"
