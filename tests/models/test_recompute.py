@@ -68,6 +68,11 @@ def test_full_weights_get_the_same_bits(family_base: Callable[[str], BaseModel],
     assert_equal_bits(base, [weights, weights])
 
 
+def test_inputs_that_wait_in_pieces_come_back_as_they_were(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith.models.recompute.HOST_PIECE", 1000)
+    assert_equal_bits(text_base, [random_adapter(text_base, seed=1), random_adapter(text_base, seed=2)])
+
+
 def test_bfloat16_gives_the_same_bits_too(family_dir: Callable[[str], Path]) -> None:
     base = load(family_dir("qwen3"), dtype="bfloat16")
     assert_equal_bits(base, [random_adapter(base, seed=1), random_adapter(base, seed=2)])

@@ -7,6 +7,7 @@ free again.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tinsmith.models.full import FullWeights
 from tinsmith.models.lora import ActiveSegments
+
+HOST_PIECE = 2**26
+"""Bytes of host memory that an input of a layer takes at a time."""
 
 
 def recomputed(layer: Callable[..., Any], x: Tensor, **keywords: Any) -> Any:
@@ -75,6 +79,31 @@ def _layers_of(language_model: Any) -> tuple[str, Sequence[nn.Module]]:
     return "", []
 
 
+@dataclass(frozen=True, eq=False)
+class _InHostMemory:
+    """A tensor of a device that waits in host memory."""
+
+    device: torch.device
+    shape: torch.Size
+    pieces: list[Tensor]
+    """Its numbers in order. PyTorch takes pinned memory in powers of two: in one piece a tensor might take twice its size."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_InHostMemory":
+        """A copy that the host does not wait for."""
+        pinned = tensor.device.type == "cuda"
+        there = tensor.reshape(-1).split(HOST_PIECE // tensor.dtype.itemsize)
+        here = [torch.empty(piece.shape, dtype=piece.dtype, pin_memory=pinned).copy_(piece, non_blocking=True) for piece in there]
+        return cls(tensor.device, tensor.shape, here)
+
+    def back(self) -> Tensor:
+        """The tensor on its device again, as a copy that the host does not wait for."""
+        numbers = torch.empty(self.shape, dtype=self.pieces[0].dtype, device=self.device)
+        for place, piece in zip(numbers.view(-1).split(len(self.pieces[0])), self.pieces, strict=True):
+            place.copy_(piece, non_blocking=True)
+        return numbers
+
+
 @contextmanager
 def kept_in_host_memory(tokens: int) -> Iterator[None]:
     """Let what the body keeps of a row of `tokens` tokens wait in host memory, and come back when the backward needs it.
@@ -83,18 +112,10 @@ def kept_in_host_memory(tokens: int) -> Iterator[None]:
     stream, so nobody waits for them.
     """
 
-    def to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    def to_host(tensor: Tensor) -> Tensor | _InHostMemory:
         if tensor.ndim < 2 or tokens not in tensor.shape[:2]:  # a weight, or something small
             return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-        return tensor.device, host.copy_(tensor, non_blocking=True)
+        return _InHostMemory.of(tensor)
 
-    with saved_tensors_hooks(to_host, _to_device):
+    with saved_tensors_hooks(to_host, lambda kept: kept.back() if isinstance(kept, _InHostMemory) else kept):
         yield
-
-
-def _to_device(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    device, host = kept
-    return host.to(device, non_blocking=True)
