@@ -33,6 +33,7 @@ from tinsmith.models.pictures import PictureInput
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Processor, Renderer
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, ref_of
+from tinsmith.sampling.vllm.canary import Expectation
 from tinsmith.sampling.vllm.sampler import VLLMSampler, start_vllm_sampler
 from tinsmith.sampling.vllm.servers import Servers
 from tinsmith.wire.chunks import Chunk
@@ -195,8 +196,9 @@ def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench
     time.sleep(0.5)
     expected = bench.sampler.canary.expected
 
-    def wrong(weights: Any) -> np.ndarray:
-        return expected(weights) - (0.01 if weights is second else 0.0)
+    def wrong(weights: Any) -> Expectation:
+        right = expected(weights)
+        return Expectation(right.logprobs - (0.01 if weights is second else 0.0), right.limit)
 
     monkeypatch.setattr(bench.sampler.canary, "expected", wrong)
     bench.publish(second)
@@ -220,7 +222,8 @@ def test_an_adapter_of_other_weights_is_never_sampled(bench: Bench, monkeypatch:
         fewer = {name: pair for name, pair in small.items() if name != LM_HEAD}
         wrong = Adapter(given.shape, fewer, given.dtype, new_ref())
     rendered, files = bench.renderer.render([random_tokens(1, 12)]), bench.sampler.client.publisher.files
-    np.testing.assert_allclose(bench.sampler.canary.expected(wrong), bench.sampler.canary.expected(right), atol=1e-4)
+    wrong_ones, right_ones = (bench.sampler.canary.expected(weights).logprobs for weights in (wrong, right))
+    np.testing.assert_allclose(wrong_ones, right_ones, atol=1e-4)
     write = files.write
     monkeypatch.setattr(files, "write", lambda adapter: write(wrong if adapter is right else adapter))
     bench.add("other", rendered, weights=right)

@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.bases import new_ref, random_tokens, renderer
 from tinsmith.models.base import BaseModel
-from tinsmith.sampling.vllm.canary import ServedWeights
+from tinsmith.sampling.vllm.canary import Expectation, ServedWeights
 from tinsmith.sampling.vllm.job import Draft, Job
 from tinsmith.sampling.vllm.pieces import joined
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TopLogprobs
@@ -20,7 +20,7 @@ def job_of(base: BaseModel, *stop: str) -> Job:
         request_id="x",
         request=request,
         rendered=renderer(base).render([random_tokens(1, 4)]),
-        served=ServedWeights(None, np.zeros(1, dtype=np.float32), new_ref("m/1", "m")),
+        served=ServedWeights(None, Expectation(np.zeros(1, dtype=np.float32), 0.001), new_ref("m/1", "m")),
         max_tokens=50,
         eos=base.eos_token_ids(),
         vocab_size=base.vocab_size,

@@ -1,5 +1,9 @@
 """Probes change what they say, by so much that a server shows whether it applies them; merged weights compute what an adapter does."""
 
+import math
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +13,7 @@ from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.sampling.vllm.canary import Canary
+from tinsmith.sampling.vllm.canary import Canary, Expectation
 from tinsmith.sampling.vllm.probes import kind_of, make_probes
 from tinsmith.sampling.vllm.weights import WeightFiles
 
@@ -32,10 +36,24 @@ def test_each_kind_of_layer_has_a_probe_that_shows(
     for probe in probes:
         changed = {kind_of(name) for name, pair in probe.adapter.masters.items() if pair.b.any()}
         assert changed == {probe.kind}
-        assert probe.allowed > 10 * canary.tolerance
-        np.testing.assert_array_equal(probe.bare, canary.expected(None))
+        assert probe.allowed > 10 * probe.expected.limit
+        np.testing.assert_array_equal(probe.bare.logprobs, canary.expected(None).logprobs)
         assert probe.change > probe.allowed
+        assert probe.is_shown_by(0.9 * probe.allowed)
+        assert not any(probe.is_shown_by(difference) for difference in (1.1 * probe.allowed, math.nan, math.inf))
     files.close()
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_a_probe_that_is_not_finite_shows_nothing(value: float, text_base: BaseModel, tmp_path: Path) -> None:
+    """Its change is infinite too, and infinity is not more than infinity."""
+    files = WeightFiles(text_base, str(tmp_path))
+    probe = make_probes(Canary(text_base, renderer(text_base)), files)[0]
+    files.close()
+    assert probe.is_shown_by(0.0)
+    wrong = Expectation(np.full_like(probe.bare.logprobs, value), probe.bare.limit)
+    for broken in (replace(probe, expected=wrong), replace(probe, bare=wrong)):
+        assert not any(broken.is_shown_by(difference) for difference in (0.0, math.inf, math.nan))
 
 
 @torch.no_grad()
@@ -49,9 +67,9 @@ def test_merged_weights_compute_what_an_adapter_does(
     adapter = random_adapter(model, seed=1, train_unembed=False)
     merged = files.parameters | files.merged(adapter)
     full = FullWeights(LoraShape(rank=0, seed=0), merged, model.dtype)
-    expected = canary.expected(adapter)
-    assert np.abs(expected - canary.expected(None)).mean() > 0.1
-    np.testing.assert_allclose(canary.expected(full), expected, atol=5e-4)
+    expected = canary.expected(adapter).logprobs
+    assert np.abs(expected - canary.expected(None).logprobs).mean() > 0.1
+    np.testing.assert_allclose(canary.expected(full).logprobs, expected, atol=5e-4)
     assert set(files.tensors(adapter)) == set(files.tensors(None))
     assert all(torch.equal(parameter, before[name]) for name, parameter in files.parameters.items())
     with pytest.raises(UserError, match="its part on the output projection cannot be merged"):

@@ -55,7 +55,7 @@ class Stub:
         body = await request.json()
         ids = body["token_ids"]
         values = np.zeros(len(ids))
-        values[self.canary.text] = self.served.canary
+        values[self.canary.text] = self.served.canary.logprobs
         scores: list[Any] = [None, *({str(token): {"logprob": value}} for token, value in zip(ids[1:], values[1:].tolist(), strict=True))]
         return web.json_response({"choices": [], "prompt_logprobs": scores, "model": self.name or body["model"]})
 

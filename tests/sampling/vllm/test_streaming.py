@@ -6,6 +6,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def bench(text_base: BaseModel, stub: Stub, tmp_path: Path, monkeypatch: pytest.
 
     def note(weights: Any) -> Any:
         values = expected(weights)
-        stub.canary = dict(zip(range(1, stub.length), values.tolist(), strict=True))
+        stub.canary = dict(zip(range(1, stub.length), values.logprobs.tolist(), strict=True))
         return values
 
     monkeypatch.setattr(made.sampler.canary, "expected", note)
@@ -236,7 +237,9 @@ def test_newer_weights_give_the_tokens_that_follow(bench: Bench, stub: Stub) -> 
 
 def test_no_token_of_wrong_weights_is_given_out(bench: Bench, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = bench.sampler.canary.expected
-    monkeypatch.setattr(bench.sampler.canary, "expected", lambda weights: expected(weights) - 0.01)
+    monkeypatch.setattr(
+        bench.sampler.canary, "expected", lambda weights: replace(right := expected(weights), logprobs=right.logprobs - 0.01)
+    )
     bench.add()
     (failure,) = bench.events(is_end)
     assert isinstance(failure, SampleFailure)

@@ -6,7 +6,7 @@ that is an error, but it changes these log-probabilities.
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,10 +35,39 @@ from tinsmith.wire.sample import SamplingParams, StopRule
 
 _TOKENS = 12
 """Text tokens before the picture, and behind it."""
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest mean difference in nats. Random tokens are unlikely, and there bfloat16 rounds coarsely."""
+_WITHIN_LAYERS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Mean difference in nats that is allowed for what layers round. Random tokens are unlikely, and there bfloat16 rounds coarsely."""
+_ROUNDINGS = 2
+"""The trainer rounds its logits to the base's dtype, and vLLM its own."""
 _QUESTIONS = PromptQuestions(logprobs=True)
 _PARAMS = SamplingParams(None, 1.0, 1.0, -1, 0, StopRule(eos=False, strings=(), token_ids=()))
+
+
+@dataclass(frozen=True, eq=False)
+class Expectation:
+    """What the trainer computes for the canary with some weights."""
+
+    logprobs: NDArray[np.float32]
+    """[text tokens but the first]"""
+    limit: float
+    """How far those of vLLM may be from them on average, in nats (`allowed_difference`)."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether they can be compared at all: what is infinite or NaN agrees with anything, or with nothing."""
+        return bool(np.isfinite(self.logprobs).all() and np.isfinite(self.limit))
+
+
+def allowed_difference(logit_size: float, dtype: torch.dtype) -> float:
+    """How far apart log-probabilities may be on average, in nats, where the largest logits have this absolute value.
+
+        limit = (0.001 in float32, 0.1 in bfloat16) + 2 * unit * logit_size
+
+    Rounding is relative: a logit of size x is rounded by up to x * unit, which is x * 2^-8 in bfloat16 (half of `eps`), and the logarithm of
+    the sum over the vocabulary is no more exact than its largest logit is. Trainer and vLLM each round once. Whatever the size of the logits,
+    the limit beyond the constant is less than a hundredth of them; with other weights the log-probabilities differ by as much as logits do.
+    """
+    return _WITHIN_LAYERS[dtype] + _ROUNDINGS * torch.finfo(dtype).eps / 2 * logit_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +76,8 @@ class ServedWeights:
 
     weights: Weights | None
     """None are the base's."""
-    canary: NDArray[np.float32]
-    """The trainer's log-probabilities of the canary with them."""
+    canary: Expectation
+    """What the trainer computes for the canary with them."""
     ref: WeightsRef
 
     @property
@@ -66,17 +95,32 @@ class ServedWeights:
         return f"{kind} {self.ref.label}" if kind else "the base weights"
 
 
-def score_prompt(base: BaseModel, rendered: RenderedInput, weights: Weights | None, scores: PromptScores, chunk: int) -> None:
-    """Let the trainer's own model answer what `scores` asks about a prompt. Logits exist for `chunk` positions at a time."""
+def score_prompt(
+    base: BaseModel,
+    rendered: RenderedInput,
+    weights: Weights | None,
+    scores: PromptScores,
+    chunk: int,
+    look_at: Callable[[torch.Tensor], None] | None = None,
+) -> None:
+    """Let the trainer's own model answer what `scores` asks about a prompt.
+
+    Logits [positions, vocabulary] exist for `chunk` positions at a time; `look_at` is given them.
+    """
     with torch.no_grad(), threads_for(base, len(rendered)):
         row = pack([rendered], [weights], base.device)
         hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
         adapter = weights if isinstance(weights, Adapter) else None
-        scores.add(0, hidden, partial(_logits, base.head(weights), adapter), chunk)
+        scores.add(0, hidden, partial(_logits, base.head(weights), adapter, look_at), chunk)
 
 
-def _logits(head: torch.Tensor, adapter: Adapter | None, hidden: torch.Tensor) -> torch.Tensor:
-    return head_logits(hidden, head, *head_lora(adapter))
+def _logits(
+    head: torch.Tensor, adapter: Adapter | None, look_at: Callable[[torch.Tensor], None] | None, hidden: torch.Tensor
+) -> torch.Tensor:
+    logits = head_logits(hidden, head, *head_lora(adapter))
+    if look_at is not None:
+        look_at(logits)
+    return logits
 
 
 class Canary:
@@ -90,32 +134,38 @@ class Canary:
         self.text = self.rendered.is_text.copy()
         self.text[0] = False
 
-    def expected(self, weights: Weights | None) -> NDArray[np.float32]:
-        """The trainer's log-probabilities [text tokens but the first] of the canary. To be called in the trainer's thread."""
+    def expected(self, weights: Weights | None) -> Expectation:
+        """What the trainer computes for the canary. To be called in the trainer's thread."""
         scores = PromptScores(self.rendered, _QUESTIONS, _PARAMS, 0)
-        score_prompt(self.base, self.rendered, weights, scores, len(self.rendered))
+        sizes: list[torch.Tensor] = []
+        """[positions] of the largest absolute logit of each position."""
+        score_prompt(self.base, self.rendered, weights, scores, len(self.rendered), lambda logits: sizes.append(logits.abs().amax(-1)))
         assert scores.answers.logprobs is not None
-        return scores.answers.logprobs[self.text]
+        limit = allowed_difference(float(torch.cat(sizes).mean()), self.base.dtype)
+        return Expectation(scores.answers.logprobs[self.text], limit)
 
-    def compare(self, scores: Sequence[dict[str, Any] | None], expected: NDArray[np.float32], what: str) -> None:
-        """Compare vLLM's prompt_logprobs of the canary with the trainer's, for the weights `what`. Raises TinsmithError if they differ."""
+    def compare(self, scores: Sequence[dict[str, Any] | None], expected: Expectation, what: str) -> None:
+        """Compare vLLM's prompt_logprobs of the canary with the trainer's, for the weights `what`.
+
+        Raises TinsmithError if they differ, or if the trainer's are not all finite.
+        """
+        if not expected.is_finite:
+            raise TinsmithError(
+                f"the trainer itself computes infinite or NaN log-probabilities with {what}, so vLLM cannot be compared with it; nothing is "
+                "sampled from these weights: go back to a checkpoint from before, and train on with a lower learning rate"
+            )
         difference = self.difference(scores, expected)
-        if not difference <= self.tolerance:
+        if not difference <= expected.limit:
             raise TinsmithError(
                 f"vLLM computes other log-probabilities than the trainer with {what}: {difference:.4g} nats apart on average on "
-                f"{len(expected)} tokens, where {self.tolerance:g} is the limit; nothing is sampled from these weights"
+                f"{len(expected.logprobs)} tokens, where {expected.limit:.3g} is the limit; nothing is sampled from these weights"
             )
 
-    def difference(self, scores: Sequence[dict[str, Any] | None], expected: NDArray[np.float32]) -> float:
+    def difference(self, scores: Sequence[dict[str, Any] | None], expected: Expectation) -> float:
         """How far vLLM's prompt_logprobs of the canary are from the trainer's on average, in nats; NaN if one of them is."""
         got = prompt_answers(scores, self.rendered, _QUESTIONS).logprobs
         assert got is not None
-        return float(np.abs(got[self.text] - expected).mean())
-
-    @property
-    def tolerance(self) -> float:
-        """The largest difference with which weights are sampled."""
-        return _TOLERANCE[self.base.dtype]
+        return float(np.abs(got[self.text] - expected.logprobs).mean())
 
 
 def _picture() -> ImageChunk:

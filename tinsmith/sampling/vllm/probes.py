@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from tinsmith.models.layout import GROUPS
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.protocol.shapes import LoraShape
-from tinsmith.sampling.vllm.canary import Canary
+from tinsmith.sampling.vllm.canary import Canary, Expectation
 from tinsmith.sampling.vllm.weights import WeightFiles
 
 _SIZE = 2.0
@@ -30,20 +29,24 @@ class AdapterProbe:
     kind: str
     """Such as `linear_attn.in_proj_qkv.q`: the names of its targets without the number of the layer."""
     adapter: Adapter
-    expected: NDArray[np.float32]
-    """The trainer's log-probabilities of the canary with it."""
-    bare: NDArray[np.float32]
+    expected: Expectation
+    """What the trainer computes for the canary with it."""
+    bare: Expectation
     """The same with the base's weights alone."""
 
     @property
     def change(self) -> float:
         """How far these are apart on average, in nats."""
-        return float(np.abs(self.expected - self.bare).mean())
+        return float(np.abs(self.expected.logprobs - self.bare.logprobs).mean())
 
     @property
     def allowed(self) -> float:
         """A server applies it if its log-probabilities differ from those expected by no more than this on average, in nats."""
-        return _APPLIED * self.change
+        return max(_APPLIED * self.change, self.expected.limit)
+
+    def is_shown_by(self, difference: float) -> bool:
+        """Whether a server whose log-probabilities differ by so much from those expected applies it. What is not finite shows nothing."""
+        return self.expected.is_finite and self.bare.is_finite and difference <= self.allowed
 
 
 def kind_of(target: str) -> str:

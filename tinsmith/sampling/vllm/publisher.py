@@ -115,7 +115,7 @@ class Publisher:
             return False
         finally:
             instance.adapters.pop(key, None)
-        return self.canary.difference(reply["prompt_logprobs"], probe.expected) <= max(probe.allowed, self.canary.tolerance)
+        return probe.is_shown_by(self.canary.difference(reply["prompt_logprobs"], probe.expected))
 
     async def _applies_merged(self, instance: Instance, probe: AdapterProbe) -> bool:
         try:
@@ -124,7 +124,7 @@ class Publisher:
         except (RefusedError, ServerFailedError, UserError) as error:
             log.info("the vLLM server at %s refuses a merged probe of %s: %s", instance.connection.url, probe.kind, error)
             return False
-        return self.canary.difference(reply["prompt_logprobs"], probe.expected) <= max(probe.allowed, self.canary.tolerance)
+        return probe.is_shown_by(self.canary.difference(reply["prompt_logprobs"], probe.expected))
 
     def is_merged(self, instance: Instance, targets: Iterable[str]) -> bool:
         """Whether adapters with these targets get to an instance merged into the base's weights. Full weights have no targets.

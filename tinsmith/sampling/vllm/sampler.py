@@ -16,9 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from urllib.parse import urlsplit
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tinsmith.config import Config
 from tinsmith.errors import ConfigError, DeviceLostError, TinsmithError
 from tinsmith.models.base import BaseModel
@@ -29,7 +26,7 @@ from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.prefix import BLOCK, prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled, ref_of
-from tinsmith.sampling.vllm.canary import Canary, ServedWeights, score_prompt
+from tinsmith.sampling.vllm.canary import Canary, Expectation, ServedWeights, score_prompt
 from tinsmith.sampling.vllm.client import VLLMClient
 from tinsmith.sampling.vllm.job import Draft, Job
 from tinsmith.sampling.vllm.launch import launches
@@ -89,8 +86,8 @@ class VLLMSampler:
         self.published: deque[Weights] = deque()
         self.came: deque[tuple[_Pending, TokensSampled | None]] = deque()
         """Requests with their new tokens, None if they have ended. Filled by the client's thread."""
-        self.canaries: dict[str, NDArray[np.float32]] = {}
-        """The trainer's log-probabilities of the canary, by the key of the weights, as long as these are in memory."""
+        self.canaries: dict[str, Expectation] = {}
+        """What the trainer computes for the canary, by the key of the weights, as long as these are in memory."""
         self.copies: dict[str, set[int]] = {}
         """The `id` of all objects in memory that hold the weights of a key."""
         self.gone: deque[tuple[str, int]] = deque()

@@ -1,0 +1,106 @@
+"""The limit of the canary grows with what the logits' dtype rounds, and other weights are refused whatever the size of the logits."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.bases import load, renderer
+from tinsmith.errors import TinsmithError
+from tinsmith.models.base import BaseModel
+from tinsmith.models.full import FullWeights
+from tinsmith.models.tiny import write_tiny_model
+from tinsmith.protocol.shapes import LoraShape
+from tinsmith.sampling.vllm.canary import Canary, Expectation, allowed_difference
+
+SHAPE = LoraShape(rank=0, seed=0)
+FINAL_NORM = "norm.weight"
+"""Logits are as large as the gain of the last norm makes them."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model."""
+    written = tmp_path_factory.mktemp("canary")
+    write_tiny_model("qwen3", written)
+    return written
+
+
+def replies(canary: Canary, logprobs: np.ndarray) -> list[dict[str, Any] | None]:
+    """The prompt_logprobs of a server that has computed these for the text tokens but the first."""
+    values = np.zeros(len(canary.rendered))
+    values[canary.text] = logprobs
+    ids = canary.rendered.token_ids
+    return [None, *({str(token): {"logprob": value}} for token, value in zip(ids[1:].tolist(), values[1:].tolist(), strict=True))]
+
+
+def with_larger_logits(base: BaseModel, factor: float, **changed: torch.Tensor) -> FullWeights:
+    """The base's weights with logits that are `factor` times as large, and some of them exchanged."""
+    own = {name: parameter.detach().clone() for name, parameter in base.full_targets(SHAPE).items()}
+    own[FINAL_NORM] = own[FINAL_NORM] * factor
+    return FullWeights(SHAPE, own | changed, base.dtype)
+
+
+def test_the_limit_grows_by_two_roundings_of_a_logit() -> None:
+    assert allowed_difference(0.0, torch.bfloat16) == 0.1
+    assert allowed_difference(32.0, torch.bfloat16) == pytest.approx(0.1 + 2 * 32 / 2**8)
+    assert allowed_difference(32.0, torch.float32) == pytest.approx(0.001 + 2 * 32 / 2**24)
+
+
+@pytest.mark.parametrize("factor", [1.0, 16.0, 64.0])
+def test_correct_weights_that_bfloat16_rounds_are_sampled_from(factor: float, directory: Path) -> None:
+    """Float32 stands for a server that rounds elsewhere. With logits of 100 that is more than any constant limit would take."""
+    exact, rounded = load(directory), load(directory, dtype="bfloat16")
+    canary = Canary(rounded, renderer(rounded))
+    with_float32 = Canary(exact, renderer(exact)).expected(with_larger_logits(exact, factor))
+    expected = canary.expected(with_larger_logits(rounded, factor))
+    canary.compare(replies(canary, with_float32.logprobs), expected, "these weights")
+    if factor > 1:
+        assert canary.difference(replies(canary, with_float32.logprobs), expected) > 0.1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("factor", [1.0, 16.0, 64.0])
+def test_slightly_wrong_weights_are_refused(factor: float, dtype: str, directory: Path) -> None:
+    """One matrix of one layer is left out, is that of another layer, or is off by a third of its standard deviation."""
+    base = load(directory, dtype=dtype)
+    canary = Canary(base, renderer(base))
+    right = with_larger_logits(base, factor)
+    expected, own = canary.expected(right), right.working
+    left_out, other, off = "layers.1.self_attn.q_proj.weight", "layers.1.self_attn.k_proj.weight", "layers.1.mlp.up_proj.weight"
+    noise = torch.randn(own[off].shape, generator=torch.Generator().manual_seed(0))
+    for name, matrix in (
+        (left_out, torch.zeros_like(own[left_out])),
+        (other, own[other.replace("layers.1", "layers.0")]),
+        (off, (own[off] + noise * own[off].float().std() / 3).to(base.dtype)),
+    ):
+        wrong = canary.expected(with_larger_logits(base, factor, **{name: matrix}))
+        with pytest.raises(TinsmithError, match="vLLM computes other log-probabilities than the trainer with these weights"):
+            canary.compare(replies(canary, wrong.logprobs), expected, "these weights")
+    canary.compare(replies(canary, expected.logprobs), expected, "these weights")
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
+@pytest.mark.parametrize("where", ["logprobs", "limit"])
+def test_an_expectation_that_is_not_finite_lets_nothing_pass(value: float, where: str, text_base: BaseModel) -> None:
+    """Infinity is not more than infinity, so a limit that is infinite would let anything pass."""
+    canary = Canary(text_base, renderer(text_base))
+    right = canary.expected(None)
+    logprobs = right.logprobs.copy()
+    if where == "logprobs":
+        logprobs[0] = value
+    expected = Expectation(logprobs, value if where == "limit" else right.limit)
+    for answered in (right.logprobs, logprobs, np.full_like(logprobs, value)):
+        with pytest.raises(TinsmithError, match="the trainer itself computes infinite or NaN log-probabilities with these weights"):
+            canary.compare(replies(canary, answered), expected, "these weights")
+
+
+def test_weights_that_have_diverged_are_not_sampled_from(directory: Path) -> None:
+    """NaN in one weight is NaN in what the trainer expects."""
+    base = load(directory)
+    canary = Canary(base, renderer(base))
+    gain = base.full_targets(SHAPE)[FINAL_NORM].detach() * math.nan
+    assert not canary.expected(with_larger_logits(base, 1.0, **{FINAL_NORM: gain})).is_finite
