@@ -18,7 +18,7 @@ from tests.bases import new_ref, random_adapter, random_tokens, renderer
 from tinsmith.config import load
 from tinsmith.models.base import BaseModel
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
-from tinsmith.sampling.vllm.canary import Canary
+from tinsmith.sampling.vllm.canary import Canary, Expectation
 from tinsmith.sampling.vllm.sampler import VLLMSampler, start_vllm_sampler
 from tinsmith.wire.sample import SampleRequest, parse_sample_request
 
@@ -237,9 +237,12 @@ def test_newer_weights_give_the_tokens_that_follow(bench: Bench, stub: Stub) -> 
 
 def test_no_token_of_wrong_weights_is_given_out(bench: Bench, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = bench.sampler.canary.expected
-    monkeypatch.setattr(
-        bench.sampler.canary, "expected", lambda weights: replace(right := expected(weights), logprobs=right.logprobs - 0.01)
-    )
+
+    def shifted(weights: Any) -> Expectation:
+        right = expected(weights)
+        return replace(right, logprobs=right.logprobs - 0.01)
+
+    monkeypatch.setattr(bench.sampler.canary, "expected", shifted)
     bench.add()
     (failure,) = bench.events(is_end)
     assert isinstance(failure, SampleFailure)

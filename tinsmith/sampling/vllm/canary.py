@@ -63,9 +63,9 @@ def allowed_difference(logit_size: float, dtype: torch.dtype) -> float:
 
         limit = (0.001 in float32, 0.1 in bfloat16) + 2 * unit * logit_size
 
-    Rounding is relative: a logit of size x is rounded by up to x * unit, which is x * 2^-8 in bfloat16 (half of `eps`), and the logarithm of
-    the sum over the vocabulary is no more exact than its largest logit is. Trainer and vLLM each round once. Whatever the size of the logits,
-    the limit beyond the constant is less than a hundredth of them; with other weights the log-probabilities differ by as much as logits do.
+    Rounding is relative: a logit of size x is rounded by up to x * unit, which is x * 2^-8 in bfloat16 (half of `eps`), and the logarithm
+    of the sum over the vocabulary is no more exact than its largest logit is. Trainer and vLLM each round once. What is added to the
+    constant is less than a hundredth of the logits, and other weights change log-probabilities in proportion to the logits too.
     """
     return _WITHIN_LAYERS[dtype] + _ROUNDINGS * torch.finfo(dtype).eps / 2 * logit_size
 
@@ -151,8 +151,8 @@ class Canary:
         """
         if not expected.is_finite:
             raise TinsmithError(
-                f"the trainer itself computes infinite or NaN log-probabilities with {what}, so vLLM cannot be compared with it; nothing is "
-                "sampled from these weights: go back to a checkpoint from before, and train on with a lower learning rate"
+                f"the trainer itself computes infinite or NaN log-probabilities with {what}, so vLLM cannot be compared with it; nothing "
+                "is sampled from these weights: go back to an earlier checkpoint, and train on with a lower learning rate"
             )
         difference = self.difference(scores, expected)
         if not difference <= expected.limit:
