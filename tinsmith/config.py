@@ -127,7 +127,12 @@ class ModelsConfig:
         choices=("auto", "float32", "bfloat16"),
     )
     memory_share: float = setting(
-        1.0, "Share of a GPU's memory that this server takes; the rest is left to other programs on it, such as a vLLM server", "", 0.01, 1
+        1.0,
+        "Share of a GPU's memory that this server takes; the rest is left to other programs on it, such as a vLLM server. Servers share a "
+        "GPU only if each has a share below 1",
+        "",
+        0.01,
+        1,
     )
     max_context: int = setting(0, "Maximum length of a sequence, prompt and answer together; 0 is the model's own limit", "tokens", 0)
     max_lora_rank: int = setting(256, "Maximum LoRA rank that a client may ask for", "", 1)

@@ -36,6 +36,7 @@ def main() -> int:
     heartbeat.start()
     gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
     from tinsmith.distributed.process_group import ProcessGroup
+    from tinsmith.worker.device_lock import lock_device
     from tinsmith.worker.loop import Worker, load_bases
 
     gc.freeze()  # nor does a later collection look through them
@@ -43,6 +44,7 @@ def main() -> int:
     try:
         config = from_tree(orjson.loads(sys.stdin.buffer.read()))
         start_logging(name, config.log_level)
+        lock_device(config.models)  # nobody closes it: the process holds it to its end
         bases = load_bases(config)
         group = ProcessGroup(place, next(iter(bases.values())).device) if place.count > 1 else None
         worker = Worker(config, bases, link, heartbeat, group)

@@ -1,0 +1,129 @@
+"""One server for each GPU, unless several agreed to share it: a lock that a worker holds for as long as it lives.
+
+Each GPU has a file, named by the GPU's UUID, in a directory of the user's. A worker with a `memory_share` below 1 locks it together with
+others that have one, any other worker alone. The kernel lets go of the lock when the process ends, however it ends.
+
+Not seen are servers of other users, and those in containers that do not share the directory for temporary files.
+"""
+
+import fcntl
+import logging
+import os
+import re
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from tinsmith.config import ModelsConfig
+from tinsmith.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 20.0
+"""How long a worker waits for the lock: one whose server was killed may still be about to end."""
+_RETRY_S = 0.1
+_LOCKS = Path("/proc/locks")
+
+
+class DeviceLock:
+    """The lock of one device, held until `close` or the end of the process."""
+
+    def __init__(self, directory: int, file: int) -> None:
+        self._descriptors = [directory, file]
+
+    def close(self) -> None:
+        """Let others have the device."""
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+def lock_device(config: ModelsConfig) -> DeviceLock | None:
+    """The lock of the device that `config` names; None for a CPU, which everybody shares.
+
+    Raises ConfigError if another server holds it.
+    """
+    import torch  # here, because these take seconds
+
+    from tinsmith.models.base import pick_device
+
+    device = pick_device(config.device)
+    if device.type != "cuda":
+        return None
+    torch.cuda.set_device(device)
+    properties = torch.cuda.get_device_properties(device)
+    return lock(str(properties.uuid), f"{device} ({properties.name})", shared=config.memory_share < 1)
+
+
+def lock(uuid: str, name: str, shared: bool, patience_s: float = PATIENCE_S) -> DeviceLock:
+    """The lock of the device with that UUID, which errors call `name`. `shared` ones do not exclude each other.
+
+    Raises ConfigError if it cannot be had within `patience_s`.
+    """
+    if not re.fullmatch(r"[\w-]+", uuid):
+        raise ConfigError(f"{name} has the UUID {uuid!r}, which can name no file")
+    directory = _directory()
+    file = os.open(f"{uuid}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+    wanted = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    deadline = time.monotonic() + patience_s
+    told = False
+    while not _locked(file, wanted):
+        if time.monotonic() >= deadline:
+            holders = _holders(file)
+            os.close(file)
+            os.close(directory)
+            raise ConfigError(
+                f"{name} is used by another server{holders}; start both with --memory-share, such as --memory-share 0.5, or give each a "
+                "GPU of its own (--device, CUDA_VISIBLE_DEVICES)"
+            )
+        if not told:
+            log.info("waiting up to %.0f s for another server to leave %s", patience_s, name)
+            told = True
+        time.sleep(_RETRY_S)
+    return DeviceLock(directory, file)
+
+
+def _locked(file: int, wanted: int) -> bool:
+    try:
+        fcntl.flock(file, wanted | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _directory() -> int:
+    """A descriptor of this user's directory for locks, which nobody else can write to. Made if there is none.
+
+    It is locked too, which keeps services that tidy up old temporary files away from it. Raises ConfigError if it is not ours alone.
+    """
+    path = Path(tempfile.gettempdir()) / f"tinsmith-{os.getuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ConfigError(f"{path}, which holds the locks of GPUs, cannot be used as a directory: {error.strerror}; remove it") from error
+    found = os.fstat(directory)
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        os.close(directory)
+        raise ConfigError(
+            f"{path}, which holds the locks of GPUs, must be this user's (it belongs to user {found.st_uid}) and closed to others (its "
+            f"mode is {stat.S_IMODE(found.st_mode):o}); remove it, or name another place for temporary files with TMPDIR"
+        )
+    fcntl.flock(directory, fcntl.LOCK_SH)
+    return directory
+
+
+def _holders(file: int) -> str:
+    """Who holds the lock of a file, as part of a sentence; empty if the system does not tell."""
+    if not _LOCKS.is_file():
+        return ""
+    inode = os.fstat(file).st_ino
+    processes = set()
+    for line in _LOCKS.read_text().splitlines():  # "1: FLOCK  ADVISORY  WRITE 4711 fd:01:1234567 0 EOF"
+        found = re.fullmatch(rf"\d+: FLOCK\s+\w+\s+\w+\s+(\d+) \w+:\w+:{inode} .*", line)
+        if found and psutil.pid_exists(int(found[1])):
+            processes.add(int(found[1]))
+    return f" ({', '.join(f'process {pid}' for pid in sorted(processes))})" if processes else ""
