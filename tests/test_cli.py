@@ -57,6 +57,21 @@ def test_serve_offers_every_setting_with_help_unit_and_default() -> None:
             "tinsmith: --vllm-url has no effect with sampler=local; add --sampler vllm, or leave it out\n",
         ),
         (
+            ["--base-model", "org/x", "--train", "none", "--planned-rank", "8"],
+            "tinsmith: --planned-rank has no effect with train=none; leave it out, or let the server train\n",
+        ),
+        (
+            ["--base-model", "org/x", "--train", "none", "--sampler", "none"],
+            "tinsmith: train=none is possible with sampler=local only, not with sampler=none: nothing would be left to serve\n",
+        ),
+        (
+            ["--base-model", "org/x", "--train", "none", "--sampler", "vllm"],
+            (
+                "tinsmith: train=none is possible with sampler=local only, not with sampler=vllm: vLLM is compared with the trainer's copy "
+                "of the base model\n"
+            ),
+        ),
+        (
             ["--base-model", "org/x", "--sampler", "vllm", "--deterministic"],
             "tinsmith: deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local\n",
         ),

@@ -55,6 +55,17 @@ def test_a_model_is_sized_without_loading_it(family_dir: Callable[[str], Path], 
     assert re.search(full + r"\d+\.\d GiB left for it", report)
 
 
+def test_a_server_that_only_samples_needs_nothing_to_train(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    options = ["--data-dir", str(tmp_path), "--device", "cpu", "--train", "none", "--base-model", f"tiny={family_dir('qwen3')}"]
+    code, report = doctor(*options)
+    assert code == 0
+    assert re.search(
+        r"^training +note +none \(--train none\): no memory is planned for it, and training operations are refused", report, re.M
+    )
+    assert re.search(r"^  a sampled adapter +ok +[\d.]+ \w+ at rank 32 \(--snapshot-gib\)", report, re.M)
+    assert not any(part in report for part in ("one trained model", "a pass of", "one more trained model", "all parameters (rank 0)"))
+
+
 def test_blocks_and_slots_of_a_hybrid_model_are_told(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     options = ["--data-dir", str(tmp_path), "--device", "cpu", "--dtype", "float32", "--base-model", f"tiny={family_dir('qwen3_5')}"]
     code, report = doctor(*options, "--kv-cache-gib", "0.004")

@@ -98,6 +98,8 @@ def plan(model: str, rank: int, memory_gib: float | None, as_json: bool, config:
     """
     configuration = _configuration(config, options)
     configuration.base_models = [model]
+    if not configuration.training.trains:
+        raise ConfigError("train=none leaves nothing to plan: leave it out, or ask `tinsmith doctor` what fits for sampling")
     from tinsmith.plan import make_plan, print_plan, to_tree
 
     made = make_plan(configuration, rank, memory_gib)
@@ -118,6 +120,14 @@ def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
     unused = [each.option for each in settings() if each.path[0] == "vllm" and each.name in given]
     if sampler != "vllm" and unused:
         raise ConfigError(f"{', '.join(unused)} has no effect with sampler={sampler}; add --sampler vllm, or leave it out")
+    idle = [each.option for each in settings() if each.path[0] == "training" and each.name in given.keys() - {"train", "logits_chunk"}]
+    if not config.training.trains and idle:
+        raise ConfigError(f"{', '.join(idle)} has no effect with train=none; leave it out, or let the server train")
+    if not config.training.trains and sampler != "local":
+        raise ConfigError(
+            f"train=none is possible with sampler=local only, not with sampler={sampler}: "
+            + ("vLLM is compared with the trainer's copy of the base model" if sampler == "vllm" else "nothing would be left to serve")
+        )
     if sampler == "vllm" and config.models.deterministic:
         raise ConfigError(
             "deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local"

@@ -182,6 +182,12 @@ class ImagesConfig:
 class TrainingConfig:
     """The training side of engine and worker."""
 
+    train: str = setting(
+        "any",
+        "What clients may train: any, adapters and all weights; none, nothing: the server samples base models and checkpoints, also those "
+        "that another server writes to --checkpoint-root, and its memory holds nothing for training",
+        choices=("any", "none"),
+    )
     tokens_per_pass: int = setting(8192, "Maximum number of tokens packed into one forward or backward pass", "tokens", 1)
     logits_chunk: int = setting(
         1024, "Number of positions whose logits are in memory at the same time; fewer need less memory and take longer", "tokens", 1
@@ -215,6 +221,11 @@ class TrainingConfig:
     held_operation_s: float = setting(
         600.0, "How long an operation waits for one with a lower seq_id that has not arrived; then it fails", "seconds", 0.1
     )
+
+    @property
+    def trains(self) -> bool:
+        """Whether clients may train anything."""
+        return self.train != "none"
 
 
 @dataclass

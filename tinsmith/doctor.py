@@ -17,6 +17,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around, size_text
 
 if TYPE_CHECKING:
+    from tinsmith.models.budget import Budget
     from tinsmith.models.sizing import Sizes
 
 RANK = 32
@@ -109,22 +110,14 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     beside = free - sum(sizes.weight_bytes for sizes in known.values()) - reserve_of(on_gpu, total)
     needed = reserve_of(on_gpu, total)
     for name, sizes in known.items():
-        passes, tokens = sizes.passes, config.training.tokens_per_pass
-        budget = divide_memory(beside, len(known), sizes.model(config.training.planned_rank, state), passes, config, on_gpu)
+        budget = divide_memory(beside, len(known), sizes.model(config.training.planned_rank, state), sizes.passes, config, on_gpu)
         shape = CacheShape(sizes.layout.layers, sizes.dtype, sizes.device)
         try:
             cache = shape.divide(budget.cache, config.sampling.max_running)
         except ConfigError as error:
             yield Finding(name, "missing", str(error))
             continue
-        effort = passes.effort_for(tokens, config.training.logits_chunk, budget.passes) or passes.smallest
-        again = f", {effort.recompute} layers of it recomputed" if effort.recompute else ""
-        parts = {
-            "weights": sizes.weight_bytes,
-            "key/value cache (--kv-cache-gib)": budget.cache,
-            f"one trained model of rank {RANK}": sizes.model(RANK).training,
-            f"a pass of {tokens:,} tokens (--tokens-per-pass), roughly{again}": passes.bytes(tokens, config.training.logits_chunk, effort),
-        }
+        parts = {"weights": sizes.weight_bytes, "key/value cache (--kv-cache-gib)": budget.cache} | _to_train(sizes, budget, config)
         needed += sum(parts.values())
         yield Finding(name, "ok", f"{sizes.parameters:,} parameters, {str(sizes.dtype).removeprefix('torch.')} on {sizes.device.type}")
         yield from (Finding(f"  {part}", "ok", size_text(size)) for part, size in parts.items())
@@ -135,11 +128,37 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
             detail = f"{size_text(shape.state_bytes)}; {holds}"
             yield Finding("  a sequence's state", "ok", f"{detail}, which take {size_text(running * shape.state_bytes)} more during a pass")
         adapter = sizes.model(RANK)
-        yield Finding("  one more trained model", "ok", f"{size_text(adapter.training)}; a snapshot {size_text(adapter.snapshot)}")
+        if config.training.trains:
+            yield Finding("  one more trained model", "ok", f"{size_text(adapter.training)}; a snapshot {size_text(adapter.snapshot)}")
+        else:
+            yield Finding("  a sampled adapter", "ok", f"{size_text(adapter.snapshot)} at rank {RANK} (--snapshot-gib)")
     fits: State = "ok" if needed <= free else "missing"
     yield Finding(f"{place} for all of it", fits, f"about {_gib(needed)} needed, {_gib(free)} free")
+    yield from _full_training(known, free - needed, config)
+
+
+def _to_train(sizes: "Sizes", budget: "Budget", config: Config) -> dict[str, int]:
+    """What training takes beside the weights, in bytes, by what it is."""
+    if not config.training.trains:
+        return {}
+    passes, tokens, chunk = sizes.passes, config.training.tokens_per_pass, config.training.logits_chunk
+    effort = passes.effort_for(tokens, chunk, budget.passes) or passes.smallest
+    again = f", {effort.recompute} layers of it recomputed" if effort.recompute else ""
+    return {
+        f"one trained model of rank {RANK}": sizes.model(RANK).training,
+        f"a pass of {tokens:,} tokens (--tokens-per-pass), roughly{again}": passes.bytes(tokens, chunk, effort),
+    }
+
+
+def _full_training(known: "dict[str, Sizes]", left: int, config: Config) -> Iterator[Finding]:
+    """Whether all parameters of each base model can be trained in the `left` bytes, or that nothing is trained."""
+    from tinsmith.models.budget import full_state  # here, because it imports transformers
+
+    if not config.training.trains:
+        yield Finding("training", "note", "none (--train none): no memory is planned for it, and training operations are refused")
+        return
     for name, sizes in known.items():
-        left, full = free - needed, sizes.model(0, state)
+        full = sizes.model(0, full_state(config.training))
         room: State = "ok" if full.training <= left else "note"
         detail = f"{size_text(full.training)} a model, a snapshot {size_text(full.snapshot)}; {_gib(max(left, 0))} left for it"
         yield Finding(f"{name}, all parameters (rank 0)", room, detail if room == "ok" else f"does not fit: {detail}")

@@ -45,7 +45,10 @@ def print_status(status: dict[str, Any], console: Console) -> None:
         console.print(_table("workers", ("process", "device", "state"), processes))
     console.print(_table("base models", ("name", "architecture", "context", "images"), [_base(base) for base in status["base_models"]]))
     rows = [(m["model_id"], m["base_model"], f"{m['queued']:,}", f"{m['trained_tokens']:,}") for m in status["models"]]
-    console.print(_table("loaded models", ("model", "base model", "queued", "tokens trained"), rows))
+    if status.get("trains", True):
+        console.print(_table("loaded models", ("model", "base model", "queued", "tokens trained"), rows))
+    else:
+        console.print("it samples only (--train none)")
     console.print(f"samples: {samples['running']:,} running, {samples['waiting']:,} waiting")
     console.print(f"tokens per second, last minute: {rates['training']:,.1f} training, {rates['sampling']:,.1f} sampling")
     memory = ", ".join(f"{size / 2**20:,.0f} MiB {place}" for place, size in status["memory_bytes"].items())

@@ -11,7 +11,9 @@ from tests.bases import load
 from tests.worker.test_passes import bench_of, request
 from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
 from tinsmith.models.base import BaseModel
+from tinsmith.models.budget import CPU_CACHE, ModelBytes, divide_memory
 from tinsmith.models.machine import Machine
+from tinsmith.models.sizing import size_of
 from tinsmith.plan import make_plan
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.work import Prepared, PrepareFailed
@@ -58,6 +60,24 @@ def test_what_the_memory_cannot_train_is_refused_with_both_numbers(text_base: Ba
     assert "datum 1: the model input holds 7 tokens, and the memory of this server's device trains up to 6" in refused.error
     bench.prepare("m/3", request([9], forward_only=True))  # nothing is kept of it
     assert isinstance(bench.answer(), Prepared)
+
+
+def test_a_server_that_only_samples_plans_nothing_for_training(text_base: BaseModel) -> None:
+    """The cache of a GPU gets what is left beside sampled weights and pieces of prompts: more than beside training."""
+    sizes = size_of(text_base.tokenizer_id, ModelsConfig(device="cpu", dtype="float32"))
+    caches, free, model = {}, 80 * 2**30, ModelBytes(training=10 * 2**30, snapshot=2**30)
+    for train in ("any", "none"):
+        config = Config(training=TrainingConfig(train=train, planned_rank=0))
+        budget = divide_memory(free, 1, model, sizes.passes, config, on_gpu=True)
+        caches[train] = budget.cache
+        assert (budget.passes == 0) == (train == "none")
+        assert budget.cache < free - (4 * 2**30 if train == "none" else 0)
+        fixed = Config(training=config.training, sampling=SamplingConfig(kv_cache_gib=2))
+        assert divide_memory(free, 1, model, sizes.passes, fixed, on_gpu=True).cache == 2 * 2**30
+    assert caches["none"] > caches["any"]
+    memory = DeviceMemory({"tiny": text_base}, Config(training=TrainingConfig(train="none")))
+    assert memory.longest_trained("tiny") == 0
+    assert memory.budgets["tiny"].cache == CPU_CACHE
 
 
 def test_clients_are_told_what_they_can_sample_and_train() -> None:

@@ -70,7 +70,8 @@ class Engine:
         heartbeat.worker_busy_s = 0.0
         self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S, config.server.kept_operations_mib * 2**20)
         training = config.training
-        checkpoints = CheckpointRows(self.store, CheckpointFiles(Path(config.data_dir), config.checkpoint_root))
+        files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
+        checkpoints = CheckpointRows(self.store, files)
         operations = Operations(
             lambda: self.workers.models,
             config.models.max_lora_rank,

@@ -50,7 +50,7 @@ class Budget:
     cache: int
     """Bytes of the local sampler's cache; 0 without that sampler."""
     passes: int
-    """Bytes that are left to a pass while one model is trained; negative if there is no room for that model."""
+    """Bytes that are left to a pass while one model is trained; negative if there is no room for that model, 0 if nothing is trained."""
 
 
 def full_state(config: TrainingConfig) -> FullState:
@@ -71,6 +71,9 @@ def divide_memory(free: int, bases: int, model: ModelBytes, passes: PassMemory, 
     takes without recomputation, but no more than half of what it shares with the cache, if it fits into that by recomputing.
     """
     sampling = config.sampling
+    if not config.training.trains:
+        left = _what_is_left_to_sampling(free, passes, config) // bases if on_gpu else CPU_CACHE
+        return Budget(int(sampling.kv_cache_gib * GIB) or left, 0)
     cache = 0
     if sampling.sampler == "local":
         cache = int(sampling.kv_cache_gib * GIB) or (_what_is_left(free, model, passes, config) // bases if on_gpu else CPU_CACHE)
@@ -86,6 +89,17 @@ def _what_is_left(free: int, model: ModelBytes, passes: PassMemory, config: Conf
     shared = free - count * model.training - snapshots
     whole, least = (passes.bytes(tokens, chunk, effort) for effort in (KEEP_ALL, passes.smallest))
     return max(int(shared - max(least, min(whole, shared // 2)) / FREE_SHARE), free // 16, SMALLEST_CACHE)
+
+
+def _what_is_left_to_sampling(free: int, passes: PassMemory, config: Config) -> int:
+    """Bytes for all caches of a device on which nothing is trained: beside the weights that are sampled, and pieces of prompts.
+
+    A piece takes less than a pass of as many tokens that keeps next to nothing for a backward pass.
+    """
+    sampling = config.sampling
+    snapshots = min(int(sampling.snapshot_gib * GIB), free // 2)
+    prompts = passes.bytes(sampling.prefill_tokens, config.training.logits_chunk, passes.smallest)
+    return max(int(free - snapshots - prompts / FREE_SHARE), free // 16, SMALLEST_CACHE)
 
 
 def longest_trained(budget: Budget, passes: PassMemory, config: Config, max_context: int, host_free: int, on_gpu: bool) -> int:

@@ -24,6 +24,7 @@ from tinsmith.server.signatures import UrlSigner
 from tinsmith.server.waiters import Waiters
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Outcome
+from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.store.store import Store
 
 _KNOWN_MODELS = 4096
@@ -37,7 +38,9 @@ class Hub:
         """Nothing runs yet; `engine.run` starts the engine. Must be made in the event loop."""
         self.config = config
         self.store = AsyncStore(store)
-        self.files = CheckpointFiles(data_dir, config.checkpoint_root)
+        self.files = CheckpointFiles(data_dir, config.checkpoint_root, only_read=not config.training.trains)
+        self.shared = None if config.training.trains else SharedCheckpoints(self.files)
+        """Where a server that only samples finds what another one saves."""
         self.signer = UrlSigner(data_dir)
         self.waiters: Waiters[Outcome | SampleDone | SampleFailed] = Waiters()
         self.samples = SampleBook(config.server)

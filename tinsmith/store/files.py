@@ -84,24 +84,27 @@ def _using(system: AbstractFileSystem, path: str) -> Iterator[None]:
 class CheckpointFiles:
     """Reads, writes and deletes directories of checkpoint files, given by place."""
 
-    def __init__(self, data_dir: Path, root: str = "") -> None:
+    def __init__(self, data_dir: Path, root: str = "", only_read: bool = False) -> None:
         """New directories are made below `root`, a directory or a URL of fsspec; an empty text means the data directory.
 
-        Raises ConfigError for a root that cannot be used.
+        With `only_read` nothing is made there: another server writes to it. Raises ConfigError for a root that cannot be used.
         """
         self._home = (data_dir / CHECKPOINTS_DIR).resolve()
         # A place outlives the working directory of the process that writes it.
         self._root = root.rstrip("/") if "://" in root or not root else str(Path(root).expanduser().resolve())
         make_directory(self._home)
         if root:
-            self._check(root)
+            self._check(root, only_read)
 
-    def _check(self, root: str) -> None:
-        """Write and delete a small file, so that a root which cannot be used is found at the start and not at the first save."""
+    def _check(self, root: str, only_read: bool) -> None:
+        """List the root, or write and delete a small file: one that cannot be used is found at the start and not at the first save."""
         if "://" in root and not root.partition("://")[2].strip("/"):
             raise ConfigError(f"checkpoint_root={root!r} names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
         try:
             system, path = self._resolve(f"{self._root}/{WRITING_PREFIX}{uuid.uuid4().hex}")
+            if only_read:
+                self._require_readable(system)
+                return
             with _using(system, self._root):
                 if isinstance(system, LocalFileSystem):
                     make_directory(Path(path).parent)
@@ -109,6 +112,11 @@ class CheckpointFiles:
                 system.rm_file(path)
         except (ImportError, FileNotFoundError, ValueError, TinsmithError) as error:  # an unknown kind of store, or no access
             raise ConfigError(f"checkpoint_root={root!r} cannot be used: {error}") from error
+
+    def _require_readable(self, system: AbstractFileSystem) -> None:
+        if isinstance(system, LocalFileSystem) and not system.isdir(self._resolve(self._root)[1]):
+            raise TinsmithError("there is no such directory; start the server that writes to it first, or mount it here")
+        self.places_below_root()
 
     def new_place(self) -> str:
         """A new place, where nothing is. Its name is random: no client chooses it."""
@@ -126,7 +134,8 @@ class CheckpointFiles:
         with self._scratch() as directory:
             yield directory
             with _using(system, path):
-                for file in sorted(file for file in directory.rglob("*") if file.is_file()):
+                files = [file for file in directory.rglob("*") if file.is_file()]
+                for file in sorted(files, key=lambda file: (file.name == MANIFEST, file)):  # other servers look for the manifest
                     system.put_file(str(file), f"{path}/{file.relative_to(directory).as_posix()}")
 
     @contextmanager
@@ -202,12 +211,29 @@ class CheckpointFiles:
     def finished_places(self) -> list[str]:
         """The places of all finished directories, in the data directory and below the root."""
         places = [entry.place for entry in self.entries() if entry.finished]
-        if self._root:
-            system, path = self._resolve(self._root)
+        return places + [place for place in self.places_below_root() if place.rpartition("/")[2] not in places]
+
+    def places_below_root(self) -> list[str]:
+        """The places of all finished directories below the root, in an object store also of those that are being written."""
+        if not self._root:
+            return []
+        system, path = self._resolve(self._root)
+        try:
             with _using(system, path):
                 names = [str(found).rstrip("/").rpartition("/")[2] for found in system.ls(path, detail=False)]
-            places += [f"{self._root}/{name}" for name in sorted(names) if _NAME.fullmatch(name) and name not in places]
-        return places
+        except FileNotFoundError:  # an object store has no directory before something is in it
+            return []
+        return [f"{self._root}/{name}" for name in sorted(names) if _NAME.fullmatch(name)]
+
+    def manifest(self, place: str) -> bytes | None:
+        """The manifest of a place; None if it has none, or none yet."""
+        system, path = self._resolve(place)
+        try:
+            with _using(system, path):
+                content: bytes = system.cat_file(f"{path}/{MANIFEST}")
+        except FileNotFoundError:
+            return None
+        return content
 
     def _resolve(self, place: str) -> tuple[AbstractFileSystem, str]:
         """The file system of a place, and its path there."""

@@ -43,7 +43,9 @@ class DeviceMemory:
         return CacheShape(base.layout.layers, base.dtype, base.device).divide(self.budgets[name].cache, self.config.sampling.max_running)
 
     def longest_trained(self, name: str) -> int:
-        """The longest sequence that trains on a base model, which the log is told."""
+        """The longest sequence that trains on a base model, which the log is told; 0 if nothing is trained (--train none)."""
+        if not self.config.training.trains:
+            return 0
         base = self.bases[name]
         tokens = longest_trained(self.budgets[name], self.passes[name], self.config, base.max_context, self.host, self.on_gpu)
         if tokens == 0:

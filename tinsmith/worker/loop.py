@@ -45,6 +45,7 @@ from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.self_check import check_base_model
 from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
 from tinsmith.store.recorded_sequences import RecordedSequences
+from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 from tinsmith.worker.background import Background
@@ -87,11 +88,12 @@ class Worker:
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
         backends = {name: LocalBackend(base, config.training, group) for name, base in self.bases.items()}
         self.memory = DeviceMemory(self.bases, config, group)
-        files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root)
+        files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         sampling = config.sampling
         memory, disk, idle_s = sampling.snapshot_gib * 2**30, sampling.snapshot_disk_gib * 2**30, sampling.snapshot_idle_h * 3600
         spill = Path(config.data_dir) / SNAPSHOTS_DIR / (str(group.place.rank) if group else "")
-        self.snapshots = Snapshots(self.bases, self.store, files, spill, memory, disk, idle_s)
+        shared = None if config.training.trains else SharedCheckpoints(files)
+        self.snapshots = Snapshots(self.bases, self.store, files, spill, memory, disk, idle_s, shared)
         self.recorded = RecordedSequences(Path(config.data_dir), sampling.recorded_sequences_gib * 2**30)
         self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, self.recorded, self.send)
         self.longest_trained = {name: self.memory.longest_trained(name) for name in self.bases}

@@ -23,6 +23,7 @@ from tinsmith.models.machine import require_memory
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.shared import SharedCheckpoints, require_sampled
 from tinsmith.store.store import Store
 from tinsmith.training.checkpoint import About, read_about, read_state, weights_from
 from tinsmith.wire.paths import is_path
@@ -56,11 +57,16 @@ class Snapshots:
         memory_bytes: float,
         disk_bytes: float = math.inf,
         idle_s: float = math.inf,
+        shared: SharedCheckpoints | None = None,
     ) -> None:
-        """Snapshots that memory has no room for go to the directory `spill`; what an earlier worker left there is deleted."""
+        """Snapshots that memory has no room for go to the directory `spill`; what an earlier worker left there is deleted.
+
+        Checkpoints that are not in the database are looked for among the `shared` ones.
+        """
         self.bases = bases
         self.store = store
         self.files = files
+        self.shared = shared
         self.spill = Spill(spill)
         self.memory_bytes = memory_bytes
         self.disk_bytes = disk_bytes
@@ -160,13 +166,13 @@ class Snapshots:
 
     def _read_checkpoint(self, key: Key) -> Held:
         path = key[1]
-        checkpoint = self.store.require_checkpoint(path, "sampler")
+        checkpoint = require_sampled(self.store, self.shared, path)
         ref = WeightsRef(key[0], checkpoint.directory, path)
         try:
             with opened_files(self.files, path, checkpoint.directory, optimizer=False) as directory:
                 return Held(self._read(key, directory, ref), checkpoint.expires_at)
         except TinsmithError:
-            self.store.require_checkpoint(path)  # it may have been deleted while its files were read
+            require_sampled(self.store, self.shared, path)  # it may have been deleted while its files were read
             raise
 
     def _reason(self, key: Key) -> str:

@@ -12,6 +12,7 @@ from tinsmith.server.sample_checks import ReceivedSample, check_sample, receive_
 from tinsmith.server.samples import PendingSample
 from tinsmith.store import ids
 from tinsmith.store.records import SamplingSession
+from tinsmith.store.shared import require_sampled
 from tinsmith.store.store import Store
 from tinsmith.wire.json_body import parse_json
 from tinsmith.wire.service_requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest
@@ -56,7 +57,7 @@ async def join_sampling_session(request: Request) -> Response:
 
 async def _base_model_of(hub: Hub, asked: CreateSamplingSessionRequest) -> str:
     """The base model that the request or its checkpoint names. Raises UserError or NotFoundError if one of them cannot be sampled."""
-    checkpoint = None if asked.model_path is None else await hub.store.read(Store.require_checkpoint, asked.model_path, "sampler")
+    checkpoint = None if asked.model_path is None else await hub.store.read(require_sampled, hub.shared, asked.model_path)
     name = asked.base_model or (checkpoint.base_model if checkpoint else "")
     facts = hub.base_models.find(name)
     if checkpoint is not None:

@@ -39,9 +39,10 @@ async def readyz(request: Request) -> Response:
 
     `healthz`, which the SDK knows, says the same.
     """
-    engine = hub_of(request).engine
+    hub = hub_of(request)
+    engine = hub.engine
     if engine.is_ready:
-        return json_reply({"status": "ok"})
+        return json_reply({"status": "ok"} if hub.config.training.trains else {"status": "ok", "detail": "it samples only (--train none)"})
     return json_reply({"status": "unavailable", "detail": engine.reason}, 503)
 
 
@@ -71,8 +72,9 @@ async def get_server_capabilities(request: Request) -> Response:
     """The base models."""
     hub = hub_of(request)
     sampleable = hub.config.sampling.sampler != "none"
+    trainable = hub.config.training.trains
     models = [
-        {"model_name": facts.name, "max_context_length": facts.advertised_context, "trainable": True, "sampleable": sampleable}
+        {"model_name": facts.name, "max_context_length": facts.advertised_context, "trainable": trainable, "sampleable": sampleable}
         for facts in hub.base_models.all()
     ]
     return json_reply({"supported_models": models})

@@ -6,7 +6,7 @@ then says so. If the operation were refused here, the sequence would have a hole
 
 import logging
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from tinsmith.errors import NotBuiltError, NotFoundError, UserError
 from tinsmith.protocol.serving import Wake
@@ -25,6 +25,18 @@ from tinsmith.wire.training_requests import CreateModelRequest, GetInfoRequest, 
 log = logging.getLogger(__name__)
 
 router = APIRouter()
+
+
+def _require_training(request: Request) -> None:
+    if not hub_of(request).config.training.trains:
+        raise UserError(
+            "this server does not train: it was started with --train none and samples base models and checkpoints only; "
+            "send training operations to a server that was started without it"
+        )
+
+
+_TRAINS = [Depends(_require_training)]
+"""For every route of training: where nothing is trained there is no sequence of operations in which a refusal would leave a hole."""
 
 
 async def _body(request: Request, hub: Hub) -> bytes:
@@ -53,7 +65,7 @@ async def _submit(hub: Hub, command: NewCommand) -> Response:
     return future_reply(request_id, model_id=command.model_id)
 
 
-@router.post("/create_model")
+@router.post("/create_model", dependencies=_TRAINS)
 async def create_model(request: Request) -> Response:
     """A new model. No operation waits for it yet, so a wrong request is refused at once."""
     hub = hub_of(request)
@@ -94,7 +106,7 @@ async def get_info(request: Request) -> Response:
     )
 
 
-@router.post("/forward_backward")
+@router.post("/forward_backward", dependencies=_TRAINS)
 async def forward_backward(request: Request) -> Response:
     """A forward or forward_backward pass, in protobuf."""
     hub = hub_of(request)
@@ -109,7 +121,7 @@ async def forward_backward(request: Request) -> Response:
     return await _submit(hub, NewCommand(key.model_id, key.seq_id, "forward_backward", stored.payload, stored.image_digests, stored.images))
 
 
-@router.post("/create_custom_loss")
+@router.post("/create_custom_loss", dependencies=_TRAINS)
 async def create_custom_loss() -> Response:
     """Refused: the SDK computes custom losses in the client unless client/config asks for uploads, which it does not."""
     raise NotBuiltError(
@@ -118,21 +130,21 @@ async def create_custom_loss() -> Response:
     )
 
 
-@router.post("/optim_step")
+@router.post("/optim_step", dependencies=_TRAINS)
 async def optim_step(request: Request) -> Response:
     """A step of the optimizer."""
     hub = hub_of(request)
     return await _submit_json(hub, "optim_step", await _body(request, hub))
 
 
-@router.post("/save_weights")
+@router.post("/save_weights", dependencies=_TRAINS)
 async def save_weights(request: Request) -> Response:
     """A checkpoint for training."""
     hub = hub_of(request)
     return await _submit_json(hub, "save_weights", await _body(request, hub))
 
 
-@router.post("/save_weights_external")
+@router.post("/save_weights_external", dependencies=_TRAINS)
 async def save_weights_external(request: Request) -> Response:
     """Weights in files that other tools load, to be downloaded."""
     hub = hub_of(request)
@@ -144,7 +156,7 @@ async def _submit_json(hub: Hub, kind: CommandKind, body: bytes) -> Response:
     return await _submit(hub, NewCommand(key.model_id, key.seq_id, kind, body))
 
 
-@router.post("/load_weights")
+@router.post("/load_weights", dependencies=_TRAINS)
 async def load_weights(request: Request) -> Response:
     """Load a checkpoint: into a new model, or, as older clients ask, into one that was just created."""
     hub = hub_of(request)
@@ -167,7 +179,7 @@ async def load_weights(request: Request) -> Response:
     return await _submit(hub, NewCommand(model.model_id, 0, "create_from_checkpoint", body, model=model))
 
 
-@router.post("/save_weights_for_sampler")
+@router.post("/save_weights_for_sampler", dependencies=_TRAINS)
 async def save_weights_for_sampler(request: Request) -> Response:
     """Weights to sample from: a checkpoint, or a snapshot.
 
