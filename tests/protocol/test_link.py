@@ -7,13 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from tinsmith.errors import ConfigError, EngineUnavailableError
+from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.heartbeat import Heartbeat
-from tinsmith.protocol.link import ChildLink, ParentLink, ServerLink, heartbeat_address
+from tinsmith.protocol.link import ChildLink, ParentLink, ServerLink, heartbeat_address, message_address
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Alive, Done, Ready, Sample, SampleDone, Shutdown, Wake
 
@@ -119,17 +123,21 @@ def received(link: ParentLink, count: int) -> list[Message]:
     return messages
 
 
+HERE, OVER_TCP = None, "127.0.0.1"
+
+
 @contextmanager
-def parent_and_child() -> Iterator[tuple[ParentLink, ChildLink]]:
-    parent = ParentLink()
-    child = ChildLink(parent.address)
+def parent_and_child(host: str | None = HERE) -> Iterator[tuple[ParentLink, ChildLink]]:
+    parent = ParentLink(host)
+    child = ChildLink(parent.address, parent.keys)
     yield parent, child
     child.close()
     parent.close()
 
 
-def test_a_parent_without_an_event_loop_gets_all_in_order_and_never_waits() -> None:
-    with parent_and_child() as (parent, child):
+@pytest.mark.parametrize("host", [HERE, OVER_TCP])
+def test_a_parent_without_an_event_loop_gets_all_in_order_and_never_waits(host: str | None) -> None:
+    with parent_and_child(host) as (parent, child):
         assert parent.receive() == []
         sent = [Ready([{"name": "tiny"}]), DONE, SampleDone("s/0", 7, b"\x00\xff")]
         for message in sent:
@@ -144,9 +152,10 @@ def test_a_parent_without_an_event_loop_gets_all_in_order_and_never_waits() -> N
         assert arrived == back
 
 
-def test_heartbeats_of_a_child_come_on_a_socket_of_their_own() -> None:
-    with parent_and_child() as (parent, child):
-        heartbeat = Heartbeat(parent.address)
+@pytest.mark.parametrize("host", [HERE, OVER_TCP])
+def test_heartbeats_of_a_child_come_on_a_socket_of_their_own(host: str | None) -> None:
+    with parent_and_child(host) as (parent, child):
+        heartbeat = Heartbeat(parent.address, keys=parent.keys)
         heartbeat.worker_busy_s = 4.0
         heartbeat.start()
         child.send(DONE)
@@ -158,11 +167,12 @@ def test_heartbeats_of_a_child_come_on_a_socket_of_their_own() -> None:
         assert received(parent, 1) == [DONE]
 
 
-def test_what_is_sent_to_a_child_that_never_came_or_has_gone_is_dropped_and_blocks_nobody() -> None:
-    parent = ParentLink()
+@pytest.mark.parametrize("host", [HERE, OVER_TCP])
+def test_what_is_sent_to_a_child_that_never_came_or_has_gone_is_dropped_and_blocks_nobody(host: str | None) -> None:
+    parent = ParentLink(host)
     for _ in range(1000):
         parent.send(DONE)
-    child = ChildLink(parent.address)
+    child = ChildLink(parent.address, parent.keys)
     child.send(DONE)
     assert received(parent, 1) == [DONE]
     child.close()
@@ -235,6 +245,70 @@ def test_the_socket_of_a_parent_leaves_nothing_behind_and_is_the_users_alone() -
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         link.close()
         assert not directory.exists()
+
+
+def knock(kind: int, address: str, keys: ChildKeys | None) -> int:
+    """Try to connect and to say something, as a program would that is no child; returns how that ended, as an event of ZeroMQ."""
+    with zmq.Context() as context, context.socket(kind) as socket:
+        if keys is not None:
+            keys.show(socket)
+        socket.setsockopt(zmq.LINGER, 0)
+        failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        with socket.get_monitor_socket(failed | zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+            socket.connect(address)
+            socket.send_multipart(Alive(1.0).to_frames())
+            return int(parse_monitor_message(monitor.recv_multipart())["event"])
+
+
+def test_nobody_but_its_child_can_connect_to_the_ports_of_a_parent() -> None:
+    parent, other = ParentLink(OVER_TCP), ParentLink(OVER_TCP)
+    assert parent.keys is not None
+    assert other.keys is not None
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    strangers = [
+        None,
+        ChildKeys(public, public, secret),
+        ChildKeys(parent.keys.parent, public, secret),  # knows the parent, who does not know it
+        other.keys,
+        replace(other.keys, parent=parent.keys.parent),
+        replace(parent.keys, secret=secret),
+    ]
+    for keys in strangers:
+        assert knock(zmq.PAIR, message_address(parent.address), keys) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+        assert knock(zmq.PUSH, heartbeat_address(parent.address), keys) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    child = ChildLink(parent.address, parent.keys)
+    child.send(DONE)
+    assert received(parent, 1) == [DONE]
+    assert parent.heartbeats() == []
+    assert knock(zmq.PUSH, heartbeat_address(parent.address), parent.keys) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+    child.close()
+    parent.close()
+    other.close()
+
+
+def test_a_second_child_with_the_keys_of_the_first_is_refused_and_so_is_one_whose_parent_is_gone() -> None:
+    with parent_and_child(OVER_TCP) as (parent, child):
+        child.send(DONE)
+        assert received(parent, 1) == [DONE]
+        second = ChildLink(parent.address, parent.keys)
+        with pytest.raises(EngineUnavailableError, match="refused"):
+            send_until_refused(second)
+        with pytest.raises(EngineUnavailableError, match="refused"):
+            second.receive(FOREVER_S)
+        second.close()
+        parent.send(Shutdown())
+        assert child.receive(FOREVER_S) == [Shutdown()]
+        assert parent.receive() == []
+    parent = ParentLink(OVER_TCP)
+    child = ChildLink(parent.address, parent.keys)
+    child.send(DONE)
+    assert received(parent, 1) == [DONE]
+    parent.close()
+    with pytest.raises(EngineUnavailableError, match="gone"):
+        child.receive(FOREVER_S)
+    child.close()
+    with pytest.raises(ConfigError, match="cannot listen at 203"):
+        ParentLink("203.0.113.1")
 
 
 def test_a_temporary_directory_whose_path_is_too_long_for_a_socket_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import time
 
 import zmq
 
+from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.link import heartbeat_address
 from tinsmith.protocol.serving import Alive
 
@@ -24,14 +25,15 @@ _UNREAD = 10
 class Heartbeat:
     """The heartbeats of this process, from `start` on until the process ends."""
 
-    def __init__(self, address: str, parent_pid: int | None = None) -> None:
-        """Send to the parent that bound the link `address`.
+    def __init__(self, address: str, parent_pid: int | None = None, keys: ChildKeys | None = None) -> None:
+        """Send to the parent that bound the link `address`, between hosts with its `keys`.
 
         With `parent_pid` this process ends at once when that parent is gone, whatever it computes: nobody waits for it, and the next
         process needs the device.
         """
         self._parent_pid = parent_pid
         self._address = heartbeat_address(address)
+        self._keys = keys
         self._busy_since: float | None = time.monotonic()
         self.worker_busy_s: float | None = None
         """What an engine tells in the place of its own time: how long its worker has been busy."""
@@ -52,6 +54,8 @@ class Heartbeat:
         socket = zmq.Context().socket(zmq.PUSH)
         socket.set_hwm(_UNREAD)
         socket.setsockopt(zmq.LINGER, 0)
+        if self._keys is not None:
+            self._keys.show(socket)
         socket.connect(self._address)
         while True:
             if self._parent_pid is not None and os.getppid() != self._parent_pid:

@@ -1,7 +1,8 @@
 """The ZeroMQ sockets between a process and a child that it starts: one for messages both ways, one for heartbeats.
 
-The parent binds a new socket for every child, so nothing meant for a dead one reaches the next. The socket file lies in a directory that
-only the user can enter. Queues have no limit, because a sender must not block.
+The parent binds a new socket for every child, so nothing meant for a dead one reaches the next. On one host it is a file in a directory
+that only the user can enter. Between hosts it is a TCP port that lets in nobody but the child (`gate.py`), and only once: a child whose
+connection has broken may have lost messages, and must end. Queues have no limit, because a sender must not block.
 
 A parent's sockets belong to the context of its process, which is never ended: where a child was killed while it connected, ending a context
 of their own has waited for ever.
@@ -19,6 +20,7 @@ import zmq
 import zmq.asyncio
 
 from tinsmith.errors import ConfigError, EngineUnavailableError
+from tinsmith.protocol.gate import ChildKeys, Gate
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Alive
 
@@ -32,26 +34,50 @@ _MAX_PATH_BYTES = 100
 """Unix socket paths end at 107 bytes."""
 
 
+_REFUSED = "the process that started this one has refused its connection or is gone"
+
+_TCP = "tcp://"
+
+_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+"""What happens to a connection that was refused or has broken."""
+
+
+def message_address(address: str) -> str:
+    """Where messages go to the parent that bound `address`, which is `ipc://FILE` or `tcp://HOST:PORT,PORT_OF_HEARTBEATS`."""
+    return address.partition(",")[0] if address.startswith(_TCP) else address
+
+
 def heartbeat_address(address: str) -> str:
     """Where heartbeats go to the parent that bound `address`."""
+    if address.startswith(_TCP):
+        messages, _, port = address.partition(",")
+        return f"{messages.rpartition(':')[0]}:{port}"
     return f"{address}-beat"
 
 
 class ChildLink:
     """The child's end. Used by one thread, but for `wake`."""
 
-    def __init__(self, address: str) -> None:
-        """Connect to the parent that bound `address`."""
+    def __init__(self, address: str, keys: ChildKeys | None = None) -> None:
+        """Connect to the parent that bound `address`; between hosts with the `keys` that it has made."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
-        self._socket.connect(address)
+        self._monitor: zmq.Socket[bytes] | None = None
+        """What tells that the connection is lost, between hosts. On one host the parent's own end is all that can break it."""
+        if keys is not None:
+            keys.show(self._socket)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            self._monitor = self._socket.get_monitor_socket(_LOST)
+        self._socket.connect(message_address(address))
         self._bell, self._rope = os.pipe()
         for end in (self._bell, self._rope):
             os.set_blocking(end, False)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._bell, zmq.POLLIN)
+        if self._monitor is not None:
+            self._poller.register(self._monitor, zmq.POLLIN)
 
     def listen_to(self, other: "ParentLink") -> None:
         """End a `receive` that waits also when `other` has something to receive."""
@@ -64,11 +90,18 @@ class ChildLink:
             self._poller.unregister(socket)
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """All messages that have arrived, oldest first; if there is none, wait for one, or for `wake`, for at most `timeout_s` seconds."""
+        """All messages that have arrived, oldest first; if there is none, wait for one, or for `wake`, for at most `timeout_s` seconds.
+
+        Raises EngineUnavailableError if none can come any more, because the connection to a parent on another host is lost.
+        """
         ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
         if self._bell in ready:
             os.read(self._bell, _BELL_BYTES)
-        return list(_arrived(self._socket)) if self._socket in ready else []
+        if self._socket in ready:
+            return list(_arrived(self._socket))
+        if self._monitor in ready:
+            raise EngineUnavailableError(_REFUSED)
+        return []
 
     def wake(self) -> None:
         """End a `receive` that waits, or else the next one that would. May be called by any thread."""
@@ -83,10 +116,13 @@ class ChildLink:
         try:
             self._socket.send_multipart(message.to_frames(), flags=zmq.NOBLOCK)
         except zmq.Again as error:
-            raise EngineUnavailableError("the process that started this one has refused its connection or is gone") from error
+            raise EngineUnavailableError(_REFUSED) from error
 
     def close(self) -> None:
         """Close after the last message left, or could not."""
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
         self._socket.close(linger=_LINGER_MS)
         self._context.term()
         os.close(self._bell)
@@ -96,15 +132,31 @@ class ChildLink:
 class ParentLink:
     """The parent's end, bound to a new `address`. For one thread, which `ChildLink.listen_to` wakes up."""
 
-    def __init__(self) -> None:
-        """Bind. Raises ConfigError if the temporary directory has too long a path for a socket."""
-        self._directory, self.address = _new_address()
+    def __init__(self, host: str | None = None) -> None:
+        """Bind, for a child on this host or, with the address of this `host`, for one on any that reaches it.
+
+        Raises ConfigError if the temporary directory has too long a path for a socket, or if `host` is no address of this one.
+        """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket = context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
-        self._socket.bind(self.address)
         self._heartbeats = context.socket(zmq.PULL)
-        self._heartbeats.bind(heartbeat_address(self.address))
+        self._directory: Path | None = None
+        self._gate: Gate | None = None
+        if host is None:
+            self._directory, self.address = _new_address()
+            self._socket.bind(self.address)
+            self._heartbeats.bind(heartbeat_address(self.address))
+        else:
+            self._gate = Gate()
+            self._gate.guard(self._socket, once=True)
+            self._gate.guard(self._heartbeats, once=False)
+            self.address = f"{_TCP}{host}:{_bind(self._socket, host)},{_bind(self._heartbeats, host)}"
+
+    @property
+    def keys(self) -> ChildKeys | None:
+        """What the child needs to connect, and nobody else may know; None for a child on this host."""
+        return None if self._gate is None else self._gate.keys
 
     @property
     def sockets(self) -> "tuple[zmq.Socket[bytes], ...]":
@@ -128,7 +180,10 @@ class ParentLink:
         """Close at once; messages that have not left are dropped."""
         self._socket.close(linger=0)
         self._heartbeats.close(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        if self._gate is not None:
+            self._gate.close()
 
 
 class ServerLink:
@@ -176,6 +231,15 @@ def _new_address() -> tuple[Path, str]:
         shutil.rmtree(directory)
         raise ConfigError(f"the socket path {path} is longer than {_MAX_PATH_BYTES} bytes; set TMPDIR to a shorter directory")
     return directory, f"ipc://{path}"
+
+
+def _bind(socket: "zmq.Socket[bytes]", host: str) -> int:
+    """Bind to a free port of this host; returns its number."""
+    try:
+        socket.bind(f"{_TCP}{host}:*")
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot listen at {host}, by which workers on other hosts should reach this one: {error}") from error
+    return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
 
 def _arrived(socket: "zmq.Socket[bytes]") -> Iterator[Message]:

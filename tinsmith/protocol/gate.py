@@ -1,0 +1,107 @@
+"""Who may connect to a socket that other hosts can reach: the one child that it was made for.
+
+Both ends prove with keys who they are, and all that they say is encrypted (CURVE, which is part of ZeroMQ). A parent makes new keys for
+every child and gives them to it privately. A program that has none, or others, is refused while it connects and takes nobody's place.
+
+ZeroMQ asks about every connection by a request on an inner socket (its protocol ZAP), which a thread answers.
+"""
+
+import threading
+import uuid
+from dataclasses import dataclass, field
+from functools import cache
+
+import zmq
+from zmq.utils import z85
+
+_ZAP = "inproc://zeromq.zap.01"
+"""Where ZeroMQ asks."""
+
+_HANDSHAKE_MS = 300_000
+"""How long both ends may take to prove who they are: a child that gives up ends, and machines can be very busy."""
+
+
+@dataclass(frozen=True)
+class ChildKeys:
+    """By which a child knows its parent and is known, in ZeroMQ's text form."""
+
+    parent: str
+    """The parent's public key."""
+    public: str
+    secret: str = field(repr=False)
+
+    def show(self, socket: "zmq.Socket[bytes]") -> None:
+        """Let a socket that is about to connect prove who it is, and ask the parent to."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.parent.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+
+
+class Gate:
+    """Lets one child in."""
+
+    def __init__(self) -> None:
+        """Make new keys."""
+        public, self._secret = zmq.curve_keypair()
+        of_child, secret_of_child = zmq.curve_keypair()
+        self._public_of_child = z85.decode(of_child)
+        self.keys = ChildKeys(public.decode(), of_child.decode(), secret_of_child.decode())
+        """For the child."""
+        self._domains: list[str] = []
+
+    def guard(self, socket: "zmq.Socket[bytes]", once: bool) -> None:
+        """Let nobody but the child connect to a socket of this process's context, which is to be bound later; with `once` only one time."""
+        domain = uuid.uuid4().hex
+        self._domains.append(domain)
+        _doorman().guests[domain.encode()] = _Guest(self._public_of_child, once)
+        socket.setsockopt(zmq.ZAP_DOMAIN, domain.encode())
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        for domain in self._domains:
+            del _doorman().guests[domain.encode()]
+
+
+class _Guest:
+    """Who may connect to one socket."""
+
+    def __init__(self, key: bytes, once: bool) -> None:
+        self._key = key
+        self._once = once
+        self._came = False
+
+    def comes_with(self, key: bytes) -> bool:
+        """Whether who has this public key, and has proved it, may connect."""
+        if key != self._key or (self._once and self._came):
+            return False
+        self._came = True
+        return True
+
+
+class _Doorman:
+    """Answers ZeroMQ's questions about all sockets of this process's context that a gate guards, in a thread."""
+
+    def __init__(self) -> None:
+        self.guests: dict[bytes, _Guest] = {}
+        """By the domain of the socket."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._questions = context.socket(zmq.REP)
+        self._questions.bind(_ZAP)
+        threading.Thread(target=self._answer, name="doorman", daemon=True).start()
+
+    def _answer(self) -> None:
+        while True:
+            version, number, domain, _, _, mechanism, *credentials = self._questions.recv_multipart()
+            guest = self.guests.get(domain)
+            comes = mechanism == b"CURVE" and guest is not None and guest.comes_with(credentials[0])
+            code, reason = (b"200", b"OK") if comes else (b"400", b"not the child that this socket is for")
+            self._questions.send_multipart([version, number, code, reason, b"", b""])
+
+
+@cache
+def _doorman() -> _Doorman:
+    return _Doorman()
