@@ -1,4 +1,4 @@
-"""Two servers for all recipes: one with random tiny models, one with what `sl_loop` has made of the base model."""
+"""Two servers for most recipes: one with random tiny models, one with what `sl_loop` has made of the base model."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,10 +48,17 @@ def sl_loop(random_models: Workshop) -> Outcome:
 
 
 @pytest.fixture(scope="session")
-def taught_model(random_models: Workshop, sl_loop: Outcome, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
-    """A server whose base model, under the same name, is the end of `sl_loop`: it answers in the right form and guesses the price."""
-    place = tmp_path_factory.mktemp("taught")
-    random_models.merge(sl_loop.sampler_path, place / "model")
-    with serving(place, "--base-model", f"{BASE_MODEL}={place / 'model'}", *CACHE) as server:
+def taught(random_models: Workshop, sl_loop: Outcome, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The end of `sl_loop` as a model: it answers in the right form and guesses the price."""
+    model = tmp_path_factory.mktemp("taught") / "model"
+    random_models.merge(sl_loop.sampler_path, model)
+    return model
+
+
+@pytest.fixture(scope="session")
+def taught_model(random_models: Workshop, taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    """A server whose base model, under the same name, has been taught."""
+    place = tmp_path_factory.mktemp("taught-server")
+    with serving(place, "--base-model", f"{BASE_MODEL}={taught}", *CACHE) as server:
         server.wait_for_health()
         yield Workshop(random_models.directory, server.url, place / "data")
