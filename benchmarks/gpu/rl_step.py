@@ -107,8 +107,8 @@ def _datum(prompt: NDArray[np.int32], result: SampleResult) -> DatumWork:
     return DatumWork("m", rendered, targets, LOSSES["importance_sampling"], numbers)
 
 
-def served() -> Figures:
-    """The same through SDK and server."""
+def served(workers: int = 1) -> Figures:
+    """The same through SDK and server, which has so many workers."""
     import tinker
     from tinker import types
 
@@ -125,8 +125,8 @@ def served() -> Figures:
         network.save_pretrained(model)
         del network
         release()
-        options = ("--base-model", f"bench={model}", "--device", DEVICE, "--dtype", "bfloat16", "--kv-cache-gib", str(CACHE_GIB))
-        with serving(Path(folder), *options) as server:
+        options = ["--base-model", f"bench={model}", "--device", DEVICE, "--dtype", "bfloat16", "--kv-cache-gib", str(CACHE_GIB)]
+        with serving(Path(folder), *options, "--workers", str(workers)) as server:
             server.wait_for_health()
             with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
                 trainer = service.create_lora_training_client("bench", rank=RANK, train_unembed=False).result()

@@ -45,6 +45,8 @@ _QWEN3_5_4B: dict[str, Any] = {
     "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": True,
 }
+_QWEN3_6_27B = _QWEN3_5_4B | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24}
+_QWEN3_6_27B |= {"linear_num_value_heads": 48, "tie_word_embeddings": False}
 _VISION: dict[str, Any] = {
     "depth": 24,
     "hidden_size": 1024,
@@ -80,16 +82,19 @@ TEXT_SHAPES: dict[str, dict[str, Any]] = {
     "4B": _QWEN3_4B,
     "1.7B": _QWEN3_1_7B,
     "Qwen3.5-4B": _QWEN3_5_4B,
+    "Qwen3.6-27B": _QWEN3_6_27B,
     "VL-4B": _QWEN3_4B,
 }
+_HYBRID = ("Qwen3.5-4B", "Qwen3.6-27B")
+"""Of gated delta nets and attention."""
 
 
 def configuration(shape: str, **changes: Any) -> Any:
     """The transformers configuration of a shape of `TEXT_SHAPES`, with some values of its language model changed."""
     text = TEXT_SHAPES[shape]
     if TINY:
-        text = text | _SMALL | {"num_hidden_layers": 4 if shape == "Qwen3.5-4B" else 2}
-    if shape == "Qwen3.5-4B":
+        text = text | _SMALL | {"num_hidden_layers": 4 if shape in _HYBRID else 2}
+    if shape in _HYBRID:
         return AutoConfig.for_model("qwen3_5_text", **text | (_SMALL_DELTA if TINY else {}) | changes)
     if shape == "VL-4B":
         sections = [8, 4, 4] if TINY else [24, 20, 20]

@@ -4,9 +4,13 @@ Every process has one GPU and meets the others as workers do. First the process 
 all compute at once. Parts:
 
 - lora      Qwen3-8B, LoRA of rank 32, 4 sequences of 1,024 tokens on each GPU: one step with its sum of gradients
+- large     Qwen3.6-27B's shape, LoRA of rank 32, 2 sequences of 1,024 tokens on each GPU
 - full      Qwen3-1.7B, all weights, 4 sequences of 1,024 tokens on each GPU
+- full8b    Qwen3-8B, all weights with a compact state, 8 sequences of 1,024 tokens on each GPU; it needs 141 GB
 - sampling  Qwen3-1.7B, 256 requests of 128 tokens on each GPU, which get 512 tokens each; and 256 in all
 - publish   Qwen3-8B, LoRA of rank 32: a snapshot on every GPU, until a token of it is sampled on all of them
+- save      the same adapter with its optimizer: how long the copy takes from which files are written, while training waits
+- rl        a step of reinforcement learning (`rl_step.py`) through a server with one worker, and with one for each GPU
 
     python -m benchmarks.gpu.workers --count 2 --output benchmarks/results/workers.txt
     TINY=1 python -m benchmarks.gpu.workers --count 2
@@ -20,12 +24,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.measuring import DEVICE, TINY, Figures, begin_here, card, figure, finish, peak_memory, release, say
+from benchmarks.gpu.measuring import DEVICE, TINY, Figures, begin_here, card, figure, finish, isolated, peak_memory, ratio, release, say
+from benchmarks.gpu.rl_step import served
 from benchmarks.gpu.sampling import ANSWER, PROMPT, Load, Requests, sample_all, sampler_of, stepped
 from benchmarks.gpu.shapes import base_of, configuration, flops_per_token
 from benchmarks.gpu.training import batch_of, text_datum, train
@@ -36,7 +42,7 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import LocalBackend
 
-PARTS = ("lora", "full", "sampling", "publish")
+PARTS = ("lora", "large", "full", "full8b", "sampling", "publish", "save", "rl")
 LENGTHS = [32] * 4 if TINY else [1024] * 4
 ROWS = 8 if TINY else 256
 RANK = 4 if TINY else 32
@@ -75,32 +81,56 @@ class Measured:
         if self.is_first:
             say(case=name, **figures)
 
-    def training(self, name: str, shape: str, rank: int, wanted: str) -> None:
-        """One GPU against all, the same tokens on each."""
+    def training(self, name: str, shape: str, rank: int, wanted: str, sequences: int = 4, full_state: str = "float32") -> float:
+        """One GPU against all, the same tokens on each. Returns the share of all cards' matmul rate, on the first."""
         config = configuration(shape)
         base = base_of(config)
-        work = [text_datum("m", tokens) for tokens in batch_of(LENGTHS)]
-        rates = {}
+        lengths = LENGTHS[:1] * sequences
+        work = [text_datum("m", tokens) for tokens in batch_of(lengths)]
+        rates, share = {}, 0.0
         for label, group in (("one", None), ("all", self.group)):
-            backend = LocalBackend(base, TrainingConfig(), group)
-            backend.create_model("m", LoraShape(rank, seed=0, train_unembed=False))
+            backend = LocalBackend(base, TrainingConfig(full_state=full_state), group)
+            backend.create_model("m", LoraShape(rank, seed=0, train_unembed=rank == 0))
             seconds = self.seconds(partial(train, backend, [work], ["m"]), together=group is not None)
             if self.is_first:
-                rates[label] = sum(LENGTHS) / seconds
-                share = flops_per_token(config, LENGTHS, rank == 0) * rates[label] / (self.matmul * 1e12) if self.matmul else 0.0
+                rates[label] = sum(lengths) / seconds
+                share = flops_per_token(config, lengths, rank == 0) * rates[label] / (self.matmul * 1e12) if self.matmul else 0.0
                 self.say(f"{name}_{label}", {"tokens_per_s_each": rates[label], "matmul_share": share, "step_s": seconds, **peak_memory()})
             del backend
             release()
         if self.is_first:
             figure(f"{name}_scaling", self.group.count * rates["all"] / rates["one"], wanted)
+        return share
 
     def lora(self) -> None:
         """LoRA over replicas."""
         self.training("lora", "8B", RANK, "at least 3.85 of 4, 1.92 of 2")
 
+    def large(self) -> None:
+        """The same on a large hybrid model, which fills most of a card."""
+        self.training("large", "Qwen3.6-27B", RANK, "at least 3.7 of 4, 1.85 of 2", sequences=2)
+
     def full(self) -> None:
         """All weights over replicas."""
         self.training("full", "1.7B", 0, "said")
+
+    def full8b(self) -> None:
+        """The same on a model whose weights, gradients and moments fill a large card."""
+        share = self.training("full8b", "8B", 0, "said", sequences=8, full_state="compact")
+        if self.is_first and share:
+            figure("full8b_matmul_share", share, "at least 0.45")
+
+    def save(self) -> None:
+        """One worker copies the model; files are written from the copy, beside training."""
+        base = base_of(configuration("8B"))
+        base.computed_fingerprint = Future()  # there are no files of weights to compute it of
+        base.computed_fingerprint.set_result("")
+        backend = LocalBackend(base, TrainingConfig(), self.group)
+        backend.create_model("m", LoraShape(RANK, seed=0, train_unembed=False))
+        train(backend, [[text_datum("m", tokens) for tokens in batch_of(LENGTHS[:1])]], ["m"])
+        seconds = self.seconds(partial(backend.copy_state, "m", optimizer=True), together=False)
+        if self.is_first:
+            figure("save_pause_s", seconds, "at most 0.2 s")
 
     def sampling(self) -> None:
         """Replicas of the sampler do not speak with each other."""
@@ -147,6 +177,12 @@ class Measured:
             figure("publish_replicas_s", statistics.median(times[2:]), "at most 0.2 s")
 
 
+def reinforcement_learning(count: int, budget_s: float) -> None:
+    """Through a server, whose workers are processes of its own."""
+    one, many = (isolated(f"rl_{workers}", partial(served, workers), budget_s) for workers in (1, count))
+    figure("rl_step_scaling", ratio(one, many, "step_s"), "at least 1.8 of 2")
+
+
 def compute(place: Place, parts: list[str], output: Path | None) -> None:
     """One process."""
     if place.rank == 0:
@@ -168,6 +204,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=2, help="how many GPUs")
     parser.add_argument("--parts", default=",".join(PARTS), help="what to measure, with commas between")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--budget", type=float, default=300.0, help="most seconds of each side of the part rl")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--meeting", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -177,15 +214,26 @@ def main() -> None:
     if asked.rank >= 0:
         compute(Place(asked.rank, asked.count, asked.meeting), parts, asked.output)
         return
+    in_groups = [part for part in parts if part != "rl"]
+    failed = in_groups and not run_together(asked.count, in_groups, asked.output)
+    if "rl" in parts:
+        begin_here("workers", asked.output)
+        reinforcement_learning(asked.count, asked.budget)
+    sys.exit(1 if failed else 0)
+
+
+def run_together(count: int, parts: list[str], output: Path | None) -> bool:
+    """A process for each GPU; whether none failed."""
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/store"
-        command = [sys.executable, "-m", "benchmarks.gpu.workers", *sys.argv[1:], "--meeting", meeting]
+        command = [sys.executable, "-m", "benchmarks.gpu.workers", "--count", str(count), "--parts", ",".join(parts), "--meeting", meeting]
+        command += ["--output", str(output)] if output else []
         processes = []
-        for rank in range(asked.count):
+        for rank in range(count):
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(rank)}
             processes.append(subprocess.Popen([*command, "--rank", str(rank)], env=environment))
-        failed = [process for process in processes if process.wait() != 0]
-    sys.exit(1 if failed else 0)
+        codes = [process.wait() for process in processes]
+        return not any(codes)
 
 
 if __name__ == "__main__":
