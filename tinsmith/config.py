@@ -212,6 +212,13 @@ class TrainingConfig:
         "seconds",
         0.1,
     )
+    kept_copies_gib: float = setting(
+        32.0,
+        "Disk space for copies of LoRA models and their optimizers, one or two each, from which models come back when a worker has died; a "
+        "model for whose copy there is no room is lost then, unless it was just saved. 0 keeps none",
+        "GiB",
+        0,
+    )
     max_unrecorded_mib: float = setting(
         256.0,
         "Maximum size of results held in memory while the database cannot be written (locked, disk full); then training waits",

@@ -1,6 +1,6 @@
 """`tinsmith gc`: prints and deletes what is no longer used in a data directory: expired checkpoints and files that nothing refers to.
 
-It may run while a server uses the directory. If no server does, it also deletes snapshots that an earlier engine wrote to the disk.
+It may run while a server uses the directory. If no server does, it also deletes snapshots and kept copies that an earlier engine left.
 Complete checkpoints that are not in the database are kept, because `tinsmith recover` can add them; `unknown` deletes them too.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tinsmith.errors import ConfigError
 from tinsmith.store.database import FILE_NAME
-from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
+from tinsmith.store.files import KEPT_DIR, SNAPSHOTS_DIR, CheckpointFiles
 from tinsmith.store.lock import only_user
 from tinsmith.store.store import Store
 from tinsmith.store.sweep import Garbage, find_garbage, find_unknown, sweep
@@ -26,15 +26,15 @@ def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[st
         raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it)")
     with contextlib.closing(Store.open(data_dir)) as store, only_user(data_dir) as alone:
         files = CheckpointFiles(data_dir)
-        snapshots = _snapshots(data_dir) if alone else []
+        left = _left_by_engine(data_dir) if alone else []
         strays = find_unknown(store, files)
-        garbage = [*find_garbage(store, files), *(strays if unknown else []), *_images(store), *snapshots]
+        garbage = [*find_garbage(store, files), *(strays if unknown else []), *_images(store), *left]
         yield from _report(garbage, dry_run)
         if not dry_run:
             sweep(store, files, unknown)
             store.sweep_blobs()
-            if snapshots:
-                shutil.rmtree(data_dir / SNAPSHOTS_DIR)
+            for name in (SNAPSHOTS_DIR, KEPT_DIR) if left else ():
+                shutil.rmtree(data_dir / name, ignore_errors=True)
         if strays and not unknown:
             total = sum(stray.size_bytes for stray in strays)
             yield (
@@ -50,11 +50,13 @@ def _images(store: Store) -> list[Garbage]:
     return [Garbage(f"{len(unused)} images of operations", "no operation needs them", size)] if unused else []
 
 
-def _snapshots(data_dir: Path) -> list[Garbage]:
-    """The snapshots that an engine wrote to the disk. Call it only if no server uses the directory."""
-    directory = data_dir / SNAPSHOTS_DIR
-    size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-    return [Garbage("snapshots", "the engine that wrote them has ended", size)] if size else []
+def _left_by_engine(data_dir: Path) -> list[Garbage]:
+    """The snapshots and kept copies that an engine wrote to the disk. Call it only if no server uses the directory."""
+    found = []
+    for name, what in ((SNAPSHOTS_DIR, "snapshots"), (KEPT_DIR, "kept copies of models")):
+        size = sum(file.stat().st_size for file in (data_dir / name).rglob("*") if file.is_file())
+        found += [Garbage(what, "the engine that wrote them has ended", size)] if size else []
+    return found
 
 
 def _report(garbage: list[Garbage], dry_run: bool) -> Iterator[str]:

@@ -86,7 +86,12 @@ def test_a_save_that_is_cut_off_leaves_a_whole_checkpoint_or_none(
             cut = model.save(5, "cut")
             wait_until(moment, tmp_path / "data" / "checkpoints")
             os.kill(pids[victim], signal.SIGKILL)
-        if victim != "server":
+        if victim == "worker":  # the model comes back, and is saved again
+            with client_of(server) as http:
+                model.http = http
+                again = RawModel(http, "text", path=str(model.result(cut)["path"]))
+                assert scores(again, 1) == expected
+        if victim == "engine":
             server.wait_for_health(503)
             assert_whole_or_absent(server, model.model_id, cut, expected)
     if victim == "server":

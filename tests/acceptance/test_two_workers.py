@@ -7,10 +7,11 @@ from pathlib import Path
 import psutil
 import pytest
 import tinker
+from tinker import types
 
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.talking import RAW_STEP, datum, text_input, train
-from tests.acceptance.test_worker_death import GREEDY, sampled_and_saved, tokens
+from tests.acceptance.test_worker_death import GREEDY, tokens
 from tests.running import START_S, Server, serving
 
 DIED = r"worker 1 of 2: the worker process ended unexpectedly \(signal 9\)"
@@ -22,7 +23,18 @@ def second_worker(server: Server) -> psutil.Process:
     return found
 
 
-def test_a_worker_that_is_killed_is_named_and_training_goes_on_from_a_checkpoint(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+def norm(client: tinker.TrainingClient) -> float:
+    """Of the gradient of a step that is taken."""
+    return float((client.optim_step(RAW_STEP).result(timeout=START_S).metrics or {})["grad_norm"])
+
+
+def step(client: tinker.TrainingClient, work: list[types.Datum]) -> tuple[float, float]:
+    """The loss of a step, and the norm of its gradient."""
+    loss = client.forward_backward(work, "cross_entropy").result(timeout=START_S).metrics["loss:sum"]
+    return loss, norm(client)
+
+
+def test_a_worker_that_is_killed_is_named_and_its_models_come_back(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1", "--tokens-per-pass", "2048"]
     with serving(tmp_path, *options, "--workers", "2", "--device", "cpu") as server:
         server.wait_for_health()
@@ -30,32 +42,29 @@ def test_a_worker_that_is_killed_is_named_and_training_goes_on_from_a_checkpoint
             sampler = service.create_sampling_client(base_model="text").result()
             prompts = [text_input(seed, 5) for seed in range(6)]
             expected = tokens([sampler.sample(prompt, 1, GREEDY) for prompt in prompts])
-            model = train(service, "text")
-            saved = sampled_and_saved(model)
+            undisturbed, model = train(service, "text"), train(service, "text")
             work = [datum(text_input(seed, 900), seed) for seed in range(40)]
+            before, after = step(undisturbed, work), step(undisturbed, work)
 
             # In a pass of both, while both sample.
             pending = model.forward_backward(work, "cross_entropy")
             server.wait_for_status(lambda status: any(model["queued"] for model in status["models"]))
             samples = [sampler.sample(prompt, 1, GREEDY) for prompt in prompts]
             second_worker(server).kill()
-            with pytest.raises(tinker.RequestFailedError, match=DIED):
-                pending.result(timeout=START_S)
+            came = pending.result(timeout=START_S).metrics["loss:sum"], norm(model)
+            assert came == pytest.approx(before, rel=1e-6)
             assert tokens(samples) == expected  # the SDK has sent them again
 
-            # While the first waits for its gradients.
-            model = service.create_training_client_from_state_with_optimizer(saved).result(timeout=START_S)
+            # While the first waits for its gradients, which are lost with it: the model stays as it was.
             model.forward_backward(work[:1], "cross_entropy").result(timeout=START_S)
             second = second_worker(server)
             second.suspend()
-            step = model.optim_step(RAW_STEP)
+            spoiled = model.optim_step(RAW_STEP)
             server.wait_for_status(lambda status: any(model["queued"] for model in status["models"]))
             second.kill()
-            with pytest.raises(tinker.RequestFailedError, match=DIED):
-                step.result(timeout=START_S)
-            model = service.create_training_client_from_state_with_optimizer(saved).result(timeout=START_S)
-            model.forward_backward(work, "cross_entropy").result(timeout=START_S)
-            model.optim_step(RAW_STEP).result(timeout=START_S)
+            with pytest.raises(tinker.RequestFailedError, match=rf"{DIED}; the model came back .* send these again"):
+                spoiled.result(timeout=START_S)
+            assert step(model, work) == pytest.approx(after, rel=1e-6)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(timeout=START_S) == 0
     assert "Traceback" not in server.log.read_text()

@@ -186,7 +186,7 @@ def test_a_run_of_reinforcement_learning_is_that_of_one_worker(alone_and_togethe
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_worker_is_named_and_all_are_started_again(options: list[str], tmp_path: Path, rank: int) -> None:
-    """Whichever it is, in the middle of its work. What was saved goes on afterwards."""
+    """Whichever it is, in the middle of its work. The model comes back and goes on."""
     with serving(tmp_path, *options, "--workers", "2") as server:
         server.wait_for_health()
         first = worker_pids(server)
@@ -194,21 +194,17 @@ def test_a_killed_worker_is_named_and_all_are_started_again(options: list[str], 
             client = train(service, "text")
             client.forward_backward(batch(client, "text", 0), "cross_entropy").result()
             client.optim_step(STEP).result()
-            path = client.save_state("kept").result().path
             expected = scores(client, batch(client, "text", 3))
             running = client.forward_backward(batch(client, "text", 1) * 200, "cross_entropy")
             os.kill(first[rank], signal.SIGKILL)
-            with pytest.raises(tinker.TinkerError, match=f"worker {rank} of 2: the worker process ended unexpectedly .signal 9.|lost"):
-                running.result(timeout=START_S)
+            running.result(timeout=START_S)
             server.wait_for_log(f"worker {rank} of 2: the worker process ended unexpectedly (signal 9)")
             server.wait_for_health()
             second = worker_pids(server)
             assert len(second) == 2
             assert not set(first) & set(second)
-            again = service.create_training_client_from_state_with_optimizer(path).result()
-            assert_close(scores(again, batch(again, "text", 3)), expected, WITHIN)
-            again.forward_backward(batch(again, "text", 1), "cross_entropy").result()
-            again.optim_step(STEP).result()
+            assert_close(scores(client, batch(client, "text", 3)), expected, WITHIN)
+            client.optim_step(STEP).result()
 
 
 def test_the_status_names_all_workers(alone_and_together: list[Running]) -> None:

@@ -122,8 +122,8 @@ class WorkerHere:
     def die(self, reason: str) -> None:
         """End at once, as a process does that is killed. What it has said before still arrives."""
         self.is_ready, self.end = False, reason
-        self.worker.rendering.close()
-        self.worker.disk.close()
+        for threads in self.worker.beside:
+            threads.close()
         self.worker.store.close()
 
     def send(self, message: Message) -> None:
@@ -154,7 +154,7 @@ class WorkerHere:
         """Whether no thread beside the device is at work."""
         if not self.is_ready:
             return not self.wire.sent
-        return not (self.worker.rendering.running or self.worker.disk.running or self.worker.has_work or self.wire.sent)
+        return not (any(threads.running for threads in self.worker.beside) or self.worker.has_work or self.wire.sent)
 
     def watch(self) -> None: ...
 
@@ -260,7 +260,7 @@ class Here:
     @property
     def is_at_rest(self) -> bool:
         engine = self.engine
-        waiting = engine.unread or engine.ended_sessions or engine.recorder.waiting or engine.lost
+        waiting = engine.unread or engine.ended_sessions or engine.recorder.waiting or engine.has_lost
         return not waiting and not engine.trainer.forward.passes and engine.trainer.is_idle and self.process.is_resting
 
     def until(self, seen: Callable[[], object]) -> None:

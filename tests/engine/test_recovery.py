@@ -1,29 +1,47 @@
-"""The end of a worker: what it had is lost and says so, what had happened has happened, and the next one goes on."""
+"""The end of a worker: models come back as their last step left them, and what cannot come back says so."""
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.engine.here import Here
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
-from tinsmith.protocol.serving import Done, Ready, Recovering, Sample, SampleFailed
+from tinsmith.protocol.serving import Done, EndSession, Ready, Recovering, Sample, SampleFailed
+from tinsmith.protocol.work import PassDone
 from tinsmith.store.database import FILE_NAME
+from tinsmith.store.files import kept_copies
+from tinsmith.store.records import Model, SamplingSession
 
 REASON = "the worker process ended unexpectedly (signal 9)"
+LENGTHS = [30, 20, 30]
+"""Of a call that takes two passes."""
 
 
 @pytest.fixture
-def here(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
-    """One model that is ready."""
+def make(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Here]:
+    """Makes engines with one model that is ready, each with a data directory of its own."""
     monkeypatch.setattr("tinsmith.engine.loop.DATABASE_BUSY_S", 0.05)
-    made = Here({"tiny": text_base}, tmp_path, training=TrainingConfig(tokens_per_pass=64))
-    made.create("a")
-    made.settle()
+
+    def made(name: str = "data", kept_copies_gib: float = 32.0) -> Here:
+        training = TrainingConfig(tokens_per_pass=64, kept_copies_gib=kept_copies_gib)
+        here = Here({"tiny": text_base}, tmp_path / name, training=training)
+        here.create("a")
+        here.settle()
+        return here
+
     return made
+
+
+@pytest.fixture
+def here(make: Callable[..., Here]) -> Here:
+    """One model that is ready."""
+    return make()
 
 
 @contextmanager
@@ -37,69 +55,391 @@ def locked(here: Here) -> Iterator[None]:
         other.close()
 
 
-def test_what_a_worker_had_is_lost_and_named_with_the_newest_checkpoint(here: Here) -> None:
+def state(here: Here, model: str = "a") -> dict[str, Tensor]:
+    """All that a step changes, copied."""
+    optimizer = here.backend().optimizers[f"s:train:{model}"]
+    tensors = {**optimizer.weights.named_tensors(), **optimizer.moments()}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    """Equal to the last bit."""
+    assert one.keys() == other.keys()
+    assert [name for name, tensor in one.items() if not torch.equal(tensor, other[name])] == []
+
+
+def step(here: Here, seq: int, model: str = "a") -> None:
+    """A whole step, to its end."""
+    here.forward(model, seq, LENGTHS, target=seq)
+    here.optim(model, seq + 1, learning_rate=0.1)
+    here.settle()
+
+
+def die(here: Here) -> None:
+    """The worker dies, and another takes its place."""
+    here.process.is_stuck = False
+    here.process.die(REASON)
+    here.turn()
+    here.new_worker()
+
+
+def results(here: Here, *seqs: int) -> list[object]:
+    """What operations of `a` came to, none of which has failed."""
+    outcomes = [here.outcome("a", seq) for seq in seqs]
+    assert [outcome.error for outcome in outcomes] == [None] * len(seqs)
+    return [outcome.result for outcome in outcomes]
+
+
+def undisturbed(make: Callable[..., Here], *seqs: int) -> tuple[list[object], dict[str, Tensor]]:
+    """What steps that begin with these come to where no worker dies, and the model after them."""
+    other = make("undisturbed")
+    for seq in seqs:
+        step(other, seq)
+    return results(other, *(each for seq in seqs for each in (seq, seq + 1))), state(other)
+
+
+# ---- What comes back
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_model_comes_back_as_its_last_step_left_it(make: Callable[..., Here], steps: int) -> None:
+    """Weights and optimizer to the last bit, and what follows is what would have followed."""
+    here = make()
+    seqs = [1 + 2 * number for number in range(steps + 2)]
+    for seq in seqs[:steps]:
+        step(here, seq)
+    before = state(here)
+    die(here)
+    here.settle()
+    assert_same(state(here), before)
+    for seq in seqs[steps:]:
+        step(here, seq)
+    expected, after = undisturbed(make, *seqs)
+    assert results(here, *(each for seq in seqs for each in (seq, seq + 1))) == expected
+    assert_same(state(here), after)
+    copies = list(kept_copies(Path(here.config.data_dir), "s:train:a").iterdir())
+    assert sorted(int(copy.name) for copy in copies) == [seqs[-2] + 1, seqs[-1] + 1]
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize("how", ["load_weights", "create_from_checkpoint"])
+def test_a_model_that_was_loaded_and_not_stepped_is_loaded_again(here: Here, how: str, optimizer: bool) -> None:
+    step(here, 1)
+    here.save("a", 3, "kept")
+    here.settle()
+    body = {"path": "tinker://s:train:a/weights/kept", "optimizer": optimizer}
+    if how == "load_weights":
+        here.create("b")
+        here.add("b", 1, "load_weights", {"model_id": "s:train:b", "seq_id": 1} | body)
+    else:
+        body |= {"session_id": "s", "model_seq_id": 1}
+        here.add("b", 0, "create_from_checkpoint", body, model=Model("s:train:b", "s", "tiny", {"rank": 4}, {}, None))
+    here.settle()
+    before = state(here, "b")
+    assert (len(before) > len(here.backend().optimizers["s:train:b"].weights.named_tensors())) == optimizer
+    die(here)
+    here.settle()
+    assert_same(state(here, "b"), before)
+
+
+def test_full_weights_come_back_from_a_checkpoint_of_their_last_step_alone(here: Here) -> None:
+    here.create("b", rank=0)
+    here.create("c", rank=0)
+    here.settle()
+    for model in "bc":
+        step(here, 1, model)
+        here.save(model, 3, "kept")
+        here.save(model, 4, "newest")
+    here.settle()
+    step(here, 5, "c")
+    before = state(here, "b")
+    die(here)
+    here.settle()
+    assert_same(state(here, "b"), before)
+    assert set(here.engine.trainer.operations.models) == {"s:train:a", "s:train:b"}
+    here.optim("c", 7)
+    here.settle()
+    assert "newest checkpoint, tinker://s:train:c/weights/newest" in str(here.error("c", 7))
+
+
+def test_without_copies_what_was_stepped_is_lost_and_named_with_the_newest_checkpoint(make: Callable[..., Here]) -> None:
+    here = make(kept_copies_gib=0)
     for seq, name in ((1, "older"), (2, "newest")):
         here.save("a", seq, name)
     here.create("b")
+    here.create("c")
     here.settle()
+    step(here, 3)
+    step(here, 1, "b")
     here.process.is_stuck = True
-    for model in "ab":
-        here.forward(model, 3 if model == "a" else 1, [30, 30])
-        here.optim(model, 4 if model == "a" else 2)
+    for model, seq in (("a", 5), ("b", 3)):
+        here.forward(model, seq, [30, 30])
+        here.optim(model, seq + 1)
     here.until(lambda: here.process.passes)
     here.process.die(REASON)
     here.turn()
     assert [message.reason for message in here.said if isinstance(message, Recovering)] == [REASON]
-    for model, seqs in (("a", (3, 4)), ("b", (1, 2))):
+    for model, seqs in (("a", (5, 6)), ("b", (3, 4))):
         for seq in seqs:
             failed = here.outcome(model, seq)
             assert failed.category == "server"
-            assert str(failed.error).startswith(f"{REASON}; ")
+            assert str(failed.error).startswith(f"{REASON}, and there is no copy of what the last step left (--kept-copies-gib); ")
             assert ("tinker://s:train:a/weights/newest" in str(failed.error)) == (model == "a")
             assert f"s:train:{model}/{seq}" in here.told
-    assert "it has no checkpoint to go on from" in str(here.error("b", 1))
-    assert here.engine.trainer.operations.models == {}
+    assert "it has no checkpoint to go on from" in str(here.error("b", 3))
+    assert list(here.engine.trainer.operations.models) == ["s:train:c"]
     assert here.engine.filed == {}
-    assert here.is_at_rest
+    here.process.is_stuck = False
+    here.new_worker()
+    here.settle()
+    step(here, 1, "c")
+    assert here.error("c", 2) is None
 
 
-def test_the_next_worker_makes_new_models_and_loads_checkpoints_of_lost_ones(here: Here) -> None:
+def test_a_limit_keeps_what_fits_and_says_what_does_not(make: Callable[..., Here], caplog: pytest.LogCaptureFixture) -> None:
+    """Two copies of one model fit, and those of another do not."""
+    here = make()
+    size = 24 * here.backend().optimizers["s:train:a"].weights.parameter_count
+    here = make("small", kept_copies_gib=1.5 * size / 2**30)
+    here.create("b")
+    here.settle()
+    step(here, 1)
+    step(here, 1, "b")
+    assert "model s:train:b would be lost with this worker until it is saved: no copy" in caplog.text
+    die(here)
+    here.settle()
+    assert list(here.engine.trainer.operations.models) == ["s:train:a"]
+
+
+def test_copies_go_with_their_models(here: Here) -> None:
+    step(here, 1)
+    assert kept_copies(Path(here.config.data_dir), "s:train:a").is_dir()
+    here.store.finish_session("s", "client", None)
+    here.say(EndSession("s", save=False))
+    here.settle()
+    assert not kept_copies(Path(here.config.data_dir), "s:train:a").exists()
+
+
+# ---- What had begun
+
+
+def test_what_was_under_way_is_run_again_if_no_finished_gradient_is_lost(make: Callable[..., Here]) -> None:
+    """Of a call that takes two passes one is computed: its gradients do not count twice."""
+    here = make()
+    step(here, 1)
+    here.process.is_stuck = True
+    here.forward("a", 3, LENGTHS, target=3)
+    here.optim("a", 4, learning_rate=0.1)
+    here.save("a", 5, "kept")
+    here.until(lambda: here.engine.trainer.forward.passes)
+    here.worker.turn()
+    here.turn()
+    (begun,) = here.engine.trainer.forward.operations["s:train:a"]
+    assert (len(begun.results), len(begun.in_pass)) == (2, 1)
+    die(here)
+    here.settle()
+    expected, after = undisturbed(make, 1, 3)
+    assert results(here, 1, 2, 3, 4) == expected
+    assert_same(state(here), after)
+    assert here.error("a", 5) is None
+
+
+def test_what_is_computed_and_not_recorded_is_computed_again(make: Callable[..., Here]) -> None:
+    here = make()
     here.forward("a", 1, [4])
+    here.until(lambda: here.engine.trainer.forward.passes)
+    while not any(isinstance(message, PassDone) for message in here.process.wire.sent):
+        here.process.work()
+    here.process.die(REASON)  # its last words arrive with the news of its end
+    here.turn()
+    assert here.store.status("s:train:a/1") == "queued"
+    here.new_worker()
     here.optim("a", 2)
+    here.settle()
+    assert [here.error("a", seq) for seq in (1, 2)] == [None, None]
+
+
+def test_gradients_that_were_finished_are_gone_and_the_step_is_refused(make: Callable[..., Here]) -> None:
+    here = make()
+    step(here, 1)
+    before = state(here)
+    here.forward("a", 3, [4])
+    here.settle()
+    die(here)
+    here.forward("a", 4, [5])
+    here.optim("a", 5)
+    here.settle()
+    assert [here.error("a", seq) for seq in (3, 4)] == [None, None]
+    refused = here.outcome("a", 5)
+    assert "without the gradients that finished forward_backward operations had added since: send these again" in str(refused.error)
+    assert refused.category == "user"
+    assert_same(state(here), before)
+    step(here, 6)
+    assert results(here, 6, 7)
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_step_under_way_is_refused_and_its_copy_not_taken_for_the_state(make: Callable[..., Here], heard: bool) -> None:
+    """The dead worker has taken the step, and kept a copy of it, but not said so."""
+    here = make()
+    step(here, 1)
+    before = state(here)
+    here.forward("a", 3, LENGTHS, target=3)
+    here.until(lambda: "s:train:a/3" in here.told)
+    here.optim("a", 4, learning_rate=0.1)
+    here.until(lambda: here.engine.trainer.running)
+    while here.worker.copies.running or not here.process.wire.sent:
+        here.process.work()
+    if not heard:
+        here.process.wire.taken()
+    assert sorted(copy.name for copy in kept_copies(Path(here.config.data_dir), "s:train:a").iterdir()) == ["2", "4"]
+    die(here)
+    here.settle()
+    expected, after = undisturbed(make, 1, 3)
+    if heard:
+        assert results(here, 1, 2, 3, 4) == expected
+        assert_same(state(here), after)
+        return
+    assert "the step was refused and the gradients are cleared" in str(here.error("a", 4))
+    assert_same(state(here), before)
+    here.forward("a", 5, LENGTHS, target=3)
+    here.optim("a", 6, learning_rate=0.1)
+    here.settle()
+    assert results(here, 1, 2, 5, 6) == expected
+    assert_same(state(here), after)
+
+
+def test_operations_that_ended_between_others_are_not_waited_for(here: Here) -> None:
+    here.process.is_stuck = True
+    here.forward("a", 1, [4])
+    here.add("a", 2, "forward_backward", b"no protobuf")
+    here.forward("a", 3, [4])
+    here.until(lambda: "s:train:a/2" in here.told)
+    die(here)
+    here.optim("a", 4)
+    here.settle()
+    assert [here.error("a", seq) for seq in (1, 3)] == [None, None]
+    assert "seq_id 2" in str(here.error("a", 4))
+
+
+def test_published_weights_are_gone_and_those_under_way_are_published_by_the_next_worker(here: Here) -> None:
+    def published(seq: int) -> None:
+        session = SamplingSession(f"s:sample:{seq}", "s", "tiny", f"s:train:a/{seq}", "s:train:a")
+        body = {"model_id": "s:train:a", "seq_id": seq, "sampling_session_seq_id": seq}
+        here.add("a", seq, "save_weights_for_sampler", body, sampling_session=session)
+
+    published(1)
+    here.settle()
+    here.process.is_stuck = True
+    published(2)
+    here.until(lambda: here.engine.trainer.running)
+    die(here)
+    here.settle()
+    assert [here.error("a", seq) for seq in (1, 2)] == [None, None]
+    sessions = [here.store.sampling_session(f"s:sample:{seq}") for seq in (1, 2)]
+    assert [session.gone for session in sessions if session is not None] == [REASON, None]
+    assert here.worker.snapshots.find("tiny", "s:train:a/2") is not None
+
+
+def test_a_model_whose_session_ends_meanwhile_is_saved_when_it_is_back(here: Here) -> None:
+    step(here, 1)
+    here.process.is_stuck = True
+    here.forward("a", 3, [4])
+    here.until(lambda: here.process.passes)
+    here.process.is_stuck = False
+    here.process.die(REASON)
+    here.turn()
+    here.store.finish_session("s", "idle", None)
+    here.say(EndSession("s", save=True))
+    here.turn()
+    here.new_worker()
+    here.settle()
+    assert "cancelled" in str(here.error("a", 3))
+    assert here.store.checkpoint("tinker://s:train:a/weights/session-end") is not None
+    assert here.engine.trainer.operations.models == {}
+
+
+# ---- What ends workers again and again
+
+
+def test_a_model_whose_comeback_ends_the_workers_again_is_lost_and_others_come_back(here: Here) -> None:
+    here.create("b")
+    here.settle()
+    step(here, 1)
+    step(here, 1, "b")
     here.save("a", 3, "kept")
     here.settle()
-    before = [tensor.clone() for tensor in here.backend().optimizers["s:train:a"].weights.tensors()]
-    here.process.die(REASON)
-    here.turn()
-    assert not any(isinstance(message, Ready) for message in here.said)
-    here.new_worker()
-    here.turn()
-    assert any(isinstance(message, Ready) for message in here.said)
-    here.create("new")
-    here.add(
-        "new", 1, "load_weights", {"model_id": "s:train:new", "seq_id": 1, "path": "tinker://s:train:a/weights/kept", "optimizer": True}
-    )
+    comeback = here.engine.trainer.comeback
+
+    def reached() -> bool:
+        """Only the comeback of `a` gets stuck."""
+        here.process.is_stuck = comeback.under_way is not None and comeback.under_way[0] == "s:train:a"
+        return here.process.is_stuck
+
+    for _ in range(2):
+        die(here)
+        here.until(reached)
+    die(here)
+    here.optim("a", 4)
     here.settle()
-    after = here.backend().optimizers["s:train:new"].weights.tensors()
-    assert here.error("new", 1) is None
-    assert all((old == new).all() for old, new in zip(before, after, strict=True))
-    here.forward("new", 2, [4])
-    here.optim("new", 3)
-    here.settle()
-    assert [here.error("new", seq) for seq in (2, 3)] == [None, None]
+    lost = str(here.error("a", 4))
+    assert "was lost" in lost or lost.startswith(f"{REASON} while the model was brought back, for the second time; ")
+    assert "newest checkpoint, tinker://s:train:a/weights/kept" in lost
+    assert list(here.engine.trainer.operations.models) == ["s:train:b"]
+    step(here, 3, "b")
+    assert here.error("b", 4) is None
+    assert not kept_copies(Path(here.config.data_dir), "s:train:a").exists()
 
 
-def test_what_was_computed_before_is_done(here: Here) -> None:
-    """Also if the worker said so with its last breath."""
-    here.forward("a", 1, [4])
-    here.optim("a", 2)
-    here.until(lambda: "s:train:a/1" in here.told)
-    here.process.work()  # nobody has heard of the step yet
-    here.process.die(REASON)
+def test_an_operation_that_ends_the_workers_again_fails_and_its_model_comes_back(here: Here) -> None:
+    step(here, 1)
+    before = state(here)
+    here.forward("a", 3, [4])
+    here.optim("a", 4)
+
+    def reached() -> bool:
+        here.process.is_stuck = bool(here.engine.trainer.forward.passes)
+        return here.process.is_stuck
+
+    for _ in range(2):
+        here.until(reached)
+        die(here)
+    here.settle()
+    failed = here.outcome("a", 3)
+    assert (failed.error, failed.category) == (f"{REASON} while the operation was run, for the second time", "server")
+    assert "seq_id 3" in str(here.error("a", 4))
+    assert_same(state(here), before)
+    step(here, 5)
+    assert results(here, 5, 6)
+    assert here.engine.trainer.suspects == set()
+
+
+def test_a_damaged_copy_loses_its_model_and_no_other(here: Here) -> None:
+    here.create("b")
+    here.settle()
+    for model in "ab":
+        step(here, 1, model)
+    file = kept_copies(Path(here.config.data_dir), "s:train:a") / "2" / "adapter.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
     here.optim("a", 3)
-    here.turn()
-    assert [here.error("a", seq) for seq in (1, 2)] == [None, None]
-    assert str(here.error("a", 3)).startswith(REASON)
+    die(here)
+    here.settle()
+    assert f"{REASON}, and the model could not be brought back: " in str(here.error("a", 3))
+    assert "is damaged" in str(here.error("a", 3))
+    assert list(here.engine.trainer.operations.models) == ["s:train:b"]
+
+
+# ---- Creations, the database, samples
+
+
+@pytest.fixture
+def doomed(make: Callable[..., Here]) -> Here:
+    """One model that has been stepped and would be lost."""
+    made = make(kept_copies_gib=0)
+    step(made, 1)
+    return made
 
 
 def test_a_model_in_the_making_is_made_by_the_next_worker(here: Here) -> None:
@@ -120,41 +460,56 @@ def test_a_model_in_the_making_is_made_by_the_next_worker(here: Here) -> None:
 
 def test_a_model_whose_making_ends_two_workers_is_not_made_by_a_third(here: Here) -> None:
     """It may be what ends them: every time, all other clients would lose their models."""
-    here.process.is_stuck = True
     here.create("b")
-    here.create("c")
     here.forward("b", 1, [4])
+
+    def reached() -> bool:
+        here.process.is_stuck = "s:train:b" in here.engine.trainer.running
+        return here.process.is_stuck
+
     for _ in range(2):
-        here.until(lambda: "s:train:b" in here.engine.trainer.running)
-        here.process.die(REASON)
-        here.turn()
-        here.new_worker()
-    here.process.is_stuck = False
+        here.until(reached)
+        die(here)
     here.create("d")
     here.settle()
     failed = here.outcome("b", 0)
-    assert (failed.error, failed.category) == (f"{REASON} while the model was created, for the second time", "server")
+    assert (failed.error, failed.category) == (f"{REASON} while the operation was run, for the second time", "server")
     assert "model s:train:b is not loaded" in str(here.error("b", 1))
     assert here.error("d", 0) is None
-    assert here.engine.trainer.made_again == set()
+    assert here.engine.trainer.suspects == set()
 
 
 def test_an_engine_sleeps_once_a_locked_database_has_heard_of_the_loss(here: Here) -> None:
     here.process.die(REASON)
     with locked(here):
         here.turn()
-        assert here.engine.lost
-    here.until(lambda: not here.engine.lost)
+        assert here.engine.has_lost
+    here.until(lambda: not here.engine.has_lost)
     here.turn()
     assert here.engine.patience() > 0
 
 
-def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(here: Here) -> None:
+def test_models_come_back_when_a_locked_database_has_heard_of_their_snapshots(here: Here) -> None:
+    here.process.die(REASON)
+    with locked(here):
+        here.turn()
+    here.new_worker()
+    with locked(here):
+        for _ in range(3):
+            here.turn()
+        assert here.engine.trainer.comeback.under_way is None
+    here.settle()
+    assert "s:train:a" in here.backend().optimizers
+    assert any(isinstance(message, Ready) for message in here.said)
+
+
+def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(doomed: Here) -> None:
+    here = doomed
     here.process.is_stuck = True
-    here.optim("a", 1)
+    here.optim("a", 3)
     here.until(lambda: here.engine.trainer.running)
     here.create("b")
-    here.optim("a", 2)
+    here.optim("a", 4)
     here.process.is_stuck = False
     here.process.die(REASON)
     with locked(here):
@@ -164,23 +519,24 @@ def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(her
         for _ in range(3):
             here.turn()
         assert not any(isinstance(message, Ready) for message in here.said)
-        assert [here.store.status(f"s:train:{name}") for name in ("a/1", "a/2", "b/0")] == ["queued"] * 3
+        assert [here.store.status(f"s:train:{name}") for name in ("a/3", "a/4", "b/0")] == ["queued"] * 3
         assert here.backend().optimizers == {}
     here.settle()
     assert any(isinstance(message, Ready) for message in here.said)
-    assert [str(here.error("a", seq)).startswith(REASON) for seq in (1, 2)] == [True, True]
+    assert [str(here.error("a", seq)).startswith(REASON) for seq in (3, 4)] == [True, True]
     assert here.error("b", 0) is None
-    assert [here.told.count(f"s:train:{name}") for name in ("a/1", "a/2", "b/0")] == [1, 1, 1]
+    assert [here.told.count(f"s:train:{name}") for name in ("a/3", "a/4", "b/0")] == [1, 1, 1]
     assert "s:train:a" not in here.engine.trainer.queue.models  # nothing of it is left to be called overdue
-    lost = next(place for place, message in enumerate(here.said) if isinstance(message, Done) and message.request_id == "s:train:a/1")
+    lost = next(place for place, message in enumerate(here.said) if isinstance(message, Done) and message.request_id == "s:train:a/3")
     assert lost < next(place for place, message in enumerate(here.said) if isinstance(message, Ready))
 
 
-def test_what_comes_while_the_loss_waits_for_an_earlier_outcome_fails_once_with_its_model(here: Here) -> None:
+def test_what_comes_while_the_loss_waits_for_an_earlier_outcome_fails_once_with_its_model(doomed: Here) -> None:
+    here = doomed
     here.process.is_stuck = True
-    here.optim("a", 1)
+    here.optim("a", 3)
     here.until(lambda: here.engine.trainer.running)
-    here.optim("a", 2)
+    here.optim("a", 4)
     here.engine.unread.clear()  # its wake-up is still on the way
     here.process.is_stuck = False
     with locked(here):
@@ -190,24 +546,26 @@ def test_what_comes_while_the_loss_waits_for_an_earlier_outcome_fails_once_with_
         here.turn()
     here.new_worker()
     here.settle()
-    assert here.error("a", 1) is None
-    assert str(here.error("a", 2)).startswith(REASON)
-    assert [here.told.count(f"s:train:a/{seq}") for seq in (1, 2)] == [1, 1]
+    assert here.error("a", 3) is None
+    assert str(here.error("a", 4)).startswith(REASON)
+    assert [here.told.count(f"s:train:a/{seq}") for seq in (3, 4)] == [1, 1]
     assert "s:train:a" not in here.engine.trainer.queue.models  # nothing of it is left to be called overdue
 
 
-def test_a_second_end_before_the_first_is_recorded_loses_nothing(here: Here) -> None:
+def test_a_second_end_before_the_first_is_recorded_loses_nothing(doomed: Here) -> None:
+    here = doomed
     here.process.is_stuck = True
-    here.optim("a", 1)
+    here.optim("a", 3)
     here.until(lambda: here.engine.trainer.running)
     for _ in range(2):
         here.process.die(REASON)
         with locked(here):
             here.turn()
         here.new_worker()
+    here.process.is_stuck = False
     here.settle()
-    assert str(here.error("a", 1)).startswith(REASON)
-    assert here.told.count("s:train:a/1") == 1
+    assert str(here.error("a", 3)).startswith(REASON)
+    assert here.told.count("s:train:a/3") == 1
 
 
 def test_samples_that_come_while_no_worker_is_there_are_covered_by_the_message_that_it_ended(here: Here) -> None:

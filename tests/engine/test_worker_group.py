@@ -488,7 +488,7 @@ def test_what_all_had_answered_before_one_ended_is_told_and_nothing_else_is(pair
     for pid in pair.pids:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it is dead, which nobody has noticed yet
     pair.until(lambda: pair.ends)
-    assert [message for message in pair.messages if isinstance(message, Answer)] == [Answer(21, {"rank": 0}), Answer(22, {"rank": 0})]
+    assert [message for message in pair.messages if isinstance(message, Answer)] == [Answer(21, {"rank": 0}), Answer(22, {"rank": 1})]
     assert pair.ends == ["worker 0 of 2: the worker process ended unexpectedly (exit code 9)"]
 
 

@@ -5,7 +5,7 @@ sequence goes on behind it.
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from tinsmith.store.records import Command
@@ -29,6 +29,8 @@ class ModelQueue:
     """All of them by seq_id; the one at `next_seq`, if there, is ready."""
     filed_at: dict[int, float] = field(default_factory=dict)
     """When each of `held` was filed, in monotonic time: clocks may be set while a command waits."""
+    ended: set[int] = field(default_factory=set)
+    """seq_ids that have ended while ones before them were put back."""
 
     def add(self, command: Command) -> None:
         """File a command."""
@@ -44,6 +46,7 @@ class ModelQueue:
         command = self.held.pop(self.next_seq)
         del self.filed_at[self.next_seq]
         self.next_seq += 1
+        self._pass_ended()
         return command
 
     def put_back(self, command: Command) -> None:
@@ -51,12 +54,25 @@ class ModelQueue:
         self.next_seq = command.seq_id
         self.add(command)
 
+    def rewind(self, commands: Sequence[Command]) -> None:
+        """Undo the `take` of all of these, which are in order; others that were taken since the first of them have ended."""
+        first = commands[0].seq_id
+        self.ended |= set(range(first, self.next_seq)) - {command.seq_id for command in commands}
+        self.next_seq = first
+        for command in commands:
+            self.add(command)
+
+    def _pass_ended(self) -> None:
+        while self.next_seq in self.ended:
+            self.next_seq += 1
+
     def skip_gap(self) -> Overdue:
         """Give up waiting: the earliest held command is overdue, and the sequence goes on behind it."""
         seq = min(self.held)
         overdue = Overdue(self.held.pop(seq), self.next_seq)
         del self.filed_at[seq]
         self.next_seq = seq + 1
+        self._pass_ended()
         return overdue
 
     def waiting_since(self) -> float | None:
@@ -65,7 +81,7 @@ class ModelQueue:
 
     def is_late(self, seq_id: int) -> bool:
         """Whether that place in the sequence was given up already."""
-        return seq_id < self.next_seq
+        return seq_id < self.next_seq or seq_id in self.ended
 
 
 @dataclass

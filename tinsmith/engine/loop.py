@@ -6,7 +6,9 @@ sleeps on its sockets, and whatever arrives is handled at once.
 
 import logging
 import os
+import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 from tinsmith.config import Config
@@ -40,7 +42,7 @@ from tinsmith.protocol.serving import (
 )
 from tinsmith.protocol.work import WorkerReady
 from tinsmith.store.database import BUSY_S
-from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.files import KEPT_DIR, CheckpointFiles, kept_copies
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 
@@ -69,6 +71,7 @@ class Engine:
         self.workers = workers
         heartbeat.worker_busy_s = 0.0
         self.store = Store.open(Path(config.data_dir), DATABASE_BUSY_S, config.server.kept_operations_mib * 2**20)
+        shutil.rmtree(Path(config.data_dir) / KEPT_DIR, ignore_errors=True)  # of models that ended with the engine before
         training = config.training
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         checkpoints = CheckpointRows(self.store, files)
@@ -79,6 +82,7 @@ class Engine:
             training.ended_model_ttl_s,
             self.store.payload,
             self._to_worker,
+            partial(kept_copies, Path(config.data_dir)) if training.kept_copies_gib else None,
         )
         self.recorder = Recorder(self.store, self._recorded, training.max_unrecorded_mib * 2**20)
         self.trainer = Trainer(
@@ -98,8 +102,10 @@ class Engine:
         """Whether models that are not in `unread` may have new commands in the log too."""
         self.ended_sessions: list[EndSession] = []
         """Sessions to end once all that is in the log before is filed."""
-        self.lost: tuple[list[str], str] | None = None
-        """Models that a worker took with it, and why it ended, until that is in the log."""
+        self.lost: dict[str, str] = {}
+        """Models that ended with a worker, and why, until that is in the log."""
+        self.returning: dict[str, str] = {}
+        """Models whose snapshots ended with a worker, and why, until that is in the log. They come back themselves."""
         self.reading = Backoff()
         """Of reading the log, and of recording what was lost."""
         self.stopping = False
@@ -166,7 +172,7 @@ class Engine:
         self.workers.send(message)
 
     def _tell_ready(self) -> None:
-        if self.workers.is_ready and self.lost is None:
+        if self.workers.is_ready and not self.has_lost:
             self.link.send(Ready([facts.to_dict() for facts in self.workers.models.values()]))
 
     # ---- What is due
@@ -175,7 +181,7 @@ class Engine:
         """Read new commands, give the worker what is due, and record what has ended."""
         self.recorder.flush()
         self._record_lost()
-        if (self.unread or self.reads_all or self.ended_sessions) and self.lost is None and self.reading.wait_s == 0:
+        if (self.unread or self.reads_all or self.ended_sessions) and not self.has_lost and self.reading.wait_s == 0:
             self._read_log()  # what is lost fails with its model in the log and is not to be filed
         self.trainer.fail_overdue()
         if self._may_train:
@@ -183,15 +189,20 @@ class Engine:
         self.status.report()
 
     @property
+    def has_lost(self) -> bool:
+        """Whether it is still to be recorded what ended with a worker."""
+        return bool(self.lost or self.returning)
+
+    @property
     def _may_train(self) -> bool:
         """Whether the workers can be given work."""
-        return self.workers.is_ready and self.lost is None and not self.recorder.is_full
+        return self.workers.is_ready and not self.has_lost and not self.recorder.is_full
 
     def patience(self) -> float:
         """Seconds to wait for a message: not past the time of what is to be done by then."""
         waits = [IDLE_S, self.workers.wait_s]
         waits += [self.recorder.backoff.wait_s] if self.recorder.waiting else []
-        waits += [self.reading.wait_s] if self.reading.is_failing and not (self.lost and self.recorder.waiting) else []
+        waits += [self.reading.wait_s] if self.reading.is_failing and not (self.has_lost and self.recorder.waiting) else []
         waits += [self.trainer.wait_s] if self._may_train else []
         deadline = self.trainer.overdue_at
         waits += [] if deadline is None else [max(0.0, deadline - time.monotonic())]
@@ -241,22 +252,23 @@ class Engine:
         if not self.workers.was_ever_ready:
             raise ConfigError(f"{reason} before it could take work; its output above says why")
         log.error("%s; another is started in %.0f s", reason, self.workers.wait_s)
-        lost = self.trainer.lose_models(reason)
-        self.lost = ([*(self.lost[0] if self.lost else []), *lost], reason)
+        self.trainer.workers_ended(reason)
+        self.lost |= self.trainer.take_lost()
+        self.returning |= dict.fromkeys(self.trainer.comeback.waiting, reason)
         self.link.send(Recovering(reason))
 
     def _record_lost(self) -> None:
-        """Write down what a worker took with it, after the outcomes that it had brought about; later, if the database takes nothing."""
-        if self.lost is None or self.recorder.waiting or self.reading.wait_s > 0:
+        """Write down what ended with a worker, after the outcomes that it had brought about; later, if the database takes nothing."""
+        self.lost |= self.trainer.take_lost()
+        if not self.has_lost or self.recorder.waiting or self.reading.wait_s > 0:
             return
-        models, reason = self.lost
         try:
-            failed = self.store.lose_models(models, reason)
+            failed = self.store.lose_models(self.lost, self.returning)
         except StoreUnavailableError as error:
             log.warning("what the worker had waits for the database: %s", error)
             self.reading.failed()
             return
-        self.lost = None
+        self.lost, self.returning = {}, {}
         self.reading.succeeded()
         for outcome in failed:
             self._recorded(outcome)
@@ -280,3 +292,5 @@ class Engine:
                 self.link.send(Saving())
             self.receive(min(self.patience(), DATABASE_BUSY_S))
             self.recorder.flush()
+        for model_id in self.trainer.comeback.waiting:
+            log.error("model %s could not be saved and is lost: its worker had just ended", model_id)

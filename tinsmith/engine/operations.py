@@ -4,9 +4,11 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tinsmith.engine.checkpoints import CheckpointRows
+from tinsmith.engine.origin import Fresh, Origin, Saved
 from tinsmith.engine.steps import Steps, until_stored
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.protocol.facts import ModelFacts, find_base
@@ -48,6 +50,17 @@ class LoadedModel:
     shape: LoraShape
     spoiled: str | None = None
     """Why the gradients since the last optim_step are not what the client asked for."""
+    origin: Origin | None = None
+    """What holds the state that the last finished step left; None if nothing does, and the model ends with its workers."""
+    added_seq: int = -1
+    """seq_id of the newest operation that is finished and has added gradients."""
+    stepped_seq: int = -1
+    """seq_id of the newest optim_step that is finished, whether it was applied or has failed."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether finished operations have added gradients since the last step."""
+        return self.added_seq > self.stepped_seq
 
 
 @dataclass(frozen=True)
@@ -74,14 +87,16 @@ class Operations:
         ended_ttl_s: float,
         read_payload: Callable[[Command], bytes],
         send: Callable[[Message], None],
+        copies: Callable[[str], Path] | None = None,
     ) -> None:
-        """`read_payload` fetches what a command was sent with, when its turn comes."""
+        """`read_payload` fetches what a command was sent with, when its turn comes. Kept copies of a model go to `copies`, if there."""
         self.facts = facts
         self.max_lora_rank = max_lora_rank
         self.checkpoints = checkpoints
         self.ended_ttl_s = ended_ttl_s
         self.read_payload = read_payload
         self.send = send
+        self.copies = copies
         self.models: dict[str, LoadedModel] = {}
         self._numbers = iter(range(1, 2**63))
 
@@ -103,7 +118,7 @@ class Operations:
             case CreateModelRequest() as request:
                 return self._create_model(command.model_id, request)
             case OptimStepRequest() as request:
-                return self._optim_step(command.model_id, request.adam_params)
+                return self._optim_step(command, request.adam_params)
             case SaveWeightsRequest() as request:
                 return self._save(request)
             case SaveWeightsForSamplerRequest(path=None) as request:
@@ -125,9 +140,15 @@ class Operations:
             return
         if command.kind == "optim_step":
             model.spoiled = None
+            model.stepped_seq = command.seq_id
             self.send(ClearGradients(model.base_model, command.model_id))
         elif command.kind in ("forward_backward", REJECTED):
             self.spoil_step(command.model_id, f"seq_id {command.seq_id}: {reason}")
+
+    def added(self, command: Command) -> None:
+        """Note that an operation has added gradients, and is finished."""
+        if command.model_id in self.models:
+            self.models[command.model_id].added_seq = command.seq_id
 
     def spoil_step(self, model_id: str, reason: str) -> None:
         """The gradients since the last optim_step are not what the client asked for: the next one is refused and clears them."""
@@ -162,21 +183,30 @@ class Operations:
         seed = _seed_of(model_id) if lora.seed is None else lora.seed
         shape = LoraShape(lora.rank, seed, lora.train_attn, lora.train_mlp, lora.train_unembed)
         found = yield CreateModel(self.next_number(), base_model, model_id, asdict(shape))
-        self.models[model_id] = LoadedModel(model_id, base_model, shape)
+        self.models[model_id] = LoadedModel(model_id, base_model, shape, origin=Fresh(shape))
         return Ended({"model_id": model_id, "type": "create_model"}, {"seed": seed} | found)
 
     def _check_rank(self, rank: int) -> None:
         if rank > self.max_lora_rank:
             raise UserError(f"lora_config.rank is {rank}; this server allows up to {self.max_lora_rank} (--max-lora-rank)")
 
-    def _optim_step(self, model_id: str, adam: AdamParams) -> Steps[Ended]:
-        model = self.model(model_id)
+    def _optim_step(self, command: Command, adam: AdamParams) -> Steps[Ended]:
+        model = self.model(command.model_id)
         if model.spoiled:
             reason, model.spoiled = model.spoiled, None
             raise UserError(f"the step was refused and the gradients are cleared, because an operation before it failed: {reason}")
         settings = AdamSettings(adam.learning_rate, (adam.beta1, adam.beta2), adam.eps, adam.weight_decay, adam.grad_clip_norm)
-        answer = yield OptimStep(self.next_number(), model.base_model, model_id, asdict(settings))
+        copy, before = self._copy_after(model, command.seq_id)
+        answer = yield OptimStep(self.next_number(), model.base_model, model.model_id, asdict(settings), copy, before)
+        model.origin = Saved(f"the kept copy of model {model.model_id}", copy, optimizer=True, lasts=True) if answer["kept"] else None
+        model.stepped_seq = command.seq_id
         return Ended({"metrics": answer["metrics"]})
+
+    def _copy_after(self, model: LoadedModel, seq_id: int) -> tuple[str, str]:
+        """Where a copy of what a step leaves goes, and where the one before is. Full weights are too large."""
+        if self.copies is None or model.shape.rank == 0:
+            return "", ""
+        return str(self.copies(model.model_id) / str(seq_id)), model.origin.directory if isinstance(model.origin, Saved) else ""
 
     def _snapshot(self, command: Command, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
         model = self.model(command.model_id)
@@ -190,6 +220,8 @@ class Operations:
         if not request.overwrite:
             self.checkpoints.check_free(CheckpointPath(model.model_id, "training", request.path))
         saved = yield from self._written(model, "training", request.path, request.ttl_seconds, request.user_metadata)
+        if model.origin is None or not model.origin.lasts:  # both hold the same: no step came between
+            model.origin = Saved(saved.tinker_path, saved.directory, optimizer=True)
         return Ended({"path": saved.tinker_path, "type": "save_weights"}, {"directory": saved.directory})
 
     def _save_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Steps[Ended]:
@@ -228,7 +260,8 @@ class Operations:
         shape = LoraShape(**checkpoint.lora_config)
         self._check_rank(shape.rank)
         yield from self._restored(base_model, model_id, checkpoint, request.optimizer)
-        self.models[model_id] = LoadedModel(model_id, base_model, shape)
+        origin = Saved(checkpoint.tinker_path, checkpoint.directory, request.optimizer)
+        self.models[model_id] = LoadedModel(model_id, base_model, shape, origin=origin)
         result = {"path": request.path, "model_id": model_id, "type": "load_weights"}
         return Ended(result, {"directory": checkpoint.directory})
 
@@ -245,6 +278,7 @@ class Operations:
         if replace(saved, seed=model.shape.seed) != model.shape:
             raise UserError(f"{request.path} was saved with {saved}, the model was created with {model.shape}; their sizes must agree")
         yield from self._restored(model.base_model, model.model_id, checkpoint, request.optimizer)
+        model.origin = Saved(checkpoint.tinker_path, checkpoint.directory, request.optimizer)
         result = {"path": request.path, "model_id": request.model_id, "type": "load_weights"}
         return Ended(result, {"directory": checkpoint.directory})
 

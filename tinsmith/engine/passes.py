@@ -71,6 +71,11 @@ class ForwardOperation:
         return [index for index in range(len(self.prepared.lengths)) if index not in self.results and index not in self.in_pass]
 
     @property
+    def is_at_worker(self) -> bool:
+        """Whether the worker is doing something for it."""
+        return self.prepared is None or bool(self.in_pass)
+
+    @property
     def has_begun(self) -> bool:
         """Whether any of it is computed, or is being computed now."""
         return bool(self.results or self.in_pass)

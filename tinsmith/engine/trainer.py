@@ -8,7 +8,7 @@ waits and is tried again, and all others go on.
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from functools import partial
 import orjson
 
 from tinsmith.engine.backoff import Backoff
+from tinsmith.engine.comeback import Comeback
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.forward_work import ForwardWork
 from tinsmith.engine.operations import Ended, Operations
@@ -81,8 +82,9 @@ class Trainer:
         """Models whose next command, or whose saving, waits for the database."""
         self.backoff = Backoff()
         """When the models that are put off are tried again."""
-        self.made_again: set[str] = set()
-        """Models whose worker ended while it made them, and which the next worker is to make."""
+        self.comeback = Comeback(operations, send)
+        self.suspects: set[str] = set()
+        """Operations that were under way when workers ended, and are computed again."""
 
     def queued(self, model_id: str) -> int:
         """How many operations of a model have come and are not finished."""
@@ -95,7 +97,7 @@ class Trainer:
     def is_idle(self) -> bool:
         """Whether nothing is being computed, and nothing will be before a new command comes."""
         forward = self.forward.operations or self.forward.complete
-        return not (forward or self.running or self.put_off or self.queue.ready() or self._to_unload())
+        return not (forward or self.running or self.put_off or self.comeback.waiting or self.queue.ready() or self._to_unload())
 
     @property
     def wait_s(self) -> float:
@@ -112,14 +114,14 @@ class Trainer:
 
     @property
     def _begun(self) -> set[str]:
-        """Models with operations that have begun and not ended."""
-        return {*self.forward.operations, *self.running}
+        """Models with operations that have begun and not ended, and those that are still to come back."""
+        return {*self.forward.operations, *self.running, *self.comeback.waiting}
 
     def _to_unload(self) -> list[str]:
         """The models that can be unloaded now."""
         now = time.monotonic()
         unsaved = (model_id for model_id, due_at in self.unsaved.items() if due_at > now)
-        busy = self.put_off.union(self.forward.operations, self.running, unsaved)
+        busy = self.put_off.union(self._begun, unsaved)
         return [model_id for model_id in self.ending if model_id not in busy]
 
     def add(self, command: Command) -> None:
@@ -144,12 +146,13 @@ class Trainer:
 
     def turn(self) -> None:
         """Send the worker what is due, then record what it has computed."""
+        self.comeback.turn()
         tried_again = self.put_off if self.backoff.wait_s == 0 else set()
         self.put_off = self.put_off - tried_again
         for model_id in tried_again & self.running.keys():
             self._go_on(self.running[model_id], None)
         for model_id in self.queue.ready():
-            if model_id not in self.put_off:
+            if model_id not in self.put_off and model_id not in self.comeback.waiting:
                 self._advance(model_id)
         self.forward.send_passes(self.put_off)
         self._record_complete()
@@ -196,6 +199,7 @@ class Trainer:
         With `give_up` what waits for the database is lost.
         """
         self._record_complete()
+        self.comeback.turn()
         self._end_all()  # one that was being made when the stop began may be there now
         waiting = set[str]()
         if self.backoff.wait_s == 0 or give_up:
@@ -287,7 +291,7 @@ class Trainer:
             self._unload(running.model_id)
             return
         command = running.command
-        self.made_again.discard(command.model_id)
+        self.suspects.discard(command.request_id)
         self.record([Outcome(command.request_id, orjson.dumps(ended.result), "json", None, None, ended.resolved)])
         metrics = " ".join(f"{name}={value:.6g}" for name, value in ended.result.get("metrics", {}).items())
         log_finished(command, running.started_at, tokens=0, detail=metrics)
@@ -295,7 +299,6 @@ class Trainer:
     def _failed_running(self, running: Running, error: TinsmithError) -> None:
         del self.running[running.model_id]
         if running.command is not None:
-            self.made_again.discard(running.model_id)
             self._fail(running.command, error)
             return
         self.unsaved[running.model_id] = time.monotonic() + SAVE_AGAIN_S
@@ -321,6 +324,8 @@ class Trainer:
                 self._answered(message.number, error_of(message.error_type, message.error))
 
     def _answered(self, number: int, answer: "dict[str, object] | TinsmithError") -> None:
+        if self.comeback.answered(number, answer):
+            return
         running = next((running for running in self.running.values() if running.in_call == number), None)
         if running is not None:
             self._go_on(running, answer)
@@ -332,8 +337,10 @@ class Trainer:
             with failing_into(partial(self._fail, operation.command, touches_step=operation.backward)):
                 encoded[operation] = _outcome(operation)
         self.record(list(encoded.values()))
+        self.suspects -= {operation.command.request_id for operation in encoded}
         for operation in encoded:
             if operation.backward:
+                self.operations.added(operation.command)
                 self.trained_tokens[operation.command.model_id] += operation.tokens
             log_finished(operation.command, operation.started_at, operation.tokens, f"loss={operation.loss:.6g}")
 
@@ -353,6 +360,7 @@ class Trainer:
 
     def _fail(self, command: Command, error: TinsmithError, touches_step: bool = True) -> None:
         """Record a failure. `touches_step` is False for what leaves the open step as it is: a forward, or part of an earlier step."""
+        self.suspects.discard(command.request_id)
         if touches_step:
             self.operations.after_failure(command, str(error))
         self.record([Outcome(command.request_id, None, None, str(error), error.category)])
@@ -368,33 +376,49 @@ class Trainer:
 
     def _forget(self, model_id: str) -> None:
         self.queue.drop(model_id)
-        self.made_again.discard(model_id)
+        self.suspects = {each for each in self.suspects if not each.startswith(f"{model_id}/")}
         self.trained_before += self.trained_tokens.pop(model_id, 0)
 
-    def lose_models(self, reason: str) -> list[str]:
-        """The worker is gone, and with it all models that it had; returns them. Their commands are not run any more.
+    def workers_ended(self, reason: str) -> None:
+        """The workers are gone, and with them all models: these come back, or `take_lost` says that they do not.
 
-        A model that was being created is created again by the next worker: nothing of it was acknowledged. If that one ends over it too,
-        the creation fails with `reason`: it may be what ends them, and would cost all other clients their models again and again.
+        What had begun and was not recorded is run again by the next workers. What was under way for the second time fails with `reason`:
+        it may be what ends them, and would do so again and again.
         """
+        self._take_back_complete()
         self._record_complete()
-        lost = list(self.operations.models)
-        running, self.running = self.running, {}
-        for model_id, creation in running.items():
-            if model_id in self.operations.models or creation.command is None:
-                continue
-            if model_id in self.made_again:
-                self.made_again.remove(model_id)
-                self._fail(creation.command, TinsmithError(f"{reason} while the model was created, for the second time"))
-            else:
-                self.made_again.add(model_id)
-                self.queue.models[model_id].put_back(creation.command)
-        self.forward.forget_all()
+        self.comeback.workers_ended(reason)
+        begun = [(each.command, each.is_at_worker) for queue in self.forward.operations.values() for each in queue]
+        begun += [(each.command, each.in_call is not None) for each in self.running.values() if each.command is not None]
+        self.running.clear()
         self.unsaved.clear()
+        self.put_off.clear()
+        self.forward.forget_all()
+        again: defaultdict[str, list[Command]] = defaultdict(list)
+        for command, is_under_way in begun:
+            if is_under_way and command.request_id in self.suspects:
+                self._fail(command, TinsmithError(f"{reason} while the operation was run, for the second time"))
+            elif command.model_id not in self.comeback.lost:
+                again[command.model_id].append(command)
+                self.suspects |= {command.request_id} if is_under_way else set()
+        for model_id, commands in again.items():
+            self.queue.models[model_id].rewind(commands)
+
+    def _take_back_complete(self) -> None:
+        """Run again what is computed and not recorded, where that keeps the model's open step whole. Recorded, it would lose gradients."""
+        for operation in reversed(self.forward.take_complete()):
+            model = self.operations.models.get(operation.command.model_id)
+            if model is None or model.origin is None or model.has_gradients or model.spoiled:
+                self.forward.complete.insert(0, operation)
+            else:
+                self.forward.operations.setdefault(model.model_id, deque()).appendleft(operation)
+
+    def take_lost(self) -> dict[str, str]:
+        """Models that ended with their workers since this was last asked, and why. They are forgotten here, and still queued in the log."""
+        lost = self.comeback.take_lost()
         for model_id in lost:
             self.ending.pop(model_id, None)
             self.put_off.discard(model_id)
-            del self.operations.models[model_id]
             self._forget(model_id)
         return lost
 

@@ -232,7 +232,7 @@ class WorkerGroup:
             case TakeSnapshot():
                 self._ask(message, self.samplers)
             case SaveModel() | ExportModel():  # all have the same; different models keep different workers from training
-                self._ask(message, [zlib.crc32(message.model_id.encode()) % self.count])
+                self._ask(message, [self._writer_of(message.model_id)])
             case Sample():
                 self.workers[self._routing.choose(message)].send(message)
             case CancelSample():
@@ -243,10 +243,17 @@ class WorkerGroup:
             case _:
                 self._tell_all(message)
 
+    def _writer_of(self, model_id: str) -> int:
+        """The worker that writes what is saved of a model."""
+        return zlib.crc32(model_id.encode()) % self.count
+
     def _ask(self, message: Prepare | Call, ranks: Sequence[int]) -> None:
         self._awaited[message.number] = Awaited(message, ranks)
         for rank in ranks:
-            self.workers[rank].send(message)
+            if isinstance(message, OptimStep) and rank != self._writer_of(message.model_id):
+                self.workers[rank].send(replace(message, copy=""))
+            else:
+                self.workers[rank].send(message)
 
     def _tell_all(self, message: Message) -> None:
         match message:
@@ -343,6 +350,8 @@ class WorkerGroup:
                     return []  # `ended` comes next
         if isinstance(asked, CreateModel | LoadModel) and not failed:
             self._loaded.add(asked.model_id)
+        if isinstance(asked, OptimStep) and not failed:  # that which keeps a copy says more than the others
+            return [answered[self._writer_of(asked.model_id)]]
         return [next(iter((failed or answered).values()))]
 
     def _break(self, rank: int, reason: str) -> None:

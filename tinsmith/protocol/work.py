@@ -125,13 +125,17 @@ class CreateModel(Message):
 
 @dataclass(frozen=True)
 class OptimStep(Message):
-    """Apply and clear a model's gradients. The answer holds `metrics`."""
+    """Apply and clear a model's gradients. The answer holds `metrics`, and as `kept` whether there is a kept copy of what the step left."""
 
     number: int
     base_model: str
     model_id: str
     settings: dict[str, Any]
     """Of `AdamSettings`."""
+    copy: str = ""
+    """The directory for a kept copy of what the step leaves; empty if this worker writes none."""
+    before: str = ""
+    """The directory of the copy before, which stays until another step comes; empty if there is none."""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ is kept of a finished command, and null if nothing is.
 """
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func, literal_column, select, update
+from sqlalchemy import Connection, Row, Select, Text, bindparam, cast, delete, exists, func, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert
 
 from tinsmith.errors import NotFoundError
@@ -86,6 +86,18 @@ _FAIL_AND_DROP = _FAIL_QUEUED.values(_DROPPED_INPUT)
 _FAIL_AND_KEEP = _FAIL_QUEUED.values(_KEPT_INPUT)
 _DROP_ENDED_REFERENCES = delete(command_images).where(
     command_images.c.command_id.in_(select(commands.c.id).where(commands.c.status != "queued", ~_IS_KEPT))
+)
+_LOSE_SNAPSHOTS = (
+    update(sampling_sessions)
+    .where(
+        sampling_sessions.c.model_id == bindparam("model"),
+        sampling_sessions.c.snapshot_id.is_not(None),
+        sampling_sessions.c.gone.is_(None),
+        sampling_sessions.c.snapshot_id.not_in(
+            select(commands.c.model_id + "/" + cast(commands.c.seq_id, Text)).where(_IS_QUEUED, commands.c.model_id == bindparam("model"))
+        ),
+    )
+    .values(gone=bindparam("reason"))
 )
 _STATUS = select(commands.c.status).where(_BY_KEY)
 _DIGEST_BYTES = 32
@@ -285,23 +297,24 @@ def fail_unfinished(connection: Connection, reason: str, now: float, keep: bool)
     return failed
 
 
-def lose_models(connection: Connection, model_ids: Collection[str], reason: str, now: float, keep: bool) -> tuple[list[Outcome], Released]:
+def lose_models(connection: Connection, reasons: Mapping[str, str], now: float, keep: bool) -> tuple[list[Outcome], Released]:
     """Fail all that is queued for these models, and give up the models and their snapshots; returns what failed, and what that releases.
 
-    The error of an operation names the newest checkpoint of its model. `keep` is as in `record`.
+    `reasons` says for each model why it is lost. The error of an operation also names the newest checkpoint of its model. `keep` is as in
+    `record`.
     """
     failed: list[Outcome] = []
-    for model_id in model_ids:
+    for model_id, reason in reasons.items():
         error = f"{reason}; {endings.how_to_go_on(connection, model_id, now)}"
         failed += [Outcome(command.request_id, None, None, error, "server") for command in queued(connection, model_id, (), _ALL)]
     released = record(connection, failed, now, keep)
-    for model_id in model_ids:
+    for model_id in reasons:
         endings.lose_model(connection, model_id)
-        connection.execute(
-            update(sampling_sessions)
-            .where(
-                sampling_sessions.c.model_id == model_id, sampling_sessions.c.snapshot_id.is_not(None), sampling_sessions.c.gone.is_(None)
-            )
-            .values(gone=reason)
-        )
+    lose_snapshots(connection, reasons)
     return failed, released
+
+
+def lose_snapshots(connection: Connection, reasons: Mapping[str, str]) -> None:
+    """Give up the snapshots of these models that are published, for the given reasons. Those whose save is queued are still to come."""
+    for model_id, reason in reasons.items():
+        connection.execute(_LOSE_SNAPSHOTS, {"model": model_id, "reason": reason})

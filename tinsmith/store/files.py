@@ -5,6 +5,7 @@ The row of a checkpoint says where its directory is, as a text that is called it
 after the root has changed. All access goes through fsspec.
 """
 
+import hashlib
 import re
 import tempfile
 import uuid
@@ -25,6 +26,8 @@ CHECKPOINTS_DIR = "checkpoints"
 """Directory of checkpoint files, below a data directory."""
 SNAPSHOTS_DIR = "snapshots"
 """Directory of the snapshots for which memory has no room, below a data directory."""
+KEPT_DIR = "kept_copies"
+"""Directory of what models come back from when a worker has died, below a data directory."""
 WRITING_PREFIX = ".writing-"
 """First part of the name of an unfinished directory. The name of the directory that it will become follows."""
 WRITING_S = 86400.0
@@ -32,6 +35,11 @@ WRITING_S = 86400.0
 _NAME = re.compile(r"[0-9a-f]{32}")
 """The names that `new_place` makes."""
 _BLOCK_BYTES = 2**20
+
+
+def kept_copies(data_dir: Path, model_id: str) -> Path:
+    """Where the kept copies of a model are. The name is a digest: clients choose parts of a model id."""
+    return data_dir.resolve() / KEPT_DIR / hashlib.sha256(model_id.encode()).hexdigest()[:32]
 
 
 @contextmanager

@@ -48,13 +48,13 @@ class Manifest:
         return Checkpoint(**self.checkpoint, directory=directory)
 
 
-def write_manifest(directory: Path, checkpoint: Checkpoint) -> None:
-    """Write the manifest of `directory`, which holds all files of this checkpoint, and sync these. Raises OSError."""
+def write_manifest(directory: Path, checkpoint: Checkpoint, durable: bool = True) -> None:
+    """Write the manifest of `directory`, which holds all files of this checkpoint, and sync these if they are `durable`. Raises OSError."""
     row = {name: value for name, value in asdict(checkpoint).items() if name != "directory"}
     found = sorted(file for file in directory.rglob("*") if file.is_file())
     sizes = {file: file.stat().st_size for file in found}
     with ThreadPoolExecutor(1) as beside:  # digests keep a processor busy, and syncing the disk
-        flushing = beside.submit(_sync_all, found)
+        flushing = beside.submit(_sync_all, found if durable else [])
         digests = iter(digests_of([block for file in found for block in blocks_of(file, 0, sizes[file])]))
         flushing.result()
     files = {

@@ -246,13 +246,14 @@ class Store:
             if file.sha256 is None:
                 file.path.unlink(missing_ok=True)
 
-    def lose_models(self, model_ids: Collection[str], reason: str) -> list[Outcome]:
-        """Give up models whose worker is gone: what is queued for them fails (category server), their snapshots are gone.
+    def lose_models(self, lost: Mapping[str, str], returning: Mapping[str, str]) -> list[Outcome]:
+        """Note what ended with a worker, each with its reason: models, and the snapshots of models that come `returning`.
 
-        Returns the outcomes of what failed.
+        What is queued for models that are lost fails (category server); returns the outcomes.
         """
         with self._write.begin() as connection:
-            failed, released = commands.lose_models(connection, model_ids, reason, time.time(), keep=self._keep_bytes > 0)
+            failed, released = commands.lose_models(connection, lost, time.time(), keep=self._keep_bytes > 0)
+            commands.lose_snapshots(connection, returning)
         self._release(released)
         return failed
 

@@ -50,6 +50,7 @@ from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 from tinsmith.worker.background import Background
 from tinsmith.worker.device_memory import DeviceMemory
+from tinsmith.worker.kept_copies import KeptCopies
 from tinsmith.worker.models import Models
 from tinsmith.worker.passes import Passes, Trained
 from tinsmith.worker.samples import Sampled, Samples
@@ -68,6 +69,9 @@ the processor's cores are left to what else computes there."""
 DISK_THREADS = 4
 """Files that are written or read at a time: each waits for a disk or an object store."""
 
+COPY_THREADS = 2
+"""Kept copies that are written at a time. They do not wait behind checkpoints, because steps wait for them."""
+
 
 class Worker:
     """Base models, what is trained and sampled on them, and the loop that drives them."""
@@ -83,6 +87,8 @@ class Worker:
         self.store = Store.open(Path(config.data_dir))
         self.rendering = Background("rendering", RENDERING_THREADS, link.wake)
         self.disk = Background("disk", DISK_THREADS, link.wake)
+        self.copies = Background("copies", COPY_THREADS, link.wake)
+        self.beside = self.rendering, self.disk, self.copies
         self.due: deque[Callable[[], None]] = deque()
         """Passes and calls for the device, oldest first."""
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
@@ -99,7 +105,8 @@ class Worker:
         self.longest_trained = {name: self.memory.longest_trained(name) for name in self.bases}
         trained = {name: Trained(backends[name], renderers[name], self.longest_trained[name]) for name in self.bases}
         self.passes = Passes(trained, self.rendering, self.send, self.due.append, self.recorded.find)
-        self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model)
+        kept = KeptCopies(Path(config.data_dir), config.training.kept_copies_gib * 2**30 / (group.count if group else 1), self.copies)
+        self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)
         self.status = WorkerStatusReporter(self.samples, self.send)
         self.stopping = False
         self.suspicious = False
@@ -122,22 +129,22 @@ class Worker:
                 self.turn()
             self.status.sum_up()
         finally:  # a process does not end before its threads have done all that they were given
-            self.rendering.close()
-            self.disk.close()
+            for threads in self.beside:
+                threads.close()
             self.store.close()
             self.recorded.close()
 
     @property
     def has_work(self) -> bool:
         """Whether a `turn` would do something."""
-        return bool(self.due or self.rendering.has_ended or self.disk.has_ended or self.samples.has_work)
+        return bool(self.due or any(threads.has_ended for threads in self.beside) or self.samples.has_work)
 
     def receive(self, timeout_s: float) -> None:
         """Take in what the engine says, and what threads beside the device have done."""
         for message in self.link.receive(timeout_s):
             self.handle(message)
-        self.rendering.deliver()
-        self.disk.deliver()
+        for threads in self.beside:
+            threads.deliver()
 
     def turn(self) -> None:
         """At most one pass or call, then decode steps for as long as that took."""

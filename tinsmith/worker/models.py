@@ -7,6 +7,7 @@ keeps others from training and sampling.
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tinsmith.errors import TinsmithError
@@ -33,6 +34,7 @@ from tinsmith.training.checkpoint import SavedState, read_state, write_state
 from tinsmith.worker.background import Background
 from tinsmith.worker.checkpoint_files import opened_files, write_files
 from tinsmith.worker.exports import parse_recipients, write_external
+from tinsmith.worker.kept_copies import KeptCopies
 from tinsmith.worker.snapshots import Snapshots
 
 
@@ -52,6 +54,7 @@ class Models:
         send: Callable[[Message], None],
         enqueue: Callable[[Callable[[], None]], None],
         check: Callable[[str, LoraShape], None],
+        kept: KeptCopies,
     ) -> None:
         self.backends = backends
         self.snapshots = snapshots
@@ -60,6 +63,7 @@ class Models:
         self.send = send
         self.enqueue = enqueue
         self.check = check
+        self.kept = kept
 
     def call(self, message: Call) -> None:
         """Do what a call asks for. It is answered now, or when its files are written or read."""
@@ -72,8 +76,7 @@ class Models:
                     backend.create_model(message.model_id, shape)
                     self._answer(message, {"base_fingerprint": backend.base.known_fingerprint})
                 case OptimStep():
-                    settings = message.settings | {"betas": tuple(message.settings["betas"])}
-                    self._answer(message, {"metrics": backend.optim_step(message.model_id, AdamSettings(**settings))})
+                    self._step(backend, message)
                 case TakeSnapshot():
                     self._take_snapshot(backend, message)
                     self._answer(message, {})
@@ -92,6 +95,20 @@ class Models:
         """Free a model, if it is there, and drop its snapshots."""
         self.backends[base_model].delete_model(model_id)
         self.snapshots.withdraw(model_id)
+        self.kept.forget(model_id)
+
+    def _step(self, backend: LocalBackend, message: OptimStep) -> None:
+        """Take a step. It is answered when what it left is kept, because only then nothing that ends this process can take it back."""
+        settings = message.settings | {"betas": tuple(message.settings["betas"])}
+        metrics = backend.optim_step(message.model_id, AdamSettings(**settings))
+
+        def answer(kept: bool) -> None:
+            self._answer(message, {"metrics": metrics, "kept": kept})
+
+        if message.copy:
+            self.kept.keep(backend, message.model_id, Path(message.copy), message.before, answer)
+        else:
+            answer(False)
 
     def _take_snapshot(self, backend: LocalBackend, message: TakeSnapshot) -> None:
         followed = message.model_id if message.inflight else None
@@ -123,6 +140,7 @@ class Models:
             state = ended.result()
             self.check(message.base_model, state.about.shape)
             self.backends[message.base_model].restore(message.model_id, state)
+            self.kept.restored(message.model_id, message.directory, sum(tensor.numel() for tensor in state.tensors.values()))
             self._answer(message, {})
 
     def _answer(self, message: Call, result: dict[str, Any]) -> None:

@@ -1,0 +1,130 @@
+"""Copies of models beside the device, from which the next workers go on when this one dies.
+
+After a step of a LoRA model its weights and what AdamW remembers are copied to host memory, and a thread writes them as the files of a
+checkpoint. They are there to outlive this process, not a power cut, so nothing is synced: the files lie in the page cache at once. The step
+is answered when its copy is complete. So of every step that a client knows to have been taken there is a copy, while other models use the
+device.
+
+A copy is a directory named by the seq_id of its step. It appears when it is complete; the one before it stays until the next step, because
+a worker may die between the copy and the answer.
+"""
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tinsmith.errors import TinsmithError
+from tinsmith.models.machine import require_memory
+from tinsmith.store.files import WRITING_PREFIX, kept_copies
+from tinsmith.store.manifest import write_manifest
+from tinsmith.store.records import Checkpoint
+from tinsmith.training.backend import LocalBackend
+from tinsmith.training.checkpoint import About, SavedState, copy_to_host, write_state
+from tinsmith.worker.background import Background
+
+log = logging.getLogger(__name__)
+
+
+class KeptCopies:
+    """The copies that this worker writes."""
+
+    def __init__(self, data_dir: Path, limit_bytes: float, threads: Background) -> None:
+        """They take at most `limit_bytes` on the disk."""
+        self.data_dir = data_dir
+        self.limit_bytes = limit_bytes
+        self.threads = threads
+        self.reserved: dict[str, int] = {}
+        """Bytes that the copies of each model take on the disk: two of them, because the former stays while the next is written."""
+
+    def keep(self, backend: LocalBackend, model_id: str, directory: Path, before: str, then: Callable[[bool], None]) -> None:
+        """Copy a model as it is now. `then` is told later whether `directory` holds the copy.
+
+        The copies of the model but for `before` are deleted. One that cannot be kept costs no step: it is told in the log.
+        """
+        model = backend.optimizers[model_id]
+        size = _room(model.weights.parameter_count)
+        others = sum(reserved for other, reserved in self.reserved.items() if other != model_id)
+        if others + size > self.limit_bytes:
+            self._not_kept(model_id, f"copies may take {self.limit_bytes / 2**30:.4g} GiB here (--kept-copies-gib)")
+            then(False)
+            return
+        try:
+            require_memory("a kept copy", size // 2, torch.device("cpu"), 0)
+            base = backend.base
+            shape = model.weights.shape
+            about = About(base.name, base.tokenizer_id, base.family.model_type, shape, base.known_fingerprint)
+            state = copy_to_host(about, model.weights, model.moments())
+        except (TinsmithError, MemoryError, RuntimeError) as error:
+            self._not_kept(model_id, error)
+            then(False)
+            return
+        self.reserved[model_id] = size
+        self.threads.run(partial(write_copy, state, model_id, directory, before), partial(self._written, model_id, then))
+
+    def restored(self, model_id: str, directory: str, parameters: int) -> None:
+        """A model was loaded from a directory: if that is a kept copy of it, the room is taken."""
+        if Path(directory).parent == kept_copies(self.data_dir, model_id):
+            self.reserved[model_id] = _room(parameters)
+
+    def forget(self, model_id: str) -> None:
+        """Delete the copies of a model beside the device, whichever worker wrote them."""
+        self.reserved.pop(model_id, None)
+        directory = kept_copies(self.data_dir, model_id)
+        if directory.exists():
+            self.threads.run(partial(shutil.rmtree, directory, ignore_errors=True), lambda ended: None)
+
+    def _written(self, model_id: str, then: Callable[[bool], None], ended: "Future[None]") -> None:
+        error = ended.exception()
+        if error is not None:
+            self._not_kept(model_id, error)
+        then(error is None)
+
+    def _not_kept(self, model_id: str, why: object) -> None:
+        log.warning("model %s would be lost with this worker until it is saved: no copy of it could be kept: %s", model_id, why)
+
+
+def _room(parameters: int) -> int:
+    """Bytes on the disk for two copies of a model: weights and two moments each, in float32."""
+    return 2 * 3 * 4 * parameters
+
+
+def write_copy(state: SavedState, model_id: str, directory: Path, before: str) -> None:
+    """Write a copy to `directory`, which appears when it is complete, and delete the model's others but for `before`."""
+    home = directory.parent
+    home.mkdir(parents=True, exist_ok=True)
+    for other in home.iterdir():
+        if str(other) != before:
+            shutil.rmtree(other, ignore_errors=True)
+    writing = home / f"{WRITING_PREFIX}{directory.name}"
+    write_state(state, writing)
+    sizes = [file.stat().st_size for file in writing.iterdir()]
+    about = state.about
+    row = Checkpoint(
+        tinker_path=name_of_copy(model_id),
+        model_id=model_id,
+        kind="training",
+        name=directory.name,
+        directory=str(directory),
+        base_model=about.base_model,
+        architecture=about.architecture,
+        lora_config=asdict(about.shape),
+        has_optimizer=True,
+        size_bytes=sum(sizes),
+        user_metadata=None,
+        created_at=time.time(),
+        expires_at=None,
+    )
+    write_manifest(writing, row, durable=False)
+    writing.rename(directory)
+
+
+def name_of_copy(model_id: str) -> str:
+    """What messages call the kept copy of a model."""
+    return f"the kept copy of model {model_id}"
