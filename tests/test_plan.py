@@ -80,15 +80,8 @@ def test_what_fits_into_a_gpu_follows_from_its_memory(tmp_path: Path) -> None:
     huge = planned(directory, "--memory-gib", "4000", "--kv-cache-gib", "2")
     assert huge["full_parameters"]["fits"]
     assert huge["recomputed_layers"] == 0
-    assert huge["longest_sequence"] == {"tokens": 262_144, "limit": "context", "together": 262_144}
-    short = planned(directory, "--memory-gib", "4000", "--max-context", "1000", "--workers", "2")["longest_sequence"]
-    assert short == {"tokens": 1000, "limit": "context", "together": 1000}
-    divided = {
-        workers: planned(directory, "--memory-gib", "20", "--kv-cache-gib", "2", "--workers", str(workers))["longest_sequence"]
-        for workers in (1, 2, 8)
-    }
-    assert divided[1]["together"] < divided[2]["together"] < divided[8]["together"]
-    assert all(each["together"] <= workers * each["tokens"] for workers, each in divided.items())
+    assert huge["longest_sequence"] == {"tokens": 262_144, "limit": "context"}
+    assert planned(directory, "--memory-gib", "4000", "--max-context", "1000")["longest_sequence"] == {"tokens": 1000, "limit": "context"}
     small = planned(directory, "--memory-gib", "8", code=1)
     assert (small["fits"], small["adapters"]["fit"], small["longest_sequence"]["tokens"]) == (False, 0, 0)
 
@@ -163,17 +156,16 @@ def test_several_workers_have_a_row_for_each_way_to_train(tmp_path: Path) -> Non
     directory = str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path))
     alone, four = (planned(directory, "--memory-gib", "80", "--workers", count) for count in ("1", "4"))
     assert [each["mode"] for each in alone["modes"]] == ["one GPU"] * 3
-    assert [each["mode"] for each in four["modes"]] == ["replicas"] * 3
+    assert [each["mode"] for each in four["modes"]] == ["replicas"] * 3 + ["divided"]
     assert (alone["workers"], four["workers"]) == (1, 4)
-    same = {"cache", "adapters", "weight_bytes", "recomputed_layers"}
+    same = {"longest_sequence", "cache", "adapters", "weight_bytes", "recomputed_layers"}
     assert {name: alone[name] for name in same} == {name: four[name] for name in same}  # what a replica holds is what one GPU would
-    assert four["longest_sequence"]["tokens"] == alone["longest_sequence"]["tokens"]
-    for options, row in zip((["32"], ["0"], ["0", "--full-state", "compact"]), four["modes"], strict=True):
+    for options, row in zip((["32"], ["0"], ["0", "--full-state", "compact"]), four["modes"][:3], strict=True):
         whole = planned(directory, "--memory-gib", "80", "--workers", "4", "--rank", *options, code=int(not row["fits"]))
         assert row["longest_sequence"] == whole["longest_sequence"]["tokens"]
         assert row["cache_bytes"] == whole["cache"]["bytes"]
         assert row["model_bytes"] == whole["adapters"]["bytes_each"]
-    assert [row["fits"] for row in four["modes"]] == [True, False, True]
+    assert [row["fits"] for row in four["modes"]] == [True, False, True, True]
 
     report = plan(directory, "--memory-gib", "80", "--workers", "4")
     assert "LoRA of rank 32: replicas, because the whole fits on each (--planned-rank 32)" in report
@@ -182,12 +174,45 @@ def test_several_workers_have_a_row_for_each_way_to_train(tmp_path: Path) -> Non
     assert "on each of" not in plan(directory, "--memory-gib", "80")
 
 
+def test_workers_that_divide_the_weights_have_more_room(tmp_path: Path) -> None:
+    """As soon as they have started, for which each needs the whole base once."""
+    directory = str(SERVED["Qwen/Qwen3-8B"].write(tmp_path))
+    options = ["--workers", "4", "--sampler", "none"]
+    sizes = size_of(directory, ModelsConfig(device="cpu", dtype="bfloat16"))
+    layers, largest = 2 * sum(sizes.layer_parameters), 2 * max(sizes.layer_parameters)
+    held = 2 * sizes.parameters - layers + layers // 4 + 2 * largest
+    # Of 20 GiB replicas have nothing left for a pass.
+    for memory, fits in (("20", True), ("16", False)):
+        whole, parts = (
+            planned(directory, "--memory-gib", memory, *options, *more, code=code)
+            for more, code in (([], 1), (["--shard", "weights"], 0 if fits else 1))
+        )
+        assert (whole["fits"], parts["fits"]) == (False, fits)
+        assert (whole["weight_bytes"], parts["weight_bytes"]) == (2 * sizes.parameters, held)
+        assert parts["full_parameters"] is None
+        assert [row["mode"] for row in whole["modes"]] == [row["mode"] for row in parts["modes"]]
+        row = parts["modes"][-1]
+        assert (row["mode"], row["weight_bytes"], row["longest_sequence"]) == ("divided", held, parts["longest_sequence"]["tokens"])
+        assert row["settings"] == "--planned-rank 32 --shard weights --sampler none"
+    report = plan(directory, "--memory-gib", "20", *options, "--shard", "weights")
+    assert (
+        "LoRA of rank 32: divided, because a part of each layer fits on each (--planned-rank 32 --shard weights --sampler none)" in report
+    )
+    assert "not with --shard weights" in report
+
+
 def test_workers_that_a_server_would_refuse_are_not_planned(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     directory = str(family_dir("qwen3"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     for options, refused in (
         (["--workers", "2"], "--workers 2: there are 1 GPUs"),
         (["--workers", "2", "--memory-gib", "80", "--sampler", "vllm"], "--workers 2 and --sampler vllm"),
+        (["--shard", "weights"], "--shard weights divides weights over several workers"),
+        (["--workers", "2", "--memory-gib", "80", "--shard", "weights"], "--shard weights and --sampler local"),
+        (
+            ["--workers", "2", "--memory-gib", "80", "--shard", "weights", "--sampler", "none", "--rank", "0"],
+            "--rank 0 and --shard weights",
+        ),
     ):
         ran = CliRunner().invoke(app, ["plan", directory, *options])
         assert isinstance(ran.exception, ConfigError)

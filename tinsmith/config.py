@@ -153,6 +153,12 @@ class DistributedConfig:
     workers: int = setting(
         1, "Number of processes that train and sample together, each on its own GPU or share of a CPU", "workers", 1, 1024
     )
+    shard: str = setting(
+        "none",
+        "What is divided over the workers: none, nothing, each holds whole base models; weights, the layers of the base models, of which "
+        "each worker keeps a part: for LoRA, with --sampler none",
+        choices=("none", "weights"),
+    )
 
 
 @dataclass
@@ -191,13 +197,6 @@ class TrainingConfig:
     tokens_per_pass: int = setting(8192, "Maximum number of tokens packed into one forward or backward pass", "tokens", 1)
     logits_chunk: int = setting(
         1024, "Number of positions whose logits are in memory at the same time; fewer need less memory and take longer", "tokens", 1
-    )
-    sequence_parallel_from: int = setting(
-        0,
-        "Length of sequences from which all workers compute one together, each a slice of it; 0 is only those that are too long for one "
-        "worker. Needs --workers 2 or more",
-        "tokens",
-        0,
     )
     planned_models: int = setting(
         0,

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -98,10 +98,11 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     from tinsmith.sampling.prefix import BLOCK
 
     state = full_state(config.training)
+    workers = config.distributed.workers if config.distributed.shard == "weights" else 1
     known: dict[str, Sizes] = {}
     for name, source in base_model_sources(config).items():
         try:
-            known[name] = size_of(source, config.models)
+            known[name] = replace(size_of(source, config.models), parts=workers)
         except (ConfigError, OSError, ValueError) as error:  # transformers cannot read, or fetch, the configuration
             yield Finding(name, "missing", str(error).splitlines()[0])
     if not known:
@@ -156,6 +157,9 @@ def _full_training(known: "dict[str, Sizes]", left: int, config: Config) -> Iter
 
     if not config.training.trains:
         yield Finding("training", "note", "none (--train none): no memory is planned for it, and training operations are refused")
+        return
+    if config.distributed.shard == "weights":
+        yield Finding("all parameters (rank 0)", "note", "not with --shard weights, which trains LoRA only")
         return
     for name, sizes in known.items():
         full = sizes.model(0, full_state(config.training))

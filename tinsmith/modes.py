@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from tinsmith.models.full import FullState
     from tinsmith.models.sizing import Sizes
 
-Mode = Literal["one GPU", "replicas"]
+Mode = Literal["one GPU", "replicas", "divided"]
+"""Of several workers each holds whole base models, or a part of every layer (--shard weights)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,19 @@ class ModePlan:
 
 def plan_modes(sizes: "Sizes", share: Share, config: Config, rank: int, workers: int) -> list[ModePlan]:
     """All that may be trained on so many workers, as the server would with these settings: an adapter of that rank, and all weights."""
-    return [_plan_mode(sizes, share, config, workers, *training) for training in _trainings(rank)]
+    whole: Mode = "replicas" if workers > 1 else "one GPU"
+    modes = [_plan_mode(sizes, share, config, whole, *training) for training in _trainings(rank)]
+    if workers > 1 and rank and can_be_divided(sizes):
+        parts, sampling = dataclasses.replace(sizes, parts=workers), dataclasses.replace(config.sampling, sampler="none")
+        modes.append(_plan_mode(parts, share, dataclasses.replace(config, sampling=sampling), "divided", rank, "float32"))
+    return modes
+
+
+def can_be_divided(sizes: "Sizes") -> bool:
+    """Whether workers may divide the layers of the model (--shard weights)."""
+    from tinsmith.models.decoder import KNOWN_TYPES
+
+    return sizes.layout.family.model_type in KNOWN_TYPES
 
 
 def _trainings(rank: int) -> "Iterator[tuple[int, FullState]]":
@@ -61,19 +74,21 @@ def _trainings(rank: int) -> "Iterator[tuple[int, FullState]]":
     yield 0, "compact"
 
 
-def _plan_mode(sizes: "Sizes", share: Share, config: Config, workers: int, rank: int, state: "FullState") -> ModePlan:
+def _plan_mode(sizes: "Sizes", share: Share, config: Config, mode: Mode, rank: int, state: "FullState") -> ModePlan:
     from tinsmith.models.budget import divide_memory, longest_trained  # here, because it imports transformers
 
     training = dataclasses.replace(config.training, planned_rank=rank, full_state=state)
     config = dataclasses.replace(config, training=training)
     model, passes = sizes.model(rank, state), sizes.passes
-    budget = divide_memory(share.device - sizes.weight_bytes, 1, model, passes, config, share.on_gpu)
+    budget = divide_memory(sizes.beside_weights(share.device), 1, model, passes, config, share.on_gpu)
     longest = longest_trained(budget, passes, config, sizes.max_context, share.host, share.on_gpu)
     trains = f"LoRA of rank {rank}" if rank else f"all weights, {state}"
     return ModePlan(
-        mode="replicas" if workers > 1 else "one GPU",
+        mode=mode,
         trains=trains,
-        settings=f"--planned-rank {rank}" + ("" if rank else f" --full-state {state}"),
+        settings=f"--planned-rank {rank}"
+        + ("" if rank else f" --full-state {state}")
+        + (" --shard weights --sampler none" if mode == "divided" else ""),
         weight_bytes=sizes.weight_bytes,
         model_bytes=model.training,
         cache_bytes=budget.cache,
@@ -89,4 +104,5 @@ def chosen(modes: list[ModePlan]) -> Iterator[tuple[str, str, str]]:
         if fitting is None:
             yield trains, "none", "because it does not fit into the memory of one worker"
         else:
-            yield trains, fitting.mode, f"because the whole fits on each ({fitting.settings})"
+            what = "a part of each layer" if fitting.mode == "divided" else "the whole"
+            yield trains, fitting.mode, f"because {what} fits on each ({fitting.settings})"

@@ -11,8 +11,9 @@ from rich.text import Text
 
 from tinsmith.config import Config, ModelsConfig, base_model_sources
 from tinsmith.engine.devices import worker_count
+from tinsmith.errors import ConfigError
 from tinsmith.models.machine import look_around, size_text
-from tinsmith.modes import ModePlan, Share, chosen, plan_modes
+from tinsmith.modes import ModePlan, Share, can_be_divided, chosen, plan_modes
 
 if TYPE_CHECKING:
     from tinsmith.models.full import FullBytes, FullState
@@ -78,8 +79,6 @@ class SequencePlan:
     tokens: int
     limit: Literal["memory", "context"]
     """What keeps it from being longer: the memory, or the context of the model (--max-context)."""
-    together: int
-    """The longest that all workers compute together, each a slice of it; with one worker it is `tokens`."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,8 @@ class Plan:
     cache: CachePlan | None
     """None without the local sampler."""
     adapters: AdaptersPlan
-    full_parameters: FullPlan
+    full_parameters: FullPlan | None
+    """None where a server trains LoRA only (--shard weights)."""
     longest_sequence: SequencePlan
     workers: int
     """How many train together (--workers). All sizes are those of one of them."""
@@ -130,13 +130,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     GPUs that need not be here have a host with as much memory as all of them. Raises ConfigError if the configuration of the model cannot
     be read, or if it could not be served.
     """
-    from tinsmith.models.budget import (  # here, because they import transformers
-        divide_memory,
-        full_state,
-        longest_together,
-        longest_trained,
-        reserve_of,
-    )
+    from tinsmith.models.budget import divide_memory, full_state, longest_trained, reserve_of  # here, because they import transformers
     from tinsmith.models.full import full_bytes
     from tinsmith.models.sizing import size_of
     from tinsmith.sampling.local.cache_shape import CacheShape
@@ -144,6 +138,9 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
 
     ((name, source),) = base_model_sources(config).items()
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, planned_rank=rank))
+    shared = config.distributed.shard == "weights"
+    if shared and rank == 0:
+        raise ConfigError("--rank 0 and --shard weights: weights that are divided over workers train LoRA only; leave one out")
     if memory_gib is None:
         workers = worker_count(config)
         sizes = size_of(source, config.models)
@@ -155,10 +152,14 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         place = _Place("a GPU (--memory-gib)", True, memory, memory, host_free=memory)
     memory = min(place.free, int(config.models.memory_share * place.total))
     reserve = reserve_of(place.on_gpu, place.total)
-    left = memory - sizes.weight_bytes - reserve
+    modes = plan_modes(sizes, Share(memory - reserve, place.host_free, place.on_gpu), config, rank, workers)
+    if shared:
+        if not can_be_divided(sizes):
+            raise ConfigError(f"--shard weights: Tinsmith does not divide the layers of {sizes.layout.family.model_type}; leave it out")
+        sizes = dataclasses.replace(sizes, parts=workers)
+    left = sizes.beside_weights(memory - reserve)
     state = full_state(config.training)
     model, passes = sizes.model(rank, state), sizes.passes
-    modes = plan_modes(sizes, Share(memory - reserve, place.host_free, place.on_gpu), config, rank, workers)
     budget = divide_memory(left, 1, model, passes, config, place.on_gpu)
     cache = None
     if config.sampling.sampler == "local":
@@ -169,10 +170,6 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     tokens, chunk = config.training.tokens_per_pass, config.training.logits_chunk
     effort = passes.effort_for(tokens, chunk, budget.passes) or passes.smallest
     longest = longest_trained(budget, passes, config, sizes.max_context, place.host_free, place.on_gpu)
-    together = longest
-    if workers > 1:
-        slices = sizes.passes_of_slices(workers)
-        together = max(longest, longest_together(budget, slices, workers, config, sizes.max_context, place.host_free, place.on_gpu))
     beside = max(0, left - passes.bytes(tokens, chunk, passes.smallest))
     return Plan(
         model=name,
@@ -191,8 +188,8 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         recomputed_layers=effort.recompute,
         cache=cache,
         adapters=AdaptersPlan(model.training, model.snapshot, beside // model.training),
-        full_parameters=FullPlan(state, full_bytes(sizes.language_parameters, sizes.dtype, state), beside),
-        longest_sequence=SequencePlan(longest, "memory" if longest < sizes.max_context else "context", together),
+        full_parameters=None if shared else FullPlan(state, full_bytes(sizes.language_parameters, sizes.dtype, state), beside),
+        longest_sequence=SequencePlan(longest, "memory" if longest < sizes.max_context else "context"),
         workers=workers,
         modes=modes,
     )
@@ -229,8 +226,10 @@ def _on_a_gpu(models: ModelsConfig) -> ModelsConfig:
 def to_tree(plan: Plan) -> dict[str, object]:
     """The plan as plain values, with what follows from them."""
     tree: dict[str, object] = dataclasses.asdict(plan)
-    full = dataclasses.asdict(plan.full_parameters)
-    full |= {"needed_bytes": plan.full_parameters.needed_bytes, "fits": plan.full_parameters.fits}
+    full = None
+    if plan.full_parameters is not None:
+        sums = {"needed_bytes": plan.full_parameters.needed_bytes, "fits": plan.full_parameters.fits}
+        full = dataclasses.asdict(plan.full_parameters) | sums
     return tree | {"full_parameters": full, "fits": plan.fits}
 
 
@@ -286,7 +285,15 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
         "adapters" if plan.rank else "models of rank 0",
         f"{f'{adapters.fit:,} train at once beside all of that' if adapters.fit else none}; {each}",
     )
-    full = plan.full_parameters
+    if plan.full_parameters is None:
+        yield "all parameters (rank 0)", "not with --shard weights"
+    else:
+        yield from _full_lines(plan.full_parameters)
+    yield "longest sequence", f"{longest.tokens:,} tokens train, then {_LIMITS[longest.limit]} ends"
+
+
+def _full_lines(full: FullPlan) -> Iterator[tuple[str, str]]:
+    """Those of training all parameters."""
     fits = "fits" if full.fits else "does not fit"
     yield "all parameters (rank 0)", f"{fits}: {size_text(full.needed_bytes)} needed, {size_text(full.free_bytes)} left beside all of that"
     named = {
@@ -298,6 +305,3 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     }
     total = " + ".join(f"{part} {size_text(size)}" for part, size in named.items() if size)
     yield "", total + (f"; in host memory {size_text(full.parts.host)}" if full.parts.host else "") + f" (--full-state {full.state})"
-    yield "longest sequence", f"{longest.tokens:,} tokens train, then {_LIMITS[longest.limit]} ends"
-    if plan.workers > 1:
-        yield "", f"{longest.together:,} tokens train on {plan.workers} workers together, each of which computes a slice"

@@ -1,8 +1,9 @@
 """Two workers train and sample as one does: real servers, through the SDK."""
 
 import os
+import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from safetensors.numpy import load_file
 from tinker import types
 
 from tests.acceptance.talking import assert_close, datum, image_input, numbers, scores, text_input, train
-from tests.distributed.conftest import LONG, Running
+from tests.distributed.conftest import Running
 from tests.rl.test_run import config_of, logged, told
 from tests.running import START_S, Server, serving
 from tinsmith.rl.trainer import train as train_policy
@@ -45,16 +46,6 @@ def batch(client: tinker.TrainingClient, what: str, step: int) -> list[types.Dat
     texts = [text_input(10 * step + number, length) for number, length in enumerate((3, 40, 7, 60, 11))]
     pictures = [image_input(client, 10 * step + number) for number in range(3)]
     inputs = {"text": texts, "pictures": pictures, "mixed": texts + pictures, "single": texts[:1]}[what]
-    return [datum(each, step) for each in inputs]
-
-
-def mixed_lengths(client: tinker.TrainingClient, what: str, step: int) -> list[types.Datum]:
-    """Short sequences, and long ones that two workers compute together; the second of these has a picture in its second half."""
-    long = text_input(10 * step + 7, LONG + 11)
-    inputs = [text_input(10 * step, 5), long, text_input(10 * step + 1, 30), text_input(10 * step + 2, LONG - 1)]
-    if what == "pictures":
-        picture = image_input(client, step)
-        inputs += [types.ModelInput(chunks=[*long.chunks, *picture.chunks]), picture]
     return [datum(each, step) for each in inputs]
 
 
@@ -93,53 +84,76 @@ def test_losses_and_weights_are_those_of_one_worker(alone_and_together: list[Run
         np.testing.assert_allclose(together[name], tensor, atol=WITHIN, rtol=1e-3 if "exp_avg" in name else WITHIN, err_msg=name)
 
 
-LONG_CASES = [("text", "text", 8), ("image", "pictures", 8), ("hybrid", "pictures", 4), ("text", "text", 0)]
+@pytest.fixture(scope="module")
+def divided(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose two workers share the weights of each layer."""
+    directory = tmp_path_factory.mktemp("divided")
+    with serving(directory, *options, "--workers", "2", "--shard", "weights", "--sampler", "none") as server:
+        server.wait_for_health()
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-divided") as service:
+            yield Running(server, service, directory / "data")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(timeout=START_S) == 0
 
 
-@pytest.mark.parametrize(("base", "what", "rank"), LONG_CASES)
-def test_long_sequences_are_computed_by_both_workers_as_by_one(alone_and_together: list[Running], base: str, what: str, rank: int) -> None:
-    """Beside short ones of the same requests, which one of them computes. Two models train at the same time."""
+def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Running], divided: Running) -> None:
+    """Three base models at once, whose passes and steps come in another order with every run; texts alone, pictures, a single datum."""
+    kinds = [("text", "text"), ("image", "mixed"), ("image", "pictures"), ("hybrid", "mixed"), ("text", "single")]
     losses: list[list[float]] = []
-    logprobs: list[list[np.ndarray]] = []
-    for running in alone_and_together:
-        clients = [train(running.service, base, rank=rank), train(running.service, base, rank=2)]
+    tensors: list[dict[str, np.ndarray]] = []
+    for running in (alone_and_together[0], divided):
+        clients = [train(running.service, base, rank=4 + number) for number, (base, _) in enumerate(kinds)]
         own: list[float] = []
         for step in range(3):
-            done = [client.forward_backward(mixed_lengths(client, what, step), "cross_entropy") for client in clients]
+            done = [
+                client.forward_backward(batch(client, what, step), "cross_entropy")
+                for client, (_, what) in zip(clients, kinds, strict=True)
+            ]
             stepped = [client.optim_step(STEP) for client in clients]
             own += [result.result().metrics["loss:sum"] for result in done]
             own += [(each.result().metrics or {})["grad_norm"] for each in stepped]
         losses.append(own)
-        logprobs.append([each for client in clients for each in scores(client, mixed_lengths(client, what, 9))])
-    within = 100 * WITHIN if base == "hybrid" else WITHIN  # delta nets hand on from token to token what is rounded differently
-    assert losses[1] == pytest.approx(losses[0], rel=within)
-    assert_close(logprobs[1], logprobs[0], within)
-    for rank, (first, last) in enumerate([(0, 104), (105, 210)]):
-        line = f"worker {rank}: computing tokens {first} to {last} of a sequence of {LONG + 11} tokens"
-        alone_and_together[1].server.wait_for_log(line)
-    assert "of a sequence of" not in alone_and_together[0].server.log.read_text()
+        paths = [client.save_state("end").result().path for client in clients]
+        tensors.append(
+            {f"{number}:{name}": tensor for number, path in enumerate(paths) for name, tensor in weights_at(running, path).items()}
+        )
+    assert losses[1] == pytest.approx(losses[0], rel=WITHIN, abs=WITHIN)
+    alone, together = tensors
+    assert together.keys() == alone.keys()
+    for name, tensor in alone.items():
+        np.testing.assert_allclose(together[name], tensor, atol=WITHIN, rtol=1e-3 if "exp_avg" in name else WITHIN, err_msg=name)
+    log = divided.server.log.read_text()
+    for name in ("text", "image", "hybrid"):
+        kept = re.findall(rf"worker (\d): {name}: its \d layers are divided over 2 workers \(--shard weights\): this one keeps", log)
+        assert sorted(kept) == ["0", "1"]
 
 
-def test_a_broken_picture_in_a_long_sequence_fails_it_and_its_step(alone_and_together: list[Running]) -> None:
-    """And nothing else: the next step trains."""
-    alone, running = alone_and_together
-    found = []
-    for each in (alone, running):
-        client = train(each.service, "image")
-        chunks = list(mixed_lengths(client, "pictures", 0)[4].model_input.chunks)
-        whole = next(place for place, chunk in enumerate(chunks) if isinstance(chunk, types.ImageChunk))
-        picture = chunks[whole]
-        assert isinstance(picture, types.ImageChunk)
-        chunks[whole] = types.ImageChunk(data=picture.data[:-30], format="png", expected_tokens=6)
-        work = [*batch(client, "single", 0), datum(types.ModelInput(chunks=chunks))]
-        with pytest.raises(tinker.RequestFailedError, match=r"datum 1: .*image"):
+def test_what_workers_that_share_the_weights_refuse_harms_nothing(divided: Running) -> None:
+    """A broken picture in a pass of all, training of all parameters, and samples; then a step as ever."""
+    client = train(divided.service, "image")
+    before = scores(client, batch(client, "text", 7))
+    chunks = list(image_input(client, 1).chunks)
+    picture = chunks[1]
+    assert isinstance(picture, types.ImageChunk)
+    chunks[1] = types.ImageChunk(data=picture.data[:-30], format="png", expected_tokens=6)
+    broken = datum(types.ModelInput(chunks=chunks))
+    for work in ([broken], [*batch(client, "text", 0), broken]):
+        with pytest.raises(tinker.RequestFailedError, match="image"):
             client.forward_backward(work, "cross_entropy").result()
         with pytest.raises(tinker.RequestFailedError):
             client.optim_step(STEP).result()
-        client.forward_backward(mixed_lengths(client, "pictures", 1), "cross_entropy").result()
-        client.optim_step(STEP).result()
-        found.append(scores(client, mixed_lengths(client, "pictures", 2)))
-    assert_close(found[1], found[0], WITHIN)
+    assert_close(scores(client, batch(client, "text", 7)), before, 0)
+    with pytest.raises(tinker.RequestFailedError, match="--shard weights"):
+        train(divided.service, "text", rank=0)
+    path = client.save_weights_for_sampler("kept").result().path
+    assert weights_at(divided, path)
+    with pytest.raises(tinker.TinkerError, match="sampler=none"):
+        divided.service.create_sampling_client(base_model="text").result().sample(
+            text_input(1, 5), 1, types.SamplingParams(max_tokens=3)
+        ).result()
+    client.forward_backward(batch(client, "mixed", 0), "cross_entropy").result()
+    client.optim_step(STEP).result()
+    assert not np.allclose(scores(client, batch(client, "text", 7))[0], before[0])
 
 
 def test_several_passes_of_one_step_and_none_at_all(alone_and_together: list[Running]) -> None:

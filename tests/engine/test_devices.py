@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,21 @@ def test_without_gpus_there_are_as_many_workers_as_are_asked_for(machine: Machin
 def test_a_cpu_has_as_many_workers_as_are_asked_for_whatever_gpus_there_are(machine: Machine) -> None:
     machine(4)
     assert [worker_count(config(workers, "cpu")) for workers in (1, 9)] == [1, 9]
+
+
+def test_what_cannot_divide_weights_is_refused(machine: Machine) -> None:
+    machine(4)
+    divided = config(4, sampler="none")
+    divided.distributed.shard = "weights"
+    assert worker_count(divided) == 4
+    for change, refused in (
+        ({"distributed": DistributedConfig(1, "weights")}, "--shard weights divides weights over several workers; add --workers 2 or more"),
+        ({"sampling": SamplingConfig(sampler="local")}, "--shard weights and --sampler local: no worker has all weights to sample from"),
+        ({"sampling": SamplingConfig(sampler="vllm")}, "--shard weights and --sampler vllm: no worker has all weights to sample from"),
+        ({"models": ModelsConfig(deterministic=True)}, "--shard weights and --deterministic do not work together"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{refused}"):
+            worker_count(replace(divided, **change))
 
 
 def test_a_device_with_a_number_has_one_worker(machine: Machine) -> None:

@@ -41,6 +41,12 @@ def test_each_datum_has_one_worker_and_keeps_its_place_and_length(lengths: list[
     assert all([pairs.index(pair) for pair in share] == sorted(pairs.index(pair) for pair in share) for share in divided)
 
 
+def test_where_all_compute_every_pass_who_has_no_datum_is_told_of_it() -> None:
+    shares = divide(a_pass(5), 3, ENOUGH, everyone=True)
+    assert sorted(map(len, lengths_of(shares))) == [0, 0, 1]
+    assert all(share and (share.number, share.base_model, share.backward) == (7, "tiny", True) for share in shares)
+
+
 @given(st.lists(st.integers(1, 2**17), min_size=1, max_size=40), st.integers(2, 9))
 def test_no_worker_has_more_than_one_datum_over_an_even_share(lengths: list[int], count: int) -> None:
     """When a datum was given to a worker, nobody had less to do, so at most the mean of all; it is the last that this worker got."""

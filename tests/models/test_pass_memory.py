@@ -1,6 +1,7 @@
 """The estimate of what a pass takes, against the bytes that passes really take."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,17 @@ def test_no_more_is_recomputed_than_the_memory_asks_for(published: PassMemory) -
     assert published.effort_for(8192, 1024, least - 1) is None
     sizes = [published.bytes(8192, 1024, Effort(count)) for count in range(published.smallest.recompute + 1)]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_layers_that_are_divided_are_recomputed_whatever_the_effort(published: PassMemory) -> None:
+    divided = replace(published, divided=True)
+    all_again = published.bytes(8192, 1024, Effort(len(published.kept)))
+    assert [divided.bytes(8192, 1024, Effort(count)) for count in (0, 1, len(published.kept))] == [all_again] * 3
+    assert divided.smallest == KEEP_ALL  # there is nothing more to recompute
+    assert divided.effort_for(8192, 1024, all_again) == KEEP_ALL
+    assert divided.effort_for(8192, 1024, all_again - 1) is None
+    host = divided.smallest_with_host
+    assert divided.bytes(8192, 1024, host) == published.bytes(8192, 1024, host) < all_again
 
 
 def test_host_memory_makes_sequences_longer(published: PassMemory) -> None:

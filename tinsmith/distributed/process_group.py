@@ -1,4 +1,4 @@
-"""What workers tell each other while they compute: sums and parts of tensors, and small numbers. Over NCCL between GPUs, gloo between CPUs.
+"""What workers tell each other while they compute: sums of tensors, and small numbers. Over NCCL between GPUs, over gloo between CPUs.
 
 All workers must call the same methods in the same order. One that never comes lets the others wait; the engine watches its workers, and
 ends all of them when one has ended.
@@ -6,7 +6,7 @@ ends all of them when one has ended.
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -19,6 +19,8 @@ from tinsmith.protocol.place import Place
 
 LONGEST_WAIT = timedelta(hours=2)
 """For a worker that still computes. One that has ended is noticed by the engine, long before."""
+_join = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+"""Of one tensor of each worker. torch 2.13 has given it another name."""
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -46,26 +48,26 @@ class ProcessGroup:
         with self._not_alone():
             dist.all_reduce(tensor)
 
+    def begin_to_join(self, whole: Tensor, part: Tensor) -> Callable[[], None]:
+        """Begin to put the parts of all workers together, one behind the other by rank. What is returned waits until `whole` is there.
+
+        Until then neither tensor may be touched. All parts are of one size.
+        """
+        with self._not_alone():
+            work = _join(whole, part, async_op=True)
+
+        def wait() -> None:
+            with self._not_alone():
+                work.wait()
+
+        return wait
+
     def gather(self, number: int) -> list[int]:
         """The numbers of all workers, by rank. Of 64 bits."""
         found = torch.zeros(self.count, dtype=torch.int64)
         found[self.place.rank] = number
         self.sum(found)
         return found.tolist()
-
-    def texts(self, text: str) -> list[str]:
-        """The texts of all workers, by rank."""
-        data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-        sizes = self.gather(len(data))
-        found = torch.zeros(self.count, max(sizes), dtype=torch.uint8)
-        found[self.place.rank, : len(data)] = data
-        self.sum(found)
-        return [row[:size].numpy().tobytes().decode().rstrip("\0") for row, size in zip(found, sizes, strict=True)]
-
-    def exchange(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]) -> None:
-        """Give each worker its part of `sent`, and take a part of `received` from each. Both are flat, the parts in order of the ranks."""
-        with self._not_alone():
-            dist.all_to_all_single(received, sent, list(received_sizes), list(sizes))
 
     def agree(self, number: int, what: str) -> None:
         """Raise DeviceLostError on all workers if `what`, a number of each, is not the same on all."""

@@ -14,11 +14,13 @@ _GPU = re.compile(r"\s*(\d+|(GPU|MIG)-.+)\s*")
 
 
 def worker_count(config: Config, gpus: int | None = None) -> int:
-    """How many workers are configured. Raises ConfigError if these need more GPUs than there are, or share them with vLLM servers.
+    """How many workers are configured.
 
-    `gpus` is how many there are; None means those of this machine.
+    Raises ConfigError if these need more GPUs than there are, share them with vLLM servers, or are to divide what they cannot. `gpus` is
+    how many there are; None means those of this machine.
     """
     asked, device = config.distributed.workers, config.models.device
+    _check_shard(config)
     if asked == 1 or device == "cpu":
         return asked
     if ":" in device:
@@ -31,6 +33,22 @@ def worker_count(config: Config, gpus: int | None = None) -> int:
     if config.sampling.sampler == "vllm":
         raise ConfigError(f"--workers {asked} and --sampler vllm: vLLM servers would start on GPUs of workers; use --workers 1")
     return asked
+
+
+def _check_shard(config: Config) -> None:
+    """Raise ConfigError if the weights are to be divided where that does not work."""
+    shard, workers, sampler = config.distributed.shard, config.distributed.workers, config.sampling.sampler
+    if shard == "none":
+        return
+    if workers == 1:
+        raise ConfigError(f"--shard {shard} divides weights over several workers; add --workers 2 or more, or leave it out")
+    if sampler != "none":
+        raise ConfigError(
+            f"--shard {shard} and --sampler {sampler}: no worker has all weights to sample from; add --sampler none, and sample the saved "
+            "checkpoints with another server"
+        )
+    if config.models.deterministic:
+        raise ConfigError(f"--shard {shard} and --deterministic do not work together; leave one out")
 
 
 def threads_of(config: Config, count: int) -> dict[str, str]:

@@ -15,8 +15,8 @@ def cost(tokens: int) -> float:
     return tokens * (1 + tokens / QUADRATIC_TOKENS)
 
 
-def divide(message: RunPass, count: int, most: int) -> list[RunPass | None]:
-    """The share of each of `count` workers; None for one that gets nothing.
+def divide(message: RunPass, count: int, most: int, everyone: bool = False) -> list[RunPass | None]:
+    """The share of each of `count` workers; None for one that gets nothing, or an empty one if `everyone` takes part.
 
     The most expensive datum goes first, each to the worker with least to do so far among those whose share stays within `most` tokens, or
     else to the one with fewest. Datums keep their order within a share.
@@ -32,20 +32,12 @@ def divide(message: RunPass, count: int, most: int) -> list[RunPass | None]:
         shares[rank].append(place)
         costs[rank] += cost(length)
         tokens[rank] += length
-    return [_part(message, sorted(places)) if places else None for places in shares]
+    return [_part(message, sorted(places)) if places or everyone else None for places in shares]
 
 
 def _part(message: RunPass, places: Sequence[int]) -> RunPass:
     pieces, lengths = [message.pieces[place] for place in places], [message.lengths[place] for place in places]
     return RunPass(message.number, message.base_model, message.backward, pieces, lengths)
-
-
-def same_outcome(one: PassDone, other: PassDone) -> bool:
-    """Whether two workers that have computed the same datums say of each that it has a result, or that it has none."""
-    return all(
-        [(operation, index) for operation, index, *_ in of_one] == [(operation, index) for operation, index, *_ in of_other]
-        for of_one, of_other in ((one.results, other.results), (one.failures, other.failures))
-    )
 
 
 def join(parts: Sequence[PassDone], tokens_per_pass: int) -> PassDone:

@@ -7,7 +7,7 @@ The memory is largest at one of two moments: when the forward has ended and the 
 layers is computed again, when the others wait with their inputs alone.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from tinsmith.models.layout import Layout, LoraTarget
 
 FLOAT = 4
 """Bytes of a float32 number."""
-EACH_TOKEN = 64
-"""Bytes that every worker has of each token of a sequence of all: id, positions, target, inputs of the loss, log-probability, loss."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,13 @@ class PassMemory:
     """What the LM head takes of a token whose logits are in memory."""
     logits_chunks: int = 1
     """Of how many times `logits_chunk` tokens they are, at most."""
+    divided: bool = False
+    """Whether the layers are divided over several workers: all are recomputed then, whatever the effort, because none stays."""
 
     @property
     def smallest(self) -> Effort:
         """What needs least of the device without help of the host. The last layer is not recomputed: its backward comes at once."""
-        return Effort(max(0, len(self.kept) - 1))
+        return Effort(0 if self.divided else max(0, len(self.kept) - 1))
 
     @property
     def smallest_with_host(self) -> Effort:
@@ -65,10 +65,11 @@ class PassMemory:
 
     def bytes(self, tokens: int, logits_chunk: int, effort: Effort) -> int:
         """What a forward_backward pass takes beyond weights and what is accumulated, with `logits_chunk` rows of logits at a time."""
-        again = self.kept[: effort.recompute]
+        recompute = len(self.kept) if self.divided else effort.recompute
+        again = self.kept[:recompute]
         # Copies to the host are part of the stream of the device: the input of one layer is there, and that of the next on its way.
         inputs = min(2, len(again)) if effort.offload else len(again)
-        kept = inputs * self.input + sum(self.kept[effort.recompute :])
+        kept = inputs * self.input + sum(self.kept[recompute:])
         head = min(self.logits_chunks * logits_chunk, tokens) * self.logits
         forward_ends = tokens * kept + max(head, tokens * self.transient)
         # A layer that is computed again comes when all that follow have freed what they kept.
@@ -113,8 +114,8 @@ class PassMemory:
         return self.host_bytes(tokens, host) <= host_free and self.bytes(tokens, logits_chunk, host) <= free
 
 
-def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype) -> PassMemory:
-    """What passes over a model of this layout and transformers configuration take."""
+def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, divided: bool = False) -> PassMemory:
+    """What passes over a model of this layout and transformers configuration take; `divided` if several workers share its layers."""
     hidden: int = text_config.hidden_size
     own = layout.family.model_type in KNOWN_TYPES
     by_layer: list[list[LoraTarget]] = [[] for _ in layout.layers]
@@ -139,32 +140,7 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype) -> Pass
     # The backward of our own layers has in memory at once the gradients of the MLP's inside, and what it computes again; where its formulas
     # run as written, also what lies between them.
     transient = 2 * row + ((4 if wide else 2) * between if own else between)
-    return PassMemory(tuple(kept), row, transient, 2 * row, logits, logits_chunks=1 if wide else 4)
-
-
-def sliced_pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, count: int) -> PassMemory:
-    """What each of `count` workers takes of a sequence that they compute together, for each token of its slice.
-
-    What lies between the tokens of all heads and all tokens of some heads takes memory that a worker alone does not need: what goes into
-    attention or a delta rule, and its output in both orders. Heads of keys and values that are fewer than the workers are on several.
-    """
-    alone = pass_memory_of(layout, text_config, dtype)
-    kept, exchanged = [], 0
-    for of_layer, kind in zip(alone.kept, layout.layers, strict=True):
-        if isinstance(kind, Attention):
-            queries, others = text_config.num_attention_heads * kind.head_dim, 2 * kind.head_dim * _spread(kind.kv_heads, count)
-        else:
-            queries, others = kind.value_heads * kind.value_dim, 2 * kind.key_dim * _spread(kind.key_heads, count) + kind.channels
-        exchanged = max(exchanged, 2 * queries + others)
-        kept.append(of_layer + (queries + others) * dtype.itemsize)
-    # Gradients of what was exchanged, before and behind the exchange.
-    transient = max(alone.transient, 3 * exchanged * dtype.itemsize)
-    return replace(alone, kept=tuple(kept), transient=transient, ends=alone.ends + count * EACH_TOKEN)
-
-
-def _spread(heads: int, count: int) -> int:
-    """Heads of all workers together, where each of them has one at least."""
-    return -(-heads // count) * count
+    return PassMemory(tuple(kept), row, transient, 2 * row, logits, logits_chunks=1 if wide else 4, divided=divided)
 
 
 def _attention(kind: Attention, text_config: Any, projected: int) -> int:

@@ -36,7 +36,7 @@ class RecomputedLayers:
 
     def __init__(self, language_model: nn.Module, active: ActiveSegments) -> None:
         self.active = active
-        self.prefix, self.layers = _layers_of(language_model)
+        self.prefix, self.layers = layers_of(language_model)
         self.count = 0
         self.full: FullWeights | None = None
         for index, layer in enumerate(self.layers):
@@ -71,7 +71,7 @@ class RecomputedLayers:
         return recomputed(compute, hidden, **keywords)
 
 
-def _layers_of(language_model: Any) -> tuple[str, Sequence[nn.Module]]:
+def layers_of(language_model: Any) -> tuple[str, Sequence[nn.Module]]:
     """The decoder layers of a transformers language model and the name of their list; none if it has no list of that length."""
     for name, module in language_model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == language_model.config.num_hidden_layers:

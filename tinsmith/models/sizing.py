@@ -11,7 +11,8 @@ from tinsmith.models.budget import ModelBytes, model_bytes
 from tinsmith.models.families import context_length, family_of, read_config
 from tinsmith.models.full import FullState
 from tinsmith.models.layout import Layout, empty_network, layout_of
-from tinsmith.models.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
+from tinsmith.models.pass_memory import PassMemory, pass_memory_of
+from tinsmith.models.recompute import layers_of
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,27 @@ class Sizes:
     """The longest sequence, in tokens."""
     layout: Layout
     """What LoRA can train."""
+    layer_parameters: tuple[int, ...]
+    """Those of each layer of the language model."""
+    parts: int = 1
+    """Over how many workers the layers are divided (--shard weights); 1 if each holds all of them."""
 
     @property
     def weight_bytes(self) -> int:
-        """The frozen weights."""
-        return self.parameters * self.dtype.itemsize
+        """The frozen weights that one worker holds. Where layers are divided it also has room for two that are put together."""
+        if self.parts == 1:
+            return self.parameters * self.dtype.itemsize
+        layers = sum(self.layer_parameters)
+        held = self.parameters - layers + -(-layers // self.parts) + 2 * max(self.layer_parameters)
+        return held * self.dtype.itemsize
+
+    def beside_weights(self, free: int) -> int:
+        """What `free` bytes of a worker's device leave beside the weights; negative if it cannot even start.
+
+        A worker starts with whole weights, shows that they are computed rightly, and divides them then, layer by layer.
+        """
+        start = 0 if self.parts == 1 else (self.parameters + max(self.layer_parameters)) * self.dtype.itemsize
+        return free - (self.weight_bytes if start <= free else start)
 
     def model(self, rank: int, state: FullState = "float32") -> ModelBytes:
         """What one trained model of that LoRA rank takes; of rank 0, one that is trained with all its parameters and such a state."""
@@ -42,11 +59,7 @@ class Sizes:
     @property
     def passes(self) -> PassMemory:
         """What passes take."""
-        return pass_memory_of(self.layout, self.text_config, self.dtype)
-
-    def passes_of_slices(self, workers: int) -> PassMemory:
-        """What each of several workers takes of a sequence that they compute together."""
-        return sliced_pass_memory_of(self.layout, self.text_config, self.dtype, workers)
+        return pass_memory_of(self.layout, self.text_config, self.dtype, divided=self.parts > 1)
 
 
 def size_of(source: str, config: ModelsConfig) -> Sizes:
@@ -57,6 +70,7 @@ def size_of(source: str, config: ModelsConfig) -> Sizes:
     network = empty_network(family, model_config)
     trained = {*family.language_model(network).parameters(), *network.get_output_embeddings().parameters()}  # a tied head is there already
     text_config = model_config.get_text_config()
+    _, layers = layers_of(family.language_model(network))
     return Sizes(
         text_config=text_config,
         device=device,
@@ -65,4 +79,5 @@ def size_of(source: str, config: ModelsConfig) -> Sizes:
         language_parameters=sum(parameter.numel() for parameter in trained),
         max_context=context_length(source, text_config, config.max_context),
         layout=layout_of(source, family, network),
+        layer_parameters=tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers),
     )

@@ -48,7 +48,8 @@ from tinsmith.store.recorded_sequences import RecordedSequences
 from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
-from tinsmith.training.sequence_parallel import SHORTEST_SLICE
+from tinsmith.training.divided_backend import DividedBackend
+from tinsmith.training.divided_decoder import divide, require_divisible
 from tinsmith.worker.background import Background
 from tinsmith.worker.device_memory import DeviceMemory
 from tinsmith.worker.kept_copies import KeptCopies
@@ -93,7 +94,7 @@ class Worker:
         self.due: deque[Callable[[], None]] = deque()
         """Passes and calls for the device, oldest first."""
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
-        backends = {name: LocalBackend(base, config.training, group) for name, base in self.bases.items()}
+        backends = {name: backend_of(base, config, group) for name, base in self.bases.items()}
         self.memory = DeviceMemory(self.bases, config, group)
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         sampling = config.sampling
@@ -103,12 +104,14 @@ class Worker:
         self.snapshots = Snapshots(self.bases, self.store, files, spill, memory, disk, idle_s, shared)
         self.recorded = RecordedSequences(Path(config.data_dir), sampling.recorded_sequences_gib * 2**30)
         self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, self.recorded, self.send)
-        trained = {name: self._trained(backends[name], renderers[name], group) for name in self.bases}
-        self.longest_trained = {name: each.longest for name, each in trained.items()}
+        self.longest_trained = {name: self.memory.longest_trained(name) for name in self.bases}
+        trained = {name: Trained(backends[name], renderers[name], self.longest_trained[name]) for name in self.bases}
         self.passes = Passes(trained, self.rendering, self.send, self.due.append, self.recorded.find)
         kept = KeptCopies(Path(config.data_dir), config.training.kept_copies_gib * 2**30 / (group.count if group else 1), self.copies)
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)
         self.status = WorkerStatusReporter(self.samples, self.send)
+        self.in_turn = self.passes.in_turn if config.distributed.shard != "none" else self.due.append
+        """Lets the device's thread do something: where all workers compute each pass together, in the order in which all were told."""
         self.stopping = False
         self.suspicious = False
         """Something failed for which no client is to blame, since the devices were last tried."""
@@ -123,7 +126,7 @@ class Worker:
         device = next(iter(self.bases.values())).device
         self.link.send(WorkerReady([facts.to_dict() for facts in self.facts()], str(device)))
         try:
-            while not self.stopping and os.getppid() == engine_pid:
+            while (not self.stopping or self.is_needed) and os.getppid() == engine_pid:
                 self.heartbeat.idle()
                 self.receive(0.0 if self.has_work else IDLE_S)
                 self.heartbeat.busy()
@@ -139,6 +142,11 @@ class Worker:
     def has_work(self) -> bool:
         """Whether a `turn` would do something."""
         return bool(self.due or any(threads.has_ended for threads in self.beside) or self.samples.has_work)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the other workers wait for this one, or will: all have been told to compute the same passes."""
+        return self.config.distributed.shard != "none" and bool(self.due or self.passes.passes)
 
     def receive(self, timeout_s: float) -> None:
         """Take in what the engine says, and what threads beside the device have done."""
@@ -185,13 +193,13 @@ class Worker:
             case Drop():
                 self.passes.drop(message.operations)
             case ClearGradients():
-                self.passes.in_order(lambda: self.models.backends[message.base_model].clear_gradients(message.model_id))
+                self.in_turn(lambda: self.models.backends[message.base_model].clear_gradients(message.model_id))
             case DeleteModel():
-                self.passes.in_order(lambda: self.models.delete(message.base_model, message.model_id))
+                self.in_turn(lambda: self.models.delete(message.base_model, message.model_id))
             case Shutdown():
                 self.stopping = True
             case CreateModel() | OptimStep() | TakeSnapshot() | SaveModel() | ExportModel() | LoadModel():
-                self.passes.in_order(lambda: self.models.call(message))
+                self.in_turn(lambda: self.models.call(message))
             case _:
                 self._handle_sampling(message)
 
@@ -238,17 +246,6 @@ class Worker:
             raise NotFoundError(f"image {sha256.hex()} is not in the store")
         return data
 
-    def _trained(self, backend: LocalBackend, renderer: Renderer, group: ProcessGroup | None) -> Trained:
-        """What trains on a base model, and how long sequences may be: on this worker alone, and on all together."""
-        base = backend.base
-        alone = self.memory.longest_trained(base.name)
-        if group is None or base.deterministic or not self.config.training.trains:
-            return Trained(backend, renderer, alone)
-        together = self.memory.longest_together(base.name, group.count)
-        configured = self.config.training.sequence_parallel_from
-        longest_alone = max(min(alone, configured - 1) if configured else alone, SHORTEST_SLICE * group.count - 1)
-        return Trained(backend, renderer, max(alone, together), longest_alone, group.count)
-
     def _sampled(self, renderers: dict[str, Renderer]) -> dict[str, Sampled]:
         if self.config.sampling.sampler == "none":
             return {}
@@ -269,6 +266,14 @@ class Worker:
         return {name: Sampled(sampler, renderers[name]) for name, sampler in samplers.items()}
 
 
+def backend_of(base: BaseModel, config: Config, group: ProcessGroup | None) -> LocalBackend:
+    """What trains on a base model. With `--shard weights` its layers are divided over the group first."""
+    if group is None or config.distributed.shard == "none":
+        return LocalBackend(base, config.training, group)
+    divide(base, group)
+    return DividedBackend(base, config.training, group)
+
+
 def load_bases(config: Config) -> dict[str, BaseModel]:
     """Every base model of the configuration, by name, once it has passed its self-check.
 
@@ -280,6 +285,8 @@ def load_bases(config: Config) -> dict[str, BaseModel]:
         started = time.monotonic()
         log.info("loading %s from %s ...", name, source)
         base = bases[name] = load_base_model(name, source, config.models, features)
+        if config.distributed.shard == "weights":
+            require_divisible(base)
         log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)
     for base in bases.values():
         started = time.monotonic()

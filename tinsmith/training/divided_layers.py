@@ -1,0 +1,135 @@
+"""The layers of a decoder divided over the workers: each keeps a part of every layer, and all put a layer together when it is computed.
+
+The tensors of a layer lie end to end in a row of bytes, of which worker R of N keeps the part number R. A pass needs the layers in an order
+that all workers know before it begins:
+
+    0, 1, ... , last        forward
+    last - 1, ... , 1, 0    backward, if there is one: the last layer is still there
+
+Every worker takes part in all of these steps, whether it computes much, little or nothing: one that has no datum, or whose pass fails in
+the middle, goes through the rest of them with `finish`. So nobody waits for a worker that does not come. While a layer is computed
+the next one is under way. Two buffers hold the layer that is computed and the next one; nothing is allocated in a pass, so a step cannot
+run out of memory.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from tinsmith.distributed.process_group import ProcessGroup
+from tinsmith.models.decoder import Layer
+from tinsmith.models.layer_tensors import tensors_of, with_tensors
+
+ALIGNED = 64
+"""Tensors begin at multiples of so many bytes, as those that are allocated do."""
+
+
+class DividedLayers:
+    """This worker's parts of all layers. Both `begin` and `finish` are called for every pass by all workers."""
+
+    def __init__(self, layers: list[Layer], group: ProcessGroup, freed: Callable[[int], None]) -> None:
+        """Takes the layers out of the list one by one; `freed` lets go of what else holds the tensors of the layer with this number."""
+        self.group = group
+        self.templates: list[Layer] = []
+        """The layers without memory, for shapes and names."""
+        self.parts: list[Tensor] = []
+        """[bytes of the layer / workers] of each layer."""
+        self.whole_bytes = 0
+        """Of all layers together."""
+        while layers:
+            layer = layers.pop(0)
+            self.whole_bytes += sum(tensor.nbytes for tensor in tensors_of(layer))
+            self.templates.append(with_tensors(layer, lambda tensor: torch.empty_like(tensor, device="meta")))
+            self.parts.append(_own_part(tensors_of(layer), group))
+            del layer
+            freed(len(self.parts) - 1)
+        largest = max(len(part) for part in self.parts) * group.count
+        device = self.parts[0].device
+        self.buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.order: list[int] = []
+        """The layers of the pass under way, step by step."""
+        self.step = -1
+        """Which of them is there."""
+        self.arrived: Callable[[], None] | None = None
+        """Waits for the one behind it."""
+
+    @property
+    def nbytes(self) -> int:
+        """What this worker keeps of the layers."""
+        return sum(len(part) for part in self.parts)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What it takes beside that to compute with them."""
+        return sum(len(buffer) for buffer in self.buffers)
+
+    def begin(self, backward: bool) -> None:
+        """Begin a pass, with or without backward."""
+        count = len(self.parts)
+        self.order = [*range(count), *(reversed(range(count - 1)) if backward else ())]
+        self.step = -1
+        self._start()
+
+    def layer(self, index: int) -> Layer:
+        """A layer that can be computed until the next one is asked for. Steps before it that nobody wanted are made now."""
+        while self.step < 0 or self.order[self.step] != index:
+            if self.step + 1 >= len(self.order):
+                raise RuntimeError(f"layer {index} is divided over the workers, and no step of a pass of all of them comes to it any more")
+            self._advance()
+        return self._view(index)
+
+    def finish(self) -> None:
+        """Make the steps that are left, and end the pass."""
+        while self.step + 1 < len(self.order):
+            self._advance()
+        self.order = []
+        self.step = -1
+
+    def _advance(self) -> None:
+        assert self.arrived is not None
+        self.arrived()
+        self.step += 1
+        self._start()
+
+    def _start(self) -> None:
+        """Let the next layer come, into the buffer of the one before this one."""
+        self.arrived = None
+        following = self.step + 1
+        if following < len(self.order):
+            part = self.parts[self.order[following]]
+            self.arrived = self.group.begin_to_join(self._buffer(following, part), part)
+
+    def _buffer(self, step: int, part: Tensor) -> Tensor:
+        return self.buffers[step % 2][: len(part) * self.group.count]
+
+    def _view(self, index: int) -> Layer:
+        """The layer in its buffer."""
+        row = self._buffer(self.step, self.parts[index])
+        start = 0
+
+        def view(template: Tensor) -> Tensor:
+            nonlocal start
+            found = row[start : start + template.nbytes].view(template.dtype).view(template.shape)
+            start += _room(template)
+            return found
+
+        return with_tensors(self.templates[index], view)
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNED) * ALIGNED
+
+
+@torch.no_grad()
+def _own_part(tensors: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """This worker's bytes of tensors that lie end to end: as many as every other one has."""
+    unit = ALIGNED * group.count
+    size = -(-sum(map(_room, tensors)) // unit) * unit
+    row = torch.zeros(size, dtype=torch.uint8, device=tensors[0].device)
+    start = 0
+    for tensor in tensors:
+        row[start : start + tensor.nbytes] = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        start += _room(tensor)
+    mine = size // group.count
+    return row[group.place.rank * mine :][:mine].clone()
