@@ -43,7 +43,16 @@ PLAIN = {
 """Words that have puzzled readers, and what to write instead."""
 
 WITHOUT_UNIT = {"port", "max_aspect", "seed", "rank", "max_lora_rank", "temperature", "top_p", "learning_rate", "weight_decay"}
-WITHOUT_UNIT |= {"memory_share", "planned_rank", "grad_clip_norm", "kl_coefficient", "tis_cap", "success", "max_failed_share"}
+WITHOUT_UNIT |= {
+    "memory_share",
+    "kept_copies_share",
+    "planned_rank",
+    "grad_clip_norm",
+    "kl_coefficient",
+    "tis_cap",
+    "success",
+    "max_failed_share",
+}
 """Numbers that have no unit: ports, ranks, seeds, ratios, rates, rewards."""
 
 

@@ -225,6 +225,14 @@ class TrainingConfig:
         "GiB",
         0,
     )
+    kept_copies_share: float = setting(
+        0.05,
+        "Share of a model's time that its copies may take: a step is answered when its copy is written, and after a copy no other is made "
+        "until it has paid off. A model that has stepped since its last copy is lost with its worker. 1 copies after every step",
+        "",
+        0.001,
+        1,
+    )
     max_unrecorded_mib: float = setting(
         256.0,
         "Maximum size of results held in memory while the database cannot be written (locked, disk full); then training waits",

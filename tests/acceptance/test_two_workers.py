@@ -35,7 +35,16 @@ def step(client: tinker.TrainingClient, work: list[types.Datum]) -> tuple[float,
 
 
 def test_a_worker_that_is_killed_is_named_and_its_models_come_back(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1", "--tokens-per-pass", "2048"]
+    options = [
+        "--base-model",
+        f"text={family_dir('qwen3')}",
+        "--kv-cache-gib",
+        "0.1",
+        "--tokens-per-pass",
+        "2048",
+        "--kept-copies-share",
+        "1",
+    ]
     with serving(tmp_path, *options, "--workers", "2", "--device", "cpu") as server:
         server.wait_for_health()
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:

@@ -63,7 +63,16 @@ def has_queued(status: dict[str, Any]) -> bool:
 
 def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     """In a pass, between steps and while it saves. What follows is what follows in a run that nobody disturbs."""
-    options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1", "--tokens-per-pass", "2048"]
+    options = [
+        "--base-model",
+        f"text={family_dir('qwen3')}",
+        "--kv-cache-gib",
+        "0.1",
+        "--tokens-per-pass",
+        "2048",
+        "--kept-copies-share",
+        "1",
+    ]
     with (
         serving(tmp_path, *options) as server,
         server.client() as http,
@@ -131,7 +140,7 @@ def assert_without_torch(engine: int, server: Server) -> None:
 
 
 def test_a_worker_that_dies_again_and_again_leaves_its_engine_ready_for_the_next(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    with serving(tmp_path, "--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1") as server:
+    with serving(tmp_path, "--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1", "--kept-copies-share", "1") as server:
         server.wait_for_health()
         engine = server.engine_pid()
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:

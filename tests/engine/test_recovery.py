@@ -28,8 +28,8 @@ def make(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Makes engines with one model that is ready, each with a data directory of its own."""
     monkeypatch.setattr("tinsmith.engine.loop.DATABASE_BUSY_S", 0.05)
 
-    def made(name: str = "data", kept_copies_gib: float = 32.0) -> Here:
-        training = TrainingConfig(tokens_per_pass=64, kept_copies_gib=kept_copies_gib)
+    def made(name: str = "data", kept_copies_gib: float = 32.0, kept_copies_share: float = 1.0) -> Here:
+        training = TrainingConfig(tokens_per_pass=64, kept_copies_gib=kept_copies_gib, kept_copies_share=kept_copies_share)
         here = Here({"tiny": text_base}, tmp_path / name, training=training)
         here.create("a")
         here.settle()
@@ -183,7 +183,9 @@ def test_without_copies_what_was_stepped_is_lost_and_named_with_the_newest_check
         for seq in seqs:
             failed = here.outcome(model, seq)
             assert failed.category == "server"
-            assert str(failed.error).startswith(f"{REASON}, and there is no copy of what the last step left (--kept-copies-gib); ")
+            assert str(failed.error).startswith(
+                f"{REASON}, and there is no copy of what the last step left (--kept-copies-gib, --kept-copies-share); "
+            )
             assert ("tinker://s:train:a/weights/newest" in str(failed.error)) == (model == "a")
             assert f"s:train:{model}/{seq}" in here.told
     assert "it has no checkpoint to go on from" in str(here.error("b", 3))
@@ -209,6 +211,22 @@ def test_a_limit_keeps_what_fits_and_says_what_does_not(make: Callable[..., Here
     die(here)
     here.settle()
     assert list(here.engine.trainer.operations.models) == ["s:train:a"]
+
+
+def test_copies_take_no_more_than_their_share_of_the_time(make: Callable[..., Here]) -> None:
+    """A step right behind one that was copied is not: a model is lost that has taken one, and comes back if it has not."""
+    here = make(kept_copies_share=0.001)
+    here.create("b")
+    here.settle()
+    for seq, model in ((1, "a"), (3, "a"), (1, "b")):
+        step(here, seq, model)
+    before = state(here, "b")
+    copies = [copy.name for copy in kept_copies(Path(here.config.data_dir), "s:train:a").iterdir()]
+    assert copies == ["2"]
+    die(here)
+    here.settle()
+    assert list(here.engine.trainer.operations.models) == ["s:train:b"]
+    assert_same(state(here, "b"), before)
 
 
 def test_copies_go_with_their_models(here: Here) -> None:

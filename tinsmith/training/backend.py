@@ -171,13 +171,16 @@ class LocalBackend:
 
     def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
         model = self._optimizer(model_id)
+        return self.copied(model, About.of(self.base, model.weights.shape), optimizer)
+
+    def copied(self, model: Optimizer, about: About, optimizer: bool) -> SavedState:
+        """As `copy_state`, of a model that is there, with a description of the caller's."""
         moments = model.moments() if optimizer else None
-        weights, about = model.weights, About.of(self.base, model.weights.shape)
-        size = weights.parameter_count * 4 * (3 if moments else 1)
+        size = model.weights.parameter_count * 4 * (3 if moments else 1)
         self._require_memory("the copy that is saved", size, torch.device("cpu"))
-        if isinstance(weights, Adapter) and size <= free_memory(self.base.device) - self._promised():
-            return copy_beside(about, weights, moments)
-        return copy_to_host(about, weights, moments)
+        if isinstance(model.weights, Adapter) and size <= free_memory(self.base.device) - self._promised():
+            return copy_beside(about, model.weights, moments)
+        return copy_to_host(about, model.weights, moments)
 
     def restore(self, model_id: str, state: SavedState) -> None:
         if state.about.shape.rank > 0 or model_id not in self.optimizers:

@@ -1,9 +1,9 @@
 """Copies of models beside the device, from which the next workers go on when this one dies.
 
-After a step of a LoRA model its weights and what AdamW remembers are copied to host memory, and a thread writes them as the files of a
-checkpoint. They are there to outlive this process, not a power cut, so nothing is synced: the files lie in the page cache at once. The step
-is answered when its copy is complete. So of every step that a client knows to have been taken there is a copy, while other models use the
-device.
+After a step of a LoRA model its weights and what AdamW remembers are copied, and a thread writes them as the files of a checkpoint. They
+are there to outlive this process, not a power cut, so nothing is synced: the files lie in the page cache at once. The step is answered when
+its copy is complete, while other models use the device. So with a share of 1 there is a copy of every step that a client knows to have been
+taken. With less, steps that come before the last copy has paid off leave none.
 
 A copy is a directory named by the seq_id of its step. It appears when it is complete; the one before it stays until the next step, because
 a worker may die between the copy and the answer.
@@ -18,15 +18,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from tinsmith.errors import TinsmithError
-from tinsmith.models.machine import require_memory
 from tinsmith.store.files import WRITING_PREFIX, kept_copies
 from tinsmith.store.manifest import write_manifest
 from tinsmith.store.records import Checkpoint
 from tinsmith.training.backend import LocalBackend
-from tinsmith.training.checkpoint import About, SavedState, copy_to_host, write_state
+from tinsmith.training.checkpoint import About, SavedState, write_state
 from tinsmith.worker.background import Background
 
 log = logging.getLogger(__name__)
@@ -35,19 +32,26 @@ log = logging.getLogger(__name__)
 class KeptCopies:
     """The copies that this worker writes."""
 
-    def __init__(self, data_dir: Path, limit_bytes: float, threads: Background) -> None:
-        """They take at most `limit_bytes` on the disk."""
+    def __init__(self, data_dir: Path, limit_bytes: float, share: float, threads: Background) -> None:
+        """They take at most `limit_bytes` on the disk, and that `share` of each model's time."""
         self.data_dir = data_dir
         self.limit_bytes = limit_bytes
+        self.share = share
         self.threads = threads
         self.reserved: dict[str, int] = {}
         """Bytes that the copies of each model take on the disk: two of them, because the former stays while the next is written."""
+        self.paid_off_at: dict[str, float] = {}
+        """When the last copy of each model will have taken no more than its share of the time, in monotonic time."""
 
     def keep(self, backend: LocalBackend, model_id: str, directory: Path, before: str, then: Callable[[bool], None]) -> None:
         """Copy a model as it is now. `then` is told later whether `directory` holds the copy.
 
         The copies of the model but for `before` are deleted. One that cannot be kept costs no step: it is told in the log.
         """
+        started = time.monotonic()
+        if started < self.paid_off_at.get(model_id, 0.0):
+            then(False)
+            return
         model = backend.optimizers[model_id]
         size = _room(model.weights.parameter_count)
         others = sum(reserved for other, reserved in self.reserved.items() if other != model_id)
@@ -56,17 +60,15 @@ class KeptCopies:
             then(False)
             return
         try:
-            require_memory("a kept copy", size // 2, torch.device("cpu"), 0)
             base = backend.base
-            shape = model.weights.shape
-            about = About(base.name, base.tokenizer_id, base.family.model_type, shape, base.known_fingerprint)
-            state = copy_to_host(about, model.weights, model.moments())
+            about = About(base.name, base.tokenizer_id, base.family.model_type, model.weights.shape, base.known_fingerprint)
+            state = backend.copied(model, about, optimizer=True)
         except (TinsmithError, MemoryError, RuntimeError) as error:
             self._not_kept(model_id, error)
             then(False)
             return
         self.reserved[model_id] = size
-        self.threads.run(partial(write_copy, state, model_id, directory, before), partial(self._written, model_id, then))
+        self.threads.run(partial(write_copy, state, model_id, directory, before), partial(self._written, model_id, started, then))
 
     def restored(self, model_id: str, directory: str, parameters: int) -> None:
         """A model was loaded from a directory: if that is a kept copy of it, the room is taken."""
@@ -76,11 +78,14 @@ class KeptCopies:
     def forget(self, model_id: str) -> None:
         """Delete the copies of a model beside the device, whichever worker wrote them."""
         self.reserved.pop(model_id, None)
+        self.paid_off_at.pop(model_id, None)
         directory = kept_copies(self.data_dir, model_id)
         if directory.exists():
             self.threads.run(partial(shutil.rmtree, directory, ignore_errors=True), lambda ended: None)
 
-    def _written(self, model_id: str, then: Callable[[bool], None], ended: "Future[None]") -> None:
+    def _written(self, model_id: str, started: float, then: Callable[[bool], None], ended: "Future[None]") -> None:
+        if model_id in self.reserved:  # or it was deleted meanwhile
+            self.paid_off_at[model_id] = started + (time.monotonic() - started) / self.share
         error = ended.exception()
         if error is not None:
             self._not_kept(model_id, error)

@@ -107,7 +107,8 @@ class Worker:
         self.longest_trained = {name: self.memory.longest_trained(name) for name in self.bases}
         trained = {name: Trained(backends[name], renderers[name], self.longest_trained[name]) for name in self.bases}
         self.passes = Passes(trained, self.rendering, self.send, self.due.append, self.recorded.find)
-        kept = KeptCopies(Path(config.data_dir), config.training.kept_copies_gib * 2**30 / (group.count if group else 1), self.copies)
+        room = config.training.kept_copies_gib * 2**30 / (group.count if group else 1)
+        kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies)
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)
         self.status = WorkerStatusReporter(self.samples, self.send)
         self.in_turn = self.passes.in_turn if config.distributed.shard != "none" else self.due.append
