@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.bases import datum, random_tokens, renderer
 from tests.training.test_backend import backend_with
 from tinsmith.models.base import BaseModel
+from tinsmith.training.loss_groups import DatumWork
 from tinsmith.training.losses import LOSSES
-from tinsmith.training.packed_pass import DatumWork
 
 
 class Counted(TorchDispatchMode):

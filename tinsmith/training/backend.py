@@ -30,8 +30,9 @@ from tinsmith.rendering.packing import shared_rows
 from tinsmith.training.checkpoint import About, SavedState, copy_beside, copy_to_host, weights_from
 from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.efforts import Efforts
+from tinsmith.training.loss_groups import DatumResult, DatumWork
 from tinsmith.training.optimizer import ModelOptimizer
-from tinsmith.training.packed_pass import DatumResult, DatumWork, run_packed
+from tinsmith.training.packed_pass import run_packed
 from tinsmith.training.together import step_together
 
 __all__ = ["Backend", "DatumResult", "DatumWork", "LocalBackend", "PassError", "PassResult", "is_out_of_memory"]
