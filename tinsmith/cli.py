@@ -128,6 +128,11 @@ def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
             f"train=none is possible with sampler=local only, not with sampler={sampler}: "
             + ("vLLM is compared with the trainer's copy of the base model" if sampler == "vllm" else "nothing would be left to serve")
         )
+    if config.training.sequence_parallel_from:
+        if config.distributed.workers == 1:
+            raise ConfigError("sequence_parallel_from has no effect with workers=1; add --workers 2 or more, or leave it out")
+        if config.models.deterministic:
+            raise ConfigError("sequence_parallel_from is not possible with deterministic=True, which computes each sequence on one worker")
     if sampler == "vllm" and config.models.deterministic:
         raise ConfigError(
             "deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local"

@@ -198,6 +198,13 @@ class TrainingConfig:
     logits_chunk: int = setting(
         1024, "Number of positions whose logits are in memory at the same time; fewer need less memory and take longer", "tokens", 1
     )
+    sequence_parallel_from: int = setting(
+        0,
+        "Length of sequences from which all workers compute one together, each a slice of it; 0 is only those that are too long for one "
+        "worker. Needs --workers 2 or more",
+        "tokens",
+        0,
+    )
     planned_models: int = setting(
         0,
         "Number of models for whose training a cache of automatic size (--kv-cache-gib 0) leaves room; 0 is four with LoRA, and one that "

@@ -1,4 +1,4 @@
-"""What workers tell each other while they compute: sums of tensors, and small numbers. Over NCCL between GPUs, over gloo between CPUs.
+"""What workers tell each other while they compute: sums and parts of tensors, and small numbers. Over NCCL between GPUs, gloo between CPUs.
 
 All workers must call the same methods in the same order. One that never comes lets the others wait; the engine watches its workers, and
 ends all of them when one has ended.
@@ -6,7 +6,7 @@ ends all of them when one has ended.
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -68,6 +68,20 @@ class ProcessGroup:
         found[self.place.rank] = number
         self.sum(found)
         return found.tolist()
+
+    def texts(self, text: str) -> list[str]:
+        """The texts of all workers, by rank."""
+        data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+        sizes = self.gather(len(data))
+        found = torch.zeros(self.count, max(sizes), dtype=torch.uint8)
+        found[self.place.rank, : len(data)] = data
+        self.sum(found)
+        return [row[:size].numpy().tobytes().decode().rstrip("\0") for row, size in zip(found, sizes, strict=True)]
+
+    def exchange(self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+        """Give each worker its part of `sent`, and take a part of `received` from each. Both are flat, the parts in order of the ranks."""
+        with self._not_alone():
+            dist.all_to_all_single(received, sent, list(received_sizes), list(sizes))
 
     def agree(self, number: int, what: str) -> None:
         """Raise DeviceLostError on all workers if `what`, a number of each, is not the same on all."""

@@ -108,7 +108,8 @@ class ForwardWork:
                 self.served[piece.operation.command.model_id] = number
             first = pieces[0].operation
             named = [(piece.operation.command.request_id, piece.index) for piece in pieces]
-            self.send(RunPass(number, first.base_model, first.backward, named, [piece.tokens for piece in pieces]))
+            lengths = [piece.tokens for piece in pieces]
+            self.send(RunPass(number, first.base_model, first.backward, named, lengths, pieces[0].together))
 
     def _is_worth_waiting(self, pieces: list[Piece]) -> bool:
         """Whether a pass is to wait at the worker for the one before: half full it gains little from what may still come."""

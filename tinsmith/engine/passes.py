@@ -112,6 +112,12 @@ class Piece:
         return self.operation.prepared.lengths[self.index]
 
     @property
+    def together(self) -> bool:
+        """Whether all workers compute it together, each a slice of its tokens."""
+        assert self.operation.prepared is not None
+        return self.index in self.operation.prepared.together
+
+    @property
     def pixels(self) -> dict[str, int]:
         """Pixels of its pictures that are still to be decoded, by digest."""
         assert self.operation.prepared is not None
@@ -156,6 +162,8 @@ def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: in
 
     A pass decodes no more pixels than one picture may have, because pixel values take a hundred times the memory of an encoded picture; a
     request may hold more, because a client cannot choose how many datums the SDK puts into it.
+
+    A datum that all workers compute together has a pass of its own.
     """
     tokens, pixels = 0, dict[str, int]()
     waiting = deque((next(source, None), source) for source in sources)
@@ -165,7 +173,7 @@ def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: in
         while piece is not None:
             new = piece.pixels.items() - pixels.items()
             fits = not new or sum(pixels.values()) + sum(size for _, size in new) <= max_pixels
-            if tokens and not (tokens + piece.tokens <= tokens_per_pass and fits):
+            if tokens and (piece.together or not (tokens + piece.tokens <= tokens_per_pass and fits)):
                 break
             if turn and 2 * (turn + piece.tokens) > tokens_per_pass:
                 waiting.append((piece, source))
@@ -173,4 +181,6 @@ def _choose(sources: list[Iterator[Piece]], tokens_per_pass: int, max_pixels: in
             tokens, turn = tokens + piece.tokens, turn + piece.tokens
             pixels.update(new)
             yield piece
+            if piece.together:
+                return
             piece = next(source, None)

@@ -40,6 +40,14 @@ def _part(message: RunPass, places: Sequence[int]) -> RunPass:
     return RunPass(message.number, message.base_model, message.backward, pieces, lengths)
 
 
+def same_outcome(one: PassDone, other: PassDone) -> bool:
+    """Whether two workers that have computed the same datums say of each that it has a result, or that it has none."""
+    return all(
+        [(operation, index) for operation, index, *_ in of_one] == [(operation, index) for operation, index, *_ in of_other]
+        for of_one, of_other in ((one.results, other.results), (one.failures, other.failures))
+    )
+
+
 def join(parts: Sequence[PassDone], tokens_per_pass: int) -> PassDone:
     """The result of a pass from those of its shares. A pass of all workers may have `tokens_per_pass` tokens from now on."""
     losses, values, logprobs = [], [], []

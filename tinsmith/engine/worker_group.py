@@ -21,7 +21,7 @@ from typing import TypeVar
 from tinsmith.config import Config
 from tinsmith.engine.devices import threads_of, visible_gpus
 from tinsmith.engine.routing import Routing
-from tinsmith.engine.shares import divide, join
+from tinsmith.engine.shares import divide, join, same_outcome
 from tinsmith.engine.worker_process import LAST_WORDS_S, WORKER, WorkerProcess
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
@@ -221,14 +221,14 @@ class WorkerGroup:
         if not self.is_ready:
             return
         match message:
-            case RunPass():
+            case RunPass(together=False):
                 most = self._tokens_per_pass(message.base_model) // self.count
                 divided = divide(message, self.count, most, self.config.distributed.shard != "none")
                 shares = {rank: share for rank, share in enumerate(divided) if share is not None}
                 self._awaited[message.number] = Awaited(message, list(shares))
                 for rank, share in shares.items():
                     self.workers[rank].send(share)
-            case Prepare() | CreateModel() | LoadModel() | OptimStep():
+            case Prepare() | RunPass() | CreateModel() | LoadModel() | OptimStep():
                 self._ask(message, range(self.count))
             case TakeSnapshot():
                 self._ask(message, self.samplers)
@@ -248,7 +248,7 @@ class WorkerGroup:
         """The worker that writes what is saved of a model."""
         return zlib.crc32(model_id.encode()) % self.count
 
-    def _ask(self, message: Prepare | Call, ranks: Sequence[int]) -> None:
+    def _ask(self, message: Prepare | RunPass | Call, ranks: Sequence[int]) -> None:
         self._awaited[message.number] = Awaited(message, ranks)
         for rank in ranks:
             if isinstance(message, OptimStep) and rank != self._writer_of(message.model_id):
@@ -311,11 +311,22 @@ class WorkerGroup:
             case RunPass() as asked:
                 parts = awaited.of(PassDone)
                 self._passes_of |= {(asked.base_model, rank): part.tokens_per_pass for rank, part in parts.items()}
+                if asked.together:
+                    return self._joined(asked, parts)
                 return [join(list(parts.values()), self._tokens_per_pass(asked.base_model))]
             case Prepare() as asked:
                 return [self._prepared(asked, awaited)]
             case asked:
                 return self._called(asked, awaited)
+
+    def _joined(self, asked: RunPass, parts: dict[int, PassDone]) -> list[Message]:
+        """The result of a sequence that all have computed together: each has all of it, and the first one's is taken."""
+        of_first = parts[0]
+        other = next((rank for rank, part in parts.items() if not same_outcome(part, of_first)), None)
+        if other is not None:
+            self._break(other, f"the gradients of {asked.pieces[0][0]} are not those of one sequence: not all workers have computed it")
+            return []  # `ended` comes next
+        return [replace(of_first, tokens_per_pass=self._tokens_per_pass(asked.base_model))]
 
     def _tokens_per_pass(self, base_model: str) -> int:
         """Most tokens of a pass of all workers on a base model: as many for each as the one with least memory left takes."""
@@ -332,7 +343,8 @@ class WorkerGroup:
         # What one has decoded another may not have.
         of_datums = zip(*(each.pixels for each in prepared.values()), strict=True)
         pixels = [{digest: size for of_worker in of_datum for digest, size in of_worker.items()} for of_datum in of_datums]
-        return replace(next(iter(prepared.values())), pixels=pixels)
+        together = sorted({index for each in prepared.values() for index in each.together})  # too long for one of them is enough
+        return replace(next(iter(prepared.values())), pixels=pixels, together=together)
 
     def _called(self, asked: Call, awaited: Awaited) -> list[Message]:
         failed, answered = awaited.of(CallFailed), awaited.of(Answer)

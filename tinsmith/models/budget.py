@@ -108,3 +108,14 @@ def longest_trained(budget: Budget, passes: PassMemory, config: Config, max_cont
     The layers of its pass are recomputed, and their inputs may wait in half of the host's free memory.
     """
     return passes.longest(config.training.logits_chunk, budget.passes, host_free // 2 if on_gpu else 0, max_context)
+
+
+def longest_together(
+    budget: Budget, slices: PassMemory, workers: int, config: Config, max_context: int, host_free: int, on_gpu: bool
+) -> int:
+    """The longest sequence that `workers` workers of one host train together, each a slice of it, for which `slices` says what it takes.
+
+    As many times as long as the slice that one of them has room for, because what a worker has of the other slices is little.
+    """
+    of_each = longest_trained(budget, slices, config, -(-max_context // workers), host_free // workers, on_gpu)
+    return min(workers * of_each, max_context)

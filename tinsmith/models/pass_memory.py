@@ -7,7 +7,7 @@ The memory is largest at one of two moments: when the forward has ended and the 
 layers is computed again, when the others wait with their inputs alone.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from tinsmith.models.layout import Layout, LoraTarget
 
 FLOAT = 4
 """Bytes of a float32 number."""
+EACH_TOKEN = 64
+"""Bytes that every worker has of each token of a sequence of all: id, positions, target, inputs of the loss, log-probability, loss."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,31 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, divided
     # run as written, also what lies between them.
     transient = 2 * row + ((4 if wide else 2) * between if own else between)
     return PassMemory(tuple(kept), row, transient, 2 * row, logits, logits_chunks=1 if wide else 4, divided=divided)
+
+
+def sliced_pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, count: int) -> PassMemory:
+    """What each of `count` workers takes of a sequence that they compute together, for each token of its slice.
+
+    What lies between the tokens of all heads and all tokens of some heads takes memory that a worker alone does not need: what goes into
+    attention or a delta rule, and its output in both orders. Heads of keys and values that are fewer than the workers are on several.
+    """
+    alone = pass_memory_of(layout, text_config, dtype)
+    kept, exchanged = [], 0
+    for of_layer, kind in zip(alone.kept, layout.layers, strict=True):
+        if isinstance(kind, Attention):
+            queries, others = text_config.num_attention_heads * kind.head_dim, 2 * kind.head_dim * _spread(kind.kv_heads, count)
+        else:
+            queries, others = kind.value_heads * kind.value_dim, 2 * kind.key_dim * _spread(kind.key_heads, count) + kind.channels
+        exchanged = max(exchanged, 2 * queries + others)
+        kept.append(of_layer + (queries + others) * dtype.itemsize)
+    # Gradients of what was exchanged, before and behind the exchange.
+    transient = max(alone.transient, 3 * exchanged * dtype.itemsize)
+    return replace(alone, kept=tuple(kept), transient=transient, ends=alone.ends + count * EACH_TOKEN)
+
+
+def _spread(heads: int, count: int) -> int:
+    """Heads of all workers together, where each of them has one at least."""
+    return -(-heads // count) * count
 
 
 def _attention(kind: Attention, text_config: Any, projected: int) -> int:

@@ -10,7 +10,7 @@ A worker answers a call once, under the number that the engine gave it. Numbers 
 class in `errors.py` and their message.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tinsmith import errors
@@ -55,6 +55,8 @@ class Prepared(Message):
     """Tokens of each datum, image tokens included."""
     pixels: list[dict[str, int]]
     """For each datum the pixels of the pictures that are still to be decoded, by digest (hexadecimal)."""
+    together: list[int] = field(default_factory=list)
+    """Indices of the datums that all workers are to compute together: they are longer than one computes alone."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ class RunPass(Message):
     """Operation and index of each datum."""
     lengths: list[int]
     """Tokens of each of them."""
+    together: bool = False
+    """Whether all workers compute the one datum that it holds, each a slice of it."""
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,11 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import shared_rows
 from tinsmith.training.checkpoint import About, SavedState, copy_beside, copy_to_host, weights_from
 from tinsmith.training.compact import CompactOptimizer, Optimizer
-from tinsmith.training.efforts import Efforts
+from tinsmith.training.efforts import Efforts, is_out_of_memory
 from tinsmith.training.loss_groups import DatumResult, DatumWork
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.packed_pass import run_packed
+from tinsmith.training.sequence_parallel import SequenceParallel
 from tinsmith.training.together import step_together
 
 __all__ = ["Backend", "DatumResult", "DatumWork", "LocalBackend", "PassError", "PassResult", "is_out_of_memory"]
@@ -82,6 +83,13 @@ class Backend(Protocol):
         """Log-probabilities and losses of all datums; with `backward` their gradients are accumulated too."""
         ...
 
+    def run_together(self, number: int, work: DatumWork | TinsmithError, backward: bool) -> DatumResult:
+        """One sequence, of which every worker computes a slice: to be called by all, for passes in one order (`sequence_parallel.py`).
+
+        `work` may be why it cannot be computed. Raises the same error on all workers, and leaves no gradient then.
+        """
+        ...
+
     def optim_step(self, model_id: str, settings: AdamSettings) -> dict[str, float]:
         """Apply and clear the accumulated gradients; returns metrics."""
         ...
@@ -126,6 +134,7 @@ class LocalBackend:
         self.optimizers: dict[str, Optimizer] = {}
         memory = pass_memory_of(base.layout, base.text_config, base.dtype)
         self.efforts = Efforts(memory, base.device, config.logits_chunk, self._promised)
+        self.sequences = None if group is None else SequenceParallel(base, config.logits_chunk, group, self._promised)
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
         base = self.base
@@ -234,6 +243,11 @@ class LocalBackend:
             log.info("no pass ran out of memory for a while: they take up to %d tokens again", self.tokens_per_pass)
         return PassResult(results, failures)
 
+    def run_together(self, number: int, work: DatumWork | TinsmithError, backward: bool) -> DatumResult:
+        if self.sequences is None:
+            raise TinsmithError("this worker is alone: it computes no sequence together with others")
+        return self.sequences.run(number, work, backward, self._optimizer)
+
     def _compute(self, work: Sequence[DatumWork], backward: bool) -> list[DatumResult] | PassError:
         """One pass, with as much recomputation as it takes to fit into the memory."""
         tokens = sum(len(datum.rendered) for datum in work)
@@ -311,12 +325,6 @@ class LocalBackend:
     def _promised(self) -> int:
         """Bytes of the device that its models will still take when they train."""
         return sum(model.unclaimed for model in self.optimizers.values())
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error of torch or numpy means that an allocation failed, on any device."""
-    text = str(error).lower()  # memory of the host that the device can read has no class of its own
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text or "out of memory" in text
 
 
 def _not_loaded(model_id: str) -> str:

@@ -95,3 +95,9 @@ class Efforts:
             return False
         self.undisturbed = 0
         return True
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of torch or numpy means that an allocation failed, on any device."""
+    text = str(error).lower()  # memory of the host that the device can read has no class of its own
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text or "out of memory" in text

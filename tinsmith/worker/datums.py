@@ -69,12 +69,13 @@ def prepare(model_id: str, request: ForwardBackwardRequest, renderer: Renderer, 
     return prepared
 
 
-def check_lengths(datums: Sequence[CheckedDatum], longest: int) -> None:
-    """Raise UserError for a datum of more than `longest` tokens, the most that the device's memory can train."""
+def check_lengths(datums: Sequence[CheckedDatum], longest: int, workers: int) -> None:
+    """Raise UserError for a datum of more than `longest` tokens, the most that the memory of the devices of `workers` workers can train."""
+    device = "this server's device trains" if workers == 1 else f"the devices of this server's {workers} workers trains together"
     for index, datum in enumerate(datums):
         if len(datum) > longest:
             raise UserError(
-                f"datum {index}: the model input holds {len(datum)} tokens, and the memory of this server's device trains up to {longest}; "
+                f"datum {index}: the model input holds {len(datum)} tokens, and the memory of {device} up to {longest}; "
                 "send a shorter one, or start the server with a smaller cache (--kv-cache-gib)"
             )
 

@@ -8,9 +8,9 @@ import torch
 from tinsmith.config import Config
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.models.base import BaseModel
-from tinsmith.models.budget import divide_memory, full_state, longest_trained, model_bytes, reserve_of
+from tinsmith.models.budget import divide_memory, full_state, longest_together, longest_trained, model_bytes, reserve_of
 from tinsmith.models.machine import free_memory
-from tinsmith.models.pass_memory import pass_memory_of
+from tinsmith.models.pass_memory import pass_memory_of, sliced_pass_memory_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
 
@@ -58,6 +58,15 @@ class DeviceMemory:
             )
         else:
             log.info("%s: sequences of up to %d tokens train, its whole context", name, tokens)
+        return tokens
+
+    def longest_together(self, name: str, workers: int) -> int:
+        """The longest sequence that trains on a base model if `workers` workers compute it together, which the log is told."""
+        base = self.bases[name]
+        slices = sliced_pass_memory_of(base.layout, base.text_config, base.dtype, workers)
+        host = free_memory(torch.device("cpu"))
+        tokens = longest_together(self.budgets[name], slices, workers, self.config, base.max_context, host, self.on_gpu)
+        log.info("%s: sequences of up to %d tokens train on all %d workers together (sequence parallel)", name, tokens, workers)
         return tokens
 
 

@@ -50,6 +50,7 @@ from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.divided_backend import DividedBackend
 from tinsmith.training.divided_decoder import divide, require_divisible
+from tinsmith.training.sequence_parallel import SHORTEST_SLICE
 from tinsmith.worker.background import Background
 from tinsmith.worker.device_memory import DeviceMemory
 from tinsmith.worker.kept_copies import KeptCopies
@@ -104,15 +105,13 @@ class Worker:
         self.snapshots = Snapshots(self.bases, self.store, files, spill, memory, disk, idle_s, shared)
         self.recorded = RecordedSequences(Path(config.data_dir), sampling.recorded_sequences_gib * 2**30)
         self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, self.recorded, self.send)
-        self.longest_trained = {name: self.memory.longest_trained(name) for name in self.bases}
-        trained = {name: Trained(backends[name], renderers[name], self.longest_trained[name]) for name in self.bases}
+        trained = {name: self._trained(backends[name], renderers[name], group) for name in self.bases}
+        self.longest_trained = {name: each.longest for name, each in trained.items()}
         self.passes = Passes(trained, self.rendering, self.send, self.due.append, self.recorded.find)
         room = config.training.kept_copies_gib * 2**30 / (group.count if group else 1)
         kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies)
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)
         self.status = WorkerStatusReporter(self.samples, self.send)
-        self.in_turn = self.passes.in_turn if config.distributed.shard != "none" else self.due.append
-        """Lets the device's thread do something: where all workers compute each pass together, in the order in which all were told."""
         self.stopping = False
         self.suspicious = False
         """Something failed for which no client is to blame, since the devices were last tried."""
@@ -194,13 +193,13 @@ class Worker:
             case Drop():
                 self.passes.drop(message.operations)
             case ClearGradients():
-                self.in_turn(lambda: self.models.backends[message.base_model].clear_gradients(message.model_id))
+                self.passes.in_turn(lambda: self.models.backends[message.base_model].clear_gradients(message.model_id))
             case DeleteModel():
-                self.in_turn(lambda: self.models.delete(message.base_model, message.model_id))
+                self.passes.in_turn(lambda: self.models.delete(message.base_model, message.model_id))
             case Shutdown():
                 self.stopping = True
             case CreateModel() | OptimStep() | TakeSnapshot() | SaveModel() | ExportModel() | LoadModel():
-                self.in_turn(lambda: self.models.call(message))
+                self.passes.in_turn(lambda: self.models.call(message))
             case _:
                 self._handle_sampling(message)
 
@@ -246,6 +245,17 @@ class Worker:
         if data is None:
             raise NotFoundError(f"image {sha256.hex()} is not in the store")
         return data
+
+    def _trained(self, backend: LocalBackend, renderer: Renderer, group: ProcessGroup | None) -> Trained:
+        """What trains on a base model, and how long sequences may be: on this worker alone, and on all together."""
+        base = backend.base
+        alone = self.memory.longest_trained(base.name)
+        if group is None or base.deterministic:  # whose numbers depend on no other sequence, nor on the number of workers
+            return Trained(backend, renderer, alone)
+        together = self.memory.longest_together(base.name, group.count)
+        configured = self.config.training.sequence_parallel_from
+        longest_alone = max(min(alone, configured - 1) if configured else alone, SHORTEST_SLICE * group.count - 1)
+        return Trained(backend, renderer, max(alone, together), longest_alone, group.count)
 
     def _sampled(self, renderers: dict[str, Renderer]) -> dict[str, Sampled]:
         if self.config.sampling.sampler == "none":

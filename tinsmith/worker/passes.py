@@ -41,7 +41,15 @@ class Trained:
     backend: Backend
     renderer: Renderer
     longest: int
-    """Most tokens of a sequence that the device's memory can train."""
+    """Most tokens of a sequence that trains: in the memory of the device, or of those of all workers together."""
+    longest_alone: int | None = None
+    """Most tokens of a sequence that one worker computes; all compute a longer one together. None if that is never done."""
+    workers: int = 1
+    """How many there are."""
+
+    def together(self, datums: Sequence[CheckedDatum]) -> list[int]:
+        """Indices of those that all workers compute together."""
+        return [index for index, datum in enumerate(datums) if self.longest_alone is not None and len(datum) > self.longest_alone]
 
 
 class Passes:
@@ -68,10 +76,10 @@ class Passes:
         """What threads prepare, and is not given up, by operation."""
         self.passes: dict[int, RunPass] = {}
         """Passes that the device has not been given, by number, in the order in which they came."""
-        self.behind: dict[int, list[Callable[[], None]]] = {}
-        """What the device is given behind one of these passes, by its number."""
         self.rendered: dict[int, list[Rendered | None]] = {}
         """Their datums; None for one whose pictures are being decoded."""
+        self.behind: dict[int, list[Callable[[], None]]] = {}
+        """What the device is given behind one of these passes, by its number."""
 
     def prepare(self, message: Prepare) -> None:
         """Check an operation, here or in a thread, and answer."""
@@ -91,10 +99,11 @@ class Passes:
             trained = self.bases[message.base_model]
             datums = prepare(message.model_id, request, trained.renderer, self.find_recorded)
             if backward:
-                check_lengths(datums, trained.longest)
+                check_lengths(datums, trained.longest, trained.workers)
             self._notice(datums[0].loss.notice)
             pixels = [{digest.hex(): size for digest, size in datum.undecoded.items()} for datum in datums]
-            return Prepared(message.number, message.operation, backward, [len(datum) for datum in datums], pixels), datums
+            lengths = [len(datum) for datum in datums]
+            return Prepared(message.number, message.operation, backward, lengths, pixels, trained.together(datums)), datums
         return PrepareFailed(message.number, message.operation, backward, type_of(failures[0]), str(failures[0])), []
 
     def _notice(self, notice: str) -> None:
@@ -144,27 +153,25 @@ class Passes:
                 self.enqueue(work)
 
     def in_turn(self, work: Callable[[], None]) -> None:
-        """Let the device's thread do something behind all passes that have come before it, also those whose pictures are being decoded."""
-        if self.passes:
-            self.behind.setdefault(next(reversed(self.passes)), []).append(work)
-        else:
+        """Let the device's thread do something behind all passes before it that are computed with other workers.
+
+        Such passes and steps exchange something, so that all workers must take them in one order, and the pictures of a pass may be decoded
+        here sooner than there.
+        """
+        last = next((number for number in reversed(self.passes) if self._exchanges(self.passes[number])), None)
+        if last is None:
             self.enqueue(work)
+        else:
+            self.behind.setdefault(last, []).append(work)
+
+    def _exchanges(self, message: RunPass) -> bool:
+        return message.together or self.bases[message.base_model].backend.needs_all
 
     def _compute(self, message: RunPass, rendered: "list[Rendered]") -> None:
-        """Compute a pass and answer. An operation with a broken picture contributes nothing more."""
-        failures = {piece: type(work)(f"datum {piece[1]}: {work}") for piece, work in rendered if isinstance(work, TinsmithError)}
-        broken = {operation for operation, _ in failures}
-        chosen = [(piece, work) for piece, work in rendered if isinstance(work, DatumWork) and piece[0] not in broken]
-        results: dict[Piece, DatumResult] = {}
+        """Compute a pass and answer."""
         backend = self.bases[message.base_model].backend
-        if chosen or backend.needs_all:
-            with failing_into(lambda error: failures.update({piece: error for piece, _ in chosen})):
-                outcome = backend.run_pass([work for _, work in chosen], message.backward)
-                for i, ((piece, _), result) in enumerate(zip(chosen, outcome.results, strict=True)):
-                    if result is None:
-                        failures[piece] = TinsmithError(f"datum {piece[1]}: {outcome.failures[i]}")
-                    else:
-                        results[piece] = result
+        compute = _compute_together if message.together else _compute_share
+        results, failures = compute(backend, message, rendered)
         self._forget(results)
         numbers = [result.loss for result in results.values()]
         numbers += [value for result in results.values() for value in result.metrics.values()]
@@ -194,3 +201,34 @@ def _render(piece: Piece, datum: CheckedDatum) -> Rendered:
     with failing_into(failures.append):
         return piece, datum.work()
     return piece, failures[0]
+
+
+Outcome = tuple[dict[Piece, DatumResult], dict[Piece, TinsmithError]]
+"""What a pass gives: datums with a result, and those that failed."""
+
+
+def _compute_share(backend: Backend, message: RunPass, rendered: "list[Rendered]") -> Outcome:
+    """Compute a pass, or this worker's share of one. An operation with a broken picture contributes nothing more."""
+    failures = {piece: type(work)(f"datum {piece[1]}: {work}") for piece, work in rendered if isinstance(work, TinsmithError)}
+    broken = {operation for operation, _ in failures}
+    chosen = [(piece, work) for piece, work in rendered if isinstance(work, DatumWork) and piece[0] not in broken]
+    results: dict[Piece, DatumResult] = {}
+    if chosen or backend.needs_all:
+        with failing_into(lambda error: failures.update({piece: error for piece, _ in chosen})):
+            outcome = backend.run_pass([work for _, work in chosen], message.backward)
+            for i, ((piece, _), result) in enumerate(zip(chosen, outcome.results, strict=True)):
+                if result is None:
+                    failures[piece] = TinsmithError(f"datum {piece[1]}: {outcome.failures[i]}")
+                else:
+                    results[piece] = result
+    return results, failures
+
+
+def _compute_together(backend: Backend, message: RunPass, rendered: "list[Rendered]") -> Outcome:
+    """Compute a sequence with all workers. One whose pictures are broken here takes part too: the others must hear of it."""
+    ((piece, work),) = rendered
+    results: dict[Piece, DatumResult] = {}
+    failures: dict[Piece, TinsmithError] = {}
+    with failing_into(lambda error: failures.update({piece: type(error)(f"datum {piece[1]}: {error}")})):
+        results[piece] = backend.run_together(message.number, work, message.backward)
+    return results, failures

@@ -1,0 +1,93 @@
+"""What several workers compute as one, with exchanges in between that none of them may leave.
+
+A worker that fails alone, as where its memory ends, would let the others wait in the next exchange for ever. So all agree before each of
+them that everybody has come to it, with a number that the processors exchange while the devices compute. One that has failed says so in
+the place of its next agreement. Then all stop, at the same place, and know why.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from tinsmith.distributed.process_group import ProcessGroup
+from tinsmith.errors import DeviceLostError, TinsmithError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_GOES_ON, _OUT_OF_MEMORY, _FAILED = 0, 1, 2
+"""What a worker says when all agree."""
+
+
+class OthersFailedError(Exception):
+    """Another worker has failed, so that this one does not go on."""
+
+
+@dataclass(frozen=True)
+class JointFailure:
+    """Why nobody has a result: the same on all workers."""
+
+    error_type: str
+    """Name of the class of the error of the first worker that failed."""
+    reason: str
+    out_of_memory: bool
+    """Whether all that failed had too little memory."""
+
+
+class JointWork:
+    """Work that all workers of a group do together: each calls the same methods in the same order."""
+
+    def __init__(self, group: ProcessGroup, is_out_of_memory: Callable[[Exception], bool]) -> None:
+        """`is_out_of_memory` tells which errors mean that an allocation failed."""
+        self.group = group
+        self.is_out_of_memory = is_out_of_memory
+
+    def attempt(self, compute: Callable[[], T]) -> T | JointFailure:
+        """What `compute` returns, if it does so on all workers. It may exchange with the methods below.
+
+        Raises DeviceLostError if this worker does: nobody can go on then.
+        """
+        said, name, reason = _GOES_ON, "", ""
+        try:
+            result = compute()
+        except DeviceLostError:
+            raise
+        except OthersFailedError:
+            return self._failure("", "", _GOES_ON)
+        except TinsmithError as error:
+            said, name, reason = _FAILED, type(error).__name__, str(error)
+        except Exception as error:  # of whatever kind: the others wait for what this one says
+            said = _OUT_OF_MEMORY if self.is_out_of_memory(error) else _FAILED
+            log.warning("what all workers compute together failed here", exc_info=said == _FAILED)
+            name, reason = TinsmithError.__name__, f"{type(error).__name__}: {error}"
+        if any(self.group.gather(said)):
+            return self._failure(name, reason, said)
+        return result
+
+    def _failure(self, name: str, reason: str, said: int) -> JointFailure:
+        """The failure of those that have failed, put together on all workers."""
+        severest = max(self.group.gather(said))
+        names, reasons = self.group.texts(name), self.group.texts(reason)
+        first = next(rank for rank, each in enumerate(names) if each)
+        return JointFailure(names[first], reasons[first], severest == _OUT_OF_MEMORY)
+
+    def agree_to_go_on(self) -> None:
+        """Before something is exchanged, when all that it needs is in memory. Raises OthersFailedError if not all have come here."""
+        if any(self.group.gather(_GOES_ON)):
+            raise OthersFailedError
+
+    def exchange(self, sent: Tensor, sizes: Sequence[int], received_sizes: Sequence[int]) -> Tensor:
+        """Give each worker the next of `sizes` numbers of `sent`; returns what each gives to this one, `received_sizes` numbers."""
+        received = sent.new_empty(sum(received_sizes))
+        self.agree_to_go_on()
+        self.group.exchange(received, sent, received_sizes, sizes)
+        return received
+
+    def sum(self, tensor: Tensor) -> None:
+        """Replace the tensor by the sum of those of all workers."""
+        self.agree_to_go_on()
+        self.group.sum(tensor)

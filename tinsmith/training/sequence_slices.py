@@ -1,0 +1,209 @@
+"""One sequence on several workers: slices of its tokens become slices of heads and back (Ulysses, Jacobs et al., arXiv 2309.14509).
+
+Each worker has a contiguous slice of the tokens. What mixes tokens gets all tokens of some heads: an exchange gives each worker the heads
+that it computes, and another brings the results back to the tokens. The backward of the one exchange is the other. All of it is
+differentiable, and leaves to each worker the gradients of its own tokens.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinsmith.distributed.joint_work import JointWork
+
+
+@dataclass(frozen=True)
+class HeadShares:
+    """Which heads each worker computes, where groups of heads share one head of another kind: queries share keys and values."""
+
+    heads: tuple[slice, ...]
+    """Of each worker; empty for one that has none. They cover all heads."""
+    shared: tuple[slice, ...]
+    """Those that its heads share, of each worker. Several workers may have the same."""
+    places: tuple[tuple[int, ...] | None, ...]
+    """For each of a worker's heads the place of its shared one; None where each is shared by as many, one group behind the other."""
+
+
+@lru_cache(maxsize=64)
+def share_heads(heads: int, shared: int, count: int) -> HeadShares:
+    """Divide `heads` heads, of which as many neighbours share each of `shared` others, among `count` workers.
+
+    Whole groups where there are enough, or else heads, as evenly as it goes.
+    """
+    group = heads // shared
+    unit = group if shared >= count else 1
+    bounds = [unit * (heads // unit * rank // count) for rank in range(count + 1)]
+    own = tuple(slice(*pair) for pair in pairwise(bounds))
+    theirs = tuple(slice(part.start // group, -(-part.stop // group) if part.stop > part.start else part.start // group) for part in own)
+    places = tuple(_places(part, part_shared, group) for part, part_shared in zip(own, theirs, strict=True))
+    return HeadShares(own, theirs, places)
+
+
+def _places(own: slice, shared: slice, group: int) -> tuple[int, ...] | None:
+    places = tuple(head // group - shared.start for head in range(own.start, own.stop))
+    each = len(places) // max(1, shared.stop - shared.start)
+    even = tuple(place for place in range(shared.stop - shared.start) for _ in range(each))
+    return None if places == even else places
+
+
+def slices_of(tokens: int, count: int) -> tuple[slice, ...]:
+    """The tokens of each of `count` workers, as evenly as it goes."""
+    return tuple(slice(start, end) for start, end in pairwise(tokens * rank // count for rank in range(count + 1)))
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceSlices:
+    """The slices of one sequence, seen from one of the workers that have them. To be used inside of `JointWork.attempt`."""
+
+    joint: JointWork
+    slices: tuple[slice, ...]
+    """Tokens of each worker."""
+
+    @property
+    def rank(self) -> int:
+        """Of this worker."""
+        return self.joint.group.place.rank
+
+    @property
+    def own(self) -> slice:
+        """The tokens of this worker."""
+        return self.slices[self.rank]
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole sequence."""
+        return self.slices[-1].stop
+
+    def to_heads(self, *parts: tuple[Tensor, tuple[slice, ...]]) -> tuple[Tensor, ...]:
+        """All tokens of the heads of this worker: x [own tokens, heads, ...] -> [tokens, own heads, ...], each with all workers' heads.
+
+        They are brought together, so that the backward brings all of them back, also those that a worker without heads does not use.
+        """
+        compute: Any = _ToHeads.apply
+        out: tuple[Tensor, ...] = compute(self, tuple(heads for _, heads in parts), *(x for x, _ in parts))
+        return out
+
+    def to_tokens(self, y: Tensor, heads: tuple[slice, ...], count: int) -> Tensor:
+        """All heads, `count` of them, of the tokens of this worker: y [tokens, own heads, ...] -> [own tokens, heads, ...]."""
+        compute: Any = _ToTokens.apply
+        out: Tensor = compute(y, self, heads, count)
+        return out
+
+    def after_the_last(self, x: Tensor, history: int) -> Tensor:
+        """The tokens of this worker behind the last `history` of the worker before it, which are 0 for the first.
+
+        x [own tokens, channels] -> [history + own tokens, channels]. No worker may have fewer than `history` tokens.
+        """
+        compute: Any = _AfterTheLast.apply
+        out: Tensor = compute(x, self, history)
+        return out
+
+    def whole(self, x: Tensor) -> Tensor:
+        """What all workers have: x [own tokens, ...] -> [tokens, ...], with the same bits everywhere.
+
+        Each worker is to compute the same of it, so that its backward takes what belongs to its own tokens and nothing of the others'.
+        """
+        compute: Any = _Whole.apply
+        out: Tensor = compute(x, self)
+        return out
+
+    # ---- Without gradients
+
+    def scatter_heads(self, x: Tensor, heads: tuple[slice, ...]) -> Tensor:
+        """As `to_heads`. A head that several workers have goes to each of them."""
+        rest, mine = x.shape[2:], _length(heads[self.rank])
+        width = math.prod(rest)
+        sizes = [x.shape[0] * _length(part) * width for part in heads]
+        sent = x.new_empty(sum(sizes))
+        for part, piece in zip(heads, sent.split(sizes), strict=True):
+            piece.view(x.shape[0], _length(part), *rest).copy_(x[:, part])
+        received = self.joint.exchange(sent, sizes, [_length(tokens) * mine * width for tokens in self.slices])
+        return received.view(self.tokens, mine, *rest)
+
+    def collect_heads(self, y: Tensor, heads: tuple[slice, ...], count: int) -> Tensor:
+        """As `to_tokens`. What several workers have of one head is added up."""
+        rest, mine = y.shape[2:], _length(heads[self.rank])
+        own, width = _length(self.own), math.prod(rest)
+        sizes = [own * _length(part) * width for part in heads]
+        received = self.joint.exchange(y.reshape(-1), [_length(tokens) * mine * width for tokens in self.slices], sizes)
+        pieces = [piece.view(own, _length(part), *rest) for part, piece in zip(heads, received.split(sizes), strict=True)]
+        if sum(map(_length, heads)) == count:
+            return torch.cat(pieces, 1)
+        out = y.new_zeros(own, count, *rest)
+        for part, piece in zip(heads, pieces, strict=True):
+            out[:, part] += piece
+        return out
+
+    def to_neighbour(self, x: Tensor, step: int) -> Tensor | None:
+        """Give x [rows, channels] to the worker `step` ranks further, and return what this one is given; None if that is nothing."""
+        ranks = range(len(self.slices))
+        to, giver = self.rank + step, self.rank - step
+        size = x.numel()
+        sent = x.reshape(-1) if to in ranks else x.new_empty(0)
+        received = self.joint.exchange(sent, [size * (rank == to) for rank in ranks], [size * (rank == giver) for rank in ranks])
+        return received.view(x.shape) if giver in ranks else None
+
+
+def _length(part: slice) -> int:
+    return len(range(part.start, part.stop))
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, slices: SequenceSlices, heads: tuple[tuple[slice, ...], ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.slices, ctx.heads, ctx.counts = slices, heads, [x.shape[1] for x in tensors]
+        return tuple(slices.scatter_heads(x, own) for x, own in zip(tensors, heads, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = zip(grads, ctx.heads, ctx.counts, ctx.needs_input_grad[2:], strict=True)
+        return None, None, *(ctx.slices.collect_heads(grad, heads, count) if needed else None for grad, heads, count, needed in wanted)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, slices: SequenceSlices, heads: tuple[slice, ...], count: int) -> Tensor:
+        ctx.slices, ctx.heads = slices, heads
+        return slices.collect_heads(y, heads, count)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.slices.scatter_heads(grads[0], ctx.heads), None, None, None
+
+
+class _AfterTheLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slices: SequenceSlices, history: int) -> Tensor:
+        ctx.slices, ctx.history = slices, history
+        before = slices.to_neighbour(x[len(x) - history :], 1)
+        return torch.cat([x.new_zeros(history, x.shape[1]) if before is None else before, x])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        history = ctx.history
+        of_others, own = grads[0].split([history, len(grads[0]) - history])
+        back = ctx.slices.to_neighbour(of_others, -1)
+        if back is None:
+            return own, None, None
+        found = own.clone()
+        found[len(found) - history :] += back
+        return found, None, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slices: SequenceSlices) -> Tensor:
+        ctx.own = slices.own
+        found = x.new_zeros(slices.tokens, *x.shape[1:])
+        found[slices.own] = x
+        slices.joint.sum(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0][ctx.own], None
