@@ -80,8 +80,15 @@ def test_what_fits_into_a_gpu_follows_from_its_memory(tmp_path: Path) -> None:
     huge = planned(directory, "--memory-gib", "4000", "--kv-cache-gib", "2")
     assert huge["full_parameters"]["fits"]
     assert huge["recomputed_layers"] == 0
-    assert huge["longest_sequence"] == {"tokens": 262_144, "limit": "context"}
-    assert planned(directory, "--memory-gib", "4000", "--max-context", "1000")["longest_sequence"] == {"tokens": 1000, "limit": "context"}
+    assert huge["longest_sequence"] == {"tokens": 262_144, "limit": "context", "together": 262_144}
+    short = planned(directory, "--memory-gib", "4000", "--max-context", "1000", "--workers", "2")["longest_sequence"]
+    assert short == {"tokens": 1000, "limit": "context", "together": 1000}
+    divided = {
+        workers: planned(directory, "--memory-gib", "20", "--kv-cache-gib", "2", "--workers", str(workers))["longest_sequence"]
+        for workers in (1, 2, 8)
+    }
+    assert divided[1]["together"] < divided[2]["together"] < divided[8]["together"]
+    assert all(each["together"] <= workers * each["tokens"] for workers, each in divided.items())
     small = planned(directory, "--memory-gib", "8", code=1)
     assert (small["fits"], small["adapters"]["fit"], small["longest_sequence"]["tokens"]) == (False, 0, 0)
 
@@ -158,8 +165,9 @@ def test_several_workers_have_a_row_for_each_way_to_train(tmp_path: Path) -> Non
     assert [each["mode"] for each in alone["modes"]] == ["one GPU"] * 3
     assert [each["mode"] for each in four["modes"]] == ["replicas"] * 3 + ["divided"]
     assert (alone["workers"], four["workers"]) == (1, 4)
-    same = {"longest_sequence", "cache", "adapters", "weight_bytes", "recomputed_layers"}
+    same = {"cache", "adapters", "weight_bytes", "recomputed_layers"}
     assert {name: alone[name] for name in same} == {name: four[name] for name in same}  # what a replica holds is what one GPU would
+    assert four["longest_sequence"]["tokens"] == alone["longest_sequence"]["tokens"]
     for options, row in zip((["32"], ["0"], ["0", "--full-state", "compact"]), four["modes"][:3], strict=True):
         whole = planned(directory, "--memory-gib", "80", "--workers", "4", "--rank", *options, code=int(not row["fits"]))
         assert row["longest_sequence"] == whole["longest_sequence"]["tokens"]

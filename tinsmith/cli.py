@@ -131,6 +131,8 @@ def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
     if config.training.sequence_parallel_from:
         if config.distributed.workers == 1:
             raise ConfigError("sequence_parallel_from has no effect with workers=1; add --workers 2 or more, or leave it out")
+        if config.distributed.shard != "none":
+            raise ConfigError(f"sequence_parallel_from is not possible with shard={config.distributed.shard}; leave one of them out")
         if config.models.deterministic:
             raise ConfigError("sequence_parallel_from is not possible with deterministic=True, which computes each sequence on one worker")
     if sampler == "vllm" and config.models.deterministic:

@@ -79,6 +79,8 @@ class SequencePlan:
     tokens: int
     limit: Literal["memory", "context"]
     """What keeps it from being longer: the memory, or the context of the model (--max-context)."""
+    together: int
+    """The longest that all workers compute together, each a slice of it; with one worker, or divided weights, it is `tokens`."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,13 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     GPUs that need not be here have a host with as much memory as all of them. Raises ConfigError if the configuration of the model cannot
     be read, or if it could not be served.
     """
-    from tinsmith.models.budget import divide_memory, full_state, longest_trained, reserve_of  # here, because they import transformers
+    from tinsmith.models.budget import (  # here, because they import transformers
+        divide_memory,
+        full_state,
+        longest_together,
+        longest_trained,
+        reserve_of,
+    )
     from tinsmith.models.full import full_bytes
     from tinsmith.models.sizing import size_of
     from tinsmith.sampling.local.cache_shape import CacheShape
@@ -170,6 +178,10 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     tokens, chunk = config.training.tokens_per_pass, config.training.logits_chunk
     effort = passes.effort_for(tokens, chunk, budget.passes) or passes.smallest
     longest = longest_trained(budget, passes, config, sizes.max_context, place.host_free, place.on_gpu)
+    together = longest
+    if workers > 1 and not shared:
+        slices = sizes.passes_of_slices(workers)
+        together = max(longest, longest_together(budget, slices, workers, config, sizes.max_context, place.host_free, place.on_gpu))
     beside = max(0, left - passes.bytes(tokens, chunk, passes.smallest))
     return Plan(
         model=name,
@@ -189,7 +201,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         cache=cache,
         adapters=AdaptersPlan(model.training, model.snapshot, beside // model.training),
         full_parameters=None if shared else FullPlan(state, full_bytes(sizes.language_parameters, sizes.dtype, state), beside),
-        longest_sequence=SequencePlan(longest, "memory" if longest < sizes.max_context else "context"),
+        longest_sequence=SequencePlan(longest, "memory" if longest < sizes.max_context else "context", together),
         workers=workers,
         modes=modes,
     )
@@ -290,6 +302,8 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     else:
         yield from _full_lines(plan.full_parameters)
     yield "longest sequence", f"{longest.tokens:,} tokens train, then {_LIMITS[longest.limit]} ends"
+    if longest.together > longest.tokens:
+        yield "", f"{longest.together:,} tokens train on {plan.workers} workers together, each of which computes a slice"
 
 
 def _full_lines(full: FullPlan) -> Iterator[tuple[str, str]]:

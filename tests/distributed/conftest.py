@@ -10,6 +10,9 @@ import tinker
 
 from tests.running import Server, serving
 
+LONG = 200
+"""Tokens from which the two workers compute a sequence together."""
+
 
 @dataclass(frozen=True)
 class Running:
@@ -35,7 +38,8 @@ def alone_and_together(options: list[str], tmp_path_factory: pytest.TempPathFact
         running = []
         for count in (1, 2):
             directory = tmp_path_factory.mktemp(f"workers{count}")
-            server = stack.enter_context(serving(directory, *options, "--workers", str(count)))
+            together = ["--sequence-parallel-from", str(LONG)] if count > 1 else []
+            server = stack.enter_context(serving(directory, *options, "--workers", str(count), *together))
             server.wait_for_health()
             service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key="tml-workers"))
             running.append(Running(server, service, directory / "data"))

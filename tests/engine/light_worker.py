@@ -76,6 +76,7 @@ class Member:
     die@RANK     it ends itself
     done@RANK    it answers a sample, with its rank
     gone@RANK    it has dropped the weights of a sample
+    long@RANK    the first datum is too long for it alone
 
     It tells what it has heard when it is told to forget the checkpoint `heard`, and what it does for `status`.
     """
@@ -150,7 +151,8 @@ class Member:
             case Prepare():
                 lengths = [int(length) for length in message.payload.split()]
                 pixels = [{f"{index}": 5, f"{index} of {self.rank}": 3} for index in range(len(lengths))]
-                return Prepared(message.number, message.operation, True, lengths, pixels)
+                long = [0] if f"long@{self.rank}" in message.operation else []
+                return Prepared(message.number, message.operation, True, lengths, pixels, long)
             case RunPass():
                 done = [] if fails else message.pieces
                 failed = [(*piece, "UserError", reason) for piece in message.pieces] if fails else []

@@ -1,5 +1,6 @@
 """What is computed together, and when: pictures pass by pass, and a second pass ahead where that helps."""
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,8 +9,11 @@ import pytest
 from tests.bases import png
 from tests.engine.here import PICTURE_TOKENS, Here
 from tinsmith.config import ImagesConfig, TrainingConfig
+from tinsmith.engine.passes import ForwardOperation, next_pass
 from tinsmith.models.base import BaseModel
+from tinsmith.protocol.work import Prepared
 from tinsmith.rendering.renderer import Renderer
+from tinsmith.store.records import Command
 from tinsmith.training.backend import DatumWork, PassResult
 
 PICTURE_DATUM = PICTURE_TOKENS + 1
@@ -79,6 +83,23 @@ def test_a_pass_decodes_no_more_pixels_than_one_picture_may_have(vision_base: Ba
     assert (here.error("a", 1), here.error("a", 2)) == (None, None)
     assert sorted(tokens for _, tokens, _ in here.process.computed) == [7, 7, 7, 14, 14]
     assert len(renderer_of(here).cache) == 4
+
+
+def test_a_sequence_of_all_workers_has_a_pass_of_its_own() -> None:
+    """Wherever it stands: those before it and behind it go together, those of another model go on beside them."""
+
+    def queue(model: str, number: int, lengths: list[int], together: list[int]) -> deque[ForwardOperation]:
+        command = Command(number, model, number, "forward_backward", 0, 0.0)
+        prepared = Prepared(number, command.request_id, True, lengths, [{} for _ in lengths], together)
+        return deque([ForwardOperation(command, "tiny", number, prepared)])
+
+    queues = [queue("s:train:a", 1, [3, 90, 4], [1]), queue("s:train:b", 2, [5, 6], [])]
+    passes = []
+    while pieces := next_pass(queues, 50, 1000, {}):
+        passes.append([piece.tokens for piece in pieces])
+        for piece in pieces:
+            piece.operation.in_pass.add(piece.index)
+    assert passes == [[3, 5, 6], [90], [4]]
 
 
 def passes_ahead(here: Here, operations: int) -> int:

@@ -365,6 +365,39 @@ def test_a_share_that_fails_leaves_the_others_their_results(pair: Watched) -> No
     assert [tuple(failure) for failure in done.failures] == [("fail@1", 0, "UserError", "worker 1 cannot")]
 
 
+def test_a_sequence_of_all_workers_is_given_to_all_and_told_once(pair: Watched) -> None:
+    """With the numbers of the first: each has all of them."""
+    pair.group.send(RunPass(1, "less@1", True, [("m/hold@1", 0)], [9], together=True))
+    assert pair.said() == []
+    assert pair.heard() == [[("RunPass", "m/hold@1/0")], [("RunPass", "m/hold@1/0")]]
+    (done,) = pair.release()
+    assert isinstance(done, PassDone)
+    assert (done.number, results(done), done.failures) == (1, [("m/hold@1", 0, [1])], [])
+    assert np.frombuffer(done.payload[:8], np.float64).tolist() == [0.0]
+    assert done.tokens_per_pass == 20
+    assert pair.group._awaited == {}
+    pair.group.send(RunPass(2, "tiny", True, [("fail@0 fail@1", 0)], [9], together=True))
+    (done,) = pair.said()
+    assert isinstance(done, PassDone)
+    assert [tuple(failure) for failure in done.failures] == [("fail@0 fail@1", 0, "UserError", "worker 0 cannot")]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sequence_that_only_some_have_computed_ends_all(pair: Watched, rank: int) -> None:
+    """The others have gradients of their slices, which are no step's."""
+    pair.group.send(RunPass(1, "tiny", True, [(f"m/fail@{rank}", 0)], [9], together=True))
+    pair.until(lambda: pair.ends)
+    assert f"the gradients of m/fail@{rank} are not those of one sequence: not all workers have computed it" in pair.ends[0]
+    assert not any(isinstance(message, PassDone) for message in pair.messages)
+
+
+def test_what_is_too_long_for_one_is_computed_by_all(pair: Watched) -> None:
+    pair.group.send(Prepare(1, "m/long@1", "m", "tiny", [], b"30 5"))
+    (prepared,) = pair.said()
+    assert isinstance(prepared, Prepared)
+    assert prepared.together == [0]
+
+
 def test_passes_follow_the_memory_of_the_worker_that_has_least_and_of_their_own_base_model(pair: Watched) -> None:
     def tokens_per_pass(base_model: str, datums: int) -> int:
         pair.group.send(RunPass(next(pair.numbers), base_model, True, [("m/1", index) for index in range(datums)], [5] * datums))

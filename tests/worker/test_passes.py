@@ -352,6 +352,7 @@ def test_what_is_to_be_done_in_turn_waits_for_the_pictures_of_passes_before_it(g
     gallery.prepare("pictures", request(pictures=[WHOLE]))
     gallery.prepare("text", request([3, 4]))
     gallery.answers()
+    gallery.backend.needs_all = True
     gallery.passes.in_turn(lambda: done.append("before"))
     with occupied(gallery):
         gallery.run(1, ("text", 0))
@@ -369,6 +370,40 @@ def test_what_is_to_be_done_in_turn_waits_for_the_pictures_of_passes_before_it(g
     assert [message.number for message in ended if isinstance(message, PassDone)] == [1]
     assert done == ["before", "between", "pass 2", "behind", "last", "pass 3"]
     assert gallery.passes.behind == {}
+
+
+def test_steps_keep_their_place_behind_sequences_of_all_workers(gallery: Bench) -> None:
+    """Other workers may have decoded their pictures sooner: what exchanges must have one order on all."""
+    order: list[object] = []
+    gallery.passes.send = lambda message: order.append(message.number if isinstance(message, PassDone) else message)
+    gallery.prepare("pictures", request(pictures=[WHOLE, png(3)]))
+    gallery.prepare("text", request([3, 4]))
+    gallery.settle()
+    order.clear()
+    with occupied(gallery):
+        gallery.run(1, ("pictures", 0))
+        gallery.passes.in_turn(lambda: order.append("before"))  # behind a share of a pass nobody needs to wait
+        gallery.passes.run(RunPass(2, "tiny", True, [("text", 0)], [3], together=True))
+        gallery.passes.in_turn(lambda: order.append("step"))
+        gallery.passes.run(RunPass(3, "tiny", True, [("pictures", 1)], [7], together=True))
+        gallery.passes.in_turn(lambda: order.append("next step"))
+        gallery.run(4, ("text", 1))
+        assert len(gallery.due) == 1
+    gallery.settle()
+    gallery.passes.in_turn(lambda: order.append("last"))
+    gallery.settle()
+    assert order == ["before", 1, 2, "step", 3, "next step", 4, "last"]
+    assert gallery.passes.behind == {}
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_sequences_that_are_too_long_for_one_worker_are_named(bench: Bench, backward: bool) -> None:
+    bench.passes.bases["tiny"] = replace(bench.passes.bases["tiny"], longest_alone=4, longest=8, workers=3)  # type: ignore[index]
+    bench.prepare("m/1", request([3, 5, 4, 8], forward_only=not backward))
+    assert bench.answer() == Prepared(1, "m/1", backward, [3, 5, 4, 8], [{}] * 4, [1, 3])
+    bench.prepare("m/2", request([3, 9]))
+    refused = "datum 1: the model input holds 9 tokens, and the memory of the devices of this server's 3 workers trains together up to 8; "
+    assert bench.answer().error.startswith(refused)
 
 
 def test_pictures_of_one_pass_are_decoded_side_by_side(gallery: Bench) -> None:

@@ -116,6 +116,7 @@ def longest_together(
     """The longest sequence that `workers` workers of one host train together, each a slice of it, for which `slices` says what it takes.
 
     As many times as long as the slice that one of them has room for, because what a worker has of the other slices is little.
+    `host_free` is the part of one of them.
     """
-    of_each = longest_trained(budget, slices, config, -(-max_context // workers), host_free // workers, on_gpu)
+    of_each = longest_trained(budget, slices, config, -(-max_context // workers), host_free, on_gpu)
     return min(workers * of_each, max_context)

@@ -11,7 +11,7 @@ from tinsmith.models.budget import ModelBytes, model_bytes
 from tinsmith.models.families import context_length, family_of, read_config
 from tinsmith.models.full import FullState
 from tinsmith.models.layout import Layout, empty_network, layout_of
-from tinsmith.models.pass_memory import PassMemory, pass_memory_of
+from tinsmith.models.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
 from tinsmith.models.recompute import layers_of
 
 
@@ -60,6 +60,10 @@ class Sizes:
     def passes(self) -> PassMemory:
         """What passes take."""
         return pass_memory_of(self.layout, self.text_config, self.dtype, divided=self.parts > 1)
+
+    def passes_of_slices(self, workers: int) -> PassMemory:
+        """What each of several workers takes of a sequence that they compute together."""
+        return sliced_pass_memory_of(self.layout, self.text_config, self.dtype, workers)
 
 
 def size_of(source: str, config: ModelsConfig) -> Sizes:

@@ -77,7 +77,8 @@ class SequenceSlices:
     @property
     def tokens(self) -> int:
         """Of the whole sequence."""
-        return self.slices[-1].stop
+        tokens: int = self.slices[-1].stop
+        return tokens
 
     def to_heads(self, *parts: tuple[Tensor, tuple[slice, ...]]) -> tuple[Tensor, ...]:
         """All tokens of the heads of this worker: x [own tokens, heads, ...] -> [tokens, own heads, ...], each with all workers' heads.

@@ -64,8 +64,7 @@ class DeviceMemory:
         """The longest sequence that trains on a base model if `workers` workers compute it together, which the log is told."""
         base = self.bases[name]
         slices = sliced_pass_memory_of(base.layout, base.text_config, base.dtype, workers)
-        host = free_memory(torch.device("cpu"))
-        tokens = longest_together(self.budgets[name], slices, workers, self.config, base.max_context, host, self.on_gpu)
+        tokens = longest_together(self.budgets[name], slices, workers, self.config, base.max_context, self.host, self.on_gpu)
         log.info("%s: sequences of up to %d tokens train on all %d workers together (sequence parallel)", name, tokens, workers)
         return tokens
 

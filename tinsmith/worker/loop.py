@@ -250,7 +250,7 @@ class Worker:
         """What trains on a base model, and how long sequences may be: on this worker alone, and on all together."""
         base = backend.base
         alone = self.memory.longest_trained(base.name)
-        if group is None or base.deterministic:  # whose numbers depend on no other sequence, nor on the number of workers
+        if group is None or backend.needs_all or base.deterministic or not self.config.training.trains:
             return Trained(backend, renderer, alone)
         together = self.memory.longest_together(base.name, group.count)
         configured = self.config.training.sequence_parallel_from
