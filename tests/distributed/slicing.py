@@ -3,6 +3,7 @@
 It goes through all cases, in the same order as the others, and leaves in FILE what each came to. DIRECTORY has a tiny model of each family.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -174,6 +175,14 @@ class Slicing:
             backend.clear_gradients(model_id)
             self.number += self.rank
             self.failed("another pass", backend, good)
+            self.number -= self.rank
+
+    def alone(self) -> None:
+        """All but the first end without a word in the middle of a backward; the first notices in its next exchange."""
+        with self.backend_of("qwen3") as backend:
+            (model_id,) = create_models(backend, (4,))
+            with failing_in("backward", None, 1, min(self.rank, 1)):
+                self.failed("alone", backend, work_of(backend.base, model_id, "text", 1, 97))
 
     def failed(self, name: str, backend: LocalBackend, work: DatumWork | TinsmithError) -> None:
         try:
@@ -185,7 +194,7 @@ class Slicing:
 
 class _Failing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, error: Exception, left: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, error: Exception | None, left: list[int]) -> Tensor:
         ctx.error, ctx.left = error, left
         return x.clone()
 
@@ -193,18 +202,20 @@ class _Failing(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.left[0] > 0:
             ctx.left[0] -= 1
+            if ctx.error is None:
+                os._exit(0)
             raise ctx.error
         return grads[0], None, None
 
 
 @contextmanager
-def failing_in(where: str, error: Exception, times: int, rank: int) -> Iterator[None]:
-    """The second process fails so many times in the attention of the second layer, forward or backward."""
+def failing_in(where: str, error: Exception | None, times: int, rank: int) -> Iterator[None]:
+    """The second process fails so many times in the attention of the second layer, forward or backward; without an error it ends there."""
     plain = sliced_plan.SlicedPlan.attend
     left = [times]
 
     def attend(plan: sliced_plan.SlicedPlan, layer: int, query: Tensor, *others: Any) -> Tensor:
-        if rank == 1 and layer == 1 and where == "attend" and left[0] > 0:
+        if rank == 1 and layer == 1 and where == "attend" and error is not None and left[0] > 0:
             left[0] -= 1
             raise error
         if rank == 1 and layer == 1 and where == "backward":
@@ -220,12 +231,14 @@ def failing_in(where: str, error: Exception, times: int, rank: int) -> Iterator[
 
 
 def main() -> None:
-    """Go through all cases."""
+    """Go through all cases; the last one ends all processes but the first."""
     rank, count, meeting, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
     slicing = Slicing(ProcessGroup(Place(rank, count, meeting), torch.device("cpu")), Path(sys.argv[5]))
     slicing.trained()
     slicing.refused()
+    torch.save(slicing.found, file)
+    slicing.alone()
     torch.save(slicing.found, file)
 
 

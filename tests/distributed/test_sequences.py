@@ -156,6 +156,13 @@ def test_processes_at_different_passes_end_instead_of_mixing_them(processes: Cal
         assert message.startswith("the workers are not the same any more: the pass that comes next is [")
 
 
+def test_who_finds_the_others_gone_in_the_middle_says_so(processes: Callable[[int], Found]) -> None:
+    for count in (2, 3):
+        error, message, clean = processes(count)[0]["alone"]
+        assert (error, clean) == ("WorkersLostError", True)
+        assert message.startswith(f"worker 0 of {count} cannot reach the others: ")
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16])
 @pytest.mark.parametrize(("heads", "shared"), [(4, 2), (4, 1), (14, 2), (32, 8), (6, 6), (8, 4)])
 def test_every_head_is_computed_once_beside_those_that_it_shares(heads: int, shared: int, count: int) -> None:
