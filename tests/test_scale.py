@@ -6,8 +6,7 @@ import pytest
 
 from benchmarks.gpu.shapes import configuration
 from tinsmith.config import Config, DistributedConfig
-from tinsmith.modes import ModePlan
-from tinsmith.plan import make_plan
+from tinsmith.plan import Plan, make_plan
 
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 SHAPES = {"Qwen3-1.7B": "1.7B", "Qwen3-4B": "4B", "Qwen3-8B": "8B", "Qwen3.6-27B": "Qwen3.6-27B"}
@@ -17,23 +16,30 @@ CARDS = {"80 GB": 79.0, "141 GB": 139.0}
 RANK = 32
 
 
-def whole(shape: str, gib: float, workers: int, directory: Path) -> list[ModePlan]:
-    """What workers train that hold the whole model."""
+def planned(shape: str, gib: float, workers: int, directory: Path) -> Plan:
     configuration(shape).save_pretrained(directory)
-    plan = make_plan(Config(base_models=[f"m={directory}"], distributed=DistributedConfig(workers=workers)), RANK, gib)
-    return [each for each in plan.modes if each.mode in ("one GPU", "replicas")]
+    return make_plan(Config(base_models=[f"m={directory}"], distributed=DistributedConfig(workers=workers)), RANK, gib)
 
 
-def cell(mode: ModePlan) -> str:
-    return f"{mode.longest_sequence:,}, {mode.cache_bytes / 2**30:.0f} GiB" if mode.fits else "-"
+def whole(plan: Plan) -> str:
+    """What workers train that hold the whole model: cells of the first table."""
+    modes = [each for each in plan.modes if each.mode in ("one GPU", "replicas")]
+    cells = [f"{each.longest_sequence:,}, {each.cache_bytes / 2**30:.0f} GiB" if each.fits else "-" for each in modes]
+    return " | ".join([f"{modes[0].weight_bytes / 2**30:.1f} GiB", *cells])
 
 
+def divided(plan: Plan) -> str:
+    """What each of those holds and trains that divide the layers: a cell of the second table."""
+    (mode,) = (each for each in plan.modes if each.mode == "divided")
+    return f"{mode.weight_bytes / 2**30:.1f} GiB, {mode.longest_sequence:,}" if mode.fits else "-"
+
+
+@pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_table_of_replicas_is_the_plan(name: str, tmp_path: Path) -> None:
-    """Their number changes nothing of what each has room for."""
-    page = PAGE.read_text(encoding="utf-8")
-    for card, gib in CARDS.items():
-        alone, eight = (whole(SHAPES[name], gib, workers, tmp_path) for workers in (1, 8))
-        assert list(map(cell, alone)) == list(map(cell, eight))
-        row = f"| {name} | {card} | {alone[0].weight_bytes / 2**30:.1f} GiB | {' | '.join(map(cell, eight))} |"
-        assert row in page, row
+def test_the_tables_are_what_the_plan_says(name: str, card: str, tmp_path: Path) -> None:
+    """The number of replicas changes nothing of what each has room for."""
+    page = PAGE.read_text(encoding="utf-8").splitlines()
+    plans = {workers: planned(SHAPES[name], CARDS[card], workers, tmp_path) for workers in (1, 2, 4, 8)}
+    assert len({whole(plan) for plan in plans.values()}) == 1
+    rows = [whole(plans[1]), " | ".join(divided(plans[workers]) for workers in (2, 4, 8))]
+    assert [row for row in rows if f"| {name} | {card} | {row} |" not in page] == []
