@@ -34,6 +34,11 @@ def divided(plan: Plan) -> str:
     return f"{mode.weight_bytes / 2**30:.1f} GiB, {mode.longest_sequence:,}" if mode.fits else "-"
 
 
+def together(plan: Plan) -> str:
+    """The longest sequence of all workers: a cell of the third table."""
+    return f"{plan.modes[0].longest_together:,}"
+
+
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_tables_are_what_the_plan_says(name: str, card: str, tmp_path: Path) -> None:
@@ -41,5 +46,5 @@ def test_the_tables_are_what_the_plan_says(name: str, card: str, tmp_path: Path)
     page = PAGE.read_text(encoding="utf-8").splitlines()
     plans = {workers: planned(SHAPES[name], CARDS[card], workers, tmp_path) for workers in (1, 2, 4, 8)}
     assert len({whole(plan) for plan in plans.values()}) == 1
-    rows = [whole(plans[1]), " | ".join(divided(plans[workers]) for workers in (2, 4, 8))]
+    rows = [whole(plans[1]), *(" | ".join(cell(plans[workers]) for workers in (2, 4, 8)) for cell in (divided, together))]
     assert [row for row in rows if f"| {name} | {card} | {row} |" not in page] == []

@@ -45,7 +45,9 @@ class ModePlan:
     cache_bytes: int
     """Of the local sampler; 0 without it."""
     longest_sequence: int
-    """The longest sequence that trains, in tokens; 0 if none does."""
+    """The longest sequence that trains on one worker, in tokens; 0 if none does."""
+    longest_together: int
+    """The longest that trains on all workers together, each of which computes a slice; where that is never done, the same."""
     fits: bool
     """Whether a full pass (--tokens-per-pass) of one sequence does, or one of the whole context."""
 
@@ -53,10 +55,12 @@ class ModePlan:
 def plan_modes(sizes: "Sizes", share: Share, config: Config, rank: int, workers: int) -> list[ModePlan]:
     """All that may be trained on so many workers, as the server would with these settings: an adapter of that rank, and all weights."""
     whole: Mode = "replicas" if workers > 1 else "one GPU"
-    modes = [_plan_mode(sizes, share, config, whole, *training) for training in _trainings(rank)]
+    replicated = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, shard="none"))
+    modes = [_plan_mode(sizes, share, replicated, whole, workers, *training) for training in _trainings(rank)]
     if workers > 1 and rank and can_be_divided(sizes):
         parts, sampling = dataclasses.replace(sizes, parts=workers), dataclasses.replace(config.sampling, sampler="none")
-        modes.append(_plan_mode(parts, share, dataclasses.replace(config, sampling=sampling), "divided", rank, "float32"))
+        settings = dataclasses.replace(config, sampling=sampling, distributed=dataclasses.replace(config.distributed, shard="weights"))
+        modes.append(_plan_mode(parts, share, settings, "divided", workers, rank, "float32"))
     return modes
 
 
@@ -74,14 +78,18 @@ def _trainings(rank: int) -> "Iterator[tuple[int, FullState]]":
     yield 0, "compact"
 
 
-def _plan_mode(sizes: "Sizes", share: Share, config: Config, mode: Mode, rank: int, state: "FullState") -> ModePlan:
-    from tinsmith.models.budget import divide_memory, longest_trained  # here, because it imports transformers
+def _plan_mode(sizes: "Sizes", share: Share, config: Config, mode: Mode, workers: int, rank: int, state: "FullState") -> ModePlan:
+    from tinsmith.models.budget import computes_together, divide_memory, longest_together, longest_trained  # they import transformers
 
     training = dataclasses.replace(config.training, planned_rank=rank, full_state=state)
     config = dataclasses.replace(config, training=training)
     model, passes = sizes.model(rank, state), sizes.passes
     budget = divide_memory(sizes.beside_weights(share.device), 1, model, passes, config, share.on_gpu)
     longest = longest_trained(budget, passes, config, sizes.max_context, share.host, share.on_gpu)
+    together = longest
+    if computes_together(config, workers):
+        slices = sizes.passes_of_slices(workers)
+        together = max(longest, longest_together(budget, slices, workers, config, sizes.max_context, share.host, share.on_gpu))
     trains = f"LoRA of rank {rank}" if rank else f"all weights, {state}"
     return ModePlan(
         mode=mode,
@@ -93,6 +101,7 @@ def _plan_mode(sizes: "Sizes", share: Share, config: Config, mode: Mode, rank: i
         model_bytes=model.training,
         cache_bytes=budget.cache,
         longest_sequence=longest,
+        longest_together=together,
         fits=longest >= min(training.tokens_per_pass, sizes.max_context),
     )
 

@@ -80,7 +80,7 @@ class SequencePlan:
     limit: Literal["memory", "context"]
     """What keeps it from being longer: the memory, or the context of the model (--max-context)."""
     together: int
-    """The longest that all workers compute together, each a slice of it; with one worker, or divided weights, it is `tokens`."""
+    """The longest that all workers compute together, each a slice of it; where that is never done, it is `tokens`."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     be read, or if it could not be served.
     """
     from tinsmith.models.budget import (  # here, because they import transformers
+        computes_together,
         divide_memory,
         full_state,
         longest_together,
@@ -179,7 +180,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     effort = passes.effort_for(tokens, chunk, budget.passes) or passes.smallest
     longest = longest_trained(budget, passes, config, sizes.max_context, place.host_free, place.on_gpu)
     together = longest
-    if workers > 1 and not shared:
+    if computes_together(config, workers):
         slices = sizes.passes_of_slices(workers)
         together = max(longest, longest_together(budget, slices, workers, config, sizes.max_context, place.host_free, place.on_gpu))
     beside = max(0, left - passes.bytes(tokens, chunk, passes.smallest))
@@ -265,6 +266,8 @@ def _print_modes(plan: Plan, console: Console) -> None:
     for each in plan.modes:
         sizes = (each.weight_bytes, each.model_bytes, each.cache_bytes)
         longest = f"{each.longest_sequence:,} tokens" if each.fits else "does not fit"
+        if each.fits and each.longest_together > each.longest_sequence:
+            longest += f"; {each.longest_together:,} on all together"
         table.add_row(*map(Text, (each.mode, each.trains, *map(size_text, sizes), longest)))
     console.print(table)
     for trains, mode, why in chosen(plan.modes):

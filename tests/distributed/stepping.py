@@ -225,7 +225,8 @@ class Stepping:
         device_memory.free_memory = lambda device: FREE_BYTES + self.rank * 2**20  # type: ignore[attr-defined]
         base = load(directory, device="cpu", max_context=1024)
         memory = device_memory.DeviceMemory({"tiny": base}, LIMITED, self.group)
-        self.found["memory"] = memory.longest_trained("tiny"), memory.budgets["tiny"].cache
+        together = max(memory.longest_trained("tiny"), memory.longest_together("tiny", self.group.count))
+        self.found["memory"] = memory.longest_trained("tiny"), together, memory.budgets["tiny"].cache
 
     def alone(self) -> None:
         """All but the first end without a word; the first notices when it next needs them."""

@@ -210,9 +210,11 @@ def test_each_trains_as_long_a_sequence_as_the_plan_says(
     planned = make_plan(config, 32, None)
     assert planned.cache is not None
     assert 0 < planned.longest_sequence.tokens < 1024
-    assert planned.modes[0].longest_sequence == planned.longest_sequence.tokens
+    longest = planned.longest_sequence
+    assert longest.tokens < longest.together
+    assert (planned.modes[0].longest_sequence, planned.modes[0].longest_together) == (longest.tokens, longest.together)
     for found in processes(count):
-        assert found["memory"] == (planned.longest_sequence.tokens, planned.cache.bytes)
+        assert found["memory"] == (longest.tokens, longest.together, planned.cache.bytes)
 
 
 def test_who_finds_the_others_gone_says_so(processes: Callable[[int], Found]) -> None:

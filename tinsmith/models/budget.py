@@ -110,6 +110,11 @@ def longest_trained(budget: Budget, passes: PassMemory, config: Config, max_cont
     return passes.longest(config.training.logits_chunk, budget.passes, host_free // 2 if on_gpu else 0, max_context)
 
 
+def computes_together(config: Config, workers: int) -> bool:
+    """Whether so many workers compute a sequence together that is too long for one of them."""
+    return workers > 1 and config.training.trains and config.distributed.shard == "none" and not config.models.deterministic
+
+
 def longest_together(
     budget: Budget, slices: PassMemory, workers: int, config: Config, max_context: int, host_free: int, on_gpu: bool
 ) -> int:

@@ -17,6 +17,7 @@ from tinsmith.config import Config, base_model_sources
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel, load_base_model
+from tinsmith.models.budget import computes_together
 from tinsmith.models.device import require_device
 from tinsmith.models.machine import size_text
 from tinsmith.protocol.facts import ModelFacts
@@ -250,7 +251,7 @@ class Worker:
         """What trains on a base model, and how long sequences may be: on this worker alone, and on all together."""
         base = backend.base
         alone = self.memory.longest_trained(base.name)
-        if group is None or backend.needs_all or base.deterministic or not self.config.training.trains:
+        if group is None or not computes_together(self.config, group.count):
             return Trained(backend, renderer, alone)
         together = self.memory.longest_together(base.name, group.count)
         configured = self.config.training.sequence_parallel_from
