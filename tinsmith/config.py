@@ -307,6 +307,14 @@ class VLLMConfig:
     """vLLM servers, with sampler=vllm."""
 
     vllm_servers: int = setting(1, "Number of vLLM servers to start for each base model; not used with --vllm-url", "servers", 1, 64)
+    vllm_tensor_parallel: int = setting(
+        1,
+        "Number of GPUs that each vLLM server divides its base model over; without a GPU, of processes with their own cores; not used with "
+        "--vllm-url",
+        "GPUs",
+        1,
+        64,
+    )
     vllm_urls: list[str] = setting([], "URL of a running vLLM server to use; none is started then; repeat for several")
     vllm_python: str = setting("", "Python of the environment that vLLM is installed in; empty is the one that runs Tinsmith")
     vllm_args: list[str] = setting(

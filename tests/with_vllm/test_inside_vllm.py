@@ -21,7 +21,7 @@ from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 
 SAMPLING = Path(tinsmith.__file__).parent / "sampling"
-INSIDE = [SAMPLING / "inside_vllm" / f"{name}.py" for name in ("adapter_check", "cpu_delta", "launcher", "receivers", "worker")]
+INSIDE = [SAMPLING / "inside_vllm" / f"{name}.py" for name in ("adapter_check", "cpu_delta", "executor", "launcher", "receivers", "worker")]
 """The modules that import vLLM or get its objects."""
 
 IMPORTS = {
@@ -45,6 +45,8 @@ IMPORTS = {
     "vllm.platforms.current_platform": None,
     "vllm.utils.torch_utils.LayerNameType": None,
     "vllm.utils.torch_utils._resolve_layer_name": ("layer_name",),
+    "vllm.v1.executor.multiproc_executor.MultiprocExecutor": None,
+    "vllm.v1.executor.multiproc_executor.WorkerProc": None,
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": None,
 }
 """What we import, and for a function its parameters."""
@@ -69,8 +71,16 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...] | None]] = {
     },
     "vllm.forward_context.ForwardContext": {"attn_metadata": None, "no_compile_layers": None},
     "vllm.lora.layers.base.BaseLayerWithLoRA": {"load_weights": ("weights",)},
-    "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA": {"lora_a_stacked": None, "lora_b_stacked": None},
+    "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA": {
+        "lora_a_stacked": None,
+        "lora_b_stacked": None,
+        "tp_rank": None,
+        "tp_size": None,
+    },
+    "vllm.lora.lora_model.LoRAModel": {"get_lora": ("module_name",)},
+    "vllm.lora.lora_weights.LoRALayerWeights": {"lora_a": None, "lora_b": None},
     "vllm.lora.model_manager.LoRAModelManager": {
+        "get_adapter": ("adapter_id",),
         "lora_index_to_id": None,
         "modules": None,
         "packed_modules": None,
@@ -115,6 +125,10 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "vllm.model_executor.models.interfaces.SupportsQuant": {"hf_to_vllm_mapper": None},
     "vllm.model_executor.models.utils.WeightsMapper": {"get_rename_mapper": ()},
     "vllm.platforms.interface.Platform": {"is_cpu": ()},
+    "vllm.v1.executor.multiproc_executor.MultiprocExecutor": {"_init_executor": (), "response_mqs": None},
+    "vllm.v1.executor.multiproc_executor.WorkerProc": {"ResponseStatus": None},
+    "vllm.v1.executor.multiproc_executor.WorkerProc.ResponseStatus": {"SUCCESS": None},
+    "vllm.distributed.device_communicators.shm_broadcast.MessageQueue": {"dequeue": ("timeout", "indefinite")},
     "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadata": {
         "has_initial_state": None,
         "non_spec_query_start_loc": None,
@@ -152,6 +166,7 @@ NOT_VLLMS = {
     *("masked_fill", "meeting_point", "named_modules", "nn", "np", "offset_keys", "outline", "pair", "path", "read", "receive"),
     *("received", "register", "repeat_interleave", "rpartition", "rsqrt", "run_module", "search", "set_state", "setpgrp", "shape"),
     *("shrink", "sigmoid", "silu", "sleep", "softplus", "split", "square", "squeeze", "stack", "start", "stdin", "sum", "synchronize"),
+    *("__iter__", "errors", "exception", "getLogger", "is_last", "keys", "queue"),
     *("to", "tolist", "transpose", "type", "unflatten", "values", "view", "was_checked", "zeros"),
 }
 """Names of attributes in these modules that are Python's, PyTorch's, NumPy's or ours."""
@@ -196,6 +211,7 @@ GENERATE_FIELDS = {"features", "model", "request_id", "sampling_params", "stream
 ENVIRONMENT = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
     "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_CPU_OMP_THREADS_BIND",
     "VLLM_HOST_IP",
     "VLLM_NO_USAGE_STATS",
     "VLLM_SERVER_DEV_MODE",

@@ -5,25 +5,26 @@ import torch
 
 from tinsmith.config import Config, load
 from tinsmith.errors import ConfigError
+from tinsmith.models.base import BaseModel
 from tinsmith.sampling.inside_vllm import TransferKind
-from tinsmith.sampling.vllm.launch import gpus_of, transfer_kind
+from tinsmith.sampling.vllm.launch import Sizes, check_divisible, divided, gpus_of, transfer_kind
 
 
 @pytest.mark.parametrize(
     ("trainer", "gpus", "servers", "expected"),
     [
-        ("cuda:0", 1, 1, [(0, "ipc")]),
-        ("cuda:0", 4, 4, [(1, "broadcast"), (2, "broadcast"), (3, "broadcast"), (0, "ipc")]),
-        ("cuda:2", 3, 3, [(0, "broadcast"), (1, "broadcast"), (2, "ipc")]),
-        ("cpu", 0, 2, [(None, "file"), (None, "file")]),
+        ("cuda:0", 1, 1, [((0,), "ipc")]),
+        ("cuda:0", 4, 4, [((1,), "broadcast"), ((2,), "broadcast"), ((3,), "broadcast"), ((0,), "ipc")]),
+        ("cuda:2", 3, 3, [((0,), "broadcast"), ((1,), "broadcast"), ((2,), "ipc")]),
+        ("cpu", 0, 2, [((), "file"), ((), "file")]),
     ],
 )
 def test_servers_take_the_gpus_behind_the_trainers(
-    trainer: str, gpus: int, servers: int, expected: list[tuple[int | None, TransferKind]]
+    trainer: str, gpus: int, servers: int, expected: list[tuple[tuple[int, ...], TransferKind]]
 ) -> None:
     device = torch.device(trainer)
     places = gpus_of("a", config_of(["a=x/a"], servers), device, gpus)
-    assert [(gpu, transfer_kind("auto", device, gpu)) for gpu in places] == expected
+    assert [(gpus_of_server, transfer_kind("auto", device, gpus_of_server)) for gpus_of_server in places] == expected
 
 
 def config_of(bases: list[str], servers: int, *options: str) -> Config:
@@ -33,8 +34,8 @@ def config_of(bases: list[str], servers: int, *options: str) -> Config:
 def test_the_servers_of_two_base_models_get_different_gpus() -> None:
     """Before, both got 1 and 2."""
     config, trainer = config_of(["a=x/a", "b=x/b"], 2), torch.device("cuda:0")
-    assert [gpus_of(name, config, trainer, 8) for name in "ab"] == [[1, 2], [3, 4]]
-    assert [gpus_of(name, config, trainer, 4) for name in "ab"] == [[1, 2], [3, 0]]
+    assert [gpus_of(name, config, trainer, 8) for name in "ab"] == [[(1,), (2,)], [(3,), (4,)]]
+    assert [gpus_of(name, config, trainer, 4) for name in "ab"] == [[(1,), (2,)], [(3,), (0,)]]
 
 
 def test_servers_share_a_gpu_only_where_it_has_room_for_both() -> None:
@@ -45,22 +46,64 @@ def test_servers_share_a_gpu_only_where_it_has_room_for_both() -> None:
     ):
         gpus_of("a", config_of(bases, 1), trainer, 1)
     for passed in (["--gpu-memory-utilization=0.3"], ["--gpu_memory_utilization", "0.3"]):
-        assert gpus_of("b", config_of(bases, 1, *passed), trainer, 1) == [0]
+        assert gpus_of("b", config_of(bases, 1, *passed), trainer, 1) == [(0,)]
 
 
 @pytest.mark.parametrize("wanted", ["file", "broadcast"])
 def test_without_a_gpu_the_cpu_can_do_both(wanted: str) -> None:
-    assert transfer_kind(wanted, torch.device("cpu"), None) == wanted
+    assert transfer_kind(wanted, torch.device("cpu"), ()) == wanted
 
 
 @pytest.mark.parametrize(
-    ("wanted", "trainer", "gpu", "reason"),
+    ("wanted", "trainer", "gpus", "reason"),
     [
-        ("ipc", "cpu", None, "the server has no GPU"),
-        ("ipc", "cuda:0", 1, "the server has GPU 1"),
-        ("broadcast", "cuda:1", 1, "one shares the trainer's"),
+        ("ipc", "cpu", (), "the server has no GPU"),
+        ("ipc", "cuda:0", (1,), "the server has GPU 1"),
+        ("broadcast", "cuda:1", (1,), "one shares the trainer's"),
     ],
 )
-def test_a_way_that_does_not_exist_is_refused(wanted: str, trainer: str, gpu: int | None, reason: str) -> None:
+def test_a_way_that_does_not_exist_is_refused(wanted: str, trainer: str, gpus: tuple[int, ...], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        transfer_kind(wanted, torch.device(trainer), gpu)
+        transfer_kind(wanted, torch.device(trainer), gpus)
+
+
+# Servers that take several GPUs
+
+
+def test_servers_of_two_gpus_share_none() -> None:
+    """They are counted over all base models, behind the trainer's."""
+    config, trainer = config_of(["a=x/a", "b=x/b"], 2), torch.device("cuda:0")
+    config.vllm.vllm_tensor_parallel = 2
+    assert [gpus_of(name, config, trainer, 9) for name in "ab"] == [[(1, 2), (3, 4)], [(5, 6), (7, 8)]]
+    assert gpus_of("a", config, torch.device("cuda:7"), 9) == [(8, 0), (1, 2)]
+    assert gpus_of("a", config, torch.device("cpu"), 0) == [(), ()]
+    with pytest.raises(ConfigError, match=r"for 2 base models, of 2 GPUs each .*, and one GPU for the trainer are 9 GPUs; there are 8"):
+        gpus_of("a", config, trainer, 8)
+
+
+@pytest.mark.parametrize("wanted", ["ipc", "broadcast"])
+def test_full_weights_reach_several_gpus_as_a_file(wanted: str) -> None:
+    device = torch.device("cuda:0")
+    assert transfer_kind("auto", device, (1, 2), 2) == transfer_kind("file", device, (1, 2), 2) == "file"
+    with pytest.raises(
+        ConfigError, match=f"vllm_transfer={wanted} reaches one GPU of a server, and --vllm-tensor-parallel 2 gives it more"
+    ):
+        transfer_kind(wanted, device, (1, 2), 2)
+
+
+def test_what_cannot_be_divided_is_refused(text_base: BaseModel, hybrid_base: BaseModel) -> None:
+    heads = text_base.text_config.num_attention_heads
+    check_divisible(text_base, heads)
+    check_divisible(hybrid_base, 1)
+    with pytest.raises(ConfigError, match=f"--vllm-tensor-parallel {heads + 1} does not divide the {heads} attention heads of tiny"):
+        check_divisible(text_base, heads + 1)
+    with pytest.raises(ConfigError, match="has gated delta nets, with which --vllm-tensor-parallel 2 was not tested"):
+        check_divisible(hybrid_base, 2)
+
+
+def test_each_gpu_holds_its_part() -> None:
+    """Heads of keys and values that are fewer than GPUs are on several."""
+    whole = Sizes(weights=1000, cache_per_token=64, state=0, per_lora_rank=10)
+    assert divided(whole, 1, 8) == whole
+    assert divided(whole, 4, 8) == Sizes(250, 16, 0, 10)
+    assert divided(whole, 4, 2) == Sizes(250, 32, 0, 10)

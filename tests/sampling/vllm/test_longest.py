@@ -51,10 +51,17 @@ def test_what_fits_is_chosen_and_said(qwen3_vl_8b: BaseModel, monkeypatch: pytes
     cache_per_token = 2 * 36 * 8 * 128 * 2
     assert cache_per_token * CONTEXT > 0.4 * 80 * GIB
     with caplog.at_level(logging.INFO):
-        longest = longest_sequence(qwen3_vl_8b, config_of("--gpu-memory-utilization=0.4"), 0)
+        longest = longest_sequence(qwen3_vl_8b, config_of("--gpu-memory-utilization=0.4"), (0,))
     assert longest == 38_912
     said = "vLLM servers of tiny take sequences of up to 38912 of 262144 tokens: more do not fit into 32.0 GiB of a GPU"
     assert said in caplog.text
+
+
+def test_two_gpus_hold_more(qwen3_vl_8b: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has half of the weights, and of the heads of keys and values."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+    config = config_of("--gpu-memory-utilization=0.4", vllm_tensor_parallel=2)
+    assert longest_sequence(qwen3_vl_8b, config, (1, 2)) > 2 * 38_912
 
 
 @pytest.mark.parametrize(
@@ -62,19 +69,19 @@ def test_what_fits_is_chosen_and_said(qwen3_vl_8b: BaseModel, monkeypatch: pytes
 )
 def test_a_length_that_is_passed_on_counts(qwen3_vl_8b: BaseModel, passed: str, context: int) -> None:
     """Requests are refused by it, not by vLLM."""
-    assert longest_sequence(qwen3_vl_8b, config_of(passed), 0) == context
+    assert longest_sequence(qwen3_vl_8b, config_of(passed), (0,)) == context
 
 
 @pytest.mark.parametrize("passed", ["--max-model-len=auto", "--max-model-len=-1", "--max-model-len=300K"])
 def test_a_length_that_is_none_or_too_much_is_refused(qwen3_vl_8b: BaseModel, passed: str) -> None:
     with pytest.raises(ConfigError, match="give a number of tokens from 1 to the model's context of 262144"):
-        longest_sequence(qwen3_vl_8b, config_of(passed), 0)
+        longest_sequence(qwen3_vl_8b, config_of(passed), (0,))
 
 
 def test_a_gpu_that_does_not_hold_the_weights_is_refused(qwen3_vl_8b: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=24 * GIB))
     with pytest.raises(ConfigError, match=r"has 9.6 GiB of a GPU .* with 16.3 GiB of weights .*: no sequence of 1024 tokens fits in"):
-        longest_sequence(qwen3_vl_8b, config_of("--gpu-memory-utilization=0.4"), 0)
+        longest_sequence(qwen3_vl_8b, config_of("--gpu-memory-utilization=0.4"), (0,))
 
 
 def test_gated_delta_nets_keep_a_state_and_no_cache(hybrid_base: BaseModel) -> None:
@@ -85,5 +92,5 @@ def test_gated_delta_nets_keep_a_state_and_no_cache(hybrid_base: BaseModel) -> N
 
 
 def test_a_cpu_server_has_its_cache(qwen3_vl_8b: BaseModel, text_base: BaseModel) -> None:
-    assert longest_sequence(qwen3_vl_8b, config_of(kv_cache_gib=2.0), None) == 14_336
-    assert longest_sequence(text_base, config_of(), None) == text_base.max_context
+    assert longest_sequence(qwen3_vl_8b, config_of(kv_cache_gib=2.0), ()) == 14_336
+    assert longest_sequence(text_base, config_of(), ()) == text_base.max_context

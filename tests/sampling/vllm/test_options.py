@@ -12,17 +12,22 @@ from tinsmith.sampling.vllm.options import check_options, require_vllm, share_of
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--tensor-parallel-size=2"], r"--vllm-arg=--tensor-parallel-size=2 .* cannot work: a server sees one GPU: start more servers"),
-        (["--tensor_parallel_size", "2"], "a server sees one GPU"),
+        (
+            ["--tensor-parallel-size=2"],
+            r"--vllm-arg=--tensor-parallel-size=2 .* cannot work: Tinsmith must know it .*: use --vllm-tensor-parallel",
+        ),
+        (["--tensor_parallel_size", "2"], "use --vllm-tensor-parallel"),
         (["--tensor-par=2"], r"--vllm-arg=--tensor-par=2 \(--tensor-parallel-size\)"),
-        (["-tp", "2"], "a server sees one GPU"),
-        (["--max-loras=8", "-pp=2"], "a server sees one GPU"),
-        (["--data-parallel-size-local", "4"], "a server sees one GPU"),
-        (["--data-parallel-hybrid-lb"], "a server sees one GPU"),
-        (["-dcp=2"], "a server sees one GPU"),
-        (["--nnodes=2"], "a server sees one GPU"),
-        (["--device-ids=0,1"], "a server sees one GPU"),
-        (["--enable-expert-parallel"], "a server sees one GPU"),
+        (["-tp", "2"], "use --vllm-tensor-parallel"),
+        (["--max-loras=8", "-pp=2"], "start more servers with --vllm-servers"),
+        (["--data-parallel-size-local", "4"], "start more servers with --vllm-servers"),
+        (["--data-parallel-hybrid-lb"], "start more servers with --vllm-servers"),
+        (["-dcp=2"], "start more servers with --vllm-servers"),
+        (["--distributed-executor-backend=ray"], "vLLM chooses it, and for several GPUs Tinsmith does"),
+        (["--fully-sharded-loras"], "what a process holds of an adapter is not compared then"),
+        (["--nnodes=2"], "start more servers with --vllm-servers"),
+        (["--device-ids=0,1"], "start more servers with --vllm-servers"),
+        (["--enable-expert-parallel"], "start more servers with --vllm-servers"),
         (["--api-server-count=2"], "adapters are given to one process"),
         (["--config=vllm.yaml"], "pass its options one by one"),
     ],
@@ -34,7 +39,7 @@ def test_what_cannot_work_is_refused_with_the_reason(options: list[str], reason:
 
 def test_it_is_refused_before_models_are_loaded() -> None:
     config = load(options={"sampler": "vllm", "vllm_python": sys.executable, "vllm_args": ["--tensor-parallel-size=2"]})
-    with pytest.raises(ConfigError, match="a server sees one GPU"):
+    with pytest.raises(ConfigError, match="use --vllm-tensor-parallel"):
         require_vllm(config)
 
 

@@ -3,9 +3,17 @@
 The name of an adapter ends with the identity of its weights, as the trainer computes it (`identity.py`). Whenever a worker has loaded an
 adapter from its files, what now lies in its slot of each layer must have that identity; otherwise the adapter is removed, and loading it is
 an error. Replies name the adapter, and so the weights, that they were computed with.
+
+Where a model is divided over several workers (tensor parallel), each slot holds the worker's share of a matrix. Then the whole matrices
+that the worker has loaded must have that identity, and its slots must hold its shares of them.
 """
 
+import logging
+import os
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +24,9 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from tinsmith.sampling.inside_vllm.identity import identity
+from tinsmith.sampling.inside_vllm.shares import share_of
+
+log = logging.getLogger(__name__)
 
 _IDENTITY = re.compile(r"-([0-9a-f]{16})$")
 _CHECKED: set[str] = set()
@@ -28,12 +39,29 @@ def check_adapters_that_are_loaded() -> None:
 
     def add_adapter(self: Any, lora_request: Any) -> bool:
         is_there = lora_request.lora_int_id in self.list_adapters() and not getattr(lora_request, "load_inplace", False)
-        loaded: bool = original(self, lora_request)
-        if not is_there and (expected := _IDENTITY.search(lora_request.lora_name)):
-            _compare(self._adapter_manager, lora_request, expected[1])
+        with _together_or_not_at_all(self._adapter_manager, lora_request.lora_name):
+            loaded: bool = original(self, lora_request)
+            if not is_there and (expected := _IDENTITY.search(lora_request.lora_name)):
+                _compare(self._adapter_manager, lora_request, expected[1])
         return loaded
 
     LRUCacheWorkerLoRAManager.add_adapter = add_adapter
+
+
+@contextmanager
+def _together_or_not_at_all(manager: Any, name: str) -> Iterator[None]:
+    """End this worker if an adapter that was there before cannot be loaded again, and others have the rest of the model.
+
+    That happens in the middle of a step, of which vLLM would go on with the others: they would add up what does not belong together.
+    Without this worker the whole server is started again.
+    """
+    try:
+        yield
+    except Exception:
+        if name in _CHECKED and _place(manager)[1] > 1:
+            log.exception("this worker ends: adapter %s cannot be loaded again", name)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise
 
 
 def was_checked(name: str) -> bool:
@@ -43,7 +71,16 @@ def was_checked(name: str) -> bool:
 
 def _compare(manager: Any, request: Any, expected: str) -> None:
     """Raise ValueError, and remove the adapter, if its slot holds other weights than its name says."""
-    found = identity(_in_slot(manager, request).items())
+    in_slot = _in_slot(manager, request)
+    found = identity(in_slot.items())
+    rank, ranks = _place(manager)
+    if ranks > 1:
+        whole = _as_loaded(manager, request)
+        shares = {name: share_of(whole[name], tensor, rank, ranks) for name, tensor in in_slot.items() if name in whole}
+        if identity(shares.items()) != found or not shares.keys() == in_slot.keys() == whole.keys():
+            found = f"{found}, which is not that of share {rank + 1} of {ranks} of what was loaded"
+        else:
+            found = identity(whole.items())
     if found != expected:
         manager.remove_adapter(request.lora_int_id)
         raise ValueError(f"vLLM holds other weights than the trainer's under {request.lora_name}: their identity is {found}")
@@ -63,6 +100,30 @@ def _in_slot(manager: Any, request: Any) -> dict[str, Tensor]:
         for part, *pair in zip(parts, a, b, strict=True):
             if part in names:
                 tensors |= {f"{names[part]}.{side}": matrix for side, matrix in zip("ab", pair, strict=True)}
+    return tensors
+
+
+def _place(manager: Any) -> tuple[int, int]:
+    """The number of this worker, and how many the model is divided over. vLLM 0.26 was not tested with several."""
+    layer = next(iter(manager.modules.values()))
+    return getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
+
+
+def _as_loaded(manager: Any, request: Any) -> dict[str, Tensor]:
+    """The whole matrices that the worker keeps of an adapter, of those layers to which it applies adapters, by the same names."""
+    names = _names_in_file(manager.model, Path(request.lora_path))
+    adapter = manager.get_adapter(request.lora_int_id)
+    tensors: dict[str, Tensor] = {}
+    for layer in manager.modules:
+        loaded = adapter.get_lora(layer)
+        if loaded is None:
+            continue
+        pairs = [(layer, loaded.lora_a, loaded.lora_b)]
+        if isinstance(loaded.lora_a, list):
+            pairs = list(zip(manager.packed_modules[layer], loaded.lora_a, loaded.lora_b, strict=True))
+        for part, a, b in pairs:
+            if a is not None:
+                tensors |= {f"{names[part]}.a": a, f"{names[part]}.b": b}
     return tensors
 
 

@@ -201,9 +201,10 @@ class Instance:
     """By hash: sends a picture there."""
 
     async def answers(self) -> bool:
-        """Whether the server says that it and its engine are alive."""
+        """Whether the server says that it is alive, and its engine answers: for a moment the server does not know that its engine ends."""
         try:
             await self.connection.get("/health")
+            await self.connection.get("/is_paused")
         except (ServerLostError, RefusedError, ServerFailedError):
             return False
         return True

@@ -11,7 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import TransferKind, backend_of
 from tinsmith.sampling.vllm.options import share_of, value_of
 from tinsmith.sampling.vllm.servers import Launch
-from tinsmith.sampling.vllm.versions import check_installed
+from tinsmith.sampling.vllm.versions import check_installed, has_delta_nets
 from tinsmith.wire.prompt_scores import MAX_TOPK
 
 log = logging.getLogger(__name__)
@@ -57,29 +57,49 @@ def launches(base: BaseModel, config: Config, directory: Path) -> tuple[list[Lau
     if len(os.fsencode(directory)) > _LONGEST_SOCKET:
         raise ConfigError(f"the directory {directory} is too long for sockets in it; choose a shorter vllm_dir")
     check_installed(base, config.vllm.vllm_python or sys.executable)
-    gpus = gpus_of(base.name, config, base.device, torch.cuda.device_count())
-    longest = longest_sequence(base, config, gpus[0])
+    check_divisible(base, config.vllm.vllm_tensor_parallel)
+    places = gpus_of(base.name, config, base.device, torch.cuda.device_count())
+    longest = longest_sequence(base, config, places[0])
     logs = Path(config.data_dir).resolve() / "vllm"
     package = Path(tinsmith.__file__).parent
     directory.joinpath("tinsmith").symlink_to(package)
     directory.joinpath("sitecustomize.py").symlink_to(package / "sampling" / "inside_vllm" / "every_process.py")
     found = []
-    for index, gpu in enumerate(gpus):
+    for index, gpus in enumerate(places):
         name = f"{_file_name(base.name)}-{index}"
-        kind = transfer_kind(config.vllm.vllm_transfer, base.device, gpu)
-        command, environment = _command(base, config, kind, longest), _environment(config, directory, gpu)
+        kind = transfer_kind(config.vllm.vllm_transfer, base.device, gpus, config.vllm.vllm_tensor_parallel)
+        command, environment = _command(base, config, kind, longest), _environment(config, directory, gpus)
         found.append(Launch(command, environment, directory, name, logs / f"{name}.log", kind))
     return found, longest
 
 
-def transfer_kind(wanted: str, trainer: torch.device, gpu: int | None) -> TransferKind:
-    """How full weights get to a server on this GPU, None for a CPU. Raises ConfigError if `wanted` cannot work there."""
-    shared = gpu is not None and gpu == (trainer.index or 0)
+def check_divisible(base: BaseModel, ranks: int) -> None:
+    """Raise ConfigError if a base model cannot be divided over so many GPUs of a server, or was not tested so."""
+    if ranks == 1:
+        return
+    if has_delta_nets(base):
+        raise ConfigError(
+            f"{base.name} ({base.family.model_type}) has gated delta nets, with which --vllm-tensor-parallel {ranks} was not tested: use 1"
+        )
+    heads = base.text_config.num_attention_heads
+    if heads % ranks:
+        raise ConfigError(f"--vllm-tensor-parallel {ranks} does not divide the {heads} attention heads of {base.name}")
+
+
+def transfer_kind(wanted: str, trainer: torch.device, gpus: Sequence[int], ranks: int = 1) -> TransferKind:
+    """How full weights get to a server on these GPUs, none for a CPU. Raises ConfigError if `wanted` cannot work there."""
+    if ranks > 1:
+        if wanted not in ("auto", "file"):
+            raise ConfigError(
+                f"vllm_transfer={wanted} reaches one GPU of a server, and --vllm-tensor-parallel {ranks} gives it more. Use file"
+            )
+        return "file"
+    shared = bool(gpus) and gpus[0] == (trainer.index or 0)
     match wanted:
         case "auto":
-            return "file" if gpu is None else "ipc" if shared else "broadcast"
+            return "file" if not gpus else "ipc" if shared else "broadcast"
         case "ipc" if not shared:
-            raise ConfigError(f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {_place(gpu)}. Use auto")
+            raise ConfigError(f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {_place(gpus)}. Use auto")
         case "broadcast" if shared:
             raise ConfigError("vllm_transfer=broadcast needs a GPU of its own for each server; here one shares the trainer's. Use auto")
         case "file" | "ipc" | "broadcast":
@@ -88,8 +108,8 @@ def transfer_kind(wanted: str, trainer: torch.device, gpu: int | None) -> Transf
             raise ConfigError(f"vllm_transfer={wanted!r} must be auto, file, ipc or broadcast")
 
 
-def _place(gpu: int | None) -> str:
-    return "no GPU" if gpu is None else f"GPU {gpu}"
+def _place(gpus: Sequence[int]) -> str:
+    return f"GPU {gpus[0]}" if gpus else "no GPU"
 
 
 def _file_name(text: str) -> str:
@@ -117,6 +137,9 @@ def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int) 
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_TOPK + 1)),
         *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
     ]
+    if config.vllm.vllm_tensor_parallel > 1:
+        options += ["--tensor-parallel-size", str(config.vllm.vllm_tensor_parallel)]
+        options += ["--distributed-executor-backend", "tinsmith.sampling.inside_vllm.executor.HearAllExecutor"]
     if base.family.takes_images:
         options.append("--no-mm-device-do-normalize")  # pixel values come normalized, as the trainer's are
     if base.device.type == "cpu":
@@ -124,7 +147,7 @@ def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int) 
     return [config.vllm.vllm_python or sys.executable, "-m", "tinsmith.sampling.inside_vllm.launcher", *options, *config.vllm.vllm_args]
 
 
-def _environment(config: Config, directory: Path, gpu: int | None) -> dict[str, str]:
+def _environment(config: Config, directory: Path, gpus: Sequence[int]) -> dict[str, str]:
     environment = os.environ | {
         "PYTHONPATH": str(directory),  # our package, and no other of this environment; and `every_process.py`
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer; the socket keeps them to this user
@@ -134,12 +157,25 @@ def _environment(config: Config, directory: Path, gpu: int | None) -> dict[str, 
         # The newer runner applies adapters wrongly where it scores a prompt's tokens, and `worker.py` repairs the other one only.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
-    if gpu is None:
+    if not gpus:
         # Compiling takes 20 seconds at the first request, for functions that take microseconds.
-        return environment | {"VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gib(config)), "TORCHDYNAMO_DISABLE": "1"}
+        environment |= {"VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gib(config)), "TORCHDYNAMO_DISABLE": "1"}
+        return _cores_of_ranks(config.vllm.vllm_tensor_parallel) | environment
     if torch.cuda.device_count() > 1:
-        environment["CUDA_VISIBLE_DEVICES"] = _visible_name(gpu)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(_visible_name, gpus))
     return environment
+
+
+def _cores_of_ranks(ranks: int) -> dict[str, str]:
+    """Lets vLLM bind each of several processes to cores of its own: it finds none by itself where the machine has a single NUMA node."""
+    if ranks == 1:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < ranks:
+        raise ConfigError(f"--vllm-tensor-parallel {ranks}: each process needs a core of its own, and there are {len(cores)}")
+    each = len(cores) // ranks
+    parts = [cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(",".join(map(str, part)) for part in parts)}
 
 
 def _visible_name(gpu: int) -> str:
@@ -151,28 +187,33 @@ def _visible_name(gpu: int) -> str:
 # On which GPU
 
 
-def gpus_of(base_name: str, config: Config, trainer: torch.device, gpus: int) -> list[int | None]:
-    """The GPU of each server of one base model, numbered as this process sees them; None on a CPU.
+def gpus_of(base_name: str, config: Config, trainer: torch.device, gpus: int) -> list[tuple[int, ...]]:
+    """The GPUs of each server of one base model, numbered as this process sees them; none on a CPU.
 
-    Servers of all base models are counted together, from the GPU after the trainer's on, which comes last. Raises ConfigError if servers
-    would share a GPU that has no room for both.
+    Servers of all base models are counted together, from the GPU after the trainer's on, which comes last. One that is divided over
+    several GPUs shares none of them. Raises ConfigError if there are too few, or if servers would share one that has no room for both.
     """
     names = list(base_model_sources(config))
-    servers = config.vllm.vllm_servers
-    places = [_gpu_of(trainer, gpus, index) for index in range(len(names) * servers)]
+    servers, ranks = config.vllm.vllm_servers, config.vllm.vllm_tensor_parallel
+    if trainer.type == "cpu":
+        return [()] * servers
+    count = len(names) * servers
+    if ranks > 1 and 1 + count * ranks > gpus:
+        raise ConfigError(
+            f"{servers} vLLM servers each for {len(names)} base models, of {ranks} GPUs each (--vllm-tensor-parallel), and one GPU for the "
+            f"trainer are {1 + count * ranks} GPUs; there are {gpus}"
+        )
+    order = [((trainer.index or 0) + 1 + index) % gpus for index in range(count * ranks)]
+    places = [tuple(order[start : start + ranks]) for start in range(0, len(order), ranks)]
     share = share_of(config.vllm.vllm_args)
-    for gpu, count in Counter(places).items():
-        if gpu is not None and count * share > 1:
+    for gpu, sharing in Counter(order).items():
+        if sharing * share > 1:
             raise ConfigError(
-                f"{servers} vLLM servers each for {len(names)} base models on {gpus} GPUs: {count} would share GPU {gpu}, and each takes "
-                f"{share:g} of its memory; lower --vllm-servers, or pass --vllm-arg=--gpu-memory-utilization={0.9 / count:.2f}"
+                f"{servers} vLLM servers each for {len(names)} base models on {gpus} GPUs: {sharing} would share GPU {gpu}, and each takes "
+                f"{share:g} of its memory; lower --vllm-servers, or pass --vllm-arg=--gpu-memory-utilization={0.9 / sharing:.2f}"
             )
     first = names.index(base_name) * servers
     return places[first : first + servers]
-
-
-def _gpu_of(trainer: torch.device, gpus: int, index: int) -> int | None:
-    return None if trainer.type == "cpu" else ((trainer.index or 0) + 1 + index) % gpus
 
 
 # For how long sequences
@@ -198,8 +239,16 @@ def sizes_of(layers: Sequence[LayerKind], parameters: int, per_lora_rank: int, d
     return Sizes(parameters * dtype.itemsize, cache, state, per_lora_rank * dtype.itemsize)
 
 
-def longest_sequence(base: BaseModel, config: Config, gpu: int | None) -> int:
-    """Most tokens of prompt and answer together at servers of a base model on this GPU, None for a CPU.
+def divided(sizes: Sizes, ranks: int, heads: int) -> Sizes:
+    """What each of so many GPUs holds of a model with `heads` heads of keys and values: each of them is on one GPU at least.
+
+    Adapters count whole: one of the two matrices of each is.
+    """
+    return replace(sizes, weights=-(-sizes.weights // ranks), cache_per_token=-(-sizes.cache_per_token // min(ranks, heads)))
+
+
+def longest_sequence(base: BaseModel, config: Config, gpus: Sequence[int]) -> int:
+    """Most tokens of prompt and answer together at servers of a base model on these GPUs, none for a CPU.
 
     If they are fewer than the model's context, the log says so. Raises ConfigError if there is too little room, or if --vllm-arg asks for
     more than the model's context.
@@ -209,12 +258,14 @@ def longest_sequence(base: BaseModel, config: Config, gpu: int | None) -> int:
     if asked is not None:
         return _asked_for(asked, base.max_context)
     parameters, per_rank = sum(p.numel() for p in base.network.parameters()), base.layout.lora_parameters(LoraShape(rank=1, seed=0))
-    sizes = sizes_of(base.layout.layers, parameters, per_rank, base.dtype)
-    if gpu is None:
+    ranks, text = config.vllm.vllm_tensor_parallel, base.text_config
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    sizes = divided(sizes_of(base.layout.layers, parameters, per_rank, base.dtype), ranks, heads)
+    if not gpus:
         memory = cpu_cache_gib(config) * _GIB
         fits, room = (memory - _STATES * sizes.state) // sizes.cache_per_token, f"a cache of {memory / _GIB:g} GiB (--kv-cache-gib)"
     else:
-        memory = int(share_of(options) * torch.cuda.get_device_properties(gpu).total_memory)
+        memory = int(share_of(options) * torch.cuda.get_device_properties(gpus[0]).total_memory)
         fits = tokens_that_fit(sizes, memory, config)
         room = (
             f"{memory / _GIB:.1f} GiB of a GPU (--vllm-arg=--gpu-memory-utilization) with {sizes.weights / _GIB:.1f} GiB of weights and "

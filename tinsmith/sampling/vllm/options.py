@@ -13,10 +13,12 @@ DEFAULT_SHARE = 0.92
 _CLIENT_PACKAGES = ("aiohttp", "msgspec")
 """What talks to vLLM servers; the extra `vllm-client`."""
 
-_ONE_GPU = "a server sees one GPU: start more servers with --vllm-servers instead"
+_ONE_GPU = "start more servers with --vllm-servers, or divide a model over several GPUs with --vllm-tensor-parallel"
+_COUNTED = "Tinsmith must know it to give each server its GPUs: use --vllm-tensor-parallel"
 _ONE_PROCESS = "adapters are given to one process that takes requests"
 _REFUSED = {
-    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"), _ONE_GPU),
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), _COUNTED),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), _ONE_GPU),
     **dict.fromkeys(("--data-parallel-size", "-dp", "--data-parallel-size-local", "-dpl", "--data-parallel-rank", "-dpn"), _ONE_GPU),
     **dict.fromkeys(
         ("--data-parallel-start-rank", "-dpr", "--data-parallel-address", "-dpa", "--data-parallel-rpc-port", "-dpp"), _ONE_GPU
@@ -26,6 +28,8 @@ _REFUSED = {
     **dict.fromkeys(("--prefill-context-parallel-size", "-pcp", "--enable-expert-parallel", "--device-ids"), _ONE_GPU),
     **dict.fromkeys(("--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless"), _ONE_GPU),
     **dict.fromkeys(("--api-server-count", "-asc"), _ONE_PROCESS),
+    "--distributed-executor-backend": "vLLM chooses it, and for several GPUs Tinsmith does",
+    "--fully-sharded-loras": "what a process holds of an adapter is not compared then",
     "--config": "Tinsmith does not read that file, and must know what is in it: pass its options one by one",
 }
 """Why each cannot work. A size or count of 1 is allowed, because that is what vLLM does by default."""
@@ -42,6 +46,8 @@ def require_vllm(config: Config) -> None:
     if absent:
         raise ConfigError(f"sampler=vllm needs {' and '.join(absent)}: pip install 'tinsmith[vllm-client]'")
     if config.vllm.vllm_urls:
+        if config.vllm.vllm_tensor_parallel > 1:
+            raise ConfigError("--vllm-tensor-parallel has no effect with --vllm-url: start that server with vLLM's --tensor-parallel-size")
         return
     check_options(config.vllm.vllm_args)
     share_of(config.vllm.vllm_args)
