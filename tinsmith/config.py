@@ -93,6 +93,13 @@ class ServerConfig:
     )
     engine_hung_s: float = setting(120.0, "After this long without a heartbeat, the engine process is killed and restarted", "seconds", 2)
     worker_hung_s: float = setting(120.0, "After this long without a heartbeat, a worker process is killed and restarted", "seconds", 2)
+    worker_still_s: float = setting(
+        50.0,
+        "After this long without a heartbeat, or busy without progress (it uses no processor, waits for no disk and no other worker), a "
+        "worker that was ready for work is killed and restarted",
+        "seconds",
+        2,
+    )
     shutdown_s: float = setting(
         120.0, "After Ctrl-C, maximum time for the pass under way, and the same again for saving each model", "seconds", 0.1
     )

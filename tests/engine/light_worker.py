@@ -3,7 +3,8 @@
 It is run as a worker is, with the link's address and the engine's process id as its last arguments and the configuration on standard input;
 an argument before them says how it behaves:
 
-ready     it is ready at once, and answers each ForgetCheckpoint with the path; for the path `lost` it ends itself, with a reason
+ready     it is ready at once, and answers each ForgetCheckpoint with the path; for the path `lost` it ends itself, with a
+          reason, for `hang` it hangs, and for `compute` it answers after a long turn
 stubborn  the same, but it does not end when it is told to
 loading   it is never ready
 broken    it ends before it is ready, without a word
@@ -13,6 +14,7 @@ member    one of several, which answers everything; what it is asked for says ho
 
 import os
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +48,9 @@ from tinsmith.protocol.work import (
     WorkerStatus,
 )
 
+COMPUTES_S = 5.0
+"""Seconds of a processor that a long turn takes."""
+
 REASON = "cuda:0 computes nothing any more"
 
 FACTS = ModelFacts(
@@ -78,7 +83,8 @@ class Member:
     gone@RANK    it has dropped the weights of a sample
     long@RANK    the first datum is too long for it alone
 
-    It tells what it has heard when it is told to forget the checkpoint `heard`, and what it does for `status`.
+    Told to forget the checkpoint `exchange`, the second one hangs, and the first waits for it. A worker tells what it has heard when it
+    is told to forget the checkpoint `heard`, and what it does for `status`.
     """
 
     def __init__(self, link: ChildLink, rank: int, late: str, meeting: str) -> None:
@@ -89,6 +95,7 @@ class Member:
         self.meeting = meeting
         self.heard: list[tuple[str, str]] = []
         self.held: list[Message] = []
+        self.heartbeat: Heartbeat | None = None
 
     def run(self, engine_pid: int) -> None:
         """Answer until told to stop."""
@@ -104,7 +111,7 @@ class Member:
         """Note a message, and answer it now or later."""
         if isinstance(message, Shutdown):
             end(self.link, "", 0)
-        if isinstance(message, ForgetCheckpoint) and message.path in ("heard", "release", "status", "follow"):
+        if isinstance(message, ForgetCheckpoint) and message.path in ("heard", "release", "status", "follow", "exchange"):
             self.told(message.path)
             return
         name = name_of(message)
@@ -132,6 +139,10 @@ class Member:
             case "status":
                 ten = 10 * (self.rank + 1)
                 self.link.send(WorkerStatus(ten, ten + 1, ten + 2, ten + 3, ten + 4, {"weights": 7, str(self.rank): 1}, {}))
+            case "exchange":
+                assert self.heartbeat is not None
+                self.heartbeat.waits = lambda: self.rank == 0
+                hang(self.heartbeat)
             case "follow" if self.rank == 0:
                 self.link.send(Bye("the others are gone", follows=True))
                 self.link.close()
@@ -162,6 +173,21 @@ class Member:
                 payload = losses.tobytes() + logprobs.tobytes()
                 return PassDone(message.number, [(*piece, [1]) for piece in done], failed, tokens, [[] for _ in done], payload)
         return CallFailed(message.number, "TinsmithError", reason) if fails else Answer(message.number, {"rank": self.rank})
+
+
+def hang(heartbeat: Heartbeat) -> None:
+    """Never come back from a turn, as from a driver that does not answer."""
+    heartbeat.busy()
+    threading.Event().wait()
+
+
+def compute(heartbeat: Heartbeat) -> None:
+    """A long turn that is all work."""
+    heartbeat.busy()
+    begun = time.process_time()
+    while time.process_time() - begun < COMPUTES_S:
+        pass
+    heartbeat.idle()
 
 
 def threads() -> str | None:
@@ -195,14 +221,34 @@ def name_of(message: Message) -> str:
     return ""
 
 
+def take(message: Message, how: str, link: ChildLink, heartbeat: Heartbeat) -> None:
+    """Do what a message asks for."""
+    match message:
+        case ForgetCheckpoint(path="lost"):
+            end(link, REASON, 3)
+        case ForgetCheckpoint(path="hang"):
+            hang(heartbeat)
+        case ForgetCheckpoint(path="compute"):
+            compute(heartbeat)
+            link.send(Answer(0, {"path": "computed"}))
+        case ForgetCheckpoint(path=path):
+            link.send(Answer(0, {"path": path}))
+        case Shutdown() if how != "stubborn":
+            end(link, "", 0)
+
+
 def main() -> None:
     """Answer messages until told to stop, or until the engine is gone."""
     how, address, engine_pid, rank, _, meeting = sys.argv[1:]
     link = ChildLink(address)
-    Heartbeat(address).start()
+    heartbeat = Heartbeat(address)
+    heartbeat.idle()
+    heartbeat.start()
     sys.stdin.read()
     if how.startswith("member"):
-        Member(link, int(rank), how.removeprefix("member"), meeting).run(int(engine_pid))
+        member = Member(link, int(rank), how.removeprefix("member"), meeting)
+        member.heartbeat = heartbeat
+        member.run(int(engine_pid))
     if how == "broken":
         sys.exit(2)
     if how == "lost":
@@ -211,13 +257,7 @@ def main() -> None:
         link.send(WorkerReady([FACTS.to_dict()], "cpu"))
     while os.getppid() == int(engine_pid):
         for message in link.receive(0.5):
-            match message:
-                case ForgetCheckpoint(path="lost"):
-                    end(link, REASON, 3)
-                case ForgetCheckpoint(path=path):
-                    link.send(Answer(0, {"path": path}))
-                case Shutdown() if how != "stubborn":
-                    end(link, "", 0)
+            take(message, how, link, heartbeat)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Several workers as one: what is asked of all is answered once, and none goes on without the others."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -549,6 +550,16 @@ def test_a_worker_that_hangs_is_named_and_ends_the_others(watch: Callable[..., W
     why = "it had shown no sign of life for 4 s (worker_hung_s) and was killed"
     assert watched.ends == [f"worker 1 of 3: the worker process ended unexpectedly ({why})"]
     assert watched.pids == []
+
+
+def test_a_worker_that_hangs_while_others_wait_for_it_is_named(watch: Callable[..., Watched]) -> None:
+    """All send heartbeats, and none uses its processor: those that wait in an exchange are not the reason."""
+    watched = watch(2, worker_still_s=4.0)
+    watched.start()
+    watched.group.send(ForgetCheckpoint("exchange"))
+    watched.until(lambda: watched.ends)
+    why = r"it had made no progress in its work for \d+ s \(worker_still_s\) and was killed"
+    assert re.fullmatch(rf"worker 1 of 2: the worker process ended unexpectedly \({why}\)", watched.ends[0])
 
 
 def test_workers_that_do_not_end_share_the_time_that_they_are_given(watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """A worker as a child process of the engine: started, watched, and started again when it has ended."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engine.here import Beat
-from tests.engine.light_worker import FACTS, REASON
+from tests.engine.light_worker import COMPUTES_S, FACTS, REASON
 from tinsmith.config import Config, ServerConfig
 from tinsmith.engine import worker_process
 from tinsmith.engine.loop import Engine
@@ -197,6 +198,23 @@ def test_a_worker_that_shows_no_sign_of_life_is_killed(watch: Callable[..., Watc
     os.kill(worker.start(), signal.SIGSTOP)
     worker.until(lambda: worker.ends)
     assert worker.ends == ["the worker process ended unexpectedly (it had shown no sign of life for 4 s (worker_hung_s) and was killed)"]
+
+
+def test_a_worker_that_beats_and_makes_no_progress_is_killed(watch: Callable[..., Watched]) -> None:
+    """As one whose device's thread hangs in a driver, while its heartbeats go on."""
+    worker = watch("ready", worker_still_s=4.0)
+    worker.start()
+    worker.ask("hang")
+    worker.until(lambda: worker.ends)
+    assert re.search(r"\(it had made no progress in its work for \d+ s \(worker_still_s\) and was killed\)$", worker.ends[0])
+
+
+def test_a_worker_that_computes_for_longer_than_it_may_be_still_is_not_killed(watch: Callable[..., Watched]) -> None:
+    worker = watch("ready", worker_still_s=COMPUTES_S - 1)
+    pid = worker.start()
+    worker.ask("compute")
+    worker.until(lambda: worker.messages)
+    assert (worker.ends, worker.process.pid) == ([], pid)
 
 
 def test_an_engine_that_could_not_listen_itself_takes_nobody_for_silent(

@@ -31,6 +31,8 @@ class ProcessGroup:
         """Meet the others; returns when all are there."""
         self.place = place
         self.device = device
+        self.waits = False
+        """Whether this worker is in an exchange: what keeps it is another, or the network between them. Any thread may look."""
         if place.meeting.startswith("file://"):  # on one host: nobody else needs to reach them
             os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")
@@ -96,7 +98,10 @@ class ProcessGroup:
     @contextmanager
     def _not_alone(self) -> Iterator[None]:
         """Raises WorkersLostError where the others cannot be reached: nothing more can be computed with them."""
+        self.waits = True
         try:
             yield
         except (RuntimeError, ValueError) as error:
             raise WorkersLostError(f"{self.place.name} cannot reach the others: {error}") from error
+        finally:
+            self.waits = False

@@ -74,6 +74,7 @@ class WorkerProcess:
         self._looked_at = 0.0
         self._beaten = False
         self._silent_s = 0.0
+        self._still_s = 0.0
 
     @property
     def is_ready(self) -> bool:
@@ -111,7 +112,7 @@ class WorkerProcess:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.state, self.fault, self.follows, self._was_ready = "starting", "", False, False
-        self._looked_at, self._silent_s, self._beaten = time.monotonic(), 0.0, True
+        self._looked_at, self._silent_s, self._still_s, self._beaten = time.monotonic(), 0.0, 0.0, True
 
     def send(self, message: Message) -> None:
         """Tell a worker that is ready. What is meant for one that is not is dropped: it has nothing that it would concern."""
@@ -123,7 +124,7 @@ class WorkerProcess:
         if self.link is None:
             return []
         for beat in self.link.heartbeats():
-            self.busy_s, self._beaten = beat.busy_s, True
+            self.busy_s, self._still_s, self._beaten = beat.busy_s, beat.still_s, True
         messages: list[Message] = []
         for message in self.link.receive():
             match message:
@@ -141,10 +142,10 @@ class WorkerProcess:
         return messages
 
     def watch(self) -> None:
-        """Kill a worker that has shown no sign of life for `worker_hung_s`.
+        """Kill a worker that has shown no sign of life, or of progress in its work, for too long.
 
         Silence is counted in looks, not by the clock: an engine that could not run itself, because it was stopped or its machine slept,
-        has heard nothing either.
+        has heard nothing either. One that is starting may be silent for longer, and wait for anything.
         """
         now = time.monotonic()
         if self.process is None or now - self._looked_at < WATCH_S:
@@ -152,10 +153,20 @@ class WorkerProcess:
         self._looked_at = now
         self._silent_s = 0.0 if self._beaten else self._silent_s + WATCH_S
         self._beaten = False
-        if self._silent_s >= self.config.server.worker_hung_s:
-            self.fault = f"it had shown no sign of life for {self._silent_s:.0f} s (worker_hung_s) and was killed"
-            self.process.kill()
-            self._silent_s = 0.0
+        server = self.config.server
+        limit, name = server.worker_hung_s, "worker_hung_s"
+        if self.is_ready:
+            limit, name = min((limit, name), (server.worker_still_s, "worker_still_s"))
+        if self._silent_s >= limit:
+            self._kill_hung(f"it had shown no sign of life for {self._silent_s:.0f} s ({name}) and was killed")
+        elif self.is_ready and self._still_s >= server.worker_still_s:
+            self._kill_hung(f"it had made no progress in its work for {self._still_s:.0f} s (worker_still_s) and was killed")
+
+    def _kill_hung(self, fault: str) -> None:
+        assert self.process is not None
+        self.fault = fault
+        self.process.kill()
+        self._silent_s = self._still_s = 0.0
 
     def ended(self) -> str | None:
         """Why the worker has ended, told once; None while it runs, or if none does. What else it had said is in `last_messages`."""

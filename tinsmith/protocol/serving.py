@@ -86,6 +86,8 @@ class Alive(Message):
 
     busy_s: float
     """Seconds that the loop has been in its current turn; 0 while it waits for work."""
+    still_s: float = 0.0
+    """Seconds for which a worker that is busy has shown no sign of progress (`progress.py`), but for waiting for other workers."""
 
 
 @dataclass(frozen=True)

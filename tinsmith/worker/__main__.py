@@ -47,6 +47,10 @@ def main() -> int:
         lock_device(config.models)  # nobody closes it: the process holds it to its end
         bases = load_bases(config)
         group = ProcessGroup(place, next(iter(bases.values())).device) if place.count > 1 else None
+        if config.sampling.sampler == "vllm":  # it watches these servers itself, and may wait long for them
+            heartbeat.waits = lambda: True
+        elif group is not None:
+            heartbeat.waits = lambda: group.waits
         worker = Worker(config, bases, link, heartbeat, group)
         worker.run(int(sys.argv[2]))
     except ConfigError as error:
