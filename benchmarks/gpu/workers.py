@@ -4,6 +4,8 @@ Every process has one GPU and meets the others as workers do. First the process 
 all compute at once. Parts:
 
 - lora      Qwen3-8B, LoRA of rank 32, 4 sequences of 1,024 tokens on each GPU: one step with its sum of gradients
+- divided   Qwen3-8B, LoRA of rank 32, the same sequences on layers that are divided over the GPUs (`--shard weights`), against replicas
+- sequence  Qwen3-4B, LoRA of rank 32: one sequence of 262,144 tokens on all GPUs together, against the longest that one trains
 - large     Qwen3.6-27B's shape, LoRA of rank 32, 2 sequences of 1,024 tokens on each GPU
 - full      Qwen3-1.7B, all weights, 4 sequences of 1,024 tokens on each GPU
 - full8b    Qwen3-8B, all weights with a compact state, 8 sequences of 1,024 tokens on each GPU; it needs 141 GB
@@ -26,6 +28,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -41,9 +44,13 @@ from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import LocalBackend
+from tinsmith.training.divided_backend import DividedBackend
+from tinsmith.training.divided_decoder import divide
 
-PARTS = ("lora", "large", "full", "full8b", "sampling", "publish", "save", "rl")
+PARTS = ("lora", "divided", "sequence", "large", "full", "full8b", "sampling", "publish", "save", "rl")
 LENGTHS = [32] * 4 if TINY else [1024] * 4
+SEQUENCES = (128, 256) if TINY else (131072, 262144)
+"""Tokens of a sequence that one GPU trains, and of one that all compute together."""
 ROWS = 8 if TINY else 256
 RANK = 4 if TINY else 32
 WARM, CALLS = (2, 4) if TINY else (3, 12)
@@ -63,19 +70,19 @@ class Measured:
         finish()
         self.group.gather(0)
 
-    def seconds(self, step: Callable[[], object], together: bool) -> float:
+    def seconds(self, step: Callable[[], object], together: bool, warm: int = WARM, calls: int = CALLS) -> float:
         """The median of a step. All must take part in what is done together; what is not, the first does alone."""
         self.meet()
         times = []
         if together or self.is_first:
-            for _ in range(WARM + CALLS):
+            for _ in range(warm + calls):
                 finish()
                 started = time.perf_counter()
                 step()
                 finish()
                 times.append(time.perf_counter() - started)
         self.meet()
-        return statistics.median(times[WARM:]) if times else 0.0
+        return statistics.median(times[warm:]) if times else 0.0
 
     def say(self, name: str, figures: Figures) -> None:
         if self.is_first:
@@ -105,6 +112,60 @@ class Measured:
     def lora(self) -> None:
         """LoRA over replicas."""
         self.training("lora", "8B", RANK, "at least 3.85 of 4, 1.92 of 2")
+
+    def divided(self) -> None:
+        """Each GPU keeps its part of the layers, and all put a layer together when it is computed."""
+        config = configuration("8B")
+        base = base_of(config)
+        work = [text_datum("m", tokens) for tokens in batch_of(LENGTHS)]
+        rates = {}
+        for label, kind in (("replicas", LocalBackend), ("divided", DividedBackend)):
+            if kind is DividedBackend:
+                divide(base, self.group)
+            release()
+            backend = kind(base, TrainingConfig(), self.group)
+            backend.create_model("m", LoraShape(RANK, seed=0, train_unembed=False))
+            seconds = self.seconds(partial(train, backend, [work], ["m"]), together=True)
+            rates[label] = sum(LENGTHS) / seconds
+            self.say(f"lora_{label}", {"tokens_per_s_each": rates[label], "step_s": seconds, **peak_memory()})
+            del backend
+            release()
+        if self.is_first:
+            figure(
+                "divided_over_replicas",
+                rates["divided"] / rates["replicas"],
+                "at least 0.95 of bare FSDP2, which has 0.8 to 0.9 of replicas",
+            )
+
+    def sequence(self) -> None:
+        """Work for each second, by what attention and all else cost, on one GPU and on each of all."""
+        config = configuration("4B")
+        backend = LocalBackend(base_of(config), TrainingConfig(), self.group)
+        backend.create_model("m", LoraShape(RANK, seed=0, train_unembed=False))
+        alone, together = (text_datum("m", tokens) for tokens in batch_of(SEQUENCES))
+        numbers = count()
+
+        def all_step() -> None:
+            backend.run_together(next(numbers), together, backward=True)
+            backend.clear_gradients("m")
+
+        def one_step() -> None:
+            outcome = backend.run_pass([alone], backward=True)
+            if outcome.failures:
+                raise RuntimeError(f"out of memory or worse: {outcome.failures}")
+            backend.clear_gradients("m")
+
+        rates = {}
+        for label, step, length, workers in (("one", one_step, SEQUENCES[0], 1), ("all", all_step, SEQUENCES[1], self.group.count)):
+            release()
+            seconds = self.seconds(step, together=workers > 1, warm=1, calls=2)
+            if self.is_first:
+                flops = length / seconds / workers * flops_per_token(config, [length], False)
+                rates[label] = flops
+                figures = {"tokens": length, "tokens_per_s_each": length / seconds / workers, "tflops_each": flops / 1e12}
+                self.say(f"sequence_{label}", figures | {"step_s": seconds} | peak_memory())
+        if self.is_first:
+            figure("sequence_parallel", rates["all"] / rates["one"], "at least 0.7 of one GPU, attention counted")
 
     def large(self) -> None:
         """The same on a large hybrid model, which fills most of a card."""
