@@ -1,5 +1,6 @@
 """A server that only samples finds what another one saves, and changes nothing of it."""
 
+import json
 import time
 import uuid
 from pathlib import Path
@@ -7,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.store.test_store import checkpoint
-from tinsmith.errors import ConfigError, NotFoundError, UserError
+from tinsmith.errors import ConfigError, NotFoundError, TinsmithError, UserError
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.manifest import NAME as MANIFEST
-from tinsmith.store.manifest import write_manifest
+from tinsmith.store.manifest import _own_digest, write_manifest
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.shared import SharedCheckpoints, require_sampled
 from tinsmith.store.store import Store
@@ -81,6 +82,24 @@ def test_a_damaged_or_unfinished_checkpoint_hides_no_other(tmp_path: Path, caplo
     assert shared.find(PATH) == shared.find(PATH) == whole
     assert len([line for line in caplog.messages if "is left out" in line]) == 1
     unfinished.rmdir()
+
+
+def test_a_manifest_that_cannot_be_read_or_lacks_a_field_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where one of several servers that save there is another user's, or of another version."""
+    writer = CheckpointFiles(tmp_path / "other", str(tmp_path / "root"))
+    shared = SharedCheckpoints(CheckpointFiles(tmp_path / "own", str(tmp_path / "root"), only_read=True))
+    foreign, lacking, whole = saved(writer, created_at=9.0), saved(writer, created_at=8.0), saved(writer)
+    manifest = Path(lacking.directory) / MANIFEST
+    content = json.loads(manifest.read_text())
+    del content["sha256"], content["checkpoint"]["kind"]
+    manifest.write_text(json.dumps(content | {"sha256": _own_digest(content)}))
+    (Path(foreign.directory) / MANIFEST).unlink()
+    (Path(foreign.directory) / MANIFEST).mkdir()  # a mode keeps root from nothing
+    assert shared.find(PATH) == shared.find(PATH) == whole
+    (left_out,) = [line for line in caplog.messages if "is left out" in line]
+    assert "manifest.json does not say the checkpoint's kind" in left_out
+    with pytest.raises(TinsmithError, match="cannot be used"):  # it may be the one that is asked for
+        shared.find("tinker://m/sampler_weights/b")
 
 
 def test_a_root_is_only_read(tmp_path: Path) -> None:

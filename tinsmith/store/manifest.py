@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,11 @@ def parse_manifest(text: str | bytes, shown: str) -> Manifest:
     if (content["format_version"], content["block_bytes"]) != (FORMAT_VERSION, BLOCK_BYTES):
         version = content["format_version"]
         raise TinsmithError(f"{shown}/{NAME} has format version {version}; this Tinsmith reads {FORMAT_VERSION}, use the one that wrote it")
-    known = {spec.name for spec in fields(Checkpoint)}
+    known = {spec.name for spec in fields(Checkpoint)} - {"directory"}
     row = {name: value for name, value in content["checkpoint"].items() if name in known}
+    missing = [spec.name for spec in fields(Checkpoint) if spec.default is MISSING and spec.name in known - row.keys()]
+    if missing:
+        raise TinsmithError(f"{shown}/{NAME} does not say the checkpoint's {', '.join(missing)}; use the Tinsmith that wrote it")
     return Manifest(row, {name: FileDigests(**file) for name, file in content["files"].items()})
 
 

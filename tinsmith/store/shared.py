@@ -27,25 +27,38 @@ class SharedCheckpoints:
         """By place, of all manifests that were read: they never change. None if it is no checkpoint to sample from."""
 
     def find(self, tinker_path: str) -> Checkpoint | None:
-        """The newest checkpoint of this path that has not expired, as manifests say. Raises TinsmithError if the root cannot be read."""
+        """The newest checkpoint of this path that has not expired, as manifests say.
+
+        Raises TinsmithError if the root cannot be read, or if there is none and a manifest, which may be its own, cannot be read.
+        """
         with self._lock:
-            self._look()
+            unreadable = self._look()
             found = [row for row in self._rows.values() if row is not None and row.tinker_path == tinker_path]
         alive = [row for row in found if row.expires_at is None or row.expires_at > time.time()]
+        if unreadable and not alive:
+            raise unreadable[0]
         return max(alive, key=lambda row: row.created_at, default=None)
 
-    def _look(self) -> None:
-        """Read the manifests that are new, and forget what has been deleted."""
+    def _look(self) -> list[TinsmithError]:
+        """Read the manifests that are new, and forget what has been deleted. Returns why others could not be read, this time."""
+        unreadable: list[TinsmithError] = []
         places = self.files.places_below_root()
         self._rows = {place: self._rows[place] for place in places if place in self._rows}
         for place in places:
-            if place not in self._rows and (text := self.files.manifest(place)) is not None:
-                self._rows[place] = self._row(place, text)
+            if place not in self._rows:
+                try:
+                    text = self.files.manifest(place)
+                except TinsmithError as error:  # what is wrong with one checkpoint must not hide the others
+                    unreadable.append(error)
+                    continue
+                if text is not None:
+                    self._rows[place] = self._row(place, text)
+        return unreadable
 
     def _row(self, place: str, text: bytes) -> Checkpoint | None:
         try:
             row = parse_manifest(text, self.files.shown(place)).row(place)
-        except TinsmithError as error:  # what is wrong with one checkpoint must not hide the others
+        except TinsmithError as error:
             log.warning("a checkpoint of another server is left out: %s", error)
             return None
         return row if row.kind == "sampler" else None
