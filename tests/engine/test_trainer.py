@@ -83,6 +83,38 @@ def test_models_take_turns_of_half_a_pass_and_go_first_that_were_served_longest_
     ]
 
 
+def test_base_models_take_turns(text_base: BaseModel, tmp_path: Path) -> None:
+    """A long operation on one does not hold up a short one on another, and neither do those behind it that are newer."""
+    here = Here({"tiny": text_base, "other": text_base}, tmp_path, training=TrainingConfig(tokens_per_pass=BUDGET))
+    for model in "ab":
+        here.create(model)
+    here.create("short", base_model="other")
+    here.settle()
+    here.process.is_stuck = True
+    for model in "ab":
+        here.forward(model, 1, [30] * 8)
+    here.until(lambda: here.engine.trainer.forward.passes)
+    here.forward("short", 1, [10, 60])
+    here.until(lambda: len(here.engine.trainer.forward.operations) == 3)
+    here.process.is_stuck = False
+    here.settle()
+    computed = [models[0] for models, _, _ in here.process.computed]
+    assert [place for place, model in enumerate(computed) if model == "s:train:short"] in ([1, 3], [2, 4])
+    for name in ("a", "b", "short"):
+        assert here.error(name, 1) is None
+    assert here.engine.trainer.forward.served.keys() == {"s:train:a", "s:train:b", "s:train:short"}
+
+
+def test_nothing_is_remembered_of_models_that_are_unloaded(here: Here) -> None:
+    here.create("a")
+    here.forward("a", 1, [30] * 5)
+    here.until(lambda: here.engine.trainer.forward.passes)
+    here.say(EndSession("s", save=False))
+    here.settle()
+    assert here.engine.trainer.operations.models == {}
+    assert here.engine.trainer.forward.served == {}
+
+
 def test_a_datum_over_the_budget_runs_alone(here: Here) -> None:
     here.create("a")
     here.forward("a", 1, [100, 4])

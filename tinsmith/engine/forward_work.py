@@ -51,6 +51,8 @@ class ForwardWork:
         """What the worker computes or is going to, by the number of the pass."""
         self.served: dict[str, int] = {}
         """The number of the last pass that had work of a model."""
+        self.served_bases: dict[str, int] = {}
+        """The number of the last pass on a base model."""
         self.complete: list[ForwardOperation] = []
         """Operations that are computed and have not been recorded."""
 
@@ -70,7 +72,6 @@ class ForwardWork:
 
     def cancel(self, model_id: str) -> list[Command]:
         """Give up the operations of a model of which nothing is computed or being computed; returns them in order."""
-        self.served.pop(model_id, None)
         operations = self.operations.pop(model_id, ())
         begun = deque(operation for operation in operations if operation.has_begun)
         if begun:
@@ -78,6 +79,10 @@ class ForwardWork:
         cancelled = [operation for operation in operations if not operation.has_begun]
         self._drop(cancelled)
         return [operation.command for operation in cancelled]
+
+    def forget(self, model_id: str) -> None:
+        """A model is unloaded or lost."""
+        self.served.pop(model_id, None)
 
     def forget_all(self) -> None:
         """The worker is gone, and with it all that it had. What is complete stays to be recorded."""
@@ -107,6 +112,7 @@ class ForwardWork:
                 piece.operation.in_pass.add(piece.index)
                 self.served[piece.operation.command.model_id] = number
             first = pieces[0].operation
+            self.served_bases[first.base_model] = number
             named = [(piece.operation.command.request_id, piece.index) for piece in pieces]
             lengths = [piece.tokens for piece in pieces]
             self.send(RunPass(number, first.base_model, first.backward, named, lengths, pieces[0].together))
@@ -117,12 +123,13 @@ class ForwardWork:
         return 2 * sum(piece.tokens for piece in pieces) > full or any(piece.pixels for piece in pieces)
 
     def _next_pass(self, put_off: set[str]) -> list[Piece]:
-        """A pass on the base model whose work has waited longest."""
+        """A pass on the base model that was served longest ago; among those that never were, on that of the oldest operation."""
         queues = {model_id: queue for model_id, queue in self.operations.items() if model_id not in put_off}
         bases: dict[str, list[deque[ForwardOperation]]] = {}
         for queue in sorted(queues.values(), key=lambda queue: queue[0].command.id):
             bases.setdefault(queue[0].base_model, []).append(queue)
-        passes = (next_pass(of_base, self.tokens_per_pass[name], self.max_pixels, self.served) for name, of_base in bases.items())
+        in_turn = sorted(bases, key=lambda name: self.served_bases.get(name, 0))
+        passes = (next_pass(bases[name], self.tokens_per_pass[name], self.max_pixels, self.served) for name in in_turn)
         return next((pieces for pieces in passes if pieces), [])
 
     # ---- What the worker says

@@ -376,6 +376,7 @@ class Trainer:
 
     def _forget(self, model_id: str) -> None:
         self.queue.drop(model_id)
+        self.forward.forget(model_id)
         self.suspects = {each for each in self.suspects if not each.startswith(f"{model_id}/")}
         self.trained_before += self.trained_tokens.pop(model_id, 0)
 
