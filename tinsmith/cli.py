@@ -5,6 +5,7 @@ are declared there. Each command imports what it needs when it runs, and help is
 at once.
 """
 
+import importlib.util
 import inspect
 import json
 import os
@@ -139,7 +140,22 @@ def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
         raise ConfigError(
             "deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local"
         )
+    _check_ray(config)
     return config
+
+
+def _check_ray(config: Config) -> None:
+    address, device = config.distributed.ray_address, config.models.device
+    if not address:
+        return
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"ray_address={address} needs the package ray; install it with: pip install 'tinsmith[ray]'")
+    if ":" in device:
+        raise ConfigError(
+            f"ray_address={address} and device={device} contradict each other: Ray gives each worker its GPU; use --device cuda"
+        )
+    if config.sampling.sampler == "vllm":
+        raise ConfigError(f"ray_address={address} is not possible with sampler=vllm: its servers would use GPUs that Ray has not reserved")
 
 
 def _option(setting: Setting) -> inspect.Parameter:

@@ -166,6 +166,13 @@ class DistributedConfig:
         "each worker keeps a part: for LoRA, with --sampler none",
         choices=("none", "weights"),
     )
+    ray_address: str = setting(
+        "",
+        "Address of the Ray that gives the workers their GPUs and runs them as actors on this host: auto for the one that runs here, or "
+        "HOST:PORT of its head; empty starts them without Ray",
+        choices=("auto", "HOST:PORT of Ray's head"),
+        pattern=r"|auto|[^:/\s]+:[0-9]+",
+    )
 
 
 @dataclass

@@ -27,6 +27,7 @@ from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Bye, CancelSample, EndSession, ForgetCheckpoint, Sample, SampleDone, SampleFailed, Shutdown
+from tinsmith.protocol.started import read_start
 from tinsmith.protocol.work import (
     Answer,
     CallFailed,
@@ -240,11 +241,11 @@ def take(message: Message, how: str, link: ChildLink, heartbeat: Heartbeat) -> N
 def main() -> None:
     """Answer messages until told to stop, or until the engine is gone."""
     how, address, engine_pid, rank, _, meeting = sys.argv[1:]
-    link = ChildLink(address)
-    heartbeat = Heartbeat(address)
+    _, keys = read_start(sys.stdin.buffer)
+    link = ChildLink(address, keys)
+    heartbeat = Heartbeat(address, keys=keys)
     heartbeat.idle()
     heartbeat.start()
-    sys.stdin.read()
     if how.startswith("member"):
         member = Member(link, int(rank), how.removeprefix("member"), meeting)
         member.heartbeat = heartbeat

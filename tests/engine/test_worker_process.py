@@ -16,6 +16,7 @@ from tests.engine.here import Beat
 from tests.engine.light_worker import COMPUTES_S, FACTS, REASON
 from tinsmith.config import Config, ServerConfig
 from tinsmith.engine import worker_process
+from tinsmith.engine.launching import Launcher
 from tinsmith.engine.loop import Engine
 from tinsmith.engine.worker_group import WorkerGroup
 from tinsmith.engine.worker_process import WorkerProcess
@@ -45,9 +46,9 @@ class Clock:
 class Watched:
     """A worker process, with what it said and why it ended. Its engine's link is real, its engine's loop is `turn`."""
 
-    def __init__(self, link: ChildLink, how: str, **settings: Any) -> None:
+    def __init__(self, link: ChildLink, how: str, launcher: Launcher | None = None, **settings: Any) -> None:
         self.link = link
-        self.process = WorkerProcess(Config(server=ServerConfig(**settings)), link, light(how))
+        self.process = WorkerProcess(Config(server=ServerConfig(**settings)), link, light(how), launcher)
         self.messages: list[Message] = []
         self.ends: list[str] = []
 
@@ -239,7 +240,7 @@ def test_a_worker_that_is_told_to_stop_ends_by_itself_or_is_killed(watch: Callab
     process = worker.process.process
     assert process is not None
     worker.process.stop(LONG_S if how == "ready" else 0.2)
-    assert process.returncode == (0 if how == "ready" else -signal.SIGKILL)
+    assert process.poll() == (0 if how == "ready" else -signal.SIGKILL)
     assert (worker.process.state, worker.process.pid) == ("down", None)
 
 
@@ -277,7 +278,7 @@ def test_an_engine_that_is_told_to_stop_ends_its_worker(tmp_path: Path) -> None:
             engine.receive(0.05)
         server.send(Shutdown())
         engine.run(os.getppid())
-        assert process.returncode == 0
+        assert process.poll() == 0
 
 
 def test_the_server_is_told_that_a_worker_is_lost_and_that_another_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

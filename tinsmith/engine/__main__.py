@@ -6,10 +6,11 @@ Started by the server, with the configuration as JSON on standard input.
 import logging
 import signal
 import sys
+from dataclasses import replace
 
 import orjson
 
-from tinsmith.config import from_tree
+from tinsmith.config import Config, from_tree
 from tinsmith.engine.devices import worker_count
 from tinsmith.engine.loop import Engine
 from tinsmith.engine.worker_group import WorkerGroup
@@ -35,7 +36,7 @@ def main() -> int:
     try:
         config = from_tree(orjson.loads(sys.stdin.buffer.read()))
         start_logging("engine", config.log_level)
-        workers = WorkerGroup(config, link, worker_count(config))
+        workers = _workers(config, link)
         workers.start_if_due()  # before the rest: it takes seconds to import their libraries
         Engine(config, link, heartbeat, workers).run(int(sys.argv[2]))
     except ConfigError as error:
@@ -47,6 +48,18 @@ def main() -> int:
     finally:
         link.close()
     return 0
+
+
+def _workers(config: Config, link: ChildLink) -> WorkerGroup:
+    """The workers, of which none runs yet. Raises ConfigError if they cannot get what they need."""
+    if not config.distributed.ray_address:
+        return WorkerGroup(config, link, worker_count(config))
+    from tinsmith.engine.ray_workers import RayActors  # which takes a second, and may not be installed
+
+    count = worker_count(config, config.distributed.workers)  # Ray says itself which GPUs it has
+    actors = RayActors(config, link.wake)
+    config = replace(config, models=replace(config.models, device=actors.device))
+    return WorkerGroup(config, link, count, launcher=actors)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from tinsmith.config import Config
 from tinsmith.engine.devices import threads_of, visible_gpus
+from tinsmith.engine.launching import ChildProcesses, Launcher
 from tinsmith.engine.routing import Routing
 from tinsmith.engine.shares import divide, join, same_outcome
 from tinsmith.engine.worker_process import LAST_WORDS_S, WORKER, WorkerProcess
@@ -78,10 +79,14 @@ class Awaited:
 class WorkerGroup:
     """All workers of an engine."""
 
-    def __init__(self, config: Config, engine: ChildLink, count: int, program: Sequence[str] = WORKER) -> None:
-        """Nothing runs yet. `engine` is woken up by what the workers say."""
+    def __init__(
+        self, config: Config, engine: ChildLink, count: int, program: Sequence[str] = WORKER, launcher: Launcher | None = None
+    ) -> None:
+        """Nothing runs yet. `engine` is woken up by what the workers say. Without a `launcher` they are children of this process."""
         self.config = config
-        self.workers = [WorkerProcess(_config_of(config, rank, count), engine, program) for rank in range(count)]
+        self.launcher: Launcher = launcher or ChildProcesses()
+        configs = [_config_of(config, rank, count, self.launcher.gpus_by_number) for rank in range(count)]
+        self.workers = [WorkerProcess(each, engine, program, self.launcher) for each in configs]
         self.samplers = range(count if config.sampling.sampler == "local" else 1)
         """The workers that sample. A vLLM server is the first one's."""
         self.models: dict[str, ModelFacts] = {}
@@ -208,6 +213,7 @@ class WorkerGroup:
         for worker in self.workers:
             worker.stop(max(0.0, deadline - time.monotonic()))
         self._forget_meeting()
+        self.launcher.close()
 
     def _forget_meeting(self) -> None:
         if self._meeting is not None:
@@ -373,11 +379,13 @@ class WorkerGroup:
         self.workers[rank].kill()
 
 
-def _config_of(config: Config, rank: int, count: int) -> Config:
+def _config_of(config: Config, rank: int, count: int, gpus_by_number: bool) -> Config:
     """The configuration of one of several workers: a GPU of its own, and vLLM is the first one's."""
     if count == 1:
         return config
-    device = f"cuda:{rank}" if config.models.device != "cpu" and visible_gpus() else "cpu"
+    device = config.models.device
+    if gpus_by_number:
+        device = f"cuda:{rank}" if device != "cpu" and visible_gpus() else "cpu"
     sampler = config.sampling.sampler if rank == 0 or config.sampling.sampler == "local" else "none"
     return replace(config, models=replace(config.models, device=device), sampling=replace(config.sampling, sampler=sampler))
 

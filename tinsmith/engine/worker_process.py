@@ -1,17 +1,14 @@
-"""A worker as a child process of the engine: started, watched, and started again when it has ended."""
+"""The process of a worker: started, watched, and started again when it has ended."""
 
-import contextlib
 import logging
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-import orjson
-
-from tinsmith.config import Config, to_tree
+from tinsmith.config import Config
+from tinsmith.engine.launching import ChildProcesses, Launcher, WorkerProgram, WorkerStart
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.protocol.messages import Message
@@ -41,9 +38,10 @@ WORKER = (sys.executable, "-m", "tinsmith.worker")
 class WorkerProcess:
     """One worker after the other, on the same device."""
 
-    def __init__(self, config: Config, engine: ChildLink, program: Sequence[str] = WORKER) -> None:
-        """Nothing runs yet. `engine` is woken up by what the worker says."""
+    def __init__(self, config: Config, engine: ChildLink, program: Sequence[str] = WORKER, launcher: Launcher | None = None) -> None:
+        """Nothing runs yet. `engine` is woken up by what the worker says. Without a `launcher` it is a child of this process."""
         self.config = config
+        self.launcher: Launcher = launcher or ChildProcesses()
         self.program = program
         self.place = Place()
         """Where the next worker that is started stands."""
@@ -51,7 +49,7 @@ class WorkerProcess:
         """Variables that it gets beside those of this process."""
         self.engine = engine
         self.link: ParentLink | None = None
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: WorkerProgram | None = None
         self.state: Literal["starting", "ready", "down"] = "down"
         self.device = ""
         self.models: dict[str, ModelFacts] = {}
@@ -100,17 +98,10 @@ class WorkerProcess:
         """Start a worker if none runs and it is time."""
         if self.process is not None or self.wait_s > 0:
             return
-        self.link = ParentLink()
+        self.link = ParentLink(self.launcher.host)
         self.engine.listen_to(self.link)
-        place = (str(self.place.rank), str(self.place.count), self.place.meeting)
-        environment = os.environ | self.environment
-        command = [*self.program, self.link.address, str(os.getpid()), *place]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, which `ended` tells
-            self.process.stdin.write(orjson.dumps(to_tree(self.config)))
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+        launch = WorkerStart(self.program, self.place, self.link.address, self.link.keys, self.config, self.environment)
+        self.process = self.launcher.launch(launch)
         self.state, self.fault, self.follows, self._was_ready = "starting", "", False, False
         self._looked_at, self._silent_s, self._still_s, self._beaten = time.monotonic(), 0.0, 0.0, True
 
@@ -178,7 +169,7 @@ class WorkerProcess:
         while not self.fault and exit_code > 0 and time.monotonic() < deadline:  # of one that was killed there are no last words
             time.sleep(0.01)
             self.last_messages += self.receive()
-        reason = f"the worker process ended unexpectedly ({self.fault or _describe(exit_code)})"
+        reason = f"the worker process ended unexpectedly ({self.fault or self.process.fault or _describe(exit_code)})"
         self.engine.forget(self.link)
         self.link.close()
         self.link = self.process = None

@@ -1,6 +1,6 @@
-"""`python -m tinsmith.worker SOCKET ENGINE_PID RANK COUNT MEETING`: a worker process, one of COUNT (`protocol/place.py`).
+"""`python -m tinsmith.worker ADDRESS PARENT_PID RANK COUNT MEETING`: a worker process, one of COUNT (`protocol/place.py`).
 
-Started by the engine, with the configuration as JSON on standard input.
+Started by the engine, or by an actor of Ray for it, with the configuration as JSON on standard input (`protocol/started.py`).
 """
 
 import gc
@@ -8,15 +8,13 @@ import logging
 import signal
 import sys
 
-import orjson
-
-from tinsmith.config import from_tree
 from tinsmith.errors import ConfigError, DeviceLostError, EngineUnavailableError, WorkersLostError
 from tinsmith.logs import start_logging
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.serving import Bye
+from tinsmith.protocol.started import read_start
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +29,9 @@ def main() -> int:
     place = Place(int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
     name = "worker" if place.count == 1 else f"worker {place.rank}"
     start_logging(name)
-    link = ChildLink(sys.argv[1])
-    heartbeat = Heartbeat(sys.argv[1], parent_pid=int(sys.argv[2]))
+    config, keys = read_start(sys.stdin.buffer)
+    link = ChildLink(sys.argv[1], keys)
+    heartbeat = Heartbeat(sys.argv[1], int(sys.argv[2]), keys)
     heartbeat.start()
     gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
     from tinsmith.distributed.process_group import ProcessGroup
@@ -42,7 +41,6 @@ def main() -> int:
     gc.freeze()  # nor does a later collection look through them
     gc.enable()
     try:
-        config = from_tree(orjson.loads(sys.stdin.buffer.read()))
         start_logging(name, config.log_level)
         lock_device(config.models)  # nobody closes it: the process holds it to its end
         bases = load_bases(config)

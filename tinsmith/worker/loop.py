@@ -117,17 +117,17 @@ class Worker:
         self.suspicious = False
         """Something failed for which no client is to blame, since the devices were last tried."""
 
-    def run(self, engine_pid: int) -> None:
-        """Serve until told to stop, or until the engine, which is our parent, is gone: perhaps it went while models were loaded.
+    def run(self, parent_pid: int) -> None:
+        """Serve until told to stop, or until our parent is gone, perhaps while models were loaded: the engine, or its actor in Ray.
 
         Raises DeviceLostError if a device computes nothing any more.
         """
-        if os.getppid() != engine_pid:
+        if os.getppid() != parent_pid:
             return
         device = next(iter(self.bases.values())).device
         self.link.send(WorkerReady([facts.to_dict() for facts in self.facts()], str(device)))
         try:
-            while (not self.stopping or self.is_needed) and os.getppid() == engine_pid:
+            while (not self.stopping or self.is_needed) and os.getppid() == parent_pid:
                 self.heartbeat.idle()
                 self.receive(0.0 if self.has_work else IDLE_S)
                 self.heartbeat.busy()

@@ -1,0 +1,201 @@
+"""Workers as actors of a real Ray: they are started, watched and ended as child processes are, and train as one does."""
+
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from tests.acceptance.conftest import API_KEY
+from tests.acceptance.talking import assert_close, datum, logprobs, text_input, train
+from tests.engine.test_worker_process import Watched, link_of_an_engine
+from tests.ray_head import ray_head
+from tests.running import START_S, Server, serving, tinsmith_here
+from tinsmith.config import Config, DistributedConfig, ModelsConfig
+from tinsmith.engine.ray_workers import RayActors
+from tinsmith.errors import ConfigError
+
+CORES = 2
+STEP = types.AdamParams(learning_rate=0.005, beta1=0.9, beta2=0.95, eps=1.0)
+"""Small enough that rounding does not grow from step to step."""
+GREEDY = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
+DIED = "worker 1 of 2: the worker process ended unexpectedly (signal 9)"
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a Ray for all tests here. Nothing of it is left, and nobody elsewhere could reach it."""
+    with ray_head(CORES) as address:
+        (head,) = (child for child in psutil.Process().children() if "tests.ray_head" in child.cmdline())
+        processes = [head, *head.children(recursive=True)]
+        listening = [each.laddr for process in processes for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        assert {each.ip.removeprefix("::ffff:") for each in listening} == {"127.0.0.1"}
+        yield address
+    _, left = psutil.wait_procs(processes, START_S)
+    assert left == []
+
+
+def configured(address: str, data_dir: Path, workers: int = 1, device: str = "auto") -> Config:
+    distributed = DistributedConfig(workers=workers, ray_address=address)
+    return Config(["tiny=unused"], str(data_dir), distributed=distributed, models=ModelsConfig(device=device))
+
+
+@contextmanager
+def watched(address: str, data_dir: Path, how: str) -> Iterator[Watched]:
+    """A worker without models, in an actor."""
+    with link_of_an_engine() as (_, link), closing(RayActors(configured(address, data_dir), link.wake)) as actors:
+        worker = Watched(link, how, actors)
+        yield worker
+        worker.process.stop(0.0)
+
+
+def test_a_worker_in_an_actor_answers_ends_and_is_started_again_as_a_child_is(address: str, tmp_path: Path) -> None:
+    with watched(address, tmp_path, "ready") as worker:
+        assert worker.start()
+        worker.ask("a path")
+        worker.until(lambda: worker.answers)
+        assert worker.answers == ["a path"]
+        process = psutil.Process(worker.process.pid)
+        actor = process.parent()
+        assert actor is not None
+        assert "WorkerActor" in actor.cmdline()[0]
+
+        worker.ask("lost")  # it ends itself, with a reason
+        worker.until(lambda: worker.ends)
+        assert worker.ends == ["the worker process ended unexpectedly (cuda:0 computes nothing any more)"]
+
+        second = start_again(worker)
+        psutil.Process(second).kill()
+        worker.until(lambda: len(worker.ends) == 2)
+        assert worker.ends[-1] == "the worker process ended unexpectedly (signal 9)"
+
+        third = psutil.Process(start_again(worker))
+        actor = third.parent()
+        assert actor is not None
+        actor.kill()
+        worker.until(lambda: len(worker.ends) == 3)
+        assert "its Ray actor has ended" in worker.ends[-1]
+
+        fourth = psutil.Process(start_again(worker))
+        fourth.suspend()  # one that hangs
+        worker.process.kill()
+        worker.until(lambda: len(worker.ends) == 4)
+        assert psutil.wait_procs([process, third, fourth, actor], START_S)[1] == []
+        fifth = psutil.Process(start_again(worker))
+        worker.process.stop(START_S)
+        assert psutil.wait_procs([fifth], START_S)[1] == []
+
+
+def start_again(worker: Watched) -> int:
+    """Start the next one, when it is time."""
+    worker.until(lambda: worker.process.wait_s == 0)
+    return worker.start()
+
+
+def test_what_ray_does_not_have_is_said_with_its_remedy(address: str, tmp_path: Path) -> None:
+    def refused(config: Config) -> str:
+        with pytest.raises(ConfigError) as error:
+            RayActors(config, lambda: None)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "Ray has 2 CPUs on this host (127.0.0.1)" in refused(configured(address, tmp_path, 3))
+    assert "start Ray here with --num-gpus 2" in refused(configured(address, tmp_path, 2, "cuda"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = f"127.0.0.1:{free.getsockname()[1]}"
+    assert f"--ray-address {nobody}: nobody answers there" in refused(configured(nobody, tmp_path))
+
+
+def test_a_data_directory_that_the_actors_do_not_see_is_refused(address: str, tmp_path: Path) -> None:
+    directory = tmp_path / "data"
+    directory.mkdir()
+    with watched(address, directory, "ready") as worker:
+        directory.rename(tmp_path / "elsewhere")
+        worker.process.start_if_due()
+        worker.until(lambda: worker.ends)
+        assert "does not see the server's data_dir" in worker.ends[0]
+
+
+def step(model: tinker.TrainingClient) -> list[np.ndarray]:
+    """Log-probabilities before a step."""
+    work = [datum(text_input(seed, 5 + 9 * seed), seed) for seed in range(7)]
+    found = logprobs(model.forward_backward(work, "cross_entropy").result(timeout=START_S))
+    model.optim_step(STEP).result(timeout=START_S)
+    return found
+
+
+def sampled(model: tinker.TrainingClient) -> list[list[int]]:
+    """Greedy answers of a model."""
+    sampler = model.save_weights_and_get_sampling_client()
+    replies = [sampler.sample(text_input(seed, 5), 1, GREEDY).result(timeout=START_S) for seed in range(4)]
+    return [reply.sequences[0].tokens for reply in replies]
+
+
+def workers_of(server: Server) -> list[psutil.Process]:
+    """The processes of the workers, by rank: children of actors, not of the engine."""
+    status = server.wait_for_status(lambda status: [worker["state"] for worker in status["workers"]] == ["ready"] * 2)
+    found = [psutil.Process(worker["pid"]) for worker in status["workers"]]
+    assert all("WorkerActor" in (process.parent() or process).cmdline()[0] for process in found)
+    return found
+
+
+def test_a_server_with_two_actors_trains_as_one_worker_names_the_one_that_dies_and_leaves_none(
+    address: str, family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1", "--tokens-per-pass", "64", "--device", "cpu"]
+    (tmp_path / "alone").mkdir()
+    with serving(tmp_path / "alone", *options) as alone:
+        alone.wait_for_health()
+        with tinker.ServiceClient(base_url=alone.url, api_key=API_KEY) as service:
+            model = train(service, "text")
+            expected = [step(model) for _ in range(4)]
+            answers = sampled(model)
+    assert np.abs(expected[3][6] - expected[2][6]).max() > 1e-3  # a step that is lost or doubled would be seen
+    with serving(tmp_path, *options, "--workers", "2", "--ray-address", address) as server:
+        server.wait_for_health()
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            workers = workers_of(server)
+            model = train(service, "text")
+            found = [step(model) for _ in range(3)]
+            saved = model.save_state("kept").result(timeout=START_S).path
+            workers[1].kill()
+            server.wait_for_log(DIED)
+            found.append(step(model))  # the model comes back as the steps before have left it
+            for ours, alones in zip(found, expected, strict=True):
+                assert_close(ours, alones, atol=1e-5)
+            assert sampled(model) == answers
+            model = service.create_training_client_from_state_with_optimizer(saved).result(timeout=START_S)
+            assert_close(step(model), expected[3], atol=1e-5)
+            again = workers_of(server)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(timeout=START_S) == 0
+    assert psutil.wait_procs([*workers, *again], START_S)[1] == []
+    said = server.log.read_text()
+    assert "worker 0" in said  # what the actors write
+    assert "Traceback" not in said
+
+
+def test_what_cannot_be_combined_with_ray_is_refused_before_anything_starts() -> None:
+    for options, why in (
+        (["--device", "cuda:1"], "Ray gives each worker its GPU"),
+        (["--sampler", "vllm"], "its servers would use GPUs that Ray has not reserved"),
+        (["--ray-address", "ray://here"], "--ray-address='ray://here' must be one of auto"),
+    ):
+        result = tinsmith_here("serve", "--base-model", "tiny", "--ray-address", "auto", *options)
+        assert result.returncode == 2
+        assert why in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_a_missing_ray_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = tinsmith_here("serve", "--base-model", "tiny", "--ray-address", "auto")
+    assert result.returncode == 2
+    assert "pip install 'tinsmith[ray]'" in result.stderr

@@ -1,0 +1,104 @@
+"""How the program of a worker is started: as a child process of the engine. `ray_workers.py` has the other way, by the same interface."""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+import orjson
+
+from tinsmith.config import Config, to_tree
+from tinsmith.protocol.gate import ChildKeys
+from tinsmith.protocol.place import Place
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """What a worker is started with."""
+
+    program: Sequence[str]
+    place: Place
+    address: str
+    """Of the engine's end of its link."""
+    keys: ChildKeys | None
+    config: Config
+    variables: Mapping[str, str]
+    """Of the environment, beside those of the engine."""
+
+    def command(self, parent_pid: str) -> list[str]:
+        """The program and its arguments, to be started by the process `parent_pid`."""
+        return [*self.program, self.address, parent_pid, str(self.place.rank), str(self.place.count), self.place.meeting]
+
+    @property
+    def standard_input(self) -> bytes:
+        """What it reads first, and other users of its host do not see: `protocol/started.py`."""
+        return orjson.dumps({"config": to_tree(self.config), "keys": None if self.keys is None else asdict(self.keys)})
+
+
+class WorkerProgram(Protocol):
+    """The program of a worker, wherever it runs. `subprocess.Popen` is one, but for `fault`."""
+
+    fault: str
+    """Why it has ended, if its exit code does not say that."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process, once that is known."""
+        ...
+
+    def poll(self) -> int | None:
+        """Its exit code, or the negative number of the signal that ended it; None while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As `poll`, when it has ended. Raises subprocess.TimeoutExpired if that takes longer than `timeout` seconds."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts the programs of workers."""
+
+    host: str | None
+    """The address of this host at which workers find the engine; None for workers that are its own children."""
+    gpus_by_number: bool
+    """Whether a worker sees the GPUs of others too, so that it is told the number of its own."""
+
+    def launch(self, launch: WorkerStart) -> WorkerProgram:
+        """Start a program; returns without waiting for it."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is started any more."""
+        ...
+
+
+class ChildProcess(subprocess.Popen[bytes]):
+    """A program that this process has started."""
+
+    fault = ""
+
+
+class ChildProcesses:
+    """Starts workers as child processes."""
+
+    host: str | None = None
+    gpus_by_number = True
+
+    def launch(self, launch: WorkerStart) -> ChildProcess:
+        """Start a program."""
+        process = ChildProcess(launch.command(str(os.getpid())), stdin=subprocess.PIPE, env=os.environ | dict(launch.variables))
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, which `poll` tells
+            process.stdin.write(launch.standard_input)
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        return process
+
+    def close(self) -> None:
+        """Nothing is held."""
