@@ -12,7 +12,6 @@ import logging
 import shutil
 import tempfile
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from tinsmith.engine.worker_process import LAST_WORDS_S, WORKER, WorkerProcess
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.place import Place
+from tinsmith.protocol.place import Place, writer_of
 from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Sample, SampleDone, SampleFailed
 from tinsmith.protocol.work import (
     Answer,
@@ -252,7 +251,7 @@ class WorkerGroup:
 
     def _writer_of(self, model_id: str) -> int:
         """The worker that writes what is saved of a model."""
-        return zlib.crc32(model_id.encode()) % self.count
+        return writer_of(model_id, self.count)
 
     def _ask(self, message: Prepare | RunPass | Call, ranks: Sequence[int]) -> None:
         self._awaited[message.number] = Awaited(message, ranks)

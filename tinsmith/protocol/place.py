@@ -1,5 +1,6 @@
 """Where a worker stands among those that hold the same models."""
 
+import zlib
 from dataclasses import dataclass
 
 
@@ -17,3 +18,12 @@ class Place:
     def name(self) -> str:
         """As messages name it."""
         return f"worker {self.rank} of {self.count}" if self.count > 1 else "the worker"
+
+    def writes(self, model_id: str) -> bool:
+        """Whether this is the worker that writes what is saved of a model."""
+        return writer_of(model_id, self.count) == self.rank
+
+
+def writer_of(model_id: str, count: int) -> int:
+    """The one of `count` workers that writes what is saved of a model: all have the same, and different models keep different ones busy."""
+    return zlib.crc32(model_id.encode()) % count

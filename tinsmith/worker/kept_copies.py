@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from tinsmith.errors import TinsmithError
+from tinsmith.protocol.place import Place
 from tinsmith.store.files import WRITING_PREFIX, kept_copies
 from tinsmith.store.manifest import write_manifest
 from tinsmith.store.records import Checkpoint
@@ -32,12 +33,13 @@ log = logging.getLogger(__name__)
 class KeptCopies:
     """The copies that this worker writes."""
 
-    def __init__(self, data_dir: Path, limit_bytes: float, share: float, threads: Background) -> None:
-        """They take at most `limit_bytes` on the disk, and that `share` of each model's time."""
+    def __init__(self, data_dir: Path, limit_bytes: float, share: float, threads: Background, place: Place) -> None:
+        """They take at most `limit_bytes` on the disk, and that `share` of each model's time. At other places others write copies."""
         self.data_dir = data_dir
         self.limit_bytes = limit_bytes
         self.share = share
         self.threads = threads
+        self.place = place
         self.reserved: dict[str, int] = {}
         """Bytes that the copies of each model take on the disk: two of them, because the former stays while the next is written."""
         self.paid_off_at: dict[str, float] = {}
@@ -71,8 +73,8 @@ class KeptCopies:
         self.threads.run(partial(write_copy, state, model_id, directory, before), partial(self._written, model_id, started, then))
 
     def restored(self, model_id: str, directory: str, parameters: int) -> None:
-        """A model was loaded from a directory: if that is a kept copy of it, the room is taken."""
-        if Path(directory).parent == kept_copies(self.data_dir, model_id):
+        """A model was loaded from a directory: if that is a kept copy of it, and the next one is written here, the room is taken."""
+        if self.place.writes(model_id) and Path(directory).parent == kept_copies(self.data_dir, model_id):
             self.reserved[model_id] = _room(parameters)
 
     def forget(self, model_id: str) -> None:

@@ -24,6 +24,7 @@ from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
+from tinsmith.protocol.place import Place
 from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Sample, SampleFailed, Shutdown
 from tinsmith.protocol.work import (
     CallFailed,
@@ -110,7 +111,7 @@ class Worker:
         self.longest_trained = {name: each.longest for name, each in trained.items()}
         self.passes = Passes(trained, self.rendering, self.send, self.due.append, self.recorded.find)
         room = config.training.kept_copies_gib * 2**30 / (group.count if group else 1)
-        kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies)
+        kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies, group.place if group else Place())
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)
         self.status = WorkerStatusReporter(self.samples, self.send)
         self.stopping = False
