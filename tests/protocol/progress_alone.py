@@ -1,4 +1,4 @@
-"""Signs that a process gets on: its own work, that of what it has started, and waiting for others."""
+"""Cases of `test_progress.py`: signs that a process gets on are its own work, that of what it has started, and waiting for others."""
 
 import subprocess
 import sys
