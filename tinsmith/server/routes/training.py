@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 router = APIRouter()
 
 
-def _require_training(request: Request) -> None:
+async def _require_training(request: Request) -> None:  # as a plain function it would be called in a thread for every request
     if not hub_of(request).config.training.trains:
         raise UserError(
             "this server does not train: it was started with --train none and samples base models and checkpoints only; "

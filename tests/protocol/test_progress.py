@@ -1,0 +1,17 @@
+"""Signs that a process gets on, judged in a process of its own: in this one other tests have left threads and children."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.running import START_S
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_signs_of_progress() -> None:
+    cases = "tests/protocol/progress_alone.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", cases]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)
+    assert ended.returncode == 0, ended.stdout
+    assert "3 passed" in ended.stdout
