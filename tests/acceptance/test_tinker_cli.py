@@ -35,19 +35,17 @@ def command(server: Server, tmp_path: Path) -> Command:
     return run
 
 
+def succeed(command: Command, *arguments: str) -> str:
+    """Run a command that must succeed; what it prints. Its callers also look at what it did."""
+    done = command(*arguments)
+    # The SDK's HTTP library may abort Python 3.11 at its end, when all is done and printed.
+    assert done.returncode in (0, -signal.SIGABRT), done.stderr
+    return done.stdout
+
+
 def answer(command: Command, *arguments: str) -> Any:
     """What a command prints as JSON."""
-    done = command("--format", "json", *arguments)
-    # The SDK's HTTP library may abort Python 3.11 at its end, when all is printed.
-    assert done.returncode in (0, -signal.SIGABRT), done.stderr
-    return json.loads(done.stdout)
-
-
-def succeed(command: Command, *arguments: str) -> str:
-    """Run a command that must succeed; what it prints."""
-    done = command(*arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return json.loads(succeed(command, "--format", "json", *arguments))
 
 
 def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:

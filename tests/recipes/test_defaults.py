@@ -32,4 +32,5 @@ def test_reasoning_is_scored_with_the_default_model(random_models: Workshop) -> 
     outcome = random_models.completed(
         "true_thinking_score.analyze", "dataset=gsm8k", "n_problems=2", "max_tokens=48", "log_path=true_thinking_score"
     )
+    assert "Problems: 2/2 succeeded" in outcome.output
     assert "Failed" not in outcome.output

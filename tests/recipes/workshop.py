@@ -13,6 +13,9 @@ from typing import Any
 
 from tests.running import tinsmith
 
+LAST_WORDS = ("completed successfully", "Training completed", "Results saved to")
+"""What recipes say when they are done."""
+
 PYTHON = Path(__file__).parents[2] / ".venv-recipes" / "bin" / "python"
 BASE_MODEL, CHAT_MODEL, SMALL_MODEL = "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-4B"
 """What most recipes train if they are not told otherwise. Tiny models of the same family are served under these names."""
@@ -86,9 +89,9 @@ class Workshop:
     def completed(self, recipe: str, *options: str) -> Outcome:
         """The outcome of a recipe that must succeed."""
         outcome = self.run(recipe, *options)
-        # The SDK's HTTP library aborts a Python 3.11 that ends while an answer comes in. A recipe that trains asynchronously ends that way
-        # now and then, after it has said that it is done.
-        aborted_at_exit = outcome.exit_code == -signal.SIGABRT and "completed successfully" in outcome.output
+        # The SDK's HTTP library aborts a Python 3.11 that ends while an answer comes in. A recipe ends that way now and then, after it has
+        # said that it is done.
+        aborted_at_exit = outcome.exit_code == -signal.SIGABRT and any(words in outcome.output for words in LAST_WORDS)
         assert outcome.exit_code == 0 or aborted_at_exit, f"exit code {outcome.exit_code}: {outcome.output[-6000:]}"
         return outcome
 
