@@ -1,7 +1,11 @@
-"""Where the time of a step goes on one GPU: how long the device is busy, how many kernels run, and the longest ones.
+"""Where the time of a step goes on one GPU: how long the device is busy, its longest kernels, and what Python does meanwhile.
+
+`wall_ms` is that of steps that nothing watches. What Python does is the time in each function itself, by its own profiler, which makes
+Python slower: it says where time goes, not how much.
 
 - lora      a training step of Qwen3-4B, LoRA of rank 32, 4 sequences of 1,024 tokens
 - hybrid    the same of Qwen3.5-4B
+- mixed     32 sequences of 128 to 4,096 tokens
 - full      Qwen3-1.7B, all weights, 8 sequences
 - pictures  Qwen3-VL-4B, 8 new pictures
 - decode    a step of the sampler, Qwen3-1.7B, 64 requests, half of them with an adapter
@@ -10,10 +14,11 @@
     python -m benchmarks.gpu.profile --parts lora,decode
 """
 
+import cProfile
 import itertools
+import pstats
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,32 +27,47 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.measuring import DEVICE, Figures, begin, finish, isolated, release, say
 from benchmarks.gpu.sampling import ALONE, MANY, Load, Requests, adapter_of, sampler_of, stepped
 from benchmarks.gpu.shapes import base_of, configuration, network_of
-from benchmarks.gpu.training import LENGTH, RANK, backend_of, batch_of, datum, filled, rendered_pictures, text_datum, train
+from benchmarks.gpu.training import LENGTH, RANK, backend_of, batch_of, datum, filled, mixed_lengths, rendered_pictures, text_datum, train
 from tinsmith.models.base import BaseModel
 
-PARTS = ("lora", "hybrid", "full", "pictures", "decode", "alone")
+PARTS = ("lora", "hybrid", "mixed", "full", "pictures", "decode", "alone")
 LONGEST = 28
-"""So many kernels are listed."""
+"""So many kernels, and so many functions, are listed."""
 
 
-@contextmanager
-def profiled(steps: int) -> Iterator[Figures]:
-    """Around that many steps: fills in milliseconds of each, and lists the kernels."""
-    found: Figures = {}
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if DEVICE == "cuda" else [])]
+def profiled(step: Callable[[], object], steps: int) -> Figures:
+    """Milliseconds of each of that many steps; lists the kernels and the functions."""
     finish()
     began = time.perf_counter()
+    _repeat(step, steps)
+    wall_s = time.perf_counter() - began
+    python = cProfile.Profile()
+    python.runcall(_repeat, step, steps)
+    _list_functions(python, steps)
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if DEVICE == "cuda" else [])]
     with profile(activities=kinds) as profiler:
-        yield found
-        finish()
-        wall_s = time.perf_counter() - began
+        _repeat(step, steps)
     kernels = [event for event in profiler.events() or () if str(event.device_type).endswith("CUDA")]
-    found |= {"wall_ms": 1000 * wall_s / steps, "busy_ms": _covered(kernels) / 1000 / steps, "kernels": len(kernels) / steps}
     by_name: dict[str, list[float]] = {}
     for kernel in kernels:
         by_name.setdefault(kernel.name, []).append(kernel.time_range.elapsed_us())
     for name, times in sorted(by_name.items(), key=lambda pair: -sum(pair[1]))[:LONGEST]:
         say(ms=round(sum(times) / 1000 / steps, 3), calls=round(len(times) / steps, 1), kernel=name[:110])
+    return {"wall_ms": 1000 * wall_s / steps, "busy_ms": _covered(kernels) / 1000 / steps, "kernels": len(kernels) / steps}
+
+
+def _repeat(step: Callable[[], object], steps: int) -> None:
+    for _ in range(steps):
+        step()
+    finish()
+
+
+def _list_functions(python: cProfile.Profile, steps: int) -> None:
+    found: Any = pstats.Stats(python)
+    by_time = sorted(found.stats.items(), key=lambda item: -item[1][2])
+    for (file, line, name), (_, calls, own_s, _, _) in by_time[:LONGEST]:
+        place = name if file == "~" else f"{'/'.join(file.split('/')[-2:])}:{line} {name}"
+        say(python_ms=round(1000 * own_s / steps, 3), calls=round(calls / steps, 1), function=place[:110])
 
 
 def _covered(kernels: list[Any]) -> float:
@@ -59,10 +79,10 @@ def _covered(kernels: list[Any]) -> float:
     return covered
 
 
-def training(shape: str, count: int, rank: int) -> Figures:
+def training(shape: str, lengths: Sequence[int], rank: int) -> Figures:
     """Steps on text."""
     backend = backend_of(_base(shape), {"m": rank})
-    work = [text_datum("m", tokens) for tokens in batch_of([LENGTH] * count)]
+    work = [text_datum("m", tokens) for tokens in batch_of(lengths)]
     return _steps(lambda: train(backend, filled(work, backend.tokens_per_pass), ["m"]))
 
 
@@ -88,10 +108,7 @@ def _base(shape: str) -> BaseModel:
 def _steps(step: Callable[[], None]) -> Figures:
     for _ in range(4):
         step()
-    with profiled(3) as found:
-        for _ in range(3):
-            step()
-    return found
+    return profiled(step, 3)
 
 
 def decoding(load: Load) -> Figures:
@@ -103,19 +120,17 @@ def decoding(load: Load) -> Figures:
         requests.add(sampler, load.prompt, 1000, adapter if row < load.with_adapter else None)
     for _ in range(load.prompt):
         stepped(sampler)
-    with profiled(20) as found:
-        for _ in range(20):
-            stepped(sampler)
-    return found
+    return profiled(partial(stepped, sampler), 20)
 
 
 def main() -> None:
     """Profile what was asked for."""
     asked = begin(__doc__, PARTS)
     actions: dict[str, Callable[[], Figures]] = {
-        "lora": partial(training, "4B", 4, RANK),
-        "hybrid": partial(training, "Qwen3.5-4B", 4, RANK),
-        "full": partial(training, "1.7B", 8, 0),
+        "lora": partial(training, "4B", [LENGTH] * 4, RANK),
+        "hybrid": partial(training, "Qwen3.5-4B", [LENGTH] * 4, RANK),
+        "mixed": partial(training, "4B", mixed_lengths(), RANK),
+        "full": partial(training, "1.7B", [LENGTH] * 8, 0),
         "pictures": pictures,
         "decode": partial(decoding, MANY[0]),
         "alone": partial(decoding, ALONE),

@@ -59,6 +59,11 @@ def batch_of(lengths: Sequence[int]) -> Batch:
     return [generator.integers(0, 1500, length).astype(np.int32) for length in lengths]
 
 
+def mixed_lengths() -> list[int]:
+    """Those of 32 sequences."""
+    return [int(n) for n in np.random.default_rng(1).integers(MIXED[0], MIXED[1] + 1, 32)]
+
+
 def datum(model_id: str, rendered: RenderedInput) -> DatumWork:
     """Next-token prediction on all tokens but the last, whose target is unknown."""
     targets = np.append(rendered.token_ids[1:], 0).astype(np.int64)
@@ -220,7 +225,7 @@ class Script:
 
     def mixed(self) -> None:
         """32 sequences of many lengths."""
-        lengths = [int(n) for n in np.random.default_rng(1).integers(MIXED[0], MIXED[1] + 1, 32)]
+        lengths = mixed_lengths()
         self.case("mixed", "ours", partial(ours, "4B", lengths, {"m": RANK}, self.matmul))
         self.case("mixed", "ours_one_by_one", partial(ours, "4B", lengths, {"m": RANK}, self.matmul, alone=True))
         self.case("mixed", "peft", partial(theirs, "4B", lengths, self.matmul))
