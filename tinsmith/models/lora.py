@@ -95,6 +95,13 @@ class Adapter:
                 pair.b.requires_grad_()
         return self._working
 
+    def working_on_host(self) -> dict[str, LoraPair]:
+        """The same matrices in the memory of the host, where one transfer brings all of them."""
+        if self.flat_working.device.type == "cpu":
+            return self._pairs(self.flat_working)
+        held = torch.empty(self.flat_working.shape, dtype=self.dtype, pin_memory=True)
+        return self._pairs(held.copy_(self.flat_working))
+
     def _pairs(self, flat: Tensor) -> dict[str, LoraPair]:
         tensors = self.cut([flat])  # a, b, a, b and so on
         return {name: LoraPair(a, b) for name, a, b in zip(self._names, tensors[::2], tensors[1::2], strict=True)}

@@ -34,7 +34,7 @@ def write_download(adapter: Adapter, base: Layout, source: str, label: str, dire
     if len(names) > 1 and LM_HEAD in names:
         # PEFT refuses an adapter if it finds no target, but drops the others without a word if it finds one.
         targets.remove(LM_HEAD)
-    write_adapter(adapter, names, targets, label, directory)
+    write_adapter(adapter.masters, adapter.shape.rank, names, targets, label, directory)
 
 
 def _stored_names(source: str) -> Iterator[str]:

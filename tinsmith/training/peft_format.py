@@ -57,12 +57,14 @@ def write_peft(adapter: Adapter, base: Layout, base_name: str, directory: Path) 
     _write(layers, list(layers), adapter.shape.rank, base_name, directory)
 
 
-def write_adapter(adapter: Adapter, names: Mapping[str, str], targets: list[str], base_name: str, directory: Path) -> None:
-    """Write the two files of an adapter, with a layer for each target of ours.
+def write_adapter(
+    pairs: Mapping[str, LoraPair], rank: int, names: Mapping[str, str], targets: list[str], base_name: str, directory: Path
+) -> None:
+    """Write the two files of an adapter of this rank, with a layer for each target of ours.
 
     `names` maps our names to those in the file; `targets` is what PEFT looks for.
     """
-    _write({names[name]: pair for name, pair in adapter.masters.items()}, targets, adapter.shape.rank, base_name, directory)
+    _write({names[name]: pair for name, pair in pairs.items()}, targets, rank, base_name, directory)
 
 
 def _whole_layers(adapter: Adapter, base: Layout) -> dict[str, LoraPair]:

@@ -7,6 +7,7 @@ need others wait until those that run have ended, in the order in which they cam
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -237,17 +238,27 @@ class Publisher:
         return await once(instance.adapters, key, partial(self._load, instance, key, adapter))
 
     async def _load(self, instance: Instance, key: str, adapter: Adapter) -> str:
+        began = time.monotonic()
         path = await once(self.folders, key, partial(asyncio.to_thread, self.files.write, adapter))
         # Another name for every instance, because a server that we did not start may have the adapter of a former one. The server compares
         # what it has loaded with the identity at the end.
         name = f"{self.files.root.name}-{instance.number}-{path.name}-{await asyncio.to_thread(self.files.identity, adapter)}"
+        written = time.monotonic()
         await instance.connection.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+        loaded = time.monotonic()
         if not await _has_compared(instance, name):
             await self._unload(instance, name)
             raise TinsmithError(
                 f"the vLLM server at {instance.connection.url} does not compare adapters with the trainer's; start it with "
                 "--worker-extension-cls tinsmith.sampling.inside_vllm.worker.WorkerExtension of this version of Tinsmith"
             )
+        log.info(
+            "adapter %s is on the vLLM server at %s: %.0f ms to write it, %.0f to load it",
+            key,
+            instance.connection.url,
+            1000 * (written - began),
+            1000 * (loaded - written),
+        )
         return name
 
     async def _unload(self, instance: Instance, name: str) -> None:
