@@ -62,13 +62,13 @@ def test_serve_offers_every_setting_with_help_unit_and_default() -> None:
         ),
         (
             ["--base-model", "org/x", "--train", "none", "--sampler", "none"],
-            "tinsmith: train=none is possible with sampler=local only, not with sampler=none: nothing would be left to serve\n",
+            "tinsmith: train=none is not possible with sampler=none: nothing would be left to serve\n",
         ),
         (
-            ["--base-model", "org/x", "--train", "none", "--sampler", "vllm"],
+            ["--base-model", "org/x", "--train", "none", "--sampler", "vllm", "--memory-share", "0.5"],
             (
-                "tinsmith: train=none is possible with sampler=local only, not with sampler=vllm: vLLM is compared with the trainer's copy "
-                "of the base model\n"
+                "tinsmith: memory_share=0.5 has no effect with train=none and sampler=vllm, which gives vLLM the GPUs; leave it "
+                "out, and pass --vllm-arg=--gpu-memory-utilization=SHARE\n"
             ),
         ),
         (

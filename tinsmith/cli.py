@@ -124,10 +124,12 @@ def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
     idle = [each.option for each in settings() if each.path[0] == "training" and each.name in given.keys() - {"train", "logits_chunk"}]
     if not config.training.trains and idle:
         raise ConfigError(f"{', '.join(idle)} has no effect with train=none; leave it out, or let the server train")
-    if not config.training.trains and sampler != "local":
+    if not config.training.trains and sampler == "none":
+        raise ConfigError("train=none is not possible with sampler=none: nothing would be left to serve")
+    if config.only_compares and config.models.memory_share != 1:
         raise ConfigError(
-            f"train=none is possible with sampler=local only, not with sampler={sampler}: "
-            + ("vLLM is compared with the trainer's copy of the base model" if sampler == "vllm" else "nothing would be left to serve")
+            f"memory_share={config.models.memory_share:g} has no effect with train=none and sampler=vllm, which gives vLLM the GPUs; "
+            "leave it out, and pass --vllm-arg=--gpu-memory-utilization=SHARE"
         )
     if config.training.sequence_parallel_from:
         if config.distributed.workers == 1:

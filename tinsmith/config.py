@@ -372,6 +372,11 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
 
+    @property
+    def only_compares(self) -> bool:
+        """Whether the worker trains and samples nothing itself: vLLM servers sample, and it compares what they compute."""
+        return self.sampling.sampler == "vllm" and not self.training.trains
+
 
 @dataclass(frozen=True)
 class Setting:

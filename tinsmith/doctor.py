@@ -92,7 +92,8 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
 
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     """Sizes of each base model, and whether all of them fit together where they would run."""
-    from tinsmith.models.budget import divide_memory, full_state, reserve_of  # here, because they import transformers
+    from tinsmith.models.base import loading_of  # here, because these import transformers
+    from tinsmith.models.budget import divide_memory, full_state, reserve_of
     from tinsmith.models.sizing import size_of
     from tinsmith.sampling.local.cache_shape import CacheShape
     from tinsmith.sampling.prefix import BLOCK
@@ -102,7 +103,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     known: dict[str, Sizes] = {}
     for name, source in base_model_sources(config).items():
         try:
-            known[name] = replace(size_of(source, config.models), parts=workers)
+            known[name] = replace(size_of(source, loading_of(config)), parts=workers)
         except (ConfigError, OSError, ValueError) as error:  # transformers cannot read, or fetch, the configuration
             yield Finding(name, "missing", str(error).splitlines()[0])
     if not known:

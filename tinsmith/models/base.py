@@ -6,7 +6,7 @@ rendering computed; the outer transformers `forward`, which looks for placeholde
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 from transformers import logging as transformers_logging
 
-from tinsmith.config import ModelsConfig
+from tinsmith.config import Config, ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import ATTENTION
 from tinsmith.models.compiled import keep_compiled
@@ -305,6 +305,17 @@ def pick_device(wanted: str) -> torch.device:
         if device.index >= torch.cuda.device_count():
             raise ConfigError(f"device={wanted!r}: this machine has {torch.cuda.device_count()} CUDA devices that this PyTorch can use")
     return device
+
+
+def loading_of(config: Config) -> ModelsConfig:
+    """How a worker loads its base models: as configured, or into the host's memory if it only compares vLLM servers with them.
+
+    The device that is configured is the servers' then, and the precision is what that device computes in.
+    """
+    if not config.only_compares:
+        return config.models
+    dtype = pick_dtype(config.models.dtype, pick_device(config.models.device))
+    return replace(config.models, device="cpu", dtype=str(dtype).removeprefix("torch."))
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:

@@ -71,6 +71,8 @@ def divide_memory(free: int, bases: int, model: ModelBytes, passes: PassMemory, 
     takes without recomputation, but no more than half of what it shares with the cache, if it fits into that by recomputing.
     """
     sampling = config.sampling
+    if config.only_compares:
+        return Budget(0, 0)
     if not config.training.trains:
         left = _what_is_left_to_sampling(free, passes, config) // bases if on_gpu else CPU_CACHE
         return Budget(int(sampling.kv_cache_gib * GIB) or left, 0)

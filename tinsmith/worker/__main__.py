@@ -35,6 +35,7 @@ def main() -> int:
     heartbeat.start()
     gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
     from tinsmith.distributed.process_group import ProcessGroup
+    from tinsmith.models.base import loading_of
     from tinsmith.worker.device_lock import lock_device
     from tinsmith.worker.loop import Worker, load_bases
 
@@ -42,7 +43,7 @@ def main() -> int:
     gc.enable()
     try:
         start_logging(name, config.log_level)
-        lock_device(config.models)  # nobody closes it: the process holds it to its end
+        lock_device(loading_of(config))  # nobody closes it: the process holds it to its end
         bases = load_bases(config)
         group = ProcessGroup(place, next(iter(bases.values())).device) if place.count > 1 else None
         if config.sampling.sampler == "vllm":  # it watches these servers itself, and may wait long for them

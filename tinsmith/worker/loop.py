@@ -16,7 +16,7 @@ from pathlib import Path
 from tinsmith.config import Config, base_model_sources
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import NotFoundError
-from tinsmith.models.base import BaseModel, load_base_model
+from tinsmith.models.base import BaseModel, load_base_model, loading_of
 from tinsmith.models.budget import computes_together
 from tinsmith.models.device import require_device
 from tinsmith.models.machine import size_text
@@ -293,11 +293,14 @@ def load_bases(config: Config) -> dict[str, BaseModel]:
     Raises ConfigError as `load_base_model` and `check_base_model` do.
     """
     features = config.images.image_cache_mib * 2**19  # the other half is for pixel values
+    loading = loading_of(config)
+    if config.only_compares:
+        log.info("base models go into the host's memory: nothing is trained, and what vLLM servers compute is compared with them")
     bases: dict[str, BaseModel] = {}
     for name, source in base_model_sources(config).items():
         started = time.monotonic()
         log.info("loading %s from %s ...", name, source)
-        base = bases[name] = load_base_model(name, source, config.models, features)
+        base = bases[name] = load_base_model(name, source, loading, features)
         if config.distributed.shard == "weights":
             require_divisible(base)
         log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)

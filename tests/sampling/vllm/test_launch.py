@@ -5,7 +5,7 @@ import torch
 
 from tinsmith.config import Config, load
 from tinsmith.errors import ConfigError
-from tinsmith.models.base import BaseModel
+from tinsmith.models.base import BaseModel, loading_of
 from tinsmith.sampling.inside_vllm import TransferKind
 from tinsmith.sampling.vllm.launch import Sizes, check_divisible, divided, gpus_of, transfer_kind
 
@@ -107,3 +107,32 @@ def test_each_gpu_holds_its_part() -> None:
     assert divided(whole, 1, 8) == whole
     assert divided(whole, 4, 8) == Sizes(250, 16, 0, 10)
     assert divided(whole, 4, 2) == Sizes(250, 32, 0, 10)
+
+
+# Without a trainer
+
+
+def test_without_a_trainer_servers_begin_at_the_first_gpu_and_get_weights_from_the_host() -> None:
+    config, host = config_of(["a=x/a"], 2), torch.device("cpu")
+    config.training.train = "none"
+    assert gpus_of("a", config, torch.device("cuda:0"), 2) == [(0,), (1,)]
+    assert gpus_of("a", config, torch.device("cuda:1"), 2) == [(1,), (0,)]
+    config.vllm.vllm_tensor_parallel = 2
+    assert gpus_of("a", config, torch.device("cuda:0"), 4) == [(0, 1), (2, 3)]
+    with pytest.raises(ConfigError, match=r"of 2 GPUs each \(--vllm-tensor-parallel\) are 4 GPUs; there are 3"):
+        gpus_of("a", config, torch.device("cuda:0"), 3)
+    assert transfer_kind("auto", host, (0,)) == transfer_kind("file", host, (0,)) == "file"
+    for wanted in ("ipc", "broadcast"):
+        with pytest.raises(ConfigError, match=f"vllm_transfer={wanted} begins at a GPU, and with train=none"):
+            transfer_kind(wanted, host, (0,))
+
+
+def test_a_worker_that_only_compares_loads_into_the_hosts_memory_in_the_precision_of_the_servers() -> None:
+    config = load(options={"device": "cpu", "sampler": "vllm"})
+    assert loading_of(config) is config.models
+    config.training.train = "none"
+    assert (loading_of(config).device, loading_of(config).dtype) == ("cpu", "float32")
+    config.models.dtype = "bfloat16"
+    assert (loading_of(config).device, loading_of(config).dtype) == ("cpu", "bfloat16")
+    config.sampling.sampler = "local"
+    assert loading_of(config) is config.models

@@ -75,7 +75,7 @@ def with_publisher(base: BaseModel, directory: Path, story: Callable[[Publisher,
         instance = Instance(Connection(f"unix:{directory / 'socket'}"), Slots(1), 1, True, "file")
         files = WeightFiles(base, str(directory))
         try:
-            await story(Publisher(files, canary), instance, served, stub)
+            await story(Publisher(files, canary, canary.base.device), instance, served, stub)
         finally:
             await instance.connection.close()
             await runner.cleanup()

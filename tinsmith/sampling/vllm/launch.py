@@ -19,7 +19,7 @@ import torch
 import tinsmith
 from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError
-from tinsmith.models.base import BaseModel
+from tinsmith.models.base import BaseModel, pick_device
 from tinsmith.models.budget import CPU_CACHE
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.protocol.shapes import LoraShape
@@ -56,9 +56,10 @@ def launches(base: BaseModel, config: Config, directory: Path) -> tuple[list[Lau
     """
     if len(os.fsencode(directory)) > _LONGEST_SOCKET:
         raise ConfigError(f"the directory {directory} is too long for sockets in it; choose a shorter vllm_dir")
-    check_installed(base, config.vllm.vllm_python or sys.executable)
+    served_on = pick_device(config.models.device)
+    check_installed(base, config.vllm.vllm_python or sys.executable, served_on)
     check_divisible(base, config.vllm.vllm_tensor_parallel)
-    places = gpus_of(base.name, config, base.device, torch.cuda.device_count())
+    places = gpus_of(base.name, config, served_on, torch.cuda.device_count())
     longest = longest_sequence(base, config, places[0])
     logs = Path(config.data_dir).resolve() / "vllm"
     package = Path(tinsmith.__file__).parent
@@ -68,7 +69,7 @@ def launches(base: BaseModel, config: Config, directory: Path) -> tuple[list[Lau
     for index, gpus in enumerate(places):
         name = f"{_file_name(base.name)}-{index}"
         kind = transfer_kind(config.vllm.vllm_transfer, base.device, gpus, config.vllm.vllm_tensor_parallel)
-        command, environment = _command(base, config, kind, longest), _environment(config, directory, gpus)
+        command, environment = _command(base, config, kind, longest, on_gpu=bool(gpus)), _environment(config, directory, gpus)
         found.append(Launch(command, environment, directory, name, logs / f"{name}.log", kind))
     return found, longest
 
@@ -94,6 +95,10 @@ def transfer_kind(wanted: str, trainer: torch.device, gpus: Sequence[int], ranks
                 f"vllm_transfer={wanted} reaches one GPU of a server, and --vllm-tensor-parallel {ranks} gives it more. Use file"
             )
         return "file"
+    if gpus and trainer.type == "cpu":
+        if wanted not in ("auto", "file"):
+            raise ConfigError(f"vllm_transfer={wanted} begins at a GPU, and with train=none weights come from the host's memory. Use file")
+        return "file"
     shared = bool(gpus) and gpus[0] == (trainer.index or 0)
     match wanted:
         case "auto":
@@ -116,7 +121,7 @@ def _file_name(text: str) -> str:
     return "".join(character if character.isalnum() or character in "-." else "_" for character in text)[-20:]
 
 
-def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int) -> list[str]:
+def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int, on_gpu: bool) -> list[str]:
     options = [
         *("--model", base.tokenizer_id, "--dtype", str(base.dtype).removeprefix("torch.")),
         # One more than there are slots: new weights are compared while samples fill all of them.
@@ -142,7 +147,7 @@ def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int) 
         options += ["--distributed-executor-backend", "tinsmith.sampling.inside_vllm.executor.HearAllExecutor"]
     if base.family.takes_images:
         options.append("--no-mm-device-do-normalize")  # pixel values come normalized, as the trainer's are
-    if base.device.type == "cpu":
+    if not on_gpu:
         options.append("--enforce-eager")
     return [config.vllm.vllm_python or sys.executable, "-m", "tinsmith.sampling.inside_vllm.launcher", *options, *config.vllm.vllm_args]
 
@@ -187,23 +192,24 @@ def _visible_name(gpu: int) -> str:
 # On which GPU
 
 
-def gpus_of(base_name: str, config: Config, trainer: torch.device, gpus: int) -> list[tuple[int, ...]]:
+def gpus_of(base_name: str, config: Config, device: torch.device, gpus: int) -> list[tuple[int, ...]]:
     """The GPUs of each server of one base model, numbered as this process sees them; none on a CPU.
 
-    Servers of all base models are counted together, from the GPU after the trainer's on, which comes last. One that is divided over
-    several GPUs shares none of them. Raises ConfigError if there are too few, or if servers would share one that has no room for both.
+    Servers of all base models are counted together, from the GPU after the configured `device` on, which is the trainer's and comes last;
+    if nothing is trained, from that one on. One that is divided over several GPUs shares none of them. Raises ConfigError if there are too
+    few, or if servers would share one that has no room for both.
     """
     names = list(base_model_sources(config))
     servers, ranks = config.vllm.vllm_servers, config.vllm.vllm_tensor_parallel
-    if trainer.type == "cpu":
+    if device.type == "cpu":
         return [()] * servers
-    count = len(names) * servers
-    if ranks > 1 and 1 + count * ranks > gpus:
+    count, trainers = len(names) * servers, 1 if config.training.trains else 0
+    if ranks > 1 and trainers + count * ranks > gpus:
         raise ConfigError(
-            f"{servers} vLLM servers each for {len(names)} base models, of {ranks} GPUs each (--vllm-tensor-parallel), and one GPU for the "
-            f"trainer are {1 + count * ranks} GPUs; there are {gpus}"
+            f"{servers} vLLM servers each for {len(names)} base models, of {ranks} GPUs each (--vllm-tensor-parallel)"
+            f"{', and one GPU for the trainer' if trainers else ''} are {trainers + count * ranks} GPUs; there are {gpus}"
         )
-    order = [((trainer.index or 0) + 1 + index) % gpus for index in range(count * ranks)]
+    order = [((device.index or 0) + trainers + index) % gpus for index in range(count * ranks)]
     places = [tuple(order[start : start + ranks]) for start in range(0, len(order), ranks)]
     share = share_of(config.vllm.vllm_args)
     for gpu, sharing in Counter(order).items():

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.full import Weights
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD
@@ -65,12 +67,13 @@ def _forget_failure(tasks: "MutableMapping[str, asyncio.Task[T]]", key: str, tas
 class Publisher:
     """Publishes the weights of one base model. For one event loop."""
 
-    def __init__(self, files: WeightFiles, canary: Canary, probes: Sequence[AdapterProbe] = ()) -> None:
-        """Each new instance is asked which of the `probes` it applies."""
+    def __init__(self, files: WeightFiles, canary: Canary, served_on: torch.device, probes: Sequence[AdapterProbe] = ()) -> None:
+        """Each new instance is asked which of the `probes` it applies. Servers compute on devices like `served_on`."""
         self.files = files
         self.canary = canary
         self.probes = probes
         self.device = canary.base.device
+        self.served_on = served_on
         self._transfers = itertools.count(1)
         self.folders: dict[str, asyncio.Task[Path]] = {}
         """By the key of an adapter: writes its files, and gives their directory."""
@@ -82,7 +85,7 @@ class Publisher:
         """
         await self._learn_label(instance)
         if not instance.started_by_us and has_delta_nets(self.canary.base):
-            instance.refusal = refusal(self.canary.base, (await instance.connection.get("/version"))["version"])
+            instance.refusal = refusal(self.canary.base, (await instance.connection.get("/version"))["version"], self.served_on)
         if instance.refusal is not None:
             log.error("the vLLM server at %s is not sampled from: %s", instance.connection.url, instance.refusal)
             return

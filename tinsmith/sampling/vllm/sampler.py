@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from tinsmith.config import Config
 from tinsmith.errors import ConfigError, DeviceLostError, TinsmithError
-from tinsmith.models.base import BaseModel
+from tinsmith.models.base import BaseModel, pick_device
 from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
@@ -283,7 +283,8 @@ def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake
     if not sources:
         started, longest = launches(base, config, files.root)
         sources += started
-    client = VLLMClient(sources, config.sampling.max_running, config.vllm.vllm_hung_s, Publisher(files, canary, make_probes(canary, files)))
+    publisher = Publisher(files, canary, pick_device(config.models.device), make_probes(canary, files))
+    client = VLLMClient(sources, config.sampling.max_running, config.vllm.vllm_hung_s, publisher)
     return VLLMSampler(base, canary, client, longest, config.training.logits_chunk, wake)
 
 

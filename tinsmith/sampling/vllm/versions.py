@@ -5,6 +5,8 @@ Other models are not listed: for them the canary and the probes decide.
 
 import subprocess
 
+import torch
+
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.layers import DeltaNet
@@ -17,21 +19,21 @@ _ASK = (
 )
 
 
-def check_installed(base: BaseModel, python: str) -> None:
-    """Raise ConfigError if this Python's vLLM is not known to sample a base model."""
+def check_installed(base: BaseModel, python: str, served_on: torch.device) -> None:
+    """Raise ConfigError if this Python's vLLM is not known to sample a base model on a device of that type."""
     if not has_delta_nets(base):
         return
     asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, check=False)
     if asked.returncode:
         raise ConfigError(f"{python} does not say which vLLM it has: {asked.stderr.strip() or asked.stdout.strip()}")
-    reason = refusal(base, asked.stdout.strip())
+    reason = refusal(base, asked.stdout.strip(), served_on)
     if reason is not None:
         raise ConfigError(reason)
 
 
-def refusal(base: BaseModel, version: str) -> str | None:
-    """Why this version of vLLM does not sample a base model; None if it does."""
-    numbers, device = ".".join(version.split(".")[:2]), base.device.type
+def refusal(base: BaseModel, version: str, served_on: torch.device) -> str | None:
+    """Why this version of vLLM does not sample a base model on a device of that type; None if it does."""
+    numbers, device = ".".join(version.split(".")[:2]), served_on.type
     if not has_delta_nets(base) or (numbers, device) in RUN_WITH_DELTA_NETS:
         return None
     known = ", ".join(f"{known} on {where}" for known, where in sorted(RUN_WITH_DELTA_NETS))
