@@ -136,6 +136,14 @@ def test_rooms_import_one_way(path: Path) -> None:
         assert package != "tinker" or room == "rl", f"{path.name} imports the client's SDK"
 
 
+def test_workers_open_no_database() -> None:
+    """They may run on hosts other than the server's, and SQLite in WAL mode is damaged by processes of several hosts."""
+    for path in (PACKAGE / "worker").glob("*.py"):
+        for module, names in imports(path):
+            opens = {"Store", "RecordedSequences", "open_database", "sqlite3", "sqlalchemy"} & {module, *names}
+            assert not opens, f"{path.name} imports {opens} of {module}"
+
+
 def test_what_runs_inside_vllm_needs_nothing_else_of_the_package() -> None:
     """vLLM's environment has none of our dependencies but those that vLLM has too."""
     allowed = {*sys.stdlib_module_names, "numpy", "safetensors", "torch", "vllm"}

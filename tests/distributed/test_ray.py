@@ -162,6 +162,8 @@ def test_a_server_with_two_actors_trains_as_one_worker_names_the_one_that_dies_a
         server.wait_for_health()
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
             workers = workers_of(server)
+            opened = [file.path for worker in workers for file in worker.open_files()]
+            assert [path for path in opened if "sqlite" in path or path.endswith((".db", ".db-wal", ".db-shm"))] == []
             model = train(service, "text")
             found = [step(model) for _ in range(3)]
             saved = model.save_state("kept").result(timeout=START_S).path

@@ -10,6 +10,7 @@ import orjson
 
 from tinsmith.config import Config, SamplingConfig
 from tinsmith.engine.loop import Engine
+from tinsmith.engine.records import Records
 from tinsmith.engine.worker_process import NO_STATUS
 from tinsmith.errors import DeviceLostError
 from tinsmith.models.base import BaseModel
@@ -24,6 +25,7 @@ from tinsmith.wire import tinker_pb2
 from tinsmith.wire.forward_backward import move_images_out
 from tinsmith.worker.loop import Worker
 from tinsmith.worker.passes import Trained
+from tinsmith.worker.records import AskedRecords
 
 LONG_S = 120.0
 """How long anything here may take on a busy machine."""
@@ -91,6 +93,7 @@ class WorkerHere:
     def __init__(self, config: Config, bases: dict[str, BaseModel]) -> None:
         self.config = config
         self.bases = bases
+        self.records = Records(config)
         self.passes: list[RunPass] = []
         """All that the engine has asked for."""
         self.computed: list[Computed] = []
@@ -109,7 +112,8 @@ class WorkerHere:
     def start(self) -> WorkerReady:
         """A worker with nothing but base models, in the place of the one before; what it says first."""
         self.wire = Wire()
-        self.worker = Worker(self.config, self.bases, self.wire, Beat())  # type: ignore[arg-type]
+        records = AskedRecords(lambda question: travelled(self.records.answer(travelled(question))))
+        self.worker = Worker(self.config, self.bases, self.wire, Beat(), records)  # type: ignore[arg-type]
         for name, trained in self.worker.passes.bases.items():
             assert isinstance(trained.backend, LocalBackend)
             noting = NotingBackend(trained.backend, self.computed)
@@ -124,7 +128,6 @@ class WorkerHere:
         self.is_ready, self.end = False, reason
         for threads in self.worker.beside:
             threads.close()
-        self.worker.store.close()
 
     def send(self, message: Message) -> None:
         if self.is_ready:

@@ -67,7 +67,6 @@ def full(here: Here) -> Iterator[None]:
 def unreadable(here: Here) -> Iterator[None]:
     """The database cannot be opened: the process may open no more files."""
     here.store.close()
-    here.worker.store.close()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
@@ -197,7 +196,7 @@ def test_operations_and_pictures_that_cannot_be_read_now_are_read_later(here: He
 def test_pictures_that_the_worker_cannot_read_now_are_read_later(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operations behind theirs wait with them."""
     reads = 0
-    read = here.worker.store.read_blob
+    read = here.worker.images.read
 
     def reading(digest: bytes) -> bytes | None:
         nonlocal reads
@@ -207,7 +206,7 @@ def test_pictures_that_the_worker_cannot_read_now_are_read_later(here: Here, mon
         with unreadable(here):
             return read(digest)
 
-    monkeypatch.setattr(here.worker.store, "read_blob", reading)
+    monkeypatch.setattr(here.worker.images, "read", reading)
     here.forward("a", 1, [4], pictures=[png(5)])
     here.forward("a", 2, [4])
     here.optim("a", 3)

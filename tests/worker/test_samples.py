@@ -62,6 +62,7 @@ class Bench:
     samples: Samples
     sampler: LocalSampler
     sent: list[Any]
+    recorded: RecordedSequences
 
     def step(self) -> None:
         """What the worker does between two looks at its device's work."""
@@ -100,7 +101,8 @@ def bench_of(base: BaseModel, directory: Path, **settings: Any) -> Bench:
     snapshots = Snapshots({"tiny": base}, Store.open(directory), CheckpointFiles(directory), directory / "snapshots", 2**30)
     rendering, disk = (Background(name, 1, lambda: None) for name in ("rendering", "disk"))
     recorded = RecordedSequences(directory, 2**20)
-    return Bench(Samples({"tiny": Sampled(sampler, renderer(base))}, snapshots, rendering, disk, recorded, sent.append), sampler, sent)
+    made = Samples({"tiny": Sampled(sampler, renderer(base))}, snapshots, rendering, disk, recorded, sent.append)
+    return Bench(made, sampler, sent, recorded)
 
 
 @contextmanager
@@ -199,7 +201,7 @@ def test_an_answer_that_cannot_be_written_fails_its_sample_alone(
 def test_what_was_sampled_is_recorded_before_its_client_is_answered(text_base: BaseModel, tmp_path: Path) -> None:
     """And what an ended session sampled is forgotten."""
     bench = bench_of(text_base, tmp_path)
-    recorded = bench.samples.recorded
+    recorded = bench.recorded
     with occupied(bench.samples.disk):
         bench.samples.add(sample("s:sample:0/1", num_samples=2, record_stability_info=True))
         bench.samples.add(sample("s:sample:0/2"))
@@ -223,7 +225,7 @@ def test_what_was_sampled_is_recorded_before_its_client_is_answered(text_base: B
 
 def test_a_sample_that_cannot_be_recorded_fails_alone(text_base: BaseModel, tmp_path: Path) -> None:
     bench = bench_of(text_base, tmp_path)
-    bench.samples.recorded.close()
+    bench.recorded.close()
     bench.samples.add(sample("s:sample:0/1", record_stability_info=True))
     bench.samples.add(sample("s:sample:0/2"))
     bench.settle()

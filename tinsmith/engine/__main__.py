@@ -38,6 +38,7 @@ def main() -> int:
         start_logging("engine", config.log_level)
         workers = _workers(config, link)
         workers.start_if_due()  # before the rest: it takes seconds to import their libraries
+        workers.records.open()
         Engine(config, link, heartbeat, workers).run(int(sys.argv[2]))
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)

@@ -20,6 +20,7 @@ from typing import TypeVar
 from tinsmith.config import Config
 from tinsmith.engine.devices import threads_of, visible_gpus
 from tinsmith.engine.launching import ChildProcesses, Launcher
+from tinsmith.engine.records import Records
 from tinsmith.engine.routing import Routing
 from tinsmith.engine.shares import divide, join, same_outcome
 from tinsmith.engine.worker_process import LAST_WORDS_S, WORKER, WorkerProcess
@@ -85,7 +86,8 @@ class WorkerGroup:
         self.config = config
         self.launcher: Launcher = launcher or ChildProcesses()
         configs = [_config_of(config, rank, count, self.launcher.gpus_by_number) for rank in range(count)]
-        self.workers = [WorkerProcess(each, engine, program, self.launcher) for each in configs]
+        self.records = Records(config)
+        self.workers = [WorkerProcess(each, engine, program, self.launcher, self.records.answer) for each in configs]
         self.samplers = range(count if config.sampling.sampler == "local" else 1)
         """The workers that sample. A vLLM server is the first one's."""
         self.models: dict[str, ModelFacts] = {}
@@ -213,6 +215,7 @@ class WorkerGroup:
             worker.stop(max(0.0, deadline - time.monotonic()))
         self._forget_meeting()
         self.launcher.close()
+        self.records.close()
 
     def _forget_meeting(self) -> None:
         if self._meeting is not None:

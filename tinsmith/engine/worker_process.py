@@ -13,6 +13,7 @@ from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import Place
+from tinsmith.protocol.questions import Answering, Answers
 from tinsmith.protocol.serving import Bye, Shutdown
 from tinsmith.protocol.work import WorkerReady, WorkerStatus
 
@@ -38,9 +39,21 @@ WORKER = (sys.executable, "-m", "tinsmith.worker")
 class WorkerProcess:
     """One worker after the other, on the same device."""
 
-    def __init__(self, config: Config, engine: ChildLink, program: Sequence[str] = WORKER, launcher: Launcher | None = None) -> None:
-        """Nothing runs yet. `engine` is woken up by what the worker says. Without a `launcher` it is a child of this process."""
+    def __init__(
+        self,
+        config: Config,
+        engine: ChildLink,
+        program: Sequence[str] = WORKER,
+        launcher: Launcher | None = None,
+        answers: Answers | None = None,
+    ) -> None:
+        """Nothing runs yet. `engine` is woken up by what the worker says. Without a `launcher` it is a child of this process.
+
+        Its questions get their `answers` in a thread.
+        """
         self.config = config
+        self.answers = answers
+        self.answering: Answering | None = None
         self.launcher: Launcher = launcher or ChildProcesses()
         self.program = program
         self.place = Place()
@@ -100,6 +113,8 @@ class WorkerProcess:
             return
         self.link = ParentLink(self.launcher.host)
         self.engine.listen_to(self.link)
+        if self.answers is not None:
+            self.answering = Answering(self.link.take_questions(), self.answers)
         launch = WorkerStart(self.program, self.place, self.link.address, self.link.keys, self.config, self.environment)
         self.process = self.launcher.launch(launch)
         self.state, self.fault, self.follows, self._was_ready = "starting", "", False, False
@@ -170,9 +185,7 @@ class WorkerProcess:
             time.sleep(0.01)
             self.last_messages += self.receive()
         reason = f"the worker process ended unexpectedly ({self.fault or self.process.fault or _describe(exit_code)})"
-        self.engine.forget(self.link)
-        self.link.close()
-        self.link = self.process = None
+        self._close_link()
         self.state, self.busy_s = "down", 0.0
         self.sampled_before, self.status = self.sampled_tokens, NO_STATUS
         self._delay_s = FIRST_DELAY_S if self._was_ready else min(max(FIRST_DELAY_S, 2 * self._delay_s), LONGEST_DELAY_S)
@@ -200,10 +213,16 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self.engine.forget(self.link)
-        self.link.close()
-        self.link = self.process = None
+        self._close_link()
         self.state = "down"
+
+    def _close_link(self) -> None:
+        assert self.link is not None
+        self.engine.forget(self.link)
+        if self.answering is not None:
+            self.answering.close()
+        self.link.close()
+        self.link = self.process = self.answering = None
 
 
 def _describe(exit_code: int) -> str:

@@ -1,5 +1,7 @@
 """The ZeroMQ sockets between a process and a child that it starts: one for messages both ways, one for heartbeats.
 
+A worker has a third, for what it asks the engine (`questions.py`).
+
 The parent binds a new socket for every child, so nothing meant for a dead one reaches the next. On one host it is a file in a directory
 that only the user can enter. Between hosts it is a TCP port that lets in nobody but the child (`gate.py`), and only once: a child whose
 connection has broken may have lost messages, and must end. Queues have no limit, because a sender must not block.
@@ -43,16 +45,25 @@ _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 def message_address(address: str) -> str:
-    """Where messages go to the parent that bound `address`, which is `ipc://FILE` or `tcp://HOST:PORT,PORT_OF_HEARTBEATS`."""
-    return address.partition(",")[0] if address.startswith(_TCP) else address
+    """Where messages go to the parent that bound `address`: `ipc://FILE`, or `tcp://HOST:PORT` and the ports of its other sockets."""
+    return address.partition(",")[0]
 
 
 def heartbeat_address(address: str) -> str:
     """Where heartbeats go to the parent that bound `address`."""
-    if address.startswith(_TCP):
-        messages, _, port = address.partition(",")
-        return f"{messages.rpartition(':')[0]}:{port}"
-    return f"{address}-beat"
+    return _other_address(address, 1, "beat")
+
+
+def question_address(address: str) -> str:
+    """Where questions go to the parent that bound `address`."""
+    return _other_address(address, 2, "ask")
+
+
+def _other_address(address: str, number: int, name: str) -> str:
+    if not address.startswith(_TCP):
+        return f"{address}-{name}"
+    messages, *ports = address.split(",")
+    return f"{messages.rpartition(':')[0]}:{ports[number - 1]}"
 
 
 class ChildLink:
@@ -141,17 +152,21 @@ class ParentLink:
         self._socket = context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._heartbeats = context.socket(zmq.PULL)
+        self._questions: zmq.Socket[bytes] | None = (questions := context.socket(zmq.REP))
         self._directory: Path | None = None
         self._gate: Gate | None = None
         if host is None:
             self._directory, self.address = _new_address()
             self._socket.bind(self.address)
             self._heartbeats.bind(heartbeat_address(self.address))
+            questions.bind(question_address(self.address))
         else:
             self._gate = Gate()
             self._gate.guard(self._socket, once=True)
             self._gate.guard(self._heartbeats, once=False)
-            self.address = f"{_TCP}{host}:{_bind(self._socket, host)},{_bind(self._heartbeats, host)}"
+            self._gate.guard(questions, once=False)
+            ports = [_bind(socket, host) for socket in (self._socket, self._heartbeats, questions)]
+            self.address = f"{_TCP}{host}:{','.join(str(port) for port in ports)}"
 
     @property
     def keys(self) -> ChildKeys | None:
@@ -162,6 +177,12 @@ class ParentLink:
     def sockets(self) -> "tuple[zmq.Socket[bytes], ...]":
         """What to poll."""
         return self._socket, self._heartbeats
+
+    def take_questions(self) -> "zmq.Socket[bytes]":
+        """What the child's questions come to. It belongs to the caller from now on, who may give it to a thread, and closes it."""
+        assert self._questions is not None
+        questions, self._questions = self._questions, None
+        return questions
 
     def receive(self) -> list[Message]:
         """All messages of the child that have arrived, oldest first."""
@@ -180,6 +201,8 @@ class ParentLink:
         """Close at once; messages that have not left are dropped."""
         self._socket.close(linger=0)
         self._heartbeats.close(linger=0)
+        if self._questions is not None:
+            self._questions.close(linger=0)
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
         if self._gate is not None:

@@ -7,12 +7,13 @@ the other server alone deletes it. Lists of checkpoints do not show it.
 import logging
 import time
 from threading import Lock
+from typing import Protocol
 
 from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.manifest import parse_manifest
 from tinsmith.store.records import Checkpoint
-from tinsmith.store.store import Store
+from tinsmith.wire.paths import CheckpointKind
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,15 @@ class SharedCheckpoints:
         return row if row.kind == "sampler" else None
 
 
-def require_sampled(store: Store, shared: SharedCheckpoints | None, tinker_path: str) -> Checkpoint:
+class SavedRows(Protocol):
+    """Rows of checkpoints: a `Store`, or what asks the process that has one."""
+
+    def require_checkpoint(self, tinker_path: str, kind: CheckpointKind | None = None) -> Checkpoint:
+        """The row of a checkpoint, saved for the purpose `kind`. Raises as `Store.require_checkpoint` does."""
+        ...
+
+
+def require_sampled(store: SavedRows, shared: SharedCheckpoints | None, tinker_path: str) -> Checkpoint:
     """The checkpoint to sample from under this path: in the database, or else a shared one. Raises as `Store.require_checkpoint`."""
     try:
         return store.require_checkpoint(tinker_path, "sampler")

@@ -13,6 +13,7 @@ from tinsmith.logs import start_logging
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.place import Place
+from tinsmith.protocol.questions import Questions
 from tinsmith.protocol.serving import Bye
 from tinsmith.protocol.started import read_start
 
@@ -38,6 +39,7 @@ def main() -> int:
     from tinsmith.models.base import loading_of
     from tinsmith.worker.device_lock import lock_device
     from tinsmith.worker.loop import Worker, load_bases
+    from tinsmith.worker.records import AskedRecords
 
     gc.freeze()  # nor does a later collection look through them
     gc.enable()
@@ -50,7 +52,8 @@ def main() -> int:
             heartbeat.waits = lambda: True
         elif group is not None:
             heartbeat.waits = lambda: group.waits
-        worker = Worker(config, bases, link, heartbeat, group)
+        records = AskedRecords(Questions(sys.argv[1], keys).ask)
+        worker = Worker(config, bases, link, heartbeat, records, group)
         worker.run(int(sys.argv[2]))
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)

@@ -45,10 +45,9 @@ from tinsmith.protocol.work import (
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.self_check import check_base_model
+from tinsmith.store.blobs import BlobFiles
 from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
-from tinsmith.store.recorded_sequences import RecordedSequences
 from tinsmith.store.shared import SharedCheckpoints
-from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.divided_backend import DividedBackend
 from tinsmith.training.divided_decoder import divide, require_divisible
@@ -58,6 +57,7 @@ from tinsmith.worker.device_memory import DeviceMemory
 from tinsmith.worker.kept_copies import KeptCopies
 from tinsmith.worker.models import Models
 from tinsmith.worker.passes import Passes, Trained
+from tinsmith.worker.records import AskedRecords
 from tinsmith.worker.samples import Sampled, Samples
 from tinsmith.worker.snapshots import Snapshots
 from tinsmith.worker.status import WorkerStatusReporter
@@ -82,14 +82,20 @@ class Worker:
     """Base models, what is trained and sampled on them, and the loop that drives them."""
 
     def __init__(
-        self, config: Config, bases: dict[str, BaseModel], link: ChildLink, heartbeat: Heartbeat, group: ProcessGroup | None = None
+        self,
+        config: Config,
+        bases: dict[str, BaseModel],
+        link: ChildLink,
+        heartbeat: Heartbeat,
+        records: AskedRecords,
+        group: ProcessGroup | None = None,
     ) -> None:
         """With a `group` others hold the same models and get a share of each pass."""
         self.config = config
         self.bases = bases
         self.link = link
         self.heartbeat = heartbeat
-        self.store = Store.open(Path(config.data_dir))
+        self.images = BlobFiles(Path(config.data_dir))
         self.rendering = Background("rendering", RENDERING_THREADS, link.wake)
         self.disk = Background("disk", DISK_THREADS, link.wake)
         self.copies = Background("copies", COPY_THREADS, link.wake)
@@ -104,12 +110,11 @@ class Worker:
         memory, disk, idle_s = sampling.snapshot_gib * 2**30, sampling.snapshot_disk_gib * 2**30, sampling.snapshot_idle_h * 3600
         spill = Path(config.data_dir) / SNAPSHOTS_DIR / (str(group.place.rank) if group else "")
         shared = None if config.training.trains else SharedCheckpoints(files)
-        self.snapshots = Snapshots(self.bases, self.store, files, spill, memory, disk, idle_s, shared)
-        self.recorded = RecordedSequences(Path(config.data_dir), sampling.recorded_sequences_gib * 2**30)
-        self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, self.recorded, self.send)
+        self.snapshots = Snapshots(self.bases, records, files, spill, memory, disk, idle_s, shared)
+        self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, records, self.send)
         trained = {name: self._trained(backends[name], renderers[name], group) for name in self.bases}
         self.longest_trained = {name: each.longest for name, each in trained.items()}
-        self.passes = Passes(trained, self.rendering, self.send, self.due.append, self.recorded.find)
+        self.passes = Passes(trained, self.rendering, self.send, self.due.append, records.find)
         room = config.training.kept_copies_gib * 2**30 / (group.count if group else 1)
         kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies, group.place if group else Place())
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)
@@ -137,8 +142,6 @@ class Worker:
         finally:  # a process does not end before its threads have done all that they were given
             for threads in self.beside:
                 threads.close()
-            self.store.close()
-            self.recorded.close()
 
     @property
     def has_work(self) -> bool:
@@ -243,7 +246,7 @@ class Worker:
                 require_device(base.device)
 
     def _read_blob(self, sha256: bytes) -> bytes:
-        data = self.store.read_blob(sha256)
+        data = self.images.read(sha256)
         if data is None:
             raise NotFoundError(f"image {sha256.hex()} is not in the store")
         return data

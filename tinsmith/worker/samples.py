@@ -25,9 +25,10 @@ from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.sampler import SampleFailure, Sampler, SampleResult, TokensSampled
 from tinsmith.sampling.turns import Turns
 from tinsmith.store import ids
-from tinsmith.store.recorded_sequences import RecordedSequence, RecordedSequences
+from tinsmith.store.recorded_sequences import RecordedSequence
 from tinsmith.wire.sample import SampleRequest, encode_sample_response, parse_sample_request
 from tinsmith.worker.background import Background
+from tinsmith.worker.records import SequenceRecords
 from tinsmith.worker.snapshots import Held, Snapshots
 from tinsmith.worker.spill import Key
 
@@ -80,7 +81,7 @@ class Samples:
         snapshots: Snapshots,
         rendering: Background,
         disk: Background,
-        recorded: RecordedSequences,
+        recorded: SequenceRecords,
         send: Callable[[Message], None],
     ) -> None:
         self.bases = bases

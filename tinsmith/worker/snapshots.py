@@ -23,8 +23,7 @@ from tinsmith.models.machine import require_memory
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.store import ids
 from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.shared import SharedCheckpoints, require_sampled
-from tinsmith.store.store import Store
+from tinsmith.store.shared import SavedRows, SharedCheckpoints, require_sampled
 from tinsmith.training.checkpoint import About, read_about, read_state, weights_from
 from tinsmith.wire.paths import is_path
 from tinsmith.worker.checkpoint_files import opened_files
@@ -51,7 +50,7 @@ class Snapshots:
     def __init__(
         self,
         bases: Mapping[str, BaseModel],
-        store: Store,
+        rows: SavedRows,
         files: CheckpointFiles,
         spill: Path,
         memory_bytes: float,
@@ -61,10 +60,10 @@ class Snapshots:
     ) -> None:
         """Snapshots that memory has no room for go to the directory `spill`; what an earlier worker left there is deleted.
 
-        Checkpoints that are not in the database are looked for among the `shared` ones.
+        Checkpoints that are not among the `rows` of the database are looked for among the `shared` ones.
         """
         self.bases = bases
-        self.store = store
+        self.rows = rows
         self.files = files
         self.shared = shared
         self.spill = Spill(spill)
@@ -166,13 +165,13 @@ class Snapshots:
 
     def _read_checkpoint(self, key: Key) -> Held:
         path = key[1]
-        checkpoint = require_sampled(self.store, self.shared, path)
+        checkpoint = require_sampled(self.rows, self.shared, path)
         ref = WeightsRef(key[0], checkpoint.directory, path)
         try:
             with opened_files(self.files, path, checkpoint.directory, optimizer=False) as directory:
                 return Held(self._read(key, directory, ref), checkpoint.expires_at)
         except TinsmithError:
-            require_sampled(self.store, self.shared, path)  # it may have been deleted while its files were read
+            require_sampled(self.rows, self.shared, path)  # it may have been deleted while its files were read
             raise
 
     def _reason(self, key: Key) -> str:

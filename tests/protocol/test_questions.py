@@ -1,0 +1,155 @@
+"""What workers ask of databases that only the engine opens, over real sockets."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from tests.protocol.test_link import OVER_TCP, knock
+from tinsmith.config import Config
+from tinsmith.engine.records import Records
+from tinsmith.errors import NotFoundError, StoreUnavailableError, TinsmithError, UserError
+from tinsmith.protocol.gate import ChildKeys
+from tinsmith.protocol.link import ParentLink, question_address
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.questions import Answered, Answering, Answers, CheckpointRow, FindCheckpoint, ForgetSequences, Questions
+from tinsmith.store.recorded_sequences import RecordedSequence, RecordedSequences
+from tinsmith.store.records import Checkpoint
+from tinsmith.store.store import Store
+from tinsmith.worker.records import AskedRecords
+
+ROW = Checkpoint(
+    tinker_path="tinker://m/sampler_weights/a",
+    model_id="m",
+    kind="sampler",
+    name="a",
+    directory="d",
+    base_model="tiny",
+    architecture="qwen3",
+    lora_config={"rank": 4},
+    has_optimizer=False,
+    size_bytes=2**40,
+    user_metadata={"of": "mine"},
+    created_at=1.0,
+    expires_at=None,
+)
+
+
+@contextmanager
+def asking(answers: Answers, host: str | None = None, patience_s: float = 120.0) -> Iterator[Questions]:
+    """A worker's end whose questions get these answers."""
+    parent = ParentLink(host)
+    answering = Answering(parent.take_questions(), answers)
+    questions = Questions(parent.address, parent.keys, patience_s)
+    yield questions
+    questions.close()
+    answering.close()
+    parent.close()
+
+
+@pytest.mark.parametrize("host", [None, OVER_TCP])
+def test_sequences_are_recorded_found_and_forgotten_by_the_engine_with_all_their_bits(tmp_path: Path, host: str | None) -> None:
+    records = Records(Config(["tiny=unused"], str(tmp_path)))
+    sequences = {
+        f"s:sample:0/{number}/0": RecordedSequence(
+            number, np.arange(number, dtype=np.int32), np.array([-1 / 3, np.nan, -np.inf][:number], np.float32)
+        )
+        for number in range(4)
+    }
+    with asking(records.answer, host) as questions:
+        worker = AskedRecords(questions.ask)
+        worker.put(sequences)
+        for found in (worker.find(["unknown", *sequences]), RecordedSequences(tmp_path, 2**20).find(sequences)):
+            assert list(found) == list(sequences)
+            for name, kept in sequences.items():
+                assert found[name].prompt_length == kept.prompt_length
+                assert found[name].tokens.tobytes() == kept.tokens.tobytes()
+                assert found[name].logprobs.tobytes() == kept.logprobs.tobytes()
+        worker.forget_session("s")
+        assert worker.find(sequences) == {}
+    records.close()
+
+
+def test_rows_of_checkpoints_and_errors_arrive_as_the_store_has_them(tmp_path: Path) -> None:
+    records = Records(Config(["tiny=unused"], str(tmp_path)))
+    store = Store.open(tmp_path)
+    with asking(records.answer) as questions:
+        worker = AskedRecords(questions.ask)
+        for path, kind in ((ROW.tinker_path, "sampler"), ("tinker://m/weights/a", "sampler"), ("elsewhere", None)):
+            with pytest.raises(TinsmithError) as expected:
+                store.require_checkpoint(path, kind)  # type: ignore[arg-type]
+            with pytest.raises(TinsmithError) as told:
+                worker.require_checkpoint(path, kind)  # type: ignore[arg-type]
+            assert (type(told.value), str(told.value)) == (type(expected.value), str(expected.value))
+            assert isinstance(told.value, NotFoundError | UserError)
+    with asking(lambda _: CheckpointRow.of(ROW)) as questions:
+        assert AskedRecords(questions.ask).require_checkpoint(ROW.tinker_path, "sampler") == ROW
+    records.close()
+    store.close()
+
+
+def test_threads_of_a_worker_each_get_their_own_answer() -> None:
+    def echo(question: Message) -> Message:
+        assert isinstance(question, FindCheckpoint)
+        return question
+
+    with asking(echo) as questions:
+        wrong: list[int] = []
+
+        def ask(number: int) -> None:
+            for repeat in range(20):
+                question = FindCheckpoint(f"{number} {repeat}", None)
+                if questions.ask(question) != question:
+                    wrong.append(number)
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+
+def test_an_engine_that_does_not_answer_is_asked_again_later_and_its_late_answer_is_nobodys() -> None:
+    go_on = threading.Event()
+
+    def slow(question: Message) -> Message:
+        assert isinstance(question, ForgetSequences)
+        if question.session_id == "late":
+            go_on.wait()
+        return FindCheckpoint(question.session_id, None)
+
+    with asking(slow, patience_s=0.01) as questions:
+        with pytest.raises(StoreUnavailableError, match="the engine did not answer"):
+            questions.ask(ForgetSequences("late"))
+        go_on.set()
+        questions._patience_ms = 120_000
+        assert questions.ask(ForgetSequences("next")) == FindCheckpoint("next", None)
+
+
+def test_what_is_wrong_with_the_engine_is_the_answer_and_ends_nothing() -> None:
+    def fails(question: Message) -> Message:
+        if isinstance(question, ForgetSequences):
+            return Answered()
+        raise ValueError("a bug")
+
+    with asking(fails) as questions:
+        with pytest.raises(TinsmithError, match="a bug"):
+            questions.ask(FindCheckpoint("", None))
+        assert questions.ask(ForgetSequences("s")) == Answered()
+
+
+def test_nobody_but_its_worker_may_ask_over_tcp() -> None:
+    parent = ParentLink(OVER_TCP)
+    assert parent.keys is not None
+    answering = Answering(parent.take_questions(), lambda _: Answered())
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    for keys in (None, ChildKeys(parent.keys.parent, public, secret)):
+        assert knock(zmq.REQ, question_address(parent.address), keys) != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    assert knock(zmq.REQ, question_address(parent.address), parent.keys) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+    answering.close()
+    parent.close()

@@ -1,0 +1,67 @@
+"""What workers ask of databases, answered by the engine: these files are opened on the server's host alone.
+
+SQLite in WAL mode keeps a part of each database in memory that all its processes share, which those of another host do not.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+
+from tinsmith.config import Config
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.questions import (
+    Answered,
+    CheckpointRow,
+    FindCheckpoint,
+    FindSequences,
+    ForgetSequences,
+    KeepSequences,
+    Sequences,
+)
+from tinsmith.store.recorded_sequences import RecordedSequences
+from tinsmith.store.store import Store
+
+
+class Records:
+    """The databases of a data directory, for the threads that answer workers. Nothing is opened before it is needed."""
+
+    def __init__(self, config: Config) -> None:
+        self._directory = Path(config.data_dir)
+        self._recorded_bytes = config.sampling.recorded_sequences_gib * 2**30
+        self._lock = Lock()
+
+    @cached_property
+    def _store(self) -> Store:
+        return Store.open(self._directory)
+
+    @cached_property
+    def _recorded(self) -> RecordedSequences:
+        return RecordedSequences(self._directory, self._recorded_bytes)
+
+    def open(self) -> tuple[Store, RecordedSequences]:
+        """Open what is not open yet. Raises ConfigError, with the remedy, if that is not possible."""
+        with self._lock:
+            return self._store, self._recorded
+
+    def answer(self, question: Message) -> Message:
+        """Answer a question, which is one of `protocol/questions.py`. Raises as the store does."""
+        store, recorded = self.open()
+        match question:
+            case FindCheckpoint():
+                return CheckpointRow.of(store.require_checkpoint(question.path, question.kind))
+            case FindSequences():
+                return Sequences.of(recorded.find(question.sequence_ids))
+            case KeepSequences():
+                recorded.put(question.sequences)
+            case ForgetSequences():
+                recorded.forget_session(question.session_id)
+            case _:
+                raise TypeError(f"{type(question).__name__} is no question")
+        return Answered()
+
+    def close(self) -> None:
+        """Close what is open."""
+        with self._lock:
+            opened = [self.__dict__.pop(name) for name in ("_store", "_recorded") if name in self.__dict__]
+        for each in opened:
+            each.close()

@@ -1,0 +1,189 @@
+"""What a worker asks the engine: rows of databases, which processes of the server's host alone open.
+
+Each question is answered by one message: FindCheckpoint by CheckpointRow, FindSequences by Sequences, KeepSequences and ForgetSequences by
+Answered, and any of them by NotAnswered. They have a socket of their own beside the link (`link.py`), so that any thread of the worker may
+ask and wait, while a thread of the engine answers: the loops of both go on meanwhile.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import numpy as np
+import zmq
+
+from tinsmith.errors import StoreUnavailableError, TinsmithError
+from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.gate import ChildKeys
+from tinsmith.protocol.link import question_address
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.work import error_of, type_of
+from tinsmith.store.recorded_sequences import RecordedSequence
+from tinsmith.store.records import Checkpoint
+from tinsmith.wire.paths import CheckpointKind
+
+PATIENCE_S = 120.0
+"""How long a worker waits for an answer, in seconds: longer than the engine waits for a database that is locked."""
+
+
+@dataclass(frozen=True)
+class FindCheckpoint(Message):
+    """The row of a checkpoint, saved for that purpose."""
+
+    path: str
+    kind: CheckpointKind | None
+
+
+@dataclass(frozen=True)
+class CheckpointRow(Message):
+    """The fields of a `Checkpoint`."""
+
+    row: dict[str, Any]
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What it says."""
+        return Checkpoint(**self.row)
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """The message for a row."""
+        return cls(asdict(checkpoint))
+
+
+@dataclass(frozen=True)
+class FindSequences(Message):
+    """Recorded sequences by id."""
+
+    sequence_ids: list[str]
+
+
+@dataclass(frozen=True)
+class _CarriesSequences(Message):
+    """Recorded sequences. `payload` holds of each its tokens (int32), then its log-probabilities (float32)."""
+
+    headers: list[tuple[str, int, int]]
+    """Id, tokens of the prompt, and sampled tokens of each."""
+    payload: bytes
+
+    @classmethod
+    def of(cls, sequences: Mapping[str, RecordedSequence]) -> Self:
+        """The message for these."""
+        headers = [(name, sequence.prompt_length, len(sequence.tokens)) for name, sequence in sequences.items()]
+        arrays = [array for each in sequences.values() for array in (each.tokens.astype("<i4"), each.logprobs.astype("<f4"))]
+        return cls(headers, b"".join(array.tobytes() for array in arrays))
+
+    @property
+    def sequences(self) -> dict[str, RecordedSequence]:
+        """What it holds, by id."""
+        found: dict[str, RecordedSequence] = {}
+        start = 0
+        for name, prompt_length, count in self.headers:
+            tokens = np.frombuffer(self.payload, "<i4", count, start)
+            logprobs = np.frombuffer(self.payload, "<f4", count, start + tokens.nbytes)
+            found[name] = RecordedSequence(prompt_length, tokens, logprobs)
+            start += tokens.nbytes + logprobs.nbytes
+        return found
+
+
+@dataclass(frozen=True)
+class Sequences(_CarriesSequences):
+    """Those that were asked for and are there."""
+
+
+@dataclass(frozen=True)
+class KeepSequences(_CarriesSequences):
+    """Record sequences."""
+
+
+@dataclass(frozen=True)
+class ForgetSequences(Message):
+    """Delete what a session has sampled."""
+
+    session_id: str
+
+
+@dataclass(frozen=True)
+class Answered(Message):
+    """It is done."""
+
+
+@dataclass(frozen=True)
+class NotAnswered(Message):
+    """It could not be done. Errors travel as those of calls do."""
+
+    error_type: str
+    error: str
+
+
+Answers = Callable[[Message], Message]
+"""Questions -> what answers them. Raises what `NotAnswered` is to say."""
+
+
+class Questions:
+    """The worker's end. Used by any thread, one question at a time."""
+
+    def __init__(self, address: str, keys: ChildKeys | None = None, patience_s: float = PATIENCE_S) -> None:
+        """Connect to the engine whose link has this `address`, between hosts with its `keys`."""
+        self._patience_ms = int(1000 * patience_s)
+        self._lock = threading.Lock()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.REQ)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.REQ_RELAXED, 1)  # another question may follow one that got no answer,
+        self._socket.setsockopt(zmq.REQ_CORRELATE, 1)  # and an answer that comes too late is not taken for its own
+        if keys is not None:
+            keys.show(self._socket)
+        self._socket.connect(question_address(address))
+
+    def ask(self, question: Message) -> Message:
+        """The answer. Raises what the engine says, or StoreUnavailableError if it says nothing."""
+        with self._lock:
+            self._socket.send_multipart(question.to_frames())
+            if not self._socket.poll(self._patience_ms):
+                raise StoreUnavailableError(f"the engine did not answer within {self._patience_ms / 1000:g} s; send the request again")
+            answer = Message.from_frames(self._socket.recv_multipart())
+        if isinstance(answer, NotAnswered):
+            raise error_of(answer.error_type, answer.error)
+        return answer
+
+    def close(self) -> None:
+        """Ask nothing more."""
+        self._socket.close()
+        self._context.term()
+
+
+class Answering:
+    """The engine's end: a thread that answers one worker until it is closed."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]", answers: Answers) -> None:
+        """From now on `socket`, of type REP, belongs to the thread. It is bound already."""
+        self._socket = socket
+        self._answers = answers
+        self._bell, self._rope = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._bell, zmq.POLLIN)
+        while self._bell not in dict(poller.poll()):
+            question = Message.from_frames(self._socket.recv_multipart())
+            self._socket.send_multipart(answer_to(question, self._answers).to_frames())
+        self._socket.close(linger=0)
+        os.close(self._bell)
+
+    def close(self) -> None:
+        """Answer nothing more; a question that is being answered is the last."""
+        os.close(self._rope)
+
+
+def answer_to(question: Message, answers: Answers) -> Message:
+    """The message that answers a question, also if that fails."""
+    failures: list[TinsmithError] = []
+    with failing_into(failures.append):
+        return answers(question)
+    return NotAnswered(type_of(failures[0]), str(failures[0]))

@@ -1,0 +1,59 @@
+"""Rows of databases as a worker gets them: it opens none, and asks the engine (`protocol/questions.py`)."""
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from tinsmith.protocol.questions import (
+    Answers,
+    CheckpointRow,
+    FindCheckpoint,
+    FindSequences,
+    ForgetSequences,
+    KeepSequences,
+    Sequences,
+)
+from tinsmith.store.recorded_sequences import RecordedSequence
+from tinsmith.store.records import Checkpoint
+from tinsmith.wire.paths import CheckpointKind
+
+
+class SequenceRecords(Protocol):
+    """Where sampled sequences are recorded."""
+
+    def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
+        """Record sequences by id."""
+        ...
+
+    def forget_session(self, session_id: str) -> None:
+        """Delete what an ended session has sampled."""
+        ...
+
+
+class AskedRecords:
+    """What is in the databases of the server's host, for any thread. `ask` waits for the answer; each method raises as the store does."""
+
+    def __init__(self, ask: Answers) -> None:
+        self._ask = ask
+
+    def require_checkpoint(self, tinker_path: str, kind: CheckpointKind | None = None) -> Checkpoint:
+        """The row of a checkpoint."""
+        answer = self._ask(FindCheckpoint(tinker_path, kind))
+        assert isinstance(answer, CheckpointRow)
+        return answer.checkpoint
+
+    def find(self, sequence_ids: Iterable[str]) -> dict[str, RecordedSequence]:
+        """Those of these recorded sequences that are there."""
+        named = sorted(sequence_ids)
+        if not named:
+            return {}
+        answer = self._ask(FindSequences(named))
+        assert isinstance(answer, Sequences)
+        return answer.sequences
+
+    def put(self, sequences: Mapping[str, RecordedSequence]) -> None:
+        """Record sequences by id."""
+        self._ask(KeepSequences.of(sequences))
+
+    def forget_session(self, session_id: str) -> None:
+        """Delete what an ended session has sampled."""
+        self._ask(ForgetSequences(session_id))
