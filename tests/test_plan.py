@@ -163,7 +163,7 @@ def test_several_workers_have_a_row_for_each_way_to_train(tmp_path: Path) -> Non
     directory = str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path))
     alone, four = (planned(directory, "--memory-gib", "80", "--workers", count) for count in ("1", "4"))
     assert [each["mode"] for each in alone["modes"]] == ["one GPU"] * 3
-    assert [each["mode"] for each in four["modes"]] == ["replicas"] * 3 + ["divided"]
+    assert [each["mode"] for each in four["modes"]] == ["replicas"] * 3 + ["divided"] * 2
     assert (alone["workers"], four["workers"]) == (1, 4)
     same = {"cache", "adapters", "weight_bytes", "recomputed_layers"}
     assert {name: alone[name] for name in same} == {name: four[name] for name in same}  # what a replica holds is what one GPU would
@@ -173,11 +173,12 @@ def test_several_workers_have_a_row_for_each_way_to_train(tmp_path: Path) -> Non
         assert row["longest_sequence"] == whole["longest_sequence"]["tokens"]
         assert row["cache_bytes"] == whole["cache"]["bytes"]
         assert row["model_bytes"] == whole["adapters"]["bytes_each"]
-    assert [row["fits"] for row in four["modes"]] == [True, False, True, True]
+    assert [row["fits"] for row in four["modes"]] == [True, False, True, True, True]
 
     report = plan(directory, "--memory-gib", "80", "--workers", "4")
     assert "LoRA of rank 32: replicas, because the whole fits on each (--planned-rank 32)" in report
-    assert "all weights, float32: none, because it does not fit into the memory of one worker" in report
+    every = "--planned-rank 0 --full-state float32 --shard weights --sampler none"
+    assert f"all weights, float32: divided, because a part of each layer fits on each ({every})" in report
     assert "all weights, compact: replicas, because the whole fits on each (--planned-rank 0 --full-state compact)" in report
     assert "on each of" not in plan(directory, "--memory-gib", "80")
 
@@ -197,16 +198,17 @@ def test_workers_that_divide_the_weights_have_more_room(tmp_path: Path) -> None:
         )
         assert (whole["fits"], parts["fits"]) == (False, fits)
         assert (whole["weight_bytes"], parts["weight_bytes"]) == (2 * sizes.parameters, held)
-        assert parts["full_parameters"] is None
+        full = parts["full_parameters"]
+        assert full["needed_bytes"] == parts["modes"][-1]["model_bytes"] < whole["full_parameters"]["needed_bytes"] / 3
         assert [row["mode"] for row in whole["modes"]] == [row["mode"] for row in parts["modes"]]
-        row = parts["modes"][-1]
+        row = parts["modes"][-2]
         assert (row["mode"], row["weight_bytes"], row["longest_sequence"]) == ("divided", held, parts["longest_sequence"]["tokens"])
         assert row["settings"] == "--planned-rank 32 --shard weights --sampler none"
     report = plan(directory, "--memory-gib", "20", *options, "--shard", "weights")
     assert (
         "LoRA of rank 32: divided, because a part of each layer fits on each (--planned-rank 32 --shard weights --sampler none)" in report
     )
-    assert "not with --shard weights" in report
+    assert "all parameters (rank 0)  does not fit" in report
 
 
 def test_workers_that_a_server_would_refuse_are_not_planned(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +220,8 @@ def test_workers_that_a_server_would_refuse_are_not_planned(family_dir: Callable
         (["--shard", "weights"], "--shard weights divides weights over several workers"),
         (["--workers", "2", "--memory-gib", "80", "--shard", "weights"], "--shard weights and --sampler local"),
         (
-            ["--workers", "2", "--memory-gib", "80", "--shard", "weights", "--sampler", "none", "--rank", "0"],
-            "--rank 0 and --shard weights",
+            ["--workers", "2", "--memory-gib", "80", "--shard", "weights", "--sampler", "none", "--full-state", "compact"],
+            "--shard weights and --full-state compact",
         ),
     ):
         ran = CliRunner().invoke(app, ["plan", directory, *options])

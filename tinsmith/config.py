@@ -163,7 +163,7 @@ class DistributedConfig:
     shard: str = setting(
         "none",
         "What is divided over the workers: none, nothing, each holds whole base models; weights, the layers of the base models, of which "
-        "each worker keeps a part: for LoRA, with --sampler none",
+        "each worker keeps a part, and of models that train all weights: with --sampler none",
         choices=("none", "weights"),
     )
     ray_address: str = setting(

@@ -159,9 +159,6 @@ def _full_training(known: "dict[str, Sizes]", left: int, config: Config) -> Iter
     if not config.training.trains:
         yield Finding("training", "note", "none (--train none): no memory is planned for it, and training operations are refused")
         return
-    if config.distributed.shard == "weights":
-        yield Finding("all parameters (rank 0)", "note", "not with --shard weights, which trains LoRA only")
-        return
     for name, sizes in known.items():
         full = sizes.model(0, full_state(config.training))
         room: State = "ok" if full.training <= left else "note"

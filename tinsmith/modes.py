@@ -57,10 +57,10 @@ def plan_modes(sizes: "Sizes", share: Share, config: Config, rank: int, workers:
     whole: Mode = "replicas" if workers > 1 else "one GPU"
     replicated = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, shard="none"))
     modes = [_plan_mode(sizes, share, replicated, whole, workers, *training) for training in _trainings(rank)]
-    if workers > 1 and rank and can_be_divided(sizes):
+    if workers > 1 and can_be_divided(sizes):
         parts, sampling = dataclasses.replace(sizes, parts=workers), dataclasses.replace(config.sampling, sampler="none")
         settings = dataclasses.replace(config, sampling=sampling, distributed=dataclasses.replace(config.distributed, shard="weights"))
-        modes.append(_plan_mode(parts, share, settings, "divided", workers, rank, "float32"))
+        modes += [_plan_mode(parts, share, settings, "divided", workers, each, "float32") for each in ((rank, 0) if rank else (0,))]
     return modes
 
 

@@ -112,8 +112,7 @@ class Plan:
     cache: CachePlan | None
     """None without the local sampler."""
     adapters: AdaptersPlan
-    full_parameters: FullPlan | None
-    """None where a server trains LoRA only (--shard weights)."""
+    full_parameters: FullPlan
     longest_sequence: SequencePlan
     workers: int
     """How many train together (--workers). All sizes are those of one of them."""
@@ -140,7 +139,6 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         longest_trained,
         reserve_of,
     )
-    from tinsmith.models.full import full_bytes
     from tinsmith.models.sizing import size_of
     from tinsmith.sampling.local.cache_shape import CacheShape
     from tinsmith.sampling.prefix import BLOCK
@@ -148,8 +146,6 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     ((name, source),) = base_model_sources(config).items()
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, planned_rank=rank))
     shared = config.distributed.shard == "weights"
-    if shared and rank == 0:
-        raise ConfigError("--rank 0 and --shard weights: weights that are divided over workers train LoRA only; leave one out")
     if memory_gib is None:
         workers = worker_count(config)
         sizes = size_of(source, config.models)
@@ -201,7 +197,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         recomputed_layers=effort.recompute,
         cache=cache,
         adapters=AdaptersPlan(model.training, model.snapshot, beside // model.training),
-        full_parameters=None if shared else FullPlan(state, full_bytes(sizes.language_parameters, sizes.dtype, state), beside),
+        full_parameters=FullPlan(state, sizes.full(state), beside),
         longest_sequence=SequencePlan(longest, "memory" if longest < sizes.max_context else "context", together),
         workers=workers,
         modes=modes,
@@ -239,10 +235,8 @@ def _on_a_gpu(models: ModelsConfig) -> ModelsConfig:
 def to_tree(plan: Plan) -> dict[str, object]:
     """The plan as plain values, with what follows from them."""
     tree: dict[str, object] = dataclasses.asdict(plan)
-    full = None
-    if plan.full_parameters is not None:
-        sums = {"needed_bytes": plan.full_parameters.needed_bytes, "fits": plan.full_parameters.fits}
-        full = dataclasses.asdict(plan.full_parameters) | sums
+    sums = {"needed_bytes": plan.full_parameters.needed_bytes, "fits": plan.full_parameters.fits}
+    full = dataclasses.asdict(plan.full_parameters) | sums
     return tree | {"full_parameters": full, "fits": plan.fits}
 
 
@@ -300,10 +294,7 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
         "adapters" if plan.rank else "models of rank 0",
         f"{f'{adapters.fit:,} train at once beside all of that' if adapters.fit else none}; {each}",
     )
-    if plan.full_parameters is None:
-        yield "all parameters (rank 0)", "not with --shard weights"
-    else:
-        yield from _full_lines(plan.full_parameters)
+    yield from _full_lines(plan.full_parameters)
     yield "longest sequence", f"{longest.tokens:,} tokens train, then {_LIMITS[longest.limit]} ends"
     if longest.together > longest.tokens:
         yield "", f"{longest.together:,} tokens train on {plan.workers} workers together, each of which computes a slice"

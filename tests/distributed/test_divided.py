@@ -163,9 +163,6 @@ def test_what_is_refused_lets_nobody_wait(processes: Callable[[int], tuple[Path,
     expected = alone("text", "float32")[-1]
     assert expected["failures"] == {}
     for rank, found in enumerate(processes(2)[1]):
-        assert found["rank 0"].startswith(
-            "the server divides the weights of tiny over its workers (--shard weights), which trains LoRA only"
-        )
         missing = "model nobody is not loaded; create it anew"
         assert found["unknown"]["failures"] == ({0: missing, 1: missing} if rank == 0 else {})
         assert found["forward"]["failures"] == {}

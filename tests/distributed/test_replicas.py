@@ -157,11 +157,12 @@ def divided(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Running], divided: Running) -> None:
     """Three base models at once, whose passes and steps come in another order with every run; texts alone, pictures, a single datum."""
-    kinds = [("text", "text"), ("image", "mixed"), ("image", "pictures"), ("hybrid", "mixed"), ("text", "single")]
+    kinds = [("text", "text"), ("image", "mixed"), ("image", "pictures"), ("hybrid", "mixed"), ("text", "single"), ("image", "mixed")]
+    ranks = [4, 5, 6, 7, 0, 0]  # two of them train all weights
     losses: list[list[float]] = []
     tensors: list[dict[str, np.ndarray]] = []
     for running in (alone_and_together[0], divided):
-        clients = [train(running.service, base, rank=4 + number) for number, (base, _) in enumerate(kinds)]
+        clients = [train(running.service, base, rank=rank) for rank, (base, _) in zip(ranks, kinds, strict=True)]
         own: list[float] = []
         for step in range(3):
             done = [
@@ -188,7 +189,7 @@ def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Ru
 
 
 def test_what_workers_that_share_the_weights_refuse_harms_nothing(divided: Running) -> None:
-    """A broken picture in a pass of all, training of all parameters, and samples; then a step as ever."""
+    """A broken picture in a pass of all, training of some parameters, and samples; then a step as ever."""
     client = train(divided.service, "image")
     before = scores(client, batch(client, "text", 7))
     chunks = list(image_input(client, 1).chunks)
@@ -202,8 +203,8 @@ def test_what_workers_that_share_the_weights_refuse_harms_nothing(divided: Runni
         with pytest.raises(tinker.RequestFailedError):
             client.optim_step(STEP).result()
     assert_close(scores(client, batch(client, "text", 7)), before, 0)
-    with pytest.raises(tinker.RequestFailedError, match="--shard weights"):
-        train(divided.service, "text", rank=0)
+    with pytest.raises(tinker.RequestFailedError, match=r"train_mlp=False and lora_config\.rank=0"):
+        divided.service.create_lora_training_client(base_model="text", rank=0, train_mlp=False).result()
     path = client.save_weights_for_sampler("kept").result().path
     assert weights_at(divided, path)
     with pytest.raises(tinker.TinkerError, match="sampler=none"):
@@ -213,6 +214,25 @@ def test_what_workers_that_share_the_weights_refuse_harms_nothing(divided: Runni
     client.forward_backward(batch(client, "mixed", 0), "cross_entropy").result()
     client.optim_step(STEP).result()
     assert not np.allclose(scores(client, batch(client, "text", 7))[0], before[0])
+
+
+def test_all_weights_that_are_divided_come_back_as_they_were_saved(divided: Running) -> None:
+    """Or as they were created. Those that were not saved after their last step are lost, which is said."""
+    fresh, saved, lost = (train(divided.service, "text", rank=0) for _ in range(3))
+    for client in (saved, lost):
+        client.forward_backward(batch(client, "text", 0), "cross_entropy").result()
+        client.optim_step(STEP).result()
+    saved.save_state("here").result()
+    before = [scores(client, batch(client, "text", 3)) for client in (fresh, saved)]
+    os.kill(worker_pids(divided.server)[1], signal.SIGKILL)
+    divided.server.wait_for_log("worker 1 of 2: the worker process ended unexpectedly (signal 9)")
+    for client, expected in zip((fresh, saved), before, strict=True):
+        assert_close(scores(client, batch(client, "text", 3)), expected, WITHIN)
+        client.forward_backward(batch(client, "text", 1), "cross_entropy").result()
+        client.optim_step(STEP).result()
+    with pytest.raises(tinker.RequestFailedError, match="no checkpoint to go on from: create a new model, and call save_state"):
+        lost.forward_backward(batch(lost, "text", 1), "cross_entropy").result()
+    divided.server.wait_for_log("there is no copy of what the last step left (of all weights only save_state makes one)")
 
 
 def test_several_passes_of_one_step_and_none_at_all(alone_and_together: list[Running]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig
+from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig, TrainingConfig
 from tinsmith.engine import devices
 from tinsmith.engine.devices import threads_of, visible_gpus, worker_count
 from tinsmith.errors import ConfigError
@@ -75,6 +75,7 @@ def test_what_cannot_divide_weights_is_refused(machine: Machine) -> None:
         ({"distributed": DistributedConfig(1, "weights")}, "--shard weights divides weights over several workers; add --workers 2 or more"),
         ({"sampling": SamplingConfig(sampler="local")}, "--shard weights and --sampler local: no worker has all weights to sample from"),
         ({"sampling": SamplingConfig(sampler="vllm")}, "--shard weights and --sampler vllm: no worker has all weights to sample from"),
+        ({"training": TrainingConfig(full_state="compact")}, "--shard weights and --full-state compact: the state of weights that are div"),
         ({"models": ModelsConfig(deterministic=True)}, "--shard weights and --deterministic do not work together"),
     ):
         with pytest.raises(ConfigError, match=f"^{refused}"):

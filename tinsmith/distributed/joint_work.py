@@ -13,7 +13,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from tinsmith.distributed.process_group import ProcessGroup
-from tinsmith.errors import DeviceLostError, TinsmithError
+from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,17 @@ class JointFailure:
     reason: str
     out_of_memory: bool
     """Whether all that failed had too little memory."""
+
+
+def refuse_together(group: ProcessGroup, failure: Exception | None) -> None:
+    """Raise on all workers if one has failed at what each does for itself: UserError if all failures are, TinsmithError otherwise."""
+    said = group.gather(_GOES_ON if failure is None else _FAILED if isinstance(failure, UserError) else _OUT_OF_MEMORY)
+    if not any(said):
+        return
+    reasons = group.texts("" if failure is None else str(failure) or type(failure).__name__)
+    first = next(rank for rank, each in enumerate(said) if each)
+    kind = UserError if _OUT_OF_MEMORY not in said else TinsmithError
+    raise kind(f"worker {first} of {group.count}: {reasons[first]}") from failure
 
 
 class JointWork:

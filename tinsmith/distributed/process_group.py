@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,8 @@ LONGEST_WAIT = timedelta(hours=2)
 """For a worker that still computes. One that has ended is noticed by the engine, long before."""
 _join = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 """Of one tensor of each worker. torch 2.13 has given it another name."""
+_sum_parts = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+"""The sum of one tensor of each worker, of which each gets its part. It has another name there too."""
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -57,7 +60,18 @@ class ProcessGroup:
         """
         with self._not_alone():
             work = _join(whole, part, async_op=True)
+        return self._waits_for(work)
 
+    def begin_to_sum_parts(self, part: Tensor, whole: Tensor) -> Callable[[], None]:
+        """Begin to add up the `whole` of all workers. What is returned waits until `part` is what this worker gets of the sum.
+
+        The parts lie one behind the other by rank and are of one size. Until then neither tensor may be touched.
+        """
+        with self._not_alone():
+            work = _sum_parts(part, whole, async_op=True)
+        return self._waits_for(work)
+
+    def _waits_for(self, work: Any) -> Callable[[], None]:
         def wait() -> None:
             with self._not_alone():
                 work.wait()

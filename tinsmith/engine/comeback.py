@@ -49,7 +49,8 @@ class Comeback:
                 self._lose(model_id, f"{reason} while the model was brought back, for the second time")
         for model_id, model in list(self.operations.models.items()):
             if model.origin is None:
-                self._lose(model_id, f"{reason}, and there is no copy of what the last step left (--kept-copies-gib, --kept-copies-share)")
+                where = "--kept-copies-gib, --kept-copies-share" if model.shape.rank else "of all weights only save_state makes one"
+                self._lose(model_id, f"{reason}, and there is no copy of what the last step left ({where})")
                 continue
             self.waiting.setdefault(model_id, 0)
             if model.has_gradients and model.spoiled is None:

@@ -47,6 +47,12 @@ def _check_shard(config: Config) -> None:
             f"--shard {shard} and --sampler {sampler}: no worker has all weights to sample from; add --sampler none, and sample the saved "
             "checkpoints with another server"
         )
+    state = config.training.full_state
+    if state != "float32":
+        raise ConfigError(
+            f"--shard {shard} and --full-state {state}: the state of weights that are divided is float32; leave one of them out, or train "
+            "LoRA, which needs no --full-state"
+        )
     if config.models.deterministic:
         raise ConfigError(f"--shard {shard} and --deterministic do not work together; leave one out")
 

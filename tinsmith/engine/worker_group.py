@@ -240,8 +240,8 @@ class WorkerGroup:
                 self._ask(message, range(self.count))
             case TakeSnapshot():
                 self._ask(message, self.samplers)
-            case SaveModel() | ExportModel():  # all have the same; different models keep different workers from training
-                self._ask(message, [self._writer_of(message.model_id)])
+            case SaveModel() | ExportModel():
+                self._ask(message, self._asked_to_save(message.model_id))
             case Sample():
                 self.workers[self._routing.choose(message)].send(message)
             case CancelSample():
@@ -255,6 +255,10 @@ class WorkerGroup:
     def _writer_of(self, model_id: str) -> int:
         """The worker that writes what is saved of a model."""
         return writer_of(model_id, self.count)
+
+    def _asked_to_save(self, model_id: str) -> Sequence[int]:
+        """One where all have the same: different models keep different workers from training. With divided weights each gives its part."""
+        return [self._writer_of(model_id)] if self.config.distributed.shard == "none" else range(self.count)
 
     def _ask(self, message: Prepare | RunPass | Call, ranks: Sequence[int]) -> None:
         self._awaited[message.number] = Awaited(message, ranks)
@@ -371,7 +375,7 @@ class WorkerGroup:
                     return []  # `ended` comes next
         if isinstance(asked, CreateModel | LoadModel) and not failed:
             self._loaded.add(asked.model_id)
-        if isinstance(asked, OptimStep) and not failed:  # that which keeps a copy says more than the others
+        if isinstance(asked, OptimStep | SaveModel | ExportModel) and not failed:  # the one that writes says more than the others
             return [answered[self._writer_of(asked.model_id)]]
         return [next(iter((failed or answered).values()))]
 

@@ -163,7 +163,7 @@ class BaseModel:
             deepstack = _deepstack(row, features)
         if self.decoder is None:
             return self._through_modules(row, plan, embeddings, deepstack, recompute)
-        decoder = self.decoder if row.full is None else self.decoder.with_weights(row.full.working)
+        decoder = self.decoder if row.full is None else row.full.decoder_of(self.decoder)
         if self.deterministic and not torch.is_grad_enabled():
             return stable_hidden_states(decoder, embeddings, row.positions, plan, row.segments, deepstack)
         return decoder.forward(embeddings, row.positions, plan, SegmentAdapters(row.segments), deepstack, recompute, between)

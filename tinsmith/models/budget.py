@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tinsmith.config import Config, TrainingConfig
-from tinsmith.models.full import FullState, full_bytes, snapshot_bytes
+from tinsmith.models.full import FullBytes, FullState, snapshot_bytes
 from tinsmith.models.layout import Layout
 from tinsmith.models.pass_memory import KEEP_ALL, PassMemory
 from tinsmith.protocol.shapes import LoraShape
@@ -34,10 +34,10 @@ class ModelBytes:
     """A frozen copy that is sampled."""
 
 
-def model_bytes(layout: Layout, dtype: torch.dtype, rank: int, full_parameters: int, state: FullState) -> ModelBytes:
-    """What a model of that LoRA rank takes on a base in `dtype`; for rank 0, one of `full_parameters` parameters."""
+def model_bytes(layout: Layout, dtype: torch.dtype, rank: int, full_parameters: int, full: FullBytes) -> ModelBytes:
+    """What a model of that LoRA rank takes on a base in `dtype`; for rank 0, one of `full_parameters` parameters that takes `full`."""
     if rank == 0:
-        return ModelBytes(full_bytes(full_parameters, dtype, state).device, snapshot_bytes(full_parameters, dtype))
+        return ModelBytes(full.device, snapshot_bytes(full_parameters, dtype))
     numbers = layout.lora_parameters(LoraShape(rank, seed=0))
     frozen = numbers * (4 if dtype == torch.float32 else 4 + dtype.itemsize)  # float32 masters, and copies of them that passes read
     return ModelBytes(frozen + numbers * 3 * 4, frozen)

@@ -7,7 +7,7 @@ training keeps beside the weights is as exact as the setting `full_state` asks f
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from tinsmith.models.lora import Adapter
 from tinsmith.models.split_masters import SplitMasters, split_masters
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
+
+if TYPE_CHECKING:
+    from tinsmith.models.decoder import Decoder  # which imports this module
 
 
 @dataclass
@@ -48,6 +51,10 @@ class FullWeights:
         """Call the language model, or the part of it whose parameters' names start with `prefix`, with these weights for its own."""
         inside = (name for name in self.working if name.startswith(prefix) and name != HEAD_WEIGHT)
         return functional_call(module, {name.removeprefix(prefix): self.working[name] for name in inside}, arguments, keywords)
+
+    def decoder_of(self, own: "Decoder") -> "Decoder":
+        """The decoder of a base model, with these weights for its own."""
+        return own.with_weights(self.working)
 
     def refresh(self) -> None:
         """Make the working copies equal to the masters again."""
@@ -164,6 +171,18 @@ def full_bytes(parameters: int, dtype: torch.dtype, state: FullState) -> FullByt
     if state == "compact":
         return FullBytes(parameters * size, masters, moments, parameters * size, parameters * size, 0)
     return FullBytes(parameters * size, 0, 0, parameters * size, parameters * size, masters + moments)
+
+
+def divided_full_bytes(layers: Sequence[int], around: int, dtype: torch.dtype, workers: int) -> FullBytes:
+    """What each of several workers takes to train parameters that are divided over them: those of each layer, and those around the layers.
+
+    Weights around the layers, and their gradients of a pass, are whole on each, and so are those of the layer whose backward is computed.
+    """
+    size = dtype.itemsize
+    part = -(-(sum(layers) + around) // workers)
+    masters = 0 if size == 4 else part * 4
+    pass_gradients = part * 4 + around * size + max(layers) * (size + 4)
+    return FullBytes((part + around) * size, masters, part * 8, part * 4, pass_gradients, 0)
 
 
 def snapshot_bytes(parameters: int, dtype: torch.dtype) -> int:

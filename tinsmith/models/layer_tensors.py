@@ -1,10 +1,13 @@
-"""The tensors of a part of the decoder, whatever it consists of: walked through in one order, and replaced by others."""
+"""The tensors of a part of the decoder, whatever it consists of: walked through in one order, replaced by others, and by their names."""
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
+
+from tinsmith.models.decoder import DeltaBlock, Norm
+from tinsmith.models.joined_linear import JoinedLinear
 
 P = TypeVar("P")
 
@@ -27,6 +30,31 @@ def tensors_of(part: object) -> list[Tensor]:
 
     with_tensors(part, note)
     return found
+
+
+def parameters_of(part: Any) -> dict[str, Tensor]:
+    """The parameters of a part of a base model, by their names inside the language model: what `with_weights` takes.
+
+    A linear that has no bias gets rows of zeros if one that is computed with it has a bias.
+    """
+    if isinstance(part, JoinedLinear):
+        found = {}
+        for module, (start, end) in zip(part.projection.modules, part.rows, strict=True):
+            found[f"{module}.weight"] = part.weight[start:end]
+            if part.bias is not None:
+                found[f"{module}.bias"] = part.bias[start:end]
+        return found
+    if isinstance(part, Norm):
+        return {part.name: part.weight}
+    if isinstance(part, DeltaBlock):
+        own = dict(zip(part.names, part.parameters, strict=True))
+        return own | parameters_of(part.projection) | parameters_of(part.output)
+    inside: tuple[Any, ...] = ()
+    if isinstance(part, tuple):
+        inside = part
+    elif is_dataclass(part) and not isinstance(part, type):
+        inside = tuple(getattr(part, field.name) for field in fields(part))
+    return {name: tensor for each in inside for name, tensor in parameters_of(each).items()}
 
 
 def _changed(part: Any, change: Callable[[Tensor], Tensor]) -> Any:

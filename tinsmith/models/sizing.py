@@ -9,7 +9,7 @@ from tinsmith.config import ModelsConfig
 from tinsmith.models.base import pick_device, pick_dtype
 from tinsmith.models.budget import ModelBytes, model_bytes
 from tinsmith.models.families import context_length, family_of, read_config
-from tinsmith.models.full import FullState
+from tinsmith.models.full import FullBytes, FullState, divided_full_bytes, full_bytes
 from tinsmith.models.layout import Layout, empty_network, layout_of
 from tinsmith.models.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
 from tinsmith.models.recompute import layers_of
@@ -54,7 +54,14 @@ class Sizes:
 
     def model(self, rank: int, state: FullState = "float32") -> ModelBytes:
         """What one trained model of that LoRA rank takes; of rank 0, one that is trained with all its parameters and such a state."""
-        return model_bytes(self.layout, self.dtype, rank, self.language_parameters, state)
+        return model_bytes(self.layout, self.dtype, rank, self.language_parameters, self.full(state))
+
+    def full(self, state: FullState) -> FullBytes:
+        """What all parameters of one model take with such a state; with divided layers its parts are those of one worker, and float32."""
+        if self.parts == 1:
+            return full_bytes(self.language_parameters, self.dtype, state)
+        around = self.language_parameters - sum(self.layer_parameters)
+        return divided_full_bytes(self.layer_parameters, around, self.dtype, self.parts)
 
     @property
     def passes(self) -> PassMemory:

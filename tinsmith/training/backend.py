@@ -110,6 +110,10 @@ class Backend(Protocol):
         """
         ...
 
+    def help_to_copy(self, model_id: str, optimizer: bool) -> None:
+        """Give another worker what its `copy_state` with these arguments needs of this one, which `needs_all`."""
+        ...
+
     def restore(self, model_id: str, state: SavedState) -> None:
         """Create the model from what `checkpoint.read_state` read, or replace it. Without moments the optimizer starts fresh.
 
@@ -159,7 +163,7 @@ class LocalBackend:
         optimizer = self._optimizer(model_id)
         try:
             with threads_for_step(optimizer.weights.parameter_count):
-                return optimizer.step(settings) if self.group is None else step_together(optimizer, settings, self.group)
+                return self._stepped(optimizer, settings)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -167,6 +171,9 @@ class LocalBackend:
                 f"the step was refused, the gradients are cleared and the weights stay as they were: it needs more memory than "
                 f"{self.base.device} has left; end other models or their sampling: {error}"
             ) from error
+
+    def _stepped(self, optimizer: Optimizer, settings: AdamSettings) -> dict[str, float]:
+        return optimizer.step(settings) if self.group is None else step_together(optimizer, settings, self.group)
 
     def clear_gradients(self, model_id: str) -> None:
         if model_id in self.optimizers:
@@ -182,6 +189,9 @@ class LocalBackend:
     def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
         model = self._optimizer(model_id)
         return self.copied(model, About.of(self.base, model.weights.shape), optimizer)
+
+    def help_to_copy(self, model_id: str, optimizer: bool) -> None:
+        """Nothing: each worker has all of it."""
 
     def copied(self, model: Optimizer, about: About, optimizer: bool) -> SavedState:
         """As `copy_state`, of a model that is there, with a description of the caller's."""

@@ -1,22 +1,42 @@
 """Training on a base model whose layers are divided over the workers: every worker takes part in every pass of any of them.
 
-A pass of all workers is a number of attempts. Before each, every worker says whether it has something to compute; it has not when its share
-is empty, or computed while that of another ran out of memory and goes on in halves. Then all put the layers together for those who
-have (`divided_layers.py`), until none has. What one computes, and what fails there, is its own: others need its part of the layers alone.
+A pass of all workers is a number of attempts, in each of which layers are put together: those of the base, with LoRA, or those of one model
+that trains all of its weights. Before each, every worker says what it is to compute: nothing, when its share is empty, or was
+computed while that of another ran out of memory and goes on in halves. All put the layers together that the first worker wants
+that wants any; those who want the same compute, the others help. So it goes on until nobody wants any.
+
+What one computes with LoRA, and what fails there, is its own: others need its part of the layers alone. The gradients of all weights are
+added up over all workers while the backward is computed (`trained_layers.py`). Where such an attempt fails on one worker, all of them
+drop what they have added up, and those that did not fail compute the same again.
 """
 
+import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
 
 from tinsmith.config import TrainingConfig
+from tinsmith.distributed.joint_work import refuse_together
 from tinsmith.distributed.process_group import ProcessGroup
-from tinsmith.errors import DeviceLostError, UserError
+from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
+from tinsmith.models.full import FullState
 from tinsmith.models.pass_memory import Effort, pass_memory_of
-from tinsmith.protocol.shapes import LoraShape
+from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend, PassError, PassResult
-from tinsmith.training.checkpoint import SavedState
+from tinsmith.training.checkpoint import About, SavedState
+from tinsmith.training.compact import Optimizer
 from tinsmith.training.divided_decoder import DividedDecoder
+from tinsmith.training.divided_optimizer import DividedOptimizer
+from tinsmith.training.divided_weights import DividedWeights, bytes_of, gathered, take_from, take_from_base
+
+NOTHING, FROZEN = 0, 1
+"""What a worker may want to compute beside models with weights of their own, each of which has a larger number."""
+
+Outcome = list[DatumResult] | PassError
 
 
 class DividedBackend(LocalBackend):
@@ -33,13 +53,120 @@ class DividedBackend(LocalBackend):
         self.layers = base.decoder.divided
         self.efforts.memory = pass_memory_of(base.layout, base.text_config, base.dtype, divided=True)
 
+    # ---- Models
+
     def create_model(self, model_id: str, shape: LoraShape) -> None:
-        require_lora(self.base, shape)
-        super().create_model(model_id, shape)
+        """As `LocalBackend.create_model`. To be called by all workers; with rank 0 at the same place among passes and other calls."""
+        if shape.rank > 0:
+            super().create_model(model_id, shape)
+            return
+        failure: Exception | None = None
+        try:
+            optimizer = self._new_optimizer(shape)
+        except (UserError, RuntimeError, MemoryError) as error:
+            failure = error
+        refuse_together(self.together, failure)
+        self._all_of_them("took the weights of the base", lambda: take_from_base(optimizer.divided, self.base))
+        self.optimizers[model_id] = optimizer
+
+    def restore(self, model_id: str, state: SavedState) -> None:
+        """As `LocalBackend.restore`, but a model of rank 0 is gone if the load fails. Exchanges nothing: files are read at any time."""
+        if state.about.shape.rank == 0:
+            self.optimizers.pop(model_id, None)
+        self._load(model_id, state)
 
     def _load(self, model_id: str, state: SavedState) -> None:
-        require_lora(self.base, state.about.shape)
-        super()._load(model_id, state)
+        shape = state.about.shape
+        if shape.rank > 0:
+            super()._load(model_id, state)
+            return
+        optimizer = self._new_optimizer(shape)
+        take_from(optimizer.divided, state.tensors)
+        if state.moments:
+            optimizer.take(state.moments)
+        self.optimizers[model_id] = optimizer
+
+    def _new_optimizer(self, shape: LoraShape) -> DividedOptimizer:
+        """With weights of no numbers yet. Raises UserError if this mode, or the memory of this worker, does not take them."""
+        require_float32_state(self.base, self.full_state)
+        needed = bytes_of(self.base, shape, self.together.count)
+        self._require_memory(f"a worker's part of full-parameter training of {self.base.name}", needed.device, self.base.device)
+        return DividedOptimizer(DividedWeights(self.base, shape, self.together), needed.device)
+
+    def _stepped(self, optimizer: Optimizer, settings: AdamSettings) -> dict[str, float]:
+        """A step of divided weights adds nothing up: that was done pass by pass."""
+        return optimizer.step(settings) if isinstance(optimizer, DividedOptimizer) else super()._stepped(optimizer, settings)
+
+    # ---- Copies that are saved
+
+    def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
+        """As `LocalBackend.copy_state`, while all other workers call `help_to_copy` with the same arguments."""
+        model = self._agreed(model_id)
+        if model is None:
+            return super().copy_state(model_id, optimizer)
+        failure: Exception | None = None
+        try:
+            state = self._room_for_copy(model, optimizer)
+        except (TinsmithError, OSError, RuntimeError, MemoryError) as error:
+            failure = error
+        refuse_together(self.together, failure)
+        self._gather(model, optimizer, state.tensors, state.moments)
+        return state
+
+    def _room_for_copy(self, model: DividedOptimizer, optimizer: bool) -> SavedState:
+        """A copy whose tensors have no numbers yet."""
+        about = About.of(self.base, model.weights.shape)
+        size = model.weights.parameter_count * 4
+        self._require_memory("the copy that is saved", size * (3 if optimizer else 1), torch.device("cpu"))
+        tensors = _on_host(model.divided)
+        if not optimizer:
+            return SavedState(about, tensors)
+        moments: dict[str, Tensor] = {}
+        if model.moments():
+            step = next(iter(model.adamw.state.values()))["step"].to("cpu", copy=True)
+            first, second = _on_host(model.divided), _on_host(model.divided)
+            for name in tensors:
+                moments |= {f"{name}.step": step, f"{name}.exp_avg": first[name], f"{name}.exp_avg_sq": second[name]}
+        return SavedState(about, tensors, moments)
+
+    def help_to_copy(self, model_id: str, optimizer: bool) -> None:
+        model = self._agreed(model_id)
+        if model is not None:
+            refuse_together(self.together, None)
+            self._gather(model, optimizer, None, None)
+
+    def _agreed(self, model_id: str) -> DividedOptimizer | None:
+        """A model that all workers have; None if it is not divided. Raises NotFoundError if none of them has it."""
+        self.together.agree(model_id in self.optimizers, f"whether model {model_id} is there")
+        model = self._optimizer(model_id)
+        return model if isinstance(model, DividedOptimizer) else None
+
+    def _gather(
+        self, model: DividedOptimizer, optimizer: bool, tensors: dict[str, Tensor] | None, moments: dict[str, Tensor] | None
+    ) -> None:
+        weights = model.divided
+
+        def gather() -> None:
+            gathered(weights, weights.masters, tensors)
+            for entry in ("exp_avg", "exp_avg_sq") if optimizer and model.moments() else ():
+                parts = {name: model.adamw.state[master][entry] for name, master in weights.masters.items()}
+                wanted: Mapping[str, Tensor] | None = None
+                if tensors is not None and moments is not None:
+                    wanted = {name: moments[f"{name}.{entry}"] for name in tensors}
+                gathered(weights, parts, wanted)
+
+        self._all_of_them("put a copy together", gather)
+
+    def _all_of_them(self, what: str, exchange: Callable[[], None]) -> None:
+        """An exchange that nobody may leave alone."""
+        try:
+            exchange()
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            raise DeviceLostError(f"{self.together.place.name} failed while all {what}: {error!r}") from error
+
+    # ---- Passes
 
     def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
         """As `LocalBackend.run_pass`. To be called by all workers, also by those that have no work."""
@@ -47,27 +174,83 @@ class DividedBackend(LocalBackend):
         self.together.agree(what, "the pass that comes next")
         try:
             result = super().run_pass(work, backward)
+            self._help_until(NOTHING, backward)
         except DeviceLostError:
             raise
         except Exception as error:  # the others are in the middle of the pass, and would wait for this one
             raise DeviceLostError(f"{self.together.place.name} failed within a pass of all workers: {error!r}") from error
-        while any(self.together.gather(False)):
-            self.layers.begin(backward)
-            self.layers.finish()
         return result
 
-    def _attempt(self, work: Sequence[DatumWork], backward: bool, effort: Effort) -> list[DatumResult] | PassError:
-        self.together.gather(True)
+    def _attempt(self, work: Sequence[DatumWork], backward: bool, effort: Effort) -> Outcome:
+        compute = partial(super()._attempt, work, backward, effort)
+        model = self._optimizer(work[0].model_id)  # one with all weights has the pass to itself
+        if isinstance(model, DividedOptimizer):
+            outcome = None
+            while outcome is None:
+                self._help_until(_number_of(work[0].model_id), backward)
+                outcome = self._with_all_weights(model, backward, compute)
+            return outcome
+        self._help_until(FROZEN, backward)
         self.layers.begin(backward)
-        outcome = super()._attempt(work, backward, effort)
+        found = compute()
         self.layers.finish()
+        return found
+
+    def _help_until(self, wanted: int, backward: bool) -> None:
+        """Help others until it is the turn of what this worker wants."""
+        while (chosen := next(filter(None, self.together.gather(wanted)), NOTHING)) != wanted:
+            if chosen == FROZEN:
+                self.layers.begin(backward)
+                self.layers.finish()
+                continue
+            model = next((model for model_id, model in self.optimizers.items() if _number_of(model_id) == chosen), None)
+            if not isinstance(model, DividedOptimizer):
+                raise DeviceLostError(f"{self.together.place.name} has no part of a model that another one is to compute")
+            self._with_all_weights(model, backward, list)
+
+    def _with_all_weights(self, model: DividedOptimizer, backward: bool, compute: Callable[[], Outcome]) -> Outcome | None:
+        """One attempt of all workers with a model's own weights; None if the same is to be computed again, because another has failed."""
+        layers = model.divided.layers
+        if backward and (lacking := self._without_room(model)) is not None:
+            return lacking
+        layers.begin(backward)
+        outcome = compute()
+        layers.finish()
+        if not backward:
+            return outcome
+        if any(self.together.gather(isinstance(outcome, PassError))):
+            model.drop_pass()
+            return outcome if isinstance(outcome, PassError) else None
+        model.keep_pass()
         return outcome
 
+    def _without_room(self, model: DividedOptimizer) -> PassError | None:
+        """Take the memory for the gradients of a pass; returns why there is none on all workers."""
+        lacking: PassError | None = None
+        try:
+            model.begin_pass()
+        except (RuntimeError, MemoryError) as error:
+            lacking = PassError(str(error), out_of_memory=True)
+        if not any(self.together.gather(lacking is not None)):
+            return None
+        model.drop_pass()
+        return lacking or PassError("another worker has no memory for its part of the gradients", out_of_memory=False)
 
-def require_lora(base: BaseModel, shape: LoraShape) -> None:
-    """Raise UserError for training of all parameters."""
-    if shape.rank == 0:
+
+def _number_of(model_id: str) -> int:
+    """What a worker says that is to compute this model: the same on all of them, and neither NOTHING nor FROZEN."""
+    return int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:7]) + 2
+
+
+def _on_host(weights: DividedWeights) -> dict[str, Tensor]:
+    """Memory for all parameters in float32, by their names."""
+    return {name: torch.empty(shape) for row in weights.rows.values() for name, shape in row.shapes.items()}
+
+
+def require_float32_state(base: BaseModel, state: FullState) -> None:
+    """Raise UserError for a state of full-parameter training that is not divided."""
+    if state != "float32":
         raise UserError(
-            f"the server divides the weights of {base.name} over its workers (--shard weights), which trains LoRA only: create the model "
-            "with a lora_config.rank of 1 or more, or serve with --shard none"
+            f"the server divides the weights of {base.name} over its workers (--shard weights), and what it remembers of all weights is "
+            f"float32 then: it takes no --full-state {state}; serve with --full-state float32, or with --shard none"
         )

@@ -1,7 +1,7 @@
 """A decoder whose layers are divided over the workers (`--shard weights`): a layer is there while it is computed, forward and backward.
 
-What is divided is the weights of all layers, which LoRA leaves as they are. Embedding, LM head, last norm, vision tower and adapters are
-whole on each worker.
+What is divided is the weights of all layers: of a base model, which LoRA leaves as they are, or of a model with weights of its own
+(`divided_weights.py`). Embedding, LM head, last norm, vision tower and adapters are whole on each worker.
 """
 
 import logging
@@ -19,7 +19,7 @@ from tinsmith.models.decoder import Decoder, Deepstack, Pass
 from tinsmith.models.machine import size_text
 from tinsmith.models.packed_lora import Adapters, SegmentAdapters
 from tinsmith.models.pass_plan import PassPlan
-from tinsmith.training.divided_layers import DividedLayers
+from tinsmith.training.divided_layers import DividedLayers, divide_layers
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def divide(base: BaseModel, group: ProcessGroup) -> None:
     assert decoder is not None
     layers = list(decoder.layers)
     base.decoder = decoder = replace(decoder, layers=())
-    divided = DividedLayers(layers, group, lambda index: _without_memory(base, index))
+    divided = divide_layers(layers, group, lambda index: _without_memory(base, index))
     base.decoder = DividedDecoder(tuple(divided.templates), decoder.last_norm, decoder.rope, divided)
     if base.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -63,6 +63,8 @@ class DividedDecoder(Decoder):
     """A decoder whose `layers` have no memory. It computes within passes of all workers (`DividedLayers.begin` and `finish`)."""
 
     divided: DividedLayers
+    anchor: Tensor | None = None
+    """A tensor that requires a gradient, for layers that are trained: so the backward comes to each of them, whatever else is trained."""
 
     def forward(
         self,
@@ -80,7 +82,7 @@ class DividedDecoder(Decoder):
         x = embeddings
         compute: Any = _Layer.apply
         for index, of_layer in enumerate(leaves):
-            x = compute(self.divided, index, shared, x, *of_layer)
+            x = compute(self.divided, index, shared, self.anchor, x, *of_layer)
         return self.finish(x, None)
 
 
@@ -102,7 +104,7 @@ class _Layer(torch.autograd.Function):
     """A layer that keeps its input alone. The weights that computed it are gone when its backward comes, and are put together again."""
 
     @staticmethod
-    def forward(ctx: Any, divided: DividedLayers, index: int, shared: Pass, x: Tensor, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, divided: DividedLayers, index: int, shared: Pass, anchor: Tensor | None, x: Tensor, *leaves: Tensor) -> Tensor:
         ctx.divided, ctx.index, ctx.shared, ctx.leaves = divided, index, shared, leaves
         ctx.save_for_backward(x)
         return divided.layer(index).total(x, shared)
@@ -110,10 +112,13 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        needed: Sequence[bool] = ctx.needs_input_grad[3:]
+        needed: Sequence[bool] = ctx.needs_input_grad[4:]
         with torch.enable_grad():
             inputs = (x.detach().requires_grad_(needed[0]), *ctx.leaves)
-            out = ctx.divided.layer(ctx.index).total(inputs[0], ctx.shared)
+            layer, own = ctx.divided.layer_to_train(ctx.index)
+            out = layer.total(inputs[0], ctx.shared)
             wanted = [tensor for tensor, wants in zip(inputs, needed, strict=True) if wants]
-            found = iter(torch.autograd.grad(out, wanted, grads))
-        return None, None, None, *(next(found) if wants else None for wants in needed)
+            found = torch.autograd.grad(out, (*wanted, *own), grads)
+        ctx.divided.give(found[len(wanted) :])
+        of_inputs = iter(found)
+        return None, None, None, None, *(next(of_inputs) if wants else None for wants in needed)

@@ -28,31 +28,27 @@ ALIGNED = 64
 class DividedLayers:
     """This worker's parts of all layers. Both `begin` and `finish` are called for every pass by all workers."""
 
-    def __init__(self, layers: list[Layer], group: ProcessGroup, freed: Callable[[int], None]) -> None:
-        """Takes the layers out of the list one by one; `freed` lets go of what else holds the tensors of the layer with this number."""
+    def __init__(self, group: ProcessGroup, templates: list[Layer], parts: list[Tensor], buffers: list[Tensor]) -> None:
+        """`buffers` are two that hold any of the layers. They belong to whatever is computed now."""
         self.group = group
-        self.templates: list[Layer] = []
+        self.templates = templates
         """The layers without memory, for shapes and names."""
-        self.parts: list[Tensor] = []
+        self.parts = parts
         """[bytes of the layer / workers] of each layer."""
-        self.whole_bytes = 0
-        """Of all layers together."""
-        while layers:
-            layer = layers.pop(0)
-            self.whole_bytes += sum(tensor.nbytes for tensor in tensors_of(layer))
-            self.templates.append(with_tensors(layer, lambda tensor: torch.empty_like(tensor, device="meta")))
-            self.parts.append(_own_part(tensors_of(layer), group))
-            del layer
-            freed(len(self.parts) - 1)
-        largest = max(len(part) for part in self.parts) * group.count
-        device = self.parts[0].device
-        self.buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.buffers = buffers
         self.order: list[int] = []
         """The layers of the pass under way, step by step."""
+        self.backward = False
+        """Whether that pass has a backward, which begins with the last layer."""
         self.step = -1
         """Which of them is there."""
         self.arrived: Callable[[], None] | None = None
         """Waits for the one behind it."""
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of all layers together."""
+        return sum(tensor.nbytes for template in self.templates for tensor in tensors_of(template))
 
     @property
     def nbytes(self) -> int:
@@ -68,29 +64,51 @@ class DividedLayers:
         """Begin a pass, with or without backward."""
         count = len(self.parts)
         self.order = [*range(count), *(reversed(range(count - 1)) if backward else ())]
+        self.backward = backward
         self.step = -1
         self._start()
 
     def layer(self, index: int) -> Layer:
         """A layer that can be computed until the next one is asked for. Steps before it that nobody wanted are made now."""
-        while self.step < 0 or self.order[self.step] != index:
-            if self.step + 1 >= len(self.order):
-                raise RuntimeError(f"layer {index} is divided over the workers, and no step of a pass of all of them comes to it any more")
-            self._advance()
+        self._come_to(index)
         return self._view(index)
+
+    def layer_to_train(self, index: int) -> tuple[Layer, tuple[Tensor, ...]]:
+        """As `layer`, and what of it gradients are taken of, which `give` wants: nothing of a frozen layer."""
+        return self.layer(index), ()
+
+    def give(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of what `layer_to_train` has returned last."""
 
     def finish(self) -> None:
         """Make the steps that are left, and end the pass."""
         while self.step + 1 < len(self.order):
             self._advance()
+        self._leave()
         self.order = []
         self.step = -1
 
+    def _come_to(self, index: int) -> None:
+        while self.step < 0 or self.order[self.step] != index:
+            if self.step + 1 >= len(self.order):
+                raise RuntimeError(f"layer {index} is divided over the workers, and no step of a pass of all of them comes to it any more")
+            self._advance()
+
+    def _leave(self) -> None:
+        """What all workers do at the end of a step: nothing for frozen layers."""
+
     def _advance(self) -> None:
+        self._leave()
         assert self.arrived is not None
         self.arrived()
         self.step += 1
         self._start()
+
+    def make_room(self, nbytes: int) -> None:
+        """Let the buffers hold so many bytes. Not within a pass."""
+        for number, buffer in enumerate(self.buffers):
+            if len(buffer) < nbytes:
+                self.buffers[number] = torch.empty(nbytes, dtype=torch.uint8, device=buffer.device)
 
     def _start(self) -> None:
         """Let the next layer come, into the buffer of the one before this one."""
@@ -115,6 +133,21 @@ class DividedLayers:
             return found
 
         return with_tensors(self.templates[index], view)
+
+
+def divide_layers(layers: list[Layer], group: ProcessGroup, freed: Callable[[int], None]) -> DividedLayers:
+    """Divide frozen layers, which are taken out of the list one by one; `freed` lets go of what else holds those of that number."""
+    templates: list[Layer] = []
+    parts: list[Tensor] = []
+    while layers:
+        layer = layers.pop(0)
+        templates.append(with_tensors(layer, lambda tensor: torch.empty_like(tensor, device="meta")))
+        parts.append(_own_part(tensors_of(layer), group))
+        del layer
+        freed(len(parts) - 1)
+    largest = max(len(part) for part in parts) * group.count
+    buffers = [torch.empty(largest, dtype=torch.uint8, device=parts[0].device) for _ in range(2)]
+    return DividedLayers(group, templates, parts, buffers)
 
 
 def _room(tensor: Tensor) -> int:

@@ -107,14 +107,9 @@ class ModelOptimizer:
         totals, self.totals = self.totals, None
         if totals is None:
             return {"grad_norm": 0.0, "learning_rate": settings.lr}
-        in_pieces = [piece for total in totals for piece in total.flatten().split(NORM_PIECE)] if totals[0].device.type == "cpu" else totals
-        total_norm = get_total_norm(in_pieces)
+        total_norm = norm_of(totals)
         metrics = {"grad_norm": total_norm.item(), "learning_rate": settings.lr}
-        if not isfinite(metrics["grad_norm"]):
-            raise UserError(
-                f"the gradient norm is {metrics['grad_norm']}: the step was refused, the gradients are cleared and the weights stay as "
-                "they were; look for infinite weights, -inf log-probabilities or a learning rate that is too high"
-            )
+        require_finite_norm(metrics["grad_norm"])
         buffers = self.weights.buffers()
         try:
             for buffer, total in zip(buffers, totals, strict=True):
@@ -152,6 +147,21 @@ class ModelOptimizer:
             if first:  # out of memory: there are moments of some tensors now, and not of others
                 self.adamw.state.clear()
             raise
+
+
+def norm_of(totals: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients as one vector."""
+    on_cpu = totals[0].device.type == "cpu"
+    return get_total_norm([piece for total in totals for piece in total.flatten().split(NORM_PIECE)] if on_cpu else list(totals))
+
+
+def require_finite_norm(grad_norm: float) -> None:
+    """Raise UserError if a step must be refused because of its gradient."""
+    if not isfinite(grad_norm):
+        raise UserError(
+            f"the gradient norm is {grad_norm}: the step was refused, the gradients are cleared and the weights stay as "
+            "they were; look for infinite weights, -inf log-probabilities or a learning rate that is too high"
+        )
 
 
 def _fresh_state(buffer: Tensor) -> dict[str, Tensor]:

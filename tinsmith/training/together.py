@@ -67,7 +67,7 @@ def _widened(total: Tensor, buffer: Tensor) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _state_after(optimizer: Optimizer, grad_norm: float) -> int:
+def state_after(optimizer: Optimizer, grad_norm: float) -> int:
     """A number of 63 bits that differs, as good as always, where the norm of the gradient or any bit of a weight does."""
     norm: int = struct.unpack("<q", struct.pack("<d", grad_norm))[0]
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -81,7 +81,7 @@ def _same_on_all(optimizer: Optimizer, settings: AdamSettings, group: ProcessGro
     failure: Exception | None = None
     try:
         metrics = optimizer.step(settings)
-        said = _state_after(optimizer, metrics["grad_norm"])
+        said = state_after(optimizer, metrics["grad_norm"])
     except TinsmithError as error:
         failure, said = error, _REFUSED
     except Exception as error:  # of whatever kind: the others wait for what this one says

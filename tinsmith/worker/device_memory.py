@@ -8,11 +8,13 @@ import torch
 from tinsmith.config import Config
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.models.base import BaseModel
-from tinsmith.models.budget import divide_memory, full_state, longest_together, longest_trained, model_bytes, reserve_of
+from tinsmith.models.budget import ModelBytes, divide_memory, full_state, longest_together, longest_trained, model_bytes, reserve_of
+from tinsmith.models.full import full_bytes
 from tinsmith.models.machine import free_memory
 from tinsmith.models.pass_memory import pass_memory_of, sliced_pass_memory_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.local.cache_shape import CacheShape, CacheSizes
+from tinsmith.training.divided_weights import bytes_of
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +36,7 @@ class DeviceMemory:
         divided = config.distributed.shard == "weights"
         self.passes = {name: pass_memory_of(base.layout, base.text_config, base.dtype, divided) for name, base in bases.items()}
         rank = config.training.planned_rank
-        state = full_state(config.training)
-        models = {name: model_bytes(base.layout, base.dtype, rank, _full_parameters(base), state) for name, base in bases.items()}
+        models = {name: _model_bytes(base, rank, config, group.count if group and divided else 1) for name, base in bases.items()}
         self.budgets = {name: divide_memory(free, len(bases), models[name], self.passes[name], config, self.on_gpu) for name in bases}
 
     def cache_sizes(self, name: str) -> CacheSizes:
@@ -69,5 +70,10 @@ class DeviceMemory:
         return tokens
 
 
-def _full_parameters(base: BaseModel) -> int:
-    return sum(parameter.numel() for parameter in base.full_targets(LoraShape(0, seed=0)).values())
+def _model_bytes(base: BaseModel, rank: int, config: Config, parts: int) -> ModelBytes:
+    """One model of the planned rank, whose weights are divided into so many parts if there are several."""
+    shape = LoraShape(0, seed=0)
+    numbers = sum(parameter.numel() for parameter in base.full_targets(shape).values())
+    if parts > 1 and rank == 0:
+        return model_bytes(base.layout, base.dtype, rank, numbers, bytes_of(base, shape, parts))
+    return model_bytes(base.layout, base.dtype, rank, numbers, full_bytes(numbers, base.dtype, full_state(config.training)))

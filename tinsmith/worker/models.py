@@ -80,6 +80,9 @@ class Models:
                 case TakeSnapshot():
                     self._take_snapshot(backend, message)
                     self._answer(message, {})
+                case SaveModel() | ExportModel() if not self.kept.place.writes(message.model_id):
+                    backend.help_to_copy(message.model_id, isinstance(message, SaveModel) and message.optimizer)
+                    self._answer(message, {})
                 case SaveModel():
                     state = backend.copy_state(message.model_id, message.optimizer)
                     self._beside(message, partial(write_files, self.files, message.checkpoint, partial(write_state, state)))

@@ -1,0 +1,140 @@
+"""What trains all weights of a model that are divided over the workers: each has AdamW for its parts.
+
+AdamW computes number by number, so a step of the parts is a step of the whole. All that concerns the whole is agreed on: the norm of the
+gradient, in which every number counts once, and whether the step is taken at all. What may fail on one worker alone comes before that.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from tinsmith.distributed.joint_work import refuse_together
+from tinsmith.errors import DeviceLostError, UserError
+from tinsmith.protocol.shapes import AdamSettings
+from tinsmith.training.divided_weights import DividedWeights
+from tinsmith.training.optimizer import ModelOptimizer, norm_of, require_finite_norm
+from tinsmith.training.together import state_after
+
+
+class DividedOptimizer(ModelOptimizer):
+    """This worker's parts of what one model trains. `totals` are its parts of what has been added up over all workers, pass by pass."""
+
+    def __init__(self, weights: DividedWeights, needed: int) -> None:
+        """Start anew. `needed` is what training takes in all, in bytes."""
+        super().__init__(weights)
+        self.divided = weights
+        self.needed = needed
+        self.around: Sequence[Tensor | None] = []
+        """Gradients of a pass: of the tensors around the layers, on this worker."""
+        self.of_pass: list[Tensor] = []
+        """This worker's part of the gradients of all workers, of each row."""
+
+    def take(self, moments: Mapping[str, Tensor]) -> None:
+        """Go on from what the optimizer of a checkpoint remembered, by the names of the parameters."""
+        self.claim_moments()
+        weights = self.divided
+        for name, row in weights.rows.items():
+            state = self.adamw.state[weights.masters[name]]
+            for entry in ("exp_avg", "exp_avg_sq"):
+                row.fill(state[entry], weights.group.place.rank * row.part, [moments[f"{each}.{entry}"] for each in row.shapes])
+            state["step"].copy_(moments[f"{next(iter(row.shapes))}.step"])
+
+    @property
+    def unclaimed(self) -> int:
+        weights = self.divided
+        moments: list[Tensor] = [tensor for state in self.adamw.state.values() for tensor in state.values()]
+        held = sum(tensor.nbytes for tensor in (*(self.totals or []), *self.of_pass, *moments))
+        return max(0, self.needed - weights.nbytes - held)
+
+    # ---- A pass, of which all workers compute their datums, or none
+
+    def begin_pass(self) -> None:
+        """Take the memory for the gradients of a pass. May fail on one worker alone."""
+        self.around = [None] * len(self.divided.working)
+        self.of_pass = [torch.empty_like(master, requires_grad=False) for master in self.divided.tensors()]
+        self.divided.layers.gradients = self.of_pass[: len(self.divided.layers.rows)]
+
+    def contribution(self, gradients: Sequence[Tensor | None]) -> Callable[[], None]:
+        """Those of the tensors around the layers, which `keep_pass` adds up."""
+        self.around = [None if gradient is None else gradient.contiguous() for gradient in gradients[:-1]]
+        return _nothing
+
+    def keep_pass(self) -> None:
+        """Add the gradients of a pass to the totals. To be called by all workers, when all have computed it; takes no memory."""
+        weights = self.divided
+        count = len(weights.layers.rows)
+        for row, gradient, part in zip(list(weights.rows.values())[count:], self.around, self.of_pass[count:], strict=True):
+            weights.sums.begin(row, [gradient], part)
+        weights.sums.wait()
+        if self.totals is None:
+            self.totals = self.of_pass
+        else:
+            torch._foreach_add_(self.totals, self.of_pass)
+        self.drop_pass()
+
+    def drop_pass(self) -> None:
+        """Forget the gradients of a pass."""
+        self.around, self.of_pass, self.divided.layers.gradients = [], [], None
+
+    # ---- A step
+
+    def step(self, settings: AdamSettings) -> dict[str, float]:
+        """As `ModelOptimizer.step`. To be called by all workers: it is taken by all or, whatever one of them lacks, by none."""
+        group = self.divided.group
+        totals, self.totals = self.totals, None
+        group.agree(totals is not None, "whether a model has gradients")
+        if totals is None:
+            return {"grad_norm": 0.0, "learning_rate": settings.lr}
+        grad_norm = self._norm_of_all(totals)
+        require_finite_norm(grad_norm)
+        buffers = self.weights.buffers()
+        failure: Exception | None = None
+        bounds = None
+        try:
+            for buffer, total in zip(buffers, totals, strict=True):
+                buffer.grad = total
+            try:
+                if settings.grad_clip_norm > 0:
+                    clip_grads_with_norm_(buffers, settings.grad_clip_norm, torch.tensor(grad_norm, device=group.device))
+                bounds = self._checked(totals, grad_norm, settings)
+            except (UserError, RuntimeError, MemoryError) as error:
+                failure = error
+            refuse_together(group, failure)
+            self._take_step(settings, grad_norm)
+        finally:
+            for buffer in buffers:
+                buffer.grad = None
+        self.bounds = bounds
+        return {"grad_norm": grad_norm, "learning_rate": settings.lr}
+
+    def _norm_of_all(self, totals: Sequence[Tensor]) -> float:
+        """Of the gradient of all workers. Raises if one of them has no memory for the step."""
+        failure: Exception | None = None
+        squares = 0.0
+        try:
+            self.claim_moments()
+            squares = norm_of(totals).item() ** 2
+        except (RuntimeError, MemoryError) as error:
+            failure = error
+        refuse_together(self.divided.group, failure)
+        heard = self.divided.group.gather(struct.unpack("<q", struct.pack("<d", squares))[0])
+        return math.sqrt(math.fsum(struct.unpack("<d", struct.pack("<q", bits))[0] for bits in heard))
+
+    def _take_step(self, settings: AdamSettings, grad_norm: float) -> None:
+        """What all have agreed on. One that fails at it is not the same as the others any more."""
+        group = self.divided.group
+        try:
+            self._update(settings)
+            self.divided.refresh()
+            state = state_after(self, grad_norm)
+        except Exception as error:
+            raise DeviceLostError(f"{group.place.name} failed within a step of all workers: {error!r}") from error
+        group.agree(state, "what a step left")
+
+
+def _nothing() -> None:
+    """Add nothing: the gradients of a pass are added up by all workers, when all have computed it."""
