@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.bases import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="limits the memory of the CPU")
+
 SCRIPT = """
 import resource, sys
 import numpy as np
