@@ -72,6 +72,14 @@ def test_serve_offers_every_setting_with_help_unit_and_default() -> None:
             ),
         ),
         (
+            ["--base-model", "org/x", "--sampler", "vllm", "--train", "none", "--vllm-turn-s", "5"],
+            "tinsmith: vllm_turn_s=5 has no effect with train=none, where vLLM servers never wait for a trainer; leave it out\n",
+        ),
+        (
+            ["--base-model", "org/x", "--sampler", "vllm", "--vllm-url", "http://127.0.0.1:1", "--vllm-turn-s", "5"],
+            "tinsmith: vllm_turn_s=5 is possible only with vLLM servers that Tinsmith starts; leave it or vllm_urls out\n",
+        ),
+        (
             ["--base-model", "org/x", "--sampler", "vllm", "--deterministic"],
             "tinsmith: deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local\n",
         ),

@@ -142,8 +142,28 @@ def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
         raise ConfigError(
             "deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local"
         )
+    _check_turns(config)
     _check_ray(config)
     return config
+
+
+def _check_turns(config: Config) -> None:
+    turn_s = config.vllm.vllm_turn_s
+    if not turn_s:
+        return
+    if not config.training.trains:
+        raise ConfigError(
+            f"vllm_turn_s={turn_s:g} has no effect with train=none, where vLLM servers never wait for a trainer; leave it out"
+        )
+    if config.vllm.vllm_urls:
+        raise ConfigError(f"vllm_turn_s={turn_s:g} is possible only with vLLM servers that Tinsmith starts; leave it or vllm_urls out")
+    if config.vllm.vllm_tensor_parallel > 1:
+        raise ConfigError(
+            f"vllm_turn_s={turn_s:g} puts each vLLM server on the trainer's GPU, and vllm_tensor_parallel="
+            f"{config.vllm.vllm_tensor_parallel} divides it over several; leave one of them out"
+        )
+    if config.distributed.workers > 1:
+        raise ConfigError(f"vllm_turn_s={turn_s:g} is possible with one worker, not with workers={config.distributed.workers}")
 
 
 def _check_ray(config: Config) -> None:

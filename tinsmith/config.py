@@ -340,6 +340,13 @@ class VLLMConfig:
         "that trainer and server share; broadcast, from GPU to GPU; auto chooses what works on this machine",
         choices=("auto", "file", "ipc", "broadcast"),
     )
+    vllm_turn_s: float = setting(
+        0.0,
+        "Let trainer and vLLM servers have one GPU in turns of this length, instead of a part each all the time: the servers sleep while "
+        "the trainer computes, and it waits while they do. A turn without work ends earlier. 0 is no turns",
+        "seconds",
+        0,
+    )
     vllm_hung_s: float = setting(
         120.0,
         "Restart a vLLM server that has samples to compute but sends nothing for this long; must be longer than a transfer of weights",

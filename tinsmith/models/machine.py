@@ -79,6 +79,13 @@ def free_memory(device: torch.device) -> int:
     return min(free + torch.cuda.memory_reserved(device), ours) - allocated
 
 
+def give_back_memory(device: torch.device) -> None:
+    """Let other processes have the memory of a GPU that PyTorch keeps for tensors to come. Waits for what the GPU computes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
 def limit_memory(device: torch.device, share: float) -> None:
     """Let this process take at most that share of a GPU's memory. Raises ConfigError on a CPU, whose memory cannot be limited so."""
     if share == 1:

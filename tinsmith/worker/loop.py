@@ -19,7 +19,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.models.base import BaseModel, load_base_model, loading_of
 from tinsmith.models.budget import computes_together
 from tinsmith.models.device import require_device
-from tinsmith.models.machine import size_text
+from tinsmith.models.machine import give_back_memory, size_text
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
@@ -54,6 +54,7 @@ from tinsmith.training.divided_decoder import divide, require_divisible
 from tinsmith.training.sequence_parallel import SHORTEST_SLICE
 from tinsmith.worker.background import Background
 from tinsmith.worker.device_memory import DeviceMemory
+from tinsmith.worker.device_turns import DeviceTurns, Sleeper
 from tinsmith.worker.kept_copies import KeptCopies
 from tinsmith.worker.models import Models
 from tinsmith.worker.passes import Passes, Trained
@@ -111,6 +112,8 @@ class Worker:
         spill = Path(config.data_dir) / SNAPSHOTS_DIR / (str(group.place.rank) if group else "")
         shared = None if config.training.trains else SharedCheckpoints(files)
         self.snapshots = Snapshots(self.bases, records, files, spill, memory, disk, idle_s, shared)
+        self.sleepers: list[Sleeper] = []
+        """Samplers whose servers can have the device in turns with training."""
         self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, records, self.send)
         trained = {name: self._trained(backends[name], renderers[name], group) for name in self.bases}
         self.longest_trained = {name: each.longest for name, each in trained.items()}
@@ -118,6 +121,7 @@ class Worker:
         room = config.training.kept_copies_gib * 2**30 / (group.count if group else 1)
         kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies, group.place if group else Place())
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)
+        self.turns = DeviceTurns(self.sleepers, config.vllm.vllm_turn_s, self._give_back_memory)
         self.status = WorkerStatusReporter(self.samples, self.send)
         self.stopping = False
         self.suspicious = False
@@ -135,7 +139,7 @@ class Worker:
         try:
             while (not self.stopping or self.is_needed) and os.getppid() == parent_pid:
                 self.heartbeat.idle()
-                self.receive(0.0 if self.has_work else IDLE_S)
+                self.receive(0.0 if self.has_work else self.turns.patience_s(IDLE_S))
                 self.heartbeat.busy()
                 self.turn()
             self.status.sum_up()
@@ -146,7 +150,7 @@ class Worker:
     @property
     def has_work(self) -> bool:
         """Whether a `turn` would do something."""
-        return bool(self.due or any(threads.has_ended for threads in self.beside) or self.samples.has_work)
+        return bool((self.due and self.turns.is_trainers) or any(threads.has_ended for threads in self.beside) or self.samples.has_work)
 
     @property
     def is_needed(self) -> bool:
@@ -163,8 +167,9 @@ class Worker:
     def turn(self) -> None:
         """At most one pass or call, then decode steps for as long as that took."""
         started = time.monotonic()
-        if self.due:
+        if self.turns.look(wanted=bool(self.due)) and self.due:
             self.due.popleft()()
+            self.turns.has_trained()
             self.status.done += 1
         self._sample_until(2 * time.monotonic() - started)
         self._try_devices()
@@ -262,16 +267,20 @@ class Worker:
         longest_alone = max(min(alone, configured - 1) if configured else alone, SHORTEST_SLICE * group.count - 1)
         return Trained(backend, renderer, max(alone, together), longest_alone, group.count)
 
+    def _give_back_memory(self) -> None:
+        for base in self.bases.values():
+            give_back_memory(base.device)
+
     def _sampled(self, renderers: dict[str, Renderer]) -> dict[str, Sampled]:
         if self.config.sampling.sampler == "none":
             return {}
         if self.config.sampling.sampler == "vllm":
             from tinsmith.sampling.vllm.sampler import start_vllm_sampler  # needs packages that are not there without vLLM
 
-            return {
-                name: Sampled(start_vllm_sampler(base, renderers[name], self.config, self.link.wake), renderers[name])
-                for name, base in self.bases.items()
-            }
+            self._give_back_memory()  # servers on the same GPU start now
+            started = {name: start_vllm_sampler(base, renderers[name], self.config, self.link.wake) for name, base in self.bases.items()}
+            self.sleepers += started.values()
+            return {name: Sampled(sampler, renderers[name]) for name, sampler in started.items()}
         chunk = self.config.training.logits_chunk
         samplers = {
             name: LocalSampler(base, self.config.sampling, chunk, self.memory.cache_sizes(name)) for name, base in self.bases.items()

@@ -109,6 +109,19 @@ def test_each_gpu_holds_its_part() -> None:
     assert divided(whole, 4, 2) == Sizes(250, 32, 0, 10)
 
 
+# Turns
+
+
+def test_servers_that_take_turns_with_the_trainer_are_on_its_gpu() -> None:
+    config = config_of(["a=x/a", "b=x/b"], 1, "--gpu-memory-utilization=0.4")
+    config.vllm.vllm_turn_s = 10.0
+    assert [gpus_of(name, config, torch.device("cuda:1"), 8) for name in "ab"] == [[(1,)], [(1,)]]
+    assert transfer_kind("auto", torch.device("cuda:1"), (1,)) == "ipc"
+    config.vllm.vllm_args = []
+    with pytest.raises(ConfigError, match="2 would share GPU 1"):
+        gpus_of("a", config, torch.device("cuda:1"), 8)
+
+
 # Without a trainer
 
 

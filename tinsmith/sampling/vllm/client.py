@@ -21,6 +21,7 @@ from tinsmith.sampling.vllm.canary import ServedWeights
 from tinsmith.sampling.vllm.connection import ServerFailedError, ServerLostError
 from tinsmith.sampling.vllm.instance import Instance
 from tinsmith.sampling.vllm.job import Job, sample
+from tinsmith.sampling.vllm.nap import Nap
 from tinsmith.sampling.vllm.pieces import NewestWeights, sample_in_pieces
 from tinsmith.sampling.vllm.publisher import Publisher
 from tinsmith.sampling.vllm.servers import Launch, Server, Servers
@@ -46,6 +47,7 @@ class VLLMClient:
         self.publisher = publisher
         self.newest: WeakValueDictionary[str, NewestWeights] = WeakValueDictionary()
         """By model id, of inflight weights from which something is being sampled."""
+        self.nap = Nap()
         self.loop = uvloop.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="vllm", daemon=True)
         self.thread.start()
@@ -64,6 +66,14 @@ class VLLMClient:
         """Let samples that follow the same model go on with these weights, and prepare the servers that are ready."""
         self.run(self._publish(served))
 
+    def fall_asleep(self) -> "Future[None]":
+        """Let the servers leave their GPU to the trainer; done when they have."""
+        return self.run(self.nap.fall_asleep())
+
+    def wake_up(self) -> "Future[None]":
+        """Let them have it again."""
+        return self.run(self.nap.wake_up())
+
     def forget(self, key: str) -> None:
         """Nothing refers to the weights of this key any more."""
         self.run(self.publisher.forget(self.servers.all, key))
@@ -79,7 +89,7 @@ class VLLMClient:
 
     async def _open(self, sources: list[Launch | str], slots: int, hung_s: float) -> Servers:
         changed = asyncio.Condition()
-        return Servers([Server(source, slots, hung_s, changed, self.publisher.try_probes) for source in sources], changed)
+        return Servers([Server(source, slots, hung_s, changed, self.publisher.try_probes, self.nap) for source in sources], changed)
 
     async def _sample(self, job: Job) -> SampleResult:
         lost, newest = "", self._newest(job)

@@ -60,6 +60,7 @@ async def generate_stream(
         body = _body(rendered, params, model, answer) | _STREAM | {"request_id": name}
         for retry in (False, True):
             begun = False
+            await instance.nap.until_awake()
             try:
                 stream = instance.connection.stream(_PATH, body | {"features": features_of(rendered, () if retry else known)})
                 async with aclosing(stream):
@@ -118,6 +119,7 @@ def _body(rendered: RenderedInput, params: dict[str, Any], model: str | None, an
 
 async def _post(instance: Instance, rendered: RenderedInput, body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Raises TinsmithError if the reply names another adapter than the request did, because that means other weights."""
+    await instance.nap.until_awake()
     reply = in_new_form(await instance.connection.post(_PATH, body | {"features": features_of(rendered, known)}))
     if body["model"] is not None and reply["model"] not in (body["model"], None):
         raise TinsmithError(f"vLLM was asked for the adapter {body['model']} and answered with {reply['model']}")

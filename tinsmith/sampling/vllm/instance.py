@@ -16,6 +16,7 @@ from cachetools import LRUCache
 
 from tinsmith.sampling.inside_vllm import TransferKind
 from tinsmith.sampling.vllm.connection import Connection, RefusedError, ServerFailedError, ServerLostError
+from tinsmith.sampling.vllm.nap import Nap
 from tinsmith.sampling.vllm.weights import Transfer
 
 BASE = ""
@@ -199,6 +200,17 @@ class Instance:
     """Size in bytes, by hash, of the pictures that the server has seen."""
     arriving: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
     """By hash: sends a picture there."""
+    nap: Nap = field(default_factory=Nap)
+    """Whether it is awake."""
+    kill: Callable[[], None] = lambda: None
+    """Ends its process, if we have started it."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Set when it has ended, and holds no memory any more."""
+
+    def has_woken(self) -> None:
+        """It has slept: it has forgotten all pictures, and what it computes with any weights is to be compared again."""
+        self.pictures.clear()
+        self.checks.clear()
 
     async def answers(self) -> bool:
         """Whether the server says that it is alive, and its engine answers: for a moment the server does not know that its engine ends."""

@@ -142,6 +142,8 @@ def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int, 
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(MAX_TOPK + 1)),
         *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
     ]
+    if on_gpu and config.vllm.vllm_turn_s:
+        options.append("--enable-sleep-mode")
     if config.vllm.vllm_tensor_parallel > 1:
         options += ["--tensor-parallel-size", str(config.vllm.vllm_tensor_parallel)]
         options += ["--distributed-executor-backend", "tinsmith.sampling.inside_vllm.executor.HearAllExecutor"]
@@ -196,8 +198,8 @@ def gpus_of(base_name: str, config: Config, device: torch.device, gpus: int) -> 
     """The GPUs of each server of one base model, numbered as this process sees them; none on a CPU.
 
     Servers of all base models are counted together, from the GPU after the configured `device` on, which is the trainer's and comes last;
-    if nothing is trained, from that one on. One that is divided over several GPUs shares none of them. Raises ConfigError if there are too
-    few, or if servers would share one that has no room for both.
+    if nothing is trained, from that one on. If they take turns with the trainer, all are on its GPU. One that is divided over several GPUs
+    shares none of them. Raises ConfigError if there are too few, or if servers would share one that has no room for both.
     """
     names = list(base_model_sources(config))
     servers, ranks = config.vllm.vllm_servers, config.vllm.vllm_tensor_parallel
@@ -209,7 +211,11 @@ def gpus_of(base_name: str, config: Config, device: torch.device, gpus: int) -> 
             f"{servers} vLLM servers each for {len(names)} base models, of {ranks} GPUs each (--vllm-tensor-parallel)"
             f"{', and one GPU for the trainer' if trainers else ''} are {trainers + count * ranks} GPUs; there are {gpus}"
         )
-    order = [((device.index or 0) + trainers + index) % gpus for index in range(count * ranks)]
+    order = (
+        [device.index or 0] * count
+        if config.vllm.vllm_turn_s
+        else [((device.index or 0) + trainers + index) % gpus for index in range(count * ranks)]
+    )
     places = [tuple(order[start : start + ranks]) for start in range(0, len(order), ranks)]
     share = share_of(config.vllm.vllm_args)
     for gpu, sharing in Counter(order).items():

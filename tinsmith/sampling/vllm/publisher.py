@@ -111,7 +111,7 @@ class Publisher:
         try:
             name = await self._loaded(instance, key, probe.adapter)
             reply = await score(instance, self.canary.rendered, scoring_params(0), name)
-            await self._unload(instance, name)
+            await self._take_off(instance, name)
         except (RefusedError, ServerFailedError) as error:
             if not await instance.answers():
                 raise
@@ -175,6 +175,7 @@ class Publisher:
                 await compared  # wrong weights are taken off the server at once: then that is the error
                 raise
             await compared
+            await self._compared(instance, served, name)  # again, if it has slept since
 
     async def prepare(self, instance: Instance, served: ServedWeights) -> None:
         """Load an adapter, and compare it if nobody has to wait for that, before a request needs it. Raises as `serving`."""
@@ -198,7 +199,7 @@ class Publisher:
             instance.checks.pop(key, None)
         for instance, task in [(instance, instance.adapters.pop(key)) for instance in instances if key in instance.adapters]:
             try:
-                await self._unload(instance, await task)
+                await self._take_off(instance, await task)
             except TinsmithError as error:
                 log.warning("adapter %s stays on a vLLM server: %s", key, error)
         if folder is not None:
@@ -233,7 +234,7 @@ class Publisher:
             self.canary.compare(reply["prompt_logprobs"], served.canary, str(served))
         except TinsmithError:
             if instance.adapters.pop(served.ref.key, None) is not None and name is not None:
-                await self._unload(instance, name)
+                await self._take_off(instance, name)
             raise
 
     async def _loaded(self, instance: Instance, key: str, adapter: Adapter) -> str:
@@ -247,10 +248,14 @@ class Publisher:
         # what it has loaded with the identity at the end.
         name = f"{self.files.root.name}-{instance.number}-{path.name}-{await asyncio.to_thread(self.files.identity, adapter)}"
         written = time.monotonic()
-        await instance.connection.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
-        loaded = time.monotonic()
-        if not await _has_compared(instance, name):
-            await self._unload(instance, name)
+        async with instance.nap.kept_awake():
+            loading = time.monotonic()
+            await instance.connection.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
+            loaded = time.monotonic()
+            checked = await _has_compared(instance, name)
+            if not checked:
+                await self._unload(instance, name)
+        if not checked:
             raise TinsmithError(
                 f"the vLLM server at {instance.connection.url} does not compare adapters with the trainer's; start it with "
                 "--worker-extension-cls tinsmith.sampling.inside_vllm.worker.WorkerExtension of this version of Tinsmith"
@@ -260,11 +265,16 @@ class Publisher:
             key,
             instance.connection.url,
             1000 * (written - began),
-            1000 * (loaded - written),
+            1000 * (loaded - loading),
         )
         return name
 
+    async def _take_off(self, instance: Instance, name: str) -> None:
+        async with instance.nap.kept_awake():
+            await self._unload(instance, name)
+
     async def _unload(self, instance: Instance, name: str) -> None:
+        """Unload an adapter from a server that is kept awake."""
         await instance.connection.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _transfer(self, instance: Instance, weights: Weights | None) -> None:
@@ -273,6 +283,11 @@ class Publisher:
         After a failure the server holds nothing that could be sampled from, but the next attempt can begin.
         """
         tensors = await asyncio.to_thread(self.files.tensors, weights)
+        async with instance.nap.kept_awake():
+            await self._transfer_tensors(instance, tensors)
+        instance.checks.clear()  # adapters too are computed over what has just come
+
+    async def _transfer_tensors(self, instance: Instance, tensors: Tensors) -> None:
         transfer = instance.transfer or await self._opened(instance)
         instance.transfer = None
         await instance.connection.post("/pause", mode="wait", clear_cache="false")  # pictures stay; prefixes are reset below
@@ -284,7 +299,6 @@ class Publisher:
                 with suppress(RefusedError, ServerFailedError):  # there may be nothing to finish
                     await instance.connection.post("/finish_weight_update", {})
             await instance.connection.post("/resume")
-        instance.checks.clear()  # adapters too are computed over what has just come
 
     async def _opened(self, instance: Instance) -> Transfer:
         transfer = new_transfer(instance.transfer_kind, self.files.root, self.device)

@@ -115,6 +115,23 @@ class VLLMSampler:
         self.pending[request_id] = _Pending(request_id, request, rendered, weights, stream, longest)
         self.new.append(self.pending[request_id])
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether its servers are needed: requests have not ended."""
+        return bool(self.pending)
+
+    def fall_asleep(self) -> "Future[None]":
+        """As `VLLMClient.fall_asleep`. `wake` is called when it is done."""
+        return self._told(self.client.fall_asleep())
+
+    def wake_up(self) -> "Future[None]":
+        """As `VLLMClient.wake_up`. `wake` is called when it is done."""
+        return self._told(self.client.wake_up())
+
+    def _told(self, future: "Future[None]") -> "Future[None]":
+        future.add_done_callback(lambda _: self.wake())
+        return future
+
     def check_model(self, shape: LoraShape) -> None:
         targets = self.base.layout.covered(shape) if shape.rank else ()
         for instance in [server.instance for server in self.client.servers.all if server.instance is not None]:

@@ -25,6 +25,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.sampling.inside_vllm import TransferKind
 from tinsmith.sampling.vllm.connection import Connection, ServerLostError
 from tinsmith.sampling.vllm.instance import Instance, Slots
+from tinsmith.sampling.vllm.nap import Nap
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +72,15 @@ class Server:
         hung_s: float,
         changed: asyncio.Condition,
         try_out: Callable[[Instance], Awaitable[None]] | None = None,
+        nap: Nap | None = None,
     ) -> None:
         """`source` says how to start it, or is the URL of one that runs already. It gets at most `slots` samples at a time.
 
         If it has samples to compute and its engine is silent for `hung_s` seconds, it is replaced. `changed` is notified whenever `state`
-        changes. `try_out` is awaited for each new instance before that is ready.
+        changes. `try_out` is awaited for each new instance before that is ready. It sleeps when the `nap` says so, with others.
         """
         self.try_out = try_out
+        self.nap = nap or Nap()
         self.source = source
         self.slots = slots
         self.hung_s = hung_s
@@ -118,14 +121,24 @@ class Server:
         """Start one instance and stay with it to its end; returns whether it was ever ready."""
         started_by_us = isinstance(self.source, Launch)
         kind: TransferKind = self.source.transfer_kind if isinstance(self.source, Launch) else "file"
-        instance = Instance(Connection(await self._start()), Slots(self.slots), min(self.slots, _MOST_TOGETHER), started_by_us, kind)
+        slots, together = Slots(self.slots), min(self.slots, _MOST_TOGETHER)
+        instance: Instance | None = None
         try:
-            was_ready = await self._becomes_ready(instance)
+            async with self.nap.kept_awake():  # it takes its memory while it starts
+                began = time.monotonic()
+                instance = Instance(Connection(await self._start()), slots, together, started_by_us, kind, nap=self.nap, kill=self._kill)
+                self.nap.instances.add(instance)
+                answers = await self._answers_within(instance, _STARTS_WITHIN_S if started_by_us else _ANSWERS_WITHIN_S)
+            was_ready = answers and await self._becomes_ready(instance, began)
             if was_ready:
                 await self._watch(instance)
         finally:
-            await instance.connection.close()
+            if instance is not None:
+                await instance.connection.close()
             await self._end()
+            if instance is not None:
+                self.nap.instances.discard(instance)
+                instance.ended.set()
         return was_ready
 
     async def _change(self, state: Literal["starting", "ready", "down"], reason: str) -> None:
@@ -153,17 +166,14 @@ class Server:
             )
         return f"unix:{socket}"
 
-    async def _becomes_ready(self, instance: Instance) -> bool:
-        limit_s = _ANSWERS_WITHIN_S if isinstance(self.source, str) else _STARTS_WITHIN_S
-        started = time.monotonic()
-        if not await self._answers_within(instance, limit_s):
-            return False
+    async def _becomes_ready(self, instance: Instance, began: float) -> bool:
+        """Whether an instance that answers, and was started at `began`, can be used."""
         if not await self._is_tried_out(instance):
             return False
         self.instance = instance
         self._suspected.clear()
         await self._change("ready", "")
-        log.info("the vLLM server at %s is ready, %.1f s", instance.connection.url, time.monotonic() - started)
+        log.info("the vLLM server at %s is ready, %.1f s", instance.connection.url, time.monotonic() - began)
         return True
 
     async def _is_tried_out(self, instance: Instance) -> bool:
@@ -227,14 +237,17 @@ class Server:
 
     async def _end(self) -> None:
         """Kill our process and all that it started: otherwise vLLM's own processes outlive it."""
-        process = self.process
-        if process is None:
+        self._kill()
+        if self.process is not None:
+            await self.process.wait()
+
+    def _kill(self) -> None:
+        if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the launcher has made a group of its own
+            os.killpg(self.process.pid, signal.SIGKILL)  # the launcher has made a group of its own
         with contextlib.suppress(ProcessLookupError):
-            process.kill()  # it may have had no time for that
-        await process.wait()
+            self.process.kill()  # it may have had no time for that
 
     def _why_down(self) -> str:
         if isinstance(self.source, str) or self.process is None:
