@@ -182,11 +182,13 @@ PATHS = {
     "/pause",
     "/reset_prefix_cache",
     "/resume",
+    "/sleep",
     "/start_weight_update",
     "/update_weights",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
     "/version",
+    "/wake_up",
     "/weight_info",
 }
 """Of HTTP, that the client uses."""
@@ -201,6 +203,7 @@ FIELDS = {
     "update_info",
     "weight_version",
     "mode",
+    "level",
     "clear_cache",
     "reset_running_requests",
 }

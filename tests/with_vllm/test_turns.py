@@ -94,7 +94,7 @@ def test_both_go_on_when_both_have_work_without_end_and_every_number_is_right(ta
     turns = re.findall(f"{ASLEEP}|{AWAKE}", log)
     assert turns == [ASLEEP, AWAKE] * (len(turns) // 2) + [ASLEEP] * (len(turns) % 2)
     assert turns.count(AWAKE) > 1
-    assert "does not obey" not in log
+    assert "does not fall asleep" not in log
 
 
 def test_a_sample_wakes_the_servers_and_new_weights_are_sampled(taking_turns: Server) -> None:

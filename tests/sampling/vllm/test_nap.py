@@ -109,4 +109,4 @@ def test_a_server_that_does_not_obey_is_ended_before_the_trainer_has_the_gpu_and
         assert await (await ready(server, after=instance)).answers()
 
     with_server(tmp_path, [sys.executable, str(stub_server.__file__)], story)
-    assert "is ended, because it does not obey /sleep" in caplog.text
+    assert "is ended, because it does not fall asleep, or wake" in caplog.text

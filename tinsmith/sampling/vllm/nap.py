@@ -6,9 +6,9 @@ when it has woken, which computes their keys and values again. What would write 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinsmith.errors import TinsmithError
 
@@ -54,21 +54,24 @@ class Nap:
         """Put all servers to sleep, once nothing keeps them awake. Afterwards none has more of the GPU than it needs to run at all."""
         self._awake.clear()
         await self._idle.wait()
-        await asyncio.gather(*(self._switch(instance, "/sleep", level="1", mode="keep") for instance in list(self.instances)))
+        posts = [(instance, instance.connection.post("/sleep", level="1", mode="keep")) for instance in self.instances]
+        await asyncio.gather(*(_obeyed(instance, post) for instance, post in posts))
 
     async def wake_up(self) -> None:
         """Wake all servers. What they compute with any weights is compared again before it is returned."""
-        await asyncio.gather(*(self._switch(instance, "/wake_up") for instance in list(self.instances)))
+        posts = [(instance, instance.connection.post("/wake_up")) for instance in self.instances]
+        await asyncio.gather(*(_obeyed(instance, post) for instance, post in posts))
         for instance in self.instances:
             instance.has_woken()
         self._awake.set()
 
-    async def _switch(self, instance: "Instance", path: str, **query: str) -> None:
-        """A server that cannot is ended, and returns as a new instance: it may have kept the memory, or lost what was in it."""
-        try:
-            async with asyncio.timeout(_SWITCHES_WITHIN_S):
-                await instance.connection.post(path, **query)
-        except (TinsmithError, TimeoutError):
-            log.exception("the vLLM server at %s is ended, because it does not obey %s", instance.connection.url, path)
-            instance.kill()
-            await instance.ended.wait()
+
+async def _obeyed(instance: "Instance", post: Coroutine[Any, Any, Any]) -> None:
+    """A server that cannot is ended, and returns as a new instance: it may have kept the memory, or lost what was in it."""
+    try:
+        async with asyncio.timeout(_SWITCHES_WITHIN_S):
+            await post
+    except (TinsmithError, TimeoutError):
+        log.exception("the vLLM server at %s is ended, because it does not fall asleep, or wake", instance.connection.url)
+        instance.kill()
+        await instance.ended.wait()
