@@ -137,6 +137,11 @@ def load(directory: Path, **models: Any) -> BaseModel:
     return load_base_model("tiny", str(directory), ModelsConfig(**{"device": DEVICE, "dtype": "float32"} | models), 2**26)
 
 
+def on_host(directory: Path, dtype: str = "float32", device: str = "cpu") -> BaseModel:
+    """The base model in `directory` with layers that stay in the host's memory, to be divided over workers."""
+    return load_base_model("tiny", str(directory), ModelsConfig(device=device, dtype=dtype), 2**26, layers_on_host=True)
+
+
 def transformers_model(directory: Path, **options: Any) -> Any:
     """The model in `directory` as transformers computes it, in PyTorch on any device, also where kernels are installed that it prefers."""
     auto: Any = AutoModelForImageTextToText if AutoConfig.from_pretrained(directory).model_type in IMAGE_FAMILIES else AutoModelForCausalLM

@@ -184,14 +184,14 @@ def test_several_workers_have_a_row_for_each_way_to_train(tmp_path: Path) -> Non
 
 
 def test_workers_that_divide_the_weights_have_more_room(tmp_path: Path) -> None:
-    """As soon as they have started, for which each needs the whole base once."""
+    """They need no more to start: layers come to the device one at a time."""
     directory = str(SERVED["Qwen/Qwen3-8B"].write(tmp_path))
     options = ["--workers", "4", "--sampler", "none"]
     sizes = size_of(directory, ModelsConfig(device="cpu", dtype="bfloat16"))
     layers, largest = 2 * sum(sizes.layer_parameters), 2 * max(sizes.layer_parameters)
     held = 2 * sizes.parameters - layers + layers // 4 + 2 * largest
-    # Of 20 GiB replicas have nothing left for a pass.
-    for memory, fits in (("20", True), ("16", False)):
+    # The base alone takes 15.3 GiB; of 20 GiB replicas have nothing left for a pass.
+    for memory, fits in (("20", True), ("14", True), ("8", False)):
         whole, parts = (
             planned(directory, "--memory-gib", memory, *options, *more, code=code)
             for more, code in (([], 1), (["--shard", "weights"], 0 if fits else 1))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.bases import datum, load, picture_chunks, random_tokens, renderer
+from tests.bases import datum, on_host, picture_chunks, random_tokens, renderer
 from tests.distributed.dividing import CPU, SETTINGS, TRAINING, held_bytes
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import TinsmithError
@@ -108,7 +108,7 @@ class DividingAll:
         self.found: dict[str, Any] = {}
 
     def backend(self, name: str, dtype: str = "float32", **settings: Any) -> DividedBackend:
-        base = load(self.directory / "bases" / name, device="cpu", dtype=dtype)
+        base = on_host(self.directory / "bases" / name, dtype)
         divide(base, self.group)
         return DividedBackend(base, replace(TRAINING, **settings), self.group)
 

@@ -20,13 +20,14 @@ from tinsmith.config import Config, ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import ATTENTION
 from tinsmith.models.compiled import keep_compiled
-from tinsmith.models.decoder import Decoder, Deepstack, read_decoder
+from tinsmith.models.decoder import KNOWN_TYPES, Decoder, Deepstack, read_decoder
 from tinsmith.models.delta_kernels import announce
 from tinsmith.models.delta_net import follow_plans
 from tinsmith.models.deterministic import require_attention_only, stable_hidden_states
 from tinsmith.models.families import Family, context_length, family_of, read_config
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights
+from tinsmith.models.host_layers import move_all_but_layers, read_host_decoder
 from tinsmith.models.layers import DeltaNet
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD, Layout, layout_of
 from tinsmith.models.lora import ActiveSegments, Segment
@@ -212,8 +213,10 @@ def _deepstack(row: PackedRow, features: list[PictureFeatures]) -> Deepstack | N
     return Deepstack(row.picture_index, layers)
 
 
-def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_bytes: int) -> BaseModel:
+def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_bytes: int, layers_on_host: bool = False) -> BaseModel:
     """Load the model in a local directory or of a Hub id, to be served under `name`.
+
+    With `layers_on_host` its layers stay in the host's memory, as `base_model_of` says.
 
     Raises ConfigError for an unsupported architecture or a device that is not there. Whether the model computes what transformers
     computes is for `sampling/self_check.py` to say.
@@ -224,12 +227,15 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
         torch.cuda.set_device(device)  # Triton launches kernels on the current device
     family = family_of(source, read_config(source))
     network = _load_network(source, family, pick_dtype(config.dtype, device))
-    return base_model_of(name, source, network, config, feature_cache_bytes)
+    return base_model_of(name, source, network, config, feature_cache_bytes, layers_on_host)
 
 
-def base_model_of(name: str, source: str, network: Any, config: ModelsConfig, feature_cache_bytes: int) -> BaseModel:
+def base_model_of(
+    name: str, source: str, network: Any, config: ModelsConfig, feature_cache_bytes: int, layers_on_host: bool = False
+) -> BaseModel:
     """The base model of a network that is already in memory, in the precision that `config` asks for. It is changed for our passes.
 
+    With `layers_on_host` those layers that our own decoder computes stay in the host's memory, and come to the device one at a time.
     Configuration and tokenizer are read from `source`. Weights there are read only if the fingerprint is asked for.
     """
     device = pick_device(config.device)
@@ -243,15 +249,24 @@ def base_model_of(name: str, source: str, network: Any, config: ModelsConfig, fe
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     model_config = read_config(source)
     family = family_of(source, model_config)
-    network.to(device).eval().requires_grad_(False)
-    use_attention(network, family, ATTENTION)
+    network.eval().requires_grad_(False)
     language_model = family.language_model(network)
+    layers_on_host = layers_on_host and family.model_type in KNOWN_TYPES
+    if layers_on_host:
+        move_all_but_layers(network, language_model, device)
+    else:
+        network.to(device)
+    use_attention(network, family, ATTENTION)
     fuse_norms(language_model)
     follow_plans(language_model)
     layout = layout_of(source, family, network)
     if any(isinstance(kind, DeltaNet) for kind in layout.layers):
         announce(device, dtype)
-    decoder = read_decoder(family.model_type, language_model, layout)
+    decoder: Decoder | None
+    if layers_on_host:
+        decoder = read_host_decoder(family.model_type, language_model, layout, device)
+    else:
+        decoder = read_decoder(family.model_type, language_model, layout)
     if config.deterministic:
         require_attention_only(name, decoder)
     active = ActiveSegments()

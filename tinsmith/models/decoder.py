@@ -344,28 +344,45 @@ def read_decoder(model_type: str, language_model: nn.Module, layout: Layout) -> 
 
     The weights of its linears are joined. If the answer is None nothing has changed.
     """
-    if model_type not in KNOWN_TYPES:
+    parts = read_parts(model_type, language_model, layout)
+    if parts is None:
         return None
-    try:
-        build = _reader(model_type, language_model, layout)
-    except UnknownStructureError as error:
-        log.warning("%s runs through its transformers modules, which is slower than our own decoder: %s", model_type, error)
-        return None
-    return build(join_linears(language_model, layout))
+    joined = join_linears(language_model, layout)
+    return Decoder(tuple(build(joined) for build in parts.layers), parts.last_norm, parts.rope)
 
 
 Build = Callable[[Mapping[str, JoinedLinear]], Any]
 """Makes a part of the decoder of the joined linears, when all of the model is known to fit."""
 
 
-def _reader(model_type: str, language_model: Any, layout: Layout) -> Callable[[Mapping[str, JoinedLinear]], Decoder]:
+@dataclass(frozen=True, eq=False)
+class DecoderParts:
+    """What a decoder is made of."""
+
+    layers: Sequence[Build]
+    last_norm: Norm
+    rope: Rope
+
+
+def read_parts(model_type: str, language_model: nn.Module, layout: Layout) -> DecoderParts | None:
+    """As `read_decoder`, whose layers are still to be made of joined linears. Nothing is changed."""
+    if model_type not in KNOWN_TYPES:
+        return None
+    try:
+        return _parts_of(model_type, language_model, layout)
+    except UnknownStructureError as error:
+        log.warning("%s runs through its transformers modules, which is slower than our own decoder: %s", model_type, error)
+        return None
+
+
+def _parts_of(model_type: str, language_model: Any, layout: Layout) -> DecoderParts:
     _require_children(language_model, "embed_tokens", "layers", "norm", "rotary_emb")
     rope = _read_rope(model_type, language_model)
     last_norm = _read_norm(language_model, "norm")
     layers = [_read_layer(model_type, language_model, index, layout) for index in range(len(layout.layers))]
     if len(language_model.layers) != len(layers):
         raise UnknownStructureError(f"it has {len(language_model.layers)} layers, its configuration says {len(layers)}")
-    return lambda joined: Decoder(tuple(build(joined) for build in layers), last_norm, rope)
+    return DecoderParts(layers, last_norm, rope)
 
 
 def _read_rope(model_type: str, language_model: Any) -> Rope:

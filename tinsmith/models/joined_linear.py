@@ -3,7 +3,7 @@
 The transformers modules keep their parameters, which become views of that tensor: names and values stay, and nothing lies in memory twice.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -101,20 +101,35 @@ def join_linears(language_model: nn.Module, layout: Layout) -> dict[str, JoinedL
 @torch.no_grad()
 def _join(language_model: nn.Module, projection: Projection) -> JoinedLinear:
     linears: list[Any] = [language_model.get_submodule(name) for name in projection.modules]
+    joined = join_on(linears[0].weight.device, linears, projection)
+    if len(linears) == 1:
+        return joined
+    weight, bias = joined.weight, joined.bias
+    for one, (first, end) in zip(linears, joined.rows, strict=True):
+        one.weight = nn.Parameter(weight[first:end], requires_grad=False)
+        if bias is not None and one.bias is not None:
+            one.bias = nn.Parameter(bias[first:end], requires_grad=False)
+    return joined
+
+
+@torch.no_grad()
+def join_on(device: torch.device, linears: Sequence[Any], projection: Projection) -> JoinedLinear:
+    """The linears of a projection as one, on a device. One that is alone there is not copied; the others are, and stay as they are."""
     rows = []
     start = 0
     for one in linears:
         rows.append((start, start + len(one.weight)))
         start += len(one.weight)
     if len(linears) == 1:
-        return JoinedLinear(projection, tuple(rows), (WeightPiece(rows[0], linears[0].weight, linears[0].bias),))
-    weight = torch.cat([one.weight for one in linears])  # [out, in]
-    biases = [one.bias for one in linears if one.bias is not None]
+        (one,) = linears
+        return JoinedLinear(projection, tuple(rows), (WeightPiece(rows[0], one.weight.to(device), _bias_on(device, one)),))
+    weight = torch.cat([one.weight.to(device) for one in linears])  # [out, in]
     bias = None
-    if biases:  # rows without one add 0
-        bias = torch.cat([weight.new_zeros(len(one.weight)) if one.bias is None else one.bias for one in linears])
-    for one, (first, end) in zip(linears, rows, strict=True):
-        one.weight = nn.Parameter(weight[first:end], requires_grad=False)
-        if bias is not None and one.bias is not None:
-            one.bias = nn.Parameter(bias[first:end], requires_grad=False)
+    if any(one.bias is not None for one in linears):  # rows without one add 0
+        of_each = [_bias_on(device, one) for one in linears]
+        bias = torch.cat([weight.new_zeros(len(one.weight)) if b is None else b for one, b in zip(linears, of_each, strict=True)])
     return JoinedLinear(projection, tuple(rows), (WeightPiece((0, start), weight, bias),))
+
+
+def _bias_on(device: torch.device, linear: Any) -> Tensor | None:
+    return None if linear.bias is None else linear.bias.to(device)

@@ -45,12 +45,11 @@ class Sizes:
         return held * self.dtype.itemsize
 
     def beside_weights(self, free: int) -> int:
-        """What `free` bytes of a worker's device leave beside the weights; negative if it cannot even start.
+        """What `free` bytes of a worker's device leave beside the weights; negative if they do not fit.
 
-        A worker starts with whole weights, shows that they are computed rightly, and divides them then, layer by layer.
+        Layers that are divided come to the device one at a time before, so that a worker needs no more to start.
         """
-        start = 0 if self.parts == 1 else (self.parameters + max(self.layer_parameters)) * self.dtype.itemsize
-        return free - (self.weight_bytes if start <= free else start)
+        return free - self.weight_bytes
 
     def model(self, rank: int, state: FullState = "float32") -> ModelBytes:
         """What one trained model of that LoRA rank takes; of rank 0, one that is trained with all its parameters and such a state."""

@@ -5,20 +5,15 @@ What is divided is the weights of all layers: of a base model, which LoRA leaves
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.decoder import Decoder, Deepstack, Pass
 from tinsmith.models.machine import size_text
-from tinsmith.models.packed_lora import Adapters, SegmentAdapters
-from tinsmith.models.pass_plan import PassPlan
+from tinsmith.models.streamed_decoder import StreamedDecoder
 from tinsmith.training.divided_layers import DividedLayers, divide_layers
 
 log = logging.getLogger(__name__)
@@ -36,12 +31,15 @@ def require_divisible(base: BaseModel) -> None:
 
 
 def divide(base: BaseModel, group: ProcessGroup) -> None:
-    """Divide the layers of a base model over all workers: what this one does not keep of them is freed."""
+    """Divide the layers of a base model over all workers: each comes from the host's memory, and this one keeps its part alone.
+
+    The base is one that was loaded with `layers_on_host`.
+    """
     require_divisible(base)
     decoder = base.decoder
-    assert decoder is not None
-    layers = list(decoder.layers)
-    base.decoder = decoder = replace(decoder, layers=())
+    if not isinstance(decoder, StreamedDecoder):
+        raise TypeError(f"the layers of {base.name} are all on its device")
+    layers = map(decoder.source.layer, range(decoder.source.count))
     divided = divide_layers(layers, group, lambda index: _without_memory(base, index))
     base.decoder = DividedDecoder(tuple(divided.templates), decoder.last_norm, decoder.rope, divided)
     if base.device.type == "cuda":
@@ -59,66 +57,12 @@ def _without_memory(base: BaseModel, index: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class DividedDecoder(Decoder):
-    """A decoder whose `layers` have no memory. It computes within passes of all workers (`DividedLayers.begin` and `finish`)."""
+class DividedDecoder(StreamedDecoder):
+    """A decoder whose layers are divided. It computes within passes of all workers (`DividedLayers.begin` and `finish`)."""
 
-    divided: DividedLayers
-    anchor: Tensor | None = None
-    """A tensor that requires a gradient, for layers that are trained: so the backward comes to each of them, whatever else is trained."""
-
-    def forward(
-        self,
-        embeddings: Tensor,
-        positions: Tensor,
-        plan: PassPlan,
-        adapters: Adapters,
-        deepstack: Deepstack | None = None,
-        recompute: int = 0,
-        between: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """As `Decoder.forward`. All layers are recomputed, because none of them stays; `between` is not called."""
-        shared = Pass(plan, adapters, *self.rope.angles(positions), deepstack)
-        leaves = _leaves_by_layer(adapters, len(self.divided.parts))
-        x = embeddings
-        compute: Any = _Layer.apply
-        for index, of_layer in enumerate(leaves):
-            x = compute(self.divided, index, shared, self.anchor, x, *of_layer)
-        return self.finish(x, None)
-
-
-def _leaves_by_layer(adapters: Adapters, layers: int) -> list[list[Tensor]]:
-    """The matrices of all adapters of the pass that belong to each layer, each once: what gradients are taken of."""
-    if not isinstance(adapters, SegmentAdapters):
-        raise TypeError(f"layers that are divided over the workers take no {type(adapters).__name__}")
-    found: list[list[Tensor]] = [[] for _ in range(layers)]
-    owners = {id(segment.adapter): segment.adapter for segment in adapters.segments if segment.adapter is not None}
-    for adapter in owners.values():
-        for name, pair in adapter.working.items():
-            place = name.split(".")
-            if place[0] == "layers":
-                found[int(place[1])] += pair
-    return found
-
-
-class _Layer(torch.autograd.Function):
-    """A layer that keeps its input alone. The weights that computed it are gone when its backward comes, and are put together again."""
-
-    @staticmethod
-    def forward(ctx: Any, divided: DividedLayers, index: int, shared: Pass, anchor: Tensor | None, x: Tensor, *leaves: Tensor) -> Tensor:
-        ctx.divided, ctx.index, ctx.shared, ctx.leaves = divided, index, shared, leaves
-        ctx.save_for_backward(x)
-        return divided.layer(index).total(x, shared)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        needed: Sequence[bool] = ctx.needs_input_grad[4:]
-        with torch.enable_grad():
-            inputs = (x.detach().requires_grad_(needed[0]), *ctx.leaves)
-            layer, own = ctx.divided.layer_to_train(ctx.index)
-            out = layer.total(inputs[0], ctx.shared)
-            wanted = [tensor for tensor, wants in zip(inputs, needed, strict=True) if wants]
-            found = torch.autograd.grad(out, (*wanted, *own), grads)
-        ctx.divided.give(found[len(wanted) :])
-        of_inputs = iter(found)
-        return None, None, None, None, *(next(of_inputs) if wants else None for wants in needed)
+    @property
+    def divided(self) -> DividedLayers:
+        """The source of its layers."""
+        if not isinstance(self.source, DividedLayers):
+            raise TypeError(f"the layers come from {type(self.source).__name__}")
+        return self.source

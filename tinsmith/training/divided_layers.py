@@ -12,7 +12,7 @@ the next one is under way. Two buffers hold the layer that is computed and the n
 run out of memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,11 @@ class DividedLayers:
         """Which of them is there."""
         self.arrived: Callable[[], None] | None = None
         """Waits for the one behind it."""
+
+    @property
+    def count(self) -> int:
+        """How many layers there are."""
+        return len(self.parts)
 
     @property
     def whole_bytes(self) -> int:
@@ -135,12 +140,11 @@ class DividedLayers:
         return with_tensors(self.templates[index], view)
 
 
-def divide_layers(layers: list[Layer], group: ProcessGroup, freed: Callable[[int], None]) -> DividedLayers:
-    """Divide frozen layers, which are taken out of the list one by one; `freed` lets go of what else holds those of that number."""
+def divide_layers(layers: Iterator[Layer], group: ProcessGroup, freed: Callable[[int], None]) -> DividedLayers:
+    """Divide frozen layers, which come one by one; `freed` lets go of what else holds those of that number."""
     templates: list[Layer] = []
     parts: list[Tensor] = []
-    while layers:
-        layer = layers.pop(0)
+    while (layer := next(layers, None)) is not None:
         templates.append(with_tensors(layer, lambda tensor: torch.empty_like(tensor, device="meta")))
         parts.append(_own_part(tensors_of(layer), group))
         del layer

@@ -312,7 +312,7 @@ def load_bases(config: Config) -> dict[str, BaseModel]:
     for name, source in base_model_sources(config).items():
         started = time.monotonic()
         log.info("loading %s from %s ...", name, source)
-        base = bases[name] = load_base_model(name, source, loading, features)
+        base = bases[name] = load_base_model(name, source, loading, features, config.distributed.shard == "weights")
         if config.distributed.shard == "weights":
             require_divisible(base)
         log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)

@@ -1,0 +1,103 @@
+"""A decoder whose layers are not all in the memory of its device: each comes when it is computed, forward and backward.
+
+Where they come from is for a `LayerSource` to say: the host's memory (`models/host_layers.py`), or parts that several workers keep
+(`training/divided_layers.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tinsmith.models.decoder import Decoder, Deepstack, Layer, Pass
+from tinsmith.models.packed_lora import Adapters, SegmentAdapters
+from tinsmith.models.pass_plan import PassPlan
+
+
+class LayerSource(Protocol):
+    """Layers that come when they are needed: forward from the first to the last, then back to the first."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    def layer(self, index: int) -> Layer:
+        """A layer that can be computed until the next one is asked for."""
+        ...
+
+    def layer_to_train(self, index: int) -> tuple[Layer, tuple[Tensor, ...]]:
+        """As `layer`, and what of it gradients are taken of, which `give` wants: nothing of a frozen layer."""
+        ...
+
+    def give(self, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradients of what `layer_to_train` has returned last."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedDecoder(Decoder):
+    """A decoder without `layers` of its own."""
+
+    source: LayerSource
+    anchor: Tensor | None = None
+    """A tensor that requires a gradient, for layers that are trained: so the backward comes to each of them, whatever else is trained."""
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        plan: PassPlan,
+        adapters: Adapters,
+        deepstack: Deepstack | None = None,
+        recompute: int = 0,
+        between: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """As `Decoder.forward`. All layers are recomputed, because none of them stays; `between` is not called."""
+        shared = Pass(plan, adapters, *self.rope.angles(positions), deepstack)
+        leaves = _leaves_by_layer(adapters, self.source.count)
+        x = embeddings
+        compute: Any = _Layer.apply
+        for index, of_layer in enumerate(leaves):
+            x = compute(self.source, index, shared, self.anchor, x, *of_layer)
+        return self.finish(x, None)
+
+
+def _leaves_by_layer(adapters: Adapters, layers: int) -> list[list[Tensor]]:
+    """The matrices of all adapters of the pass that belong to each layer, each once: what gradients are taken of."""
+    if not isinstance(adapters, SegmentAdapters):
+        raise TypeError(f"layers that come one by one take no {type(adapters).__name__}")
+    found: list[list[Tensor]] = [[] for _ in range(layers)]
+    owners = {id(segment.adapter): segment.adapter for segment in adapters.segments if segment.adapter is not None}
+    for adapter in owners.values():
+        for name, pair in adapter.working.items():
+            place = name.split(".")
+            if place[0] == "layers":
+                found[int(place[1])] += pair
+    return found
+
+
+class _Layer(torch.autograd.Function):
+    """A layer that keeps its input alone. The weights that computed it are gone when its backward comes, and are put together again."""
+
+    @staticmethod
+    def forward(ctx: Any, source: LayerSource, index: int, shared: Pass, anchor: Tensor | None, x: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.source, ctx.index, ctx.shared, ctx.leaves = source, index, shared, leaves
+        ctx.save_for_backward(x)
+        return source.layer(index).total(x, shared)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        needed: Sequence[bool] = ctx.needs_input_grad[4:]
+        with torch.enable_grad():
+            inputs = (x.detach().requires_grad_(needed[0]), *ctx.leaves)
+            layer, own = ctx.source.layer_to_train(ctx.index)
+            out = layer.total(inputs[0], ctx.shared)
+            wanted = [tensor for tensor, wants in zip(inputs, needed, strict=True) if wants]
+            found = torch.autograd.grad(out, (*wanted, *own), grads)
+        ctx.source.give(found[len(wanted) :])
+        of_inputs = iter(found)
+        return None, None, None, None, *(next(of_inputs) if wants else None for wants in needed)
