@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.bases import datum, on_host, picture_chunks, random_tokens, renderer
+from tests.bases import datum, load, picture_chunks, random_tokens, renderer
 from tinsmith.config import TrainingConfig
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError
@@ -103,7 +103,7 @@ class Dividing:
 
     def keeps(self) -> None:
         """How many bytes are held before and after the layers are divided."""
-        base = on_host(self.directory / "bases" / "deep")
+        base = load(self.directory / "bases" / "deep", device="cpu")
         whole = held_bytes()
         divide(base, self.group)
         assert isinstance(base.decoder, DividedDecoder)
@@ -111,7 +111,7 @@ class Dividing:
         self.found["keeps"] = whole, held_bytes(), layers.whole_bytes, layers.nbytes, layers.buffer_bytes
 
     def trains(self, name: str, dtype: str = "float32") -> DividedBackend:
-        base = on_host(self.directory / "bases" / name, dtype)
+        base = load(self.directory / "bases" / name, device="cpu", dtype=dtype)
         divide(base, self.group)
         backend = DividedBackend(base, TRAINING, self.group)
         create_models(backend)

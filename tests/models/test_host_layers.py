@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.bases import DEVICE, datum, load, on_host, picture_chunks, random_tokens, renderer
-from tinsmith.config import TrainingConfig
+from tinsmith.config import Config, DistributedConfig, ModelsConfig, TrainingConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.streamed_decoder import StreamedDecoder
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.self_check import check_base_model
 from tinsmith.training.backend import LocalBackend
+from tinsmith.worker.loop import stays_on_host
+
 
 def trained(base: BaseModel) -> tuple[list[float], list[Tensor]]:
     """Losses and gradients of LoRA."""
@@ -62,6 +64,12 @@ def test_the_self_check_sees_a_layer_that_differs(family_dir: Callable[[str], Pa
     vars(source)["layer"] = lambda index: replace(own(index), down=own(0).down)
     with pytest.raises(ConfigError, match="transformers computes other log-probabilities"):
         check_base_model(base, samples=False)
+
+
+@pytest.mark.parametrize(("shard", "stays"), [("none", False), ("weights", True)])
+def test_layers_that_are_divided_wait_on_the_host_of_a_cpu(shard: str, stays: bool, family_dir: Callable[[str], Path]) -> None:
+    config = Config(models=ModelsConfig(device="cpu"), distributed=DistributedConfig(2, shard))
+    assert stays_on_host(str(family_dir("qwen3")), config) == stays
 
 
 def test_files_are_mapped_and_not_copied(family_dir: Callable[[str], Path]) -> None:

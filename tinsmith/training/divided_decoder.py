@@ -5,13 +5,15 @@ What is divided is the weights of all layers: of a base model, which LoRA leaves
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
+from tinsmith.models.decoder import Decoder, Layer
 from tinsmith.models.machine import size_text
 from tinsmith.models.streamed_decoder import StreamedDecoder
 from tinsmith.training.divided_layers import DividedLayers, divide_layers
@@ -31,15 +33,15 @@ def require_divisible(base: BaseModel) -> None:
 
 
 def divide(base: BaseModel, group: ProcessGroup) -> None:
-    """Divide the layers of a base model over all workers: each comes from the host's memory, and this one keeps its part alone.
+    """Divide the layers of a base model over all workers: what this one does not keep of them is freed.
 
-    The base is one that was loaded with `layers_on_host`.
+    They lie on its device, or come there from the host's memory one at a time.
     """
     require_divisible(base)
     decoder = base.decoder
-    if not isinstance(decoder, StreamedDecoder):
-        raise TypeError(f"the layers of {base.name} are all on its device")
-    layers = map(decoder.source.layer, range(decoder.source.count))
+    assert decoder is not None
+    layers = _one_by_one(decoder)
+    base.decoder = decoder = replace(decoder, layers=())
     divided = divide_layers(layers, group, lambda index: _without_memory(base, index))
     base.decoder = DividedDecoder(tuple(divided.templates), decoder.last_norm, decoder.rope, divided)
     if base.device.type == "cuda":
@@ -49,6 +51,14 @@ def divide(base: BaseModel, group: ProcessGroup) -> None:
         *(base.name, len(divided.parts), group.count),
         *map(size_text, (divided.nbytes, divided.whole_bytes, divided.buffer_bytes)),
     )
+
+
+def _one_by_one(decoder: Decoder) -> Iterator[Layer]:
+    """The layers of a decoder on its device, of which it keeps none."""
+    if isinstance(decoder, StreamedDecoder):
+        return map(decoder.source.layer, range(decoder.source.count))
+    layers = list(decoder.layers)
+    return (layers.pop(0) for _ in range(len(layers)))
 
 
 def _without_memory(base: BaseModel, index: int) -> None:

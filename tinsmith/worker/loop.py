@@ -16,10 +16,11 @@ from pathlib import Path
 from tinsmith.config import Config, base_model_sources
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import NotFoundError
-from tinsmith.models.base import BaseModel, load_base_model, loading_of
-from tinsmith.models.budget import computes_together
+from tinsmith.models.base import BaseModel, load_base_model, loading_of, pick_device
+from tinsmith.models.budget import GIB, computes_together
 from tinsmith.models.device import require_device
-from tinsmith.models.machine import give_back_memory, size_text
+from tinsmith.models.machine import free_memory, give_back_memory, limit_memory, size_text
+from tinsmith.models.sizing import size_of
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
@@ -74,6 +75,9 @@ the processor's cores are left to what else computes there."""
 
 DISK_THREADS = 4
 """Files that are written or read at a time: each waits for a disk or an object store."""
+
+WHOLE_BASE = 1.1
+"""How many times its size a base model takes of a device on which it lies as a whole while it is divided."""
 
 COPY_THREADS = 2
 """Kept copies that are written at a time. They do not wait behind checkpoints, because steps wait for them."""
@@ -299,6 +303,20 @@ def backend_of(base: BaseModel, config: Config, group: ProcessGroup | None) -> L
     return DividedBackend(base, config.training, group)
 
 
+def stays_on_host(source: str, config: Config) -> bool:
+    """Whether the layers of a base model that is to be divided wait in the host's memory, because the device has no room for all of them.
+
+    On a GPU that has room, the self-check takes seconds in place of minutes. A CPU has the same memory, where several workers share pages.
+    """
+    if config.distributed.shard == "none":
+        return False
+    device = pick_device(config.models.device)
+    if device.type == "cpu":
+        return True
+    limit_memory(device, config.models.memory_share)
+    return free_memory(device) < WHOLE_BASE * size_of(source, config.models).weight_bytes + GIB
+
+
 def load_bases(config: Config) -> dict[str, BaseModel]:
     """Every base model of the configuration, by name, once it has passed its self-check.
 
@@ -312,7 +330,7 @@ def load_bases(config: Config) -> dict[str, BaseModel]:
     for name, source in base_model_sources(config).items():
         started = time.monotonic()
         log.info("loading %s from %s ...", name, source)
-        base = bases[name] = load_base_model(name, source, loading, features, config.distributed.shard == "weights")
+        base = bases[name] = load_base_model(name, source, loading, features, stays_on_host(source, config))
         if config.distributed.shard == "weights":
             require_divisible(base)
         log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)
