@@ -205,8 +205,13 @@ def test_what_workers_that_share_the_weights_refuse_harms_nothing(divided: Runni
     assert_close(scores(client, batch(client, "text", 7)), before, 0)
     with pytest.raises(tinker.RequestFailedError, match=r"train_mlp=False and lora_config\.rank=0"):
         divided.service.create_lora_training_client(base_model="text", rank=0, train_mlp=False).result()
-    path = client.save_weights_for_sampler("kept").result().path
-    assert weights_at(divided, path)
+    whole = train(divided.service, "text", rank=0)
+    for saved in (client, whole):
+        with pytest.raises(tinker.RequestFailedError, match="age_encryption_recipients"):
+            saved.save_weights_external("for nobody", age_encryption_recipients=["nobody"]).result()
+        assert saved.save_weights_external("outside").result().path
+        path = saved.save_weights_for_sampler("kept").result().path
+        assert weights_at(divided, path)
     with pytest.raises(tinker.TinkerError, match="sampler=none"):
         divided.service.create_sampling_client(base_model="text").result().sample(
             text_input(1, 5), 1, types.SamplingParams(max_tokens=3)

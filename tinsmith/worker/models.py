@@ -80,17 +80,8 @@ class Models:
                 case TakeSnapshot():
                     self._take_snapshot(backend, message)
                     self._answer(message, {})
-                case SaveModel() | ExportModel() if not self.kept.place.writes(message.model_id):
-                    backend.help_to_copy(message.model_id, isinstance(message, SaveModel) and message.optimizer)
-                    self._answer(message, {})
-                case SaveModel():
-                    state = backend.copy_state(message.model_id, message.optimizer)
-                    self._beside(message, partial(write_files, self.files, message.checkpoint, partial(write_state, state)))
-                case ExportModel():
-                    recipients = parse_recipients(message.recipients)
-                    state = backend.copy_state(message.model_id, optimizer=False)
-                    write = partial(write_external, state, backend.base.layout, recipients=recipients)
-                    self._beside(message, partial(write_files, self.files, message.checkpoint, write))
+                case SaveModel() | ExportModel():
+                    self._save(backend, message)
                 case LoadModel():
                     self.disk.run(partial(self._read, message), partial(self._loaded, message))
 
@@ -112,6 +103,23 @@ class Models:
             self.kept.keep(backend, message.model_id, Path(message.copy), message.before, answer)
         else:
             answer(False)
+
+    def _save(self, backend: LocalBackend, message: SaveModel | ExportModel) -> None:
+        """Copy a model, which a thread writes; or give the worker that writes it what it needs of this one."""
+        optimizer, recipients = False, []
+        if isinstance(message, ExportModel):
+            recipients = parse_recipients(message.recipients)  # bad ones are refused on all workers, before they exchange anything
+        else:
+            optimizer = message.optimizer
+        if not self.kept.place.writes(message.model_id):
+            backend.help_to_copy(message.model_id, optimizer)
+            self._answer(message, {})
+            return
+        state = backend.copy_state(message.model_id, optimizer)
+        write: Callable[[Path], None] = partial(write_state, state)
+        if isinstance(message, ExportModel):
+            write = partial(write_external, state, backend.base.layout, recipients=recipients)
+        self._beside(message, partial(write_files, self.files, message.checkpoint, write))
 
     def _take_snapshot(self, backend: LocalBackend, message: TakeSnapshot) -> None:
         followed = message.model_id if message.inflight else None
