@@ -56,3 +56,16 @@ def test_base_adapter_and_full_weights_agree_also_after_a_restart(divided: Serve
         check(full, snapshot(full))
         check(adapters, sampler)
         assert not set(processes_of(server)) & set(before)
+
+
+def test_full_weights_get_to_all_processes_by_broadcast(vision_dir: Path, tmp_path: Path) -> None:
+    """Gloo stands for NCCL. Each process receives all tensors and loads its share."""
+    options = ("--base-model", f"tiny={vision_dir}", "--vllm-tensor-parallel", "2", "--vllm-transfer", "broadcast")
+    with sampling_with_vllm(tmp_path, *options) as running:
+        wait_for_vllm(running)
+        with tinker.ServiceClient(base_url=running.url, api_key="tml-broadcast") as service:
+            full, bare = train(service, "tiny", rank=0), train(service, "tiny", rank=8)
+            for step in range(2):
+                learn(full, seed=step)
+                check(full, snapshot(full))
+            check(bare, snapshot(bare))

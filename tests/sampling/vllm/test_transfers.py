@@ -10,8 +10,8 @@ import pytest
 import torch
 from aiohttp import web
 
-from tinsmith.sampling.inside_vllm import process_pair
-from tinsmith.sampling.inside_vllm.process_pair import WORKER, ProcessPair
+from tinsmith.sampling.inside_vllm import transfer_group
+from tinsmith.sampling.inside_vllm.transfer_group import FIRST_WORKER, TransferGroup
 from tinsmith.sampling.vllm.connection import Connection, RefusedError
 from tinsmith.sampling.vllm.weights import BroadcastTransfer
 
@@ -21,14 +21,14 @@ PATIENCE_S = 3
 
 def join_and_ignore(meeting_point: str) -> None:
     """A server's worker that never receives anything."""
-    pair = ProcessPair(meeting_point, WORKER, CPU)
+    group = TransferGroup(meeting_point, FIRST_WORKER, 2, CPU)
     multiprocessing.Event().wait(3600)
-    del pair
+    del group
 
 
 def test_a_broadcast_that_the_server_refuses_ends_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody receives then, but the server's end is still open."""
-    monkeypatch.setattr(process_pair, "_LONGEST_WITH_GLOO", timedelta(seconds=PATIENCE_S))
+    monkeypatch.setattr(transfer_group, "_LONGEST_WITH_GLOO", timedelta(seconds=PATIENCE_S))
     workers: list[Any] = []
 
     async def begin(request: web.Request) -> web.Response:

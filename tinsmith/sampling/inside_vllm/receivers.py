@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.lora.layers.base import BaseLayerWithLoRA
@@ -21,7 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from tinsmith.sampling.inside_vllm import TransferKind, backend_of
 from tinsmith.sampling.inside_vllm.identity import Identity
-from tinsmith.sampling.inside_vllm.process_pair import WORKER, ProcessPair
+from tinsmith.sampling.inside_vllm.transfer_group import FIRST_WORKER, TransferGroup
 
 _OLDER = not hasattr(BaseLayerWithLoRA, "load_weights")
 """Whether this is vLLM 0.26, whose wrappers of layers for adapters do not hand weights on to what is inside."""
@@ -157,20 +158,21 @@ class IpcReceiver(_LayerByLayer):
 
 
 class BroadcastReceiver(_LayerByLayer):
-    """From the trainer's GPU to this one."""
+    """From the trainer's GPU to this one, and to those of other workers at the same time. Each gets all tensors and loads its share."""
 
     init_info_cls = MeetingPoint
     update_info_cls = BroadcastUpdate
 
     def init_transfer_engine(self, init_info: MeetingPoint) -> None:
         """Join the trainer."""
-        self.pair = ProcessPair(init_info.meeting_point, WORKER, self.device)
+        rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self.group = TransferGroup(init_info.meeting_point, FIRST_WORKER + rank, 1 + ranks, self.device)
 
     def receive_weights(self, update_info: BroadcastUpdate) -> None:
         """Load what the trainer sends."""
         names = [name for name, _, _ in update_info.outline]
         shapes = ((torch.Size(shape), getattr(torch, dtype)) for _, shape, dtype in update_info.outline)
-        self.load(zip(names, self.pair.receive(shapes), strict=True))
+        self.group.receive(shapes, lambda tensors: self.load(zip(names, tensors, strict=True)))
 
 
 def _wrapped(model: torch.nn.Module) -> frozenset[str]:

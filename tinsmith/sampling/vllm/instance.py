@@ -202,6 +202,8 @@ class Instance:
     """By hash: sends a picture there."""
     nap: Nap = field(default_factory=Nap)
     """Whether it is awake."""
+    ranks: int = 1
+    """Its workers, over which the model is divided."""
     kill: Callable[[], None] = lambda: None
     """Ends its process, if we have started it."""
     ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)

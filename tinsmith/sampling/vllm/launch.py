@@ -70,7 +70,7 @@ def launches(base: BaseModel, config: Config, directory: Path) -> tuple[list[Lau
         name = f"{_file_name(base.name)}-{index}"
         kind = transfer_kind(config.vllm.vllm_transfer, base.device, gpus, config.vllm.vllm_tensor_parallel)
         command, environment = _command(base, config, kind, longest, on_gpu=bool(gpus)), _environment(config, directory, gpus)
-        found.append(Launch(command, environment, directory, name, logs / f"{name}.log", kind))
+        found.append(Launch(command, environment, directory, name, logs / f"{name}.log", kind, config.vllm.vllm_tensor_parallel))
     return found, longest
 
 
@@ -89,16 +89,14 @@ def check_divisible(base: BaseModel, ranks: int) -> None:
 
 def transfer_kind(wanted: str, trainer: torch.device, gpus: Sequence[int], ranks: int = 1) -> TransferKind:
     """How full weights get to a server on these GPUs, none for a CPU. Raises ConfigError if `wanted` cannot work there."""
-    if ranks > 1:
-        if wanted not in ("auto", "file"):
-            raise ConfigError(
-                f"vllm_transfer={wanted} reaches one GPU of a server, and --vllm-tensor-parallel {ranks} gives it more. Use file"
-            )
-        return "file"
     if gpus and trainer.type == "cpu":
         if wanted not in ("auto", "file"):
             raise ConfigError(f"vllm_transfer={wanted} begins at a GPU, and with train=none weights come from the host's memory. Use file")
         return "file"
+    if ranks > 1 and wanted == "ipc":
+        raise ConfigError(f"vllm_transfer=ipc reaches one GPU of a server, and --vllm-tensor-parallel {ranks} gives it more. Use broadcast")
+    if ranks > 1:
+        return "broadcast" if wanted == "broadcast" else "file"
     shared = bool(gpus) and gpus[0] == (trainer.index or 0)
     match wanted:
         case "auto":

@@ -301,7 +301,7 @@ class Publisher:
             await instance.connection.post("/resume")
 
     async def _opened(self, instance: Instance) -> Transfer:
-        transfer = new_transfer(instance.transfer_kind, self.files.root, self.device)
+        transfer = new_transfer(instance.transfer_kind, self.files.root, self.device, instance.ranks)
         await transfer.open(instance.connection)
         return transfer
 

@@ -60,6 +60,8 @@ class Launch:
     log: Path
     transfer_kind: TransferKind
     """How full weights get there."""
+    ranks: int = 1
+    """Its workers, over which the model is divided."""
 
 
 class Server:
@@ -121,12 +123,14 @@ class Server:
         """Start one instance and stay with it to its end; returns whether it was ever ready."""
         started_by_us = isinstance(self.source, Launch)
         kind: TransferKind = self.source.transfer_kind if isinstance(self.source, Launch) else "file"
+        ranks = self.source.ranks if isinstance(self.source, Launch) else 1
         slots, together = Slots(self.slots), min(self.slots, _MOST_TOGETHER)
         instance: Instance | None = None
         try:
             async with self.nap.kept_awake():  # it takes its memory while it starts
                 began = time.monotonic()
-                instance = Instance(Connection(await self._start()), slots, together, started_by_us, kind, nap=self.nap, kill=self._kill)
+                connection = Connection(await self._start())
+                instance = Instance(connection, slots, together, started_by_us, kind, nap=self.nap, ranks=ranks, kill=self._kill)
                 self.nap.instances.add(instance)
                 answers = await self._answers_within(instance, _STARTS_WITHIN_S if started_by_us else _ANSWERS_WITHIN_S)
             was_ready = answers and await self._becomes_ready(instance, began)

@@ -32,7 +32,7 @@ from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import DELTA_NET_PARTS, TransferKind
 from tinsmith.sampling.inside_vllm.identity import Identity
-from tinsmith.sampling.inside_vllm.process_pair import TRAINER, ProcessPair
+from tinsmith.sampling.inside_vllm.transfer_group import TRAINER, TransferGroup
 from tinsmith.sampling.vllm.connection import Connection
 from tinsmith.training.peft_format import write_adapter
 
@@ -181,42 +181,43 @@ class IpcTransfer:
 
 
 class BroadcastTransfer:
-    """From the trainer's GPU to the server's, tensor by tensor (`process_pair.py`)."""
+    """From the trainer's GPU to all of the server's at the same time, tensor by tensor (`transfer_group.py`)."""
 
-    def __init__(self, directory: Path, device: torch.device) -> None:
-        """Both ends find each other through a file in `directory`, which only the user can enter."""
-        self.meeting_point = directory / f"{uuid.uuid4().hex}.pair"
+    def __init__(self, directory: Path, device: torch.device, ranks: int = 1) -> None:
+        """Trainer and workers, `ranks` of them, find each other through a file in `directory`, which only the user can enter."""
+        self.meeting_point = directory / f"{uuid.uuid4().hex}.group"
         self.device = device
-        self._pair: ProcessPair | None = None
+        self.ranks = ranks
+        self._group: TransferGroup | None = None
 
     async def open(self, server: Connection) -> None:
-        """Join the server's worker in a process group."""
+        """Join the server's workers in a process group."""
         path = str(self.meeting_point)
         joined = server.post("/init_weight_transfer_engine", {"init_info": {"meeting_point": path}})
-        self._pair, _ = await asyncio.gather(asyncio.to_thread(ProcessPair, path, TRAINER, self.device), joined)
+        self._group, _ = await asyncio.gather(asyncio.to_thread(TransferGroup, path, TRAINER, 1 + self.ranks, self.device), joined)
 
     async def send(self, server: Connection, tensors: Tensors, identity: str) -> None:
-        assert self._pair is not None, "open comes first"
+        assert self._group is not None, "open comes first"
         outline = [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
-        sending = asyncio.create_task(asyncio.to_thread(self._pair.send, tensors.values()))
+        sending = asyncio.create_task(asyncio.to_thread(self._group.send, tensors.values()))
         try:
             await server.post("/update_weights", {"update_info": {"outline": outline, "identity": identity}})
         except BaseException:
-            self._pair.abort()  # nobody receives any more, and the sending thread would wait for that
+            self._group.abort()  # nobody receives any more, and the sending thread would wait for that
             await asyncio.wait([sending])
             raise
         await sending
 
 
-def new_transfer(kind: TransferKind, directory: Path, device: torch.device) -> Transfer:
-    """A way into one server, which can read `directory`. The trainer's tensors are on `device`."""
+def new_transfer(kind: TransferKind, directory: Path, device: torch.device, ranks: int) -> Transfer:
+    """A way into one server of `ranks` workers, which can read `directory`. The trainer's tensors are on `device`."""
     match kind:
         case "file":
             return FileTransfer(directory)
         case "ipc":
             return IpcTransfer()
         case "broadcast":
-            return BroadcastTransfer(directory, device)
+            return BroadcastTransfer(directory, device, ranks)
 
 
 def _write(tensors: Tensors, file: Path) -> None:

@@ -1,0 +1,113 @@
+"""Weights from one process to others: what arrives is what was sent, and an end that is lost, or does not receive, is noticed."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.running import START_S
+from tinsmith.sampling.inside_vllm import transfer_group
+from tinsmith.sampling.inside_vllm.transfer_group import FIRST_WORKER, TRAINER, TransferGroup
+
+CPU = torch.device("cpu")
+SENT = [torch.arange(6, dtype=torch.float32).reshape(2, 3).T, torch.tensor([1.5, -2.0], dtype=torch.bfloat16), torch.zeros(0)]
+SHAPES = [(tensor.shape, tensor.dtype) for tensor in SENT]
+Work = Callable[[str, int, int, Connection], None]
+
+
+def receive(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
+    """A worker's process: two updates, which it hands on."""
+    group = TransferGroup(meeting_point, rank, size, CPU)
+    for _ in range(2):
+        group.receive(SHAPES, lambda tensors: pipe.send([tensor.float().tolist() for tensor in tensors]))
+
+
+def fail_once(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
+    """A worker that fails with the first tensor of the first update."""
+    group = TransferGroup(meeting_point, rank, size, CPU)
+
+    def fail(tensors: Iterator[Tensor]) -> None:
+        next(tensors)
+        raise ValueError("no place")
+
+    with pytest.raises(ValueError, match="no place"):
+        group.receive(SHAPES, fail)
+    pipe.send("failed")
+    group.receive(SHAPES, lambda tensors: pipe.send([tensor.float().tolist() for tensor in tensors]))
+
+
+def leave(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
+    """A worker that ends, when it is told to, before it has received anything; or that lives on and receives nothing until then."""
+    group = TransferGroup(meeting_point, rank, size, CPU)
+    pipe.recv()
+    del group
+
+
+def joined(directory: Path, *works: Work) -> tuple[TransferGroup, list[Connection], list[BaseProcess]]:
+    """The trainer's end, and workers' processes that are at their work."""
+    meeting_point, size = str(directory / "group"), 1 + len(works)
+    pipes: list[Connection] = []
+    workers: list[BaseProcess] = []
+    for rank, work in enumerate(works, FIRST_WORKER):
+        ours, theirs = multiprocessing.Pipe()
+        worker = multiprocessing.get_context("spawn").Process(target=work, args=(meeting_point, rank, size, theirs), daemon=True)
+        worker.start()
+        pipes.append(ours)
+        workers.append(worker)
+    return TransferGroup(meeting_point, TRAINER, size, CPU), pipes, workers
+
+
+def told(pipe: Connection) -> object:
+    """What a worker says next."""
+    assert pipe.poll(START_S)
+    return pipe.recv()
+
+
+def ended(workers: list[BaseProcess]) -> list[int | None]:
+    """Exit codes of workers that end by themselves."""
+    for worker in workers:
+        worker.join(START_S)
+    return [worker.exitcode for worker in workers]
+
+
+def test_what_arrives_everywhere_is_what_was_sent(tmp_path: Path) -> None:
+    group, pipes, workers = joined(tmp_path, receive, receive)
+    for factor in (1.0, 3.0):
+        tensors = [tensor * factor for tensor in SENT]
+        group.send(tensors)
+        assert [told(pipe) for pipe in pipes] == [[tensor.float().tolist() for tensor in tensors]] * 2
+    assert ended(workers) == [0, 0]
+
+
+def test_a_worker_that_fails_keeps_nobody_waiting_and_takes_the_next_update(tmp_path: Path) -> None:
+    """It receives what is left, because the others get each tensor at the same time."""
+    group, pipes, workers = joined(tmp_path, fail_once, receive)
+    values = [tensor.float().tolist() for tensor in SENT]
+    group.send(SENT)
+    assert [told(pipe) for pipe in pipes] == ["failed", values]
+    group.send(SENT)
+    assert [told(pipe) for pipe in pipes] == [values, values]
+    assert ended(workers) == [0, 0]
+
+
+def test_an_end_that_is_lost_is_an_error(tmp_path: Path) -> None:
+    group, (pipe,), workers = joined(tmp_path, leave)
+    pipe.send("end")  # not before both are connected
+    ended(workers)
+    with pytest.raises(RuntimeError):
+        group.send([torch.ones(1 << 20)])
+
+
+def test_an_end_that_does_not_receive_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_group, "_LONGEST_WITH_GLOO", timedelta(seconds=2))
+    group, (pipe,), workers = joined(tmp_path, leave)
+    with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+        group.send([torch.ones(1 << 22)])
+    pipe.send("end")
+    assert ended(workers) == [0]

@@ -1,0 +1,78 @@
+"""A process group of the trainer and the vLLM workers of one server: weights travel through it from one GPU to the others.
+
+All ends use this module, which needs PyTorch and nothing else. Between GPUs it is NCCL; Gloo does the same between CPUs.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+TRAINER, FIRST_WORKER = 0, 1
+"""Their ranks; further workers follow."""
+_LONGEST = timedelta(minutes=5)
+"""How long one end waits for the other, with NCCL."""
+_LONGEST_WITH_GLOO = timedelta(seconds=30)
+"""The same for each tensor with Gloo, which cannot be told to give up."""
+
+
+class TransferGroup:
+    """One end. Not for two threads at a time."""
+
+    def __init__(self, meeting_point: str, rank: int, size: int, device: torch.device) -> None:
+        """Wait for the other ends, `size` in all. `meeting_point` is the path of a file that does not exist yet, the same for all."""
+        self.device = device
+        store = distributed.FileStore(meeting_point, size)
+        # All ends are on this machine, and no port may be open to others.
+        self._group: Any
+        if device.type == "cuda":
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+            options = distributed.ProcessGroupNCCL.Options()
+            options._timeout = _LONGEST
+            self._group = distributed.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            self._group = distributed.ProcessGroupGloo(store, rank, size, _LONGEST)
+
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """The trainer's side. All have been sent when it returns. Raises RuntimeError if another end is lost."""
+        for tensor in tensors:
+            self._broadcast(tensor.detach().contiguous())
+        self._finish()
+
+    def receive(self, shapes: Iterable[tuple[torch.Size, torch.dtype]], load: Callable[[Iterator[Tensor]], None]) -> None:
+        """A worker's side: `load` is given tensors of these shapes and types, in the order in which they are sent.
+
+        If it fails, or does not want them all, the others are received nevertheless: the other workers get each at the same time.
+        """
+        tensors = self._tensors(shapes)
+        try:
+            load(tensors)
+        finally:
+            for _ in tensors:
+                pass
+        self._finish()
+
+    def _tensors(self, shapes: Iterable[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
+        for shape, dtype in shapes:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            self._broadcast(tensor)
+            yield tensor
+
+    def abort(self) -> None:
+        """End what is under way: the thread that waits for it gets an error, with Gloo after its time-out. It is the end of the group."""
+        self._group.abort()
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        options = distributed.BroadcastOptions()  # from rank 0, unless told otherwise
+        if self.device.type == "cpu":
+            options.timeout = _LONGEST_WITH_GLOO
+        self._group.broadcast([tensor], options).wait()
+
+    def _finish(self) -> None:
+        """NCCL only puts work into the GPU's queue."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
