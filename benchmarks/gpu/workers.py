@@ -9,6 +9,7 @@ all compute at once. Parts:
 - large     Qwen3.6-27B's shape, LoRA of rank 32, 2 sequences of 1,024 tokens on each GPU
 - full      Qwen3-1.7B, all weights, 4 sequences of 1,024 tokens on each GPU
 - full8b    Qwen3-8B, all weights with a compact state, 8 sequences of 1,024 tokens on each GPU; it needs 141 GB
+- divided8b Qwen3-8B, all weights in float32 that are divided, 8 sequences of 1,024 tokens on each GPU; on two GPUs it needs 141 GB
 - sampling  Qwen3-1.7B, 256 requests of 128 tokens on each GPU, which get 512 tokens each; and 256 in all
 - publish   Qwen3-8B, LoRA of rank 32: a snapshot on every GPU, until a token of it is sampled on all of them
 - save      the same adapter with its optimizer: how long the copy takes from which files are written, while training waits
@@ -47,7 +48,7 @@ from tinsmith.training.backend import LocalBackend
 from tinsmith.training.divided_backend import DividedBackend
 from tinsmith.training.divided_decoder import divide
 
-PARTS = ("lora", "divided", "sequence", "large", "full", "full8b", "sampling", "publish", "save", "rl")
+PARTS = ("lora", "divided", "sequence", "large", "full", "full8b", "divided8b", "sampling", "publish", "save", "rl")
 LENGTHS = [32] * 4 if TINY else [1024] * 4
 SEQUENCES = (128, 256) if TINY else (131072, 262144)
 """Tokens of a sequence that one GPU trains, and of one that all compute together."""
@@ -180,6 +181,24 @@ class Measured:
         share = self.training("full8b", "8B", 0, "said", sequences=8, full_state="compact")
         if self.is_first and share:
             figure("full8b_matmul_share", share, "at least 0.45")
+
+    def divided8b(self) -> None:
+        """The same in float32, of which each GPU keeps its part."""
+        config = configuration("8B")
+        base = base_of(config)
+        divide(base, self.group)
+        release()
+        backend = DividedBackend(base, TrainingConfig(), self.group)
+        backend.create_model("m", LoraShape(0, seed=0))
+        lengths = LENGTHS[:1] * 8
+        work = [text_datum("m", tokens) for tokens in batch_of(lengths)]
+        seconds = self.seconds(partial(train, backend, [work], ["m"]), together=True)
+        if self.is_first:
+            rate = sum(lengths) / seconds
+            share = flops_per_token(config, lengths, True) * rate / (self.matmul * 1e12) if self.matmul else 0.0
+            self.say("divided8b", {"tokens_per_s_each": rate, "matmul_share": share, "step_s": seconds, **peak_memory()})
+            if share:
+                figure("divided8b_matmul_share", share, "at least 0.45 on 4; bare FSDP2 0.36")
 
     def save(self) -> None:
         """One worker copies the model; files are written from the copy, beside training."""
