@@ -16,7 +16,7 @@ from tinsmith.models.streamed_decoder import StreamedDecoder
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.self_check import check_base_model
 from tinsmith.training.backend import LocalBackend
-from tinsmith.worker.loop import stays_on_host
+from tinsmith.worker.bases import stays_on_host
 
 
 def trained(base: BaseModel) -> tuple[list[float], list[Tensor]]:

@@ -37,8 +37,9 @@ def main() -> int:
     gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
     from tinsmith.distributed.process_group import ProcessGroup
     from tinsmith.models.base import loading_of
+    from tinsmith.worker.bases import load_bases
     from tinsmith.worker.device_lock import lock_device
-    from tinsmith.worker.loop import Worker, load_bases
+    from tinsmith.worker.loop import Worker
     from tinsmith.worker.records import AskedRecords
 
     gc.freeze()  # nor does a later collection look through them

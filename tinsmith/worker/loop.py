@@ -13,14 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from tinsmith.config import Config, base_model_sources
+from tinsmith.config import Config
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import NotFoundError
-from tinsmith.models.base import BaseModel, load_base_model, loading_of, pick_device
-from tinsmith.models.budget import GIB, computes_together
+from tinsmith.models.base import BaseModel
+from tinsmith.models.budget import computes_together
 from tinsmith.models.device import require_device
-from tinsmith.models.machine import free_memory, give_back_memory, limit_memory, size_text
-from tinsmith.models.sizing import size_of
+from tinsmith.models.machine import give_back_memory, size_text
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
@@ -45,13 +44,12 @@ from tinsmith.protocol.work import (
 )
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.sampling.local.sampler import LocalSampler
-from tinsmith.sampling.self_check import check_base_model
 from tinsmith.store.blobs import BlobFiles
 from tinsmith.store.files import SNAPSHOTS_DIR, CheckpointFiles
 from tinsmith.store.shared import SharedCheckpoints
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.divided_backend import DividedBackend
-from tinsmith.training.divided_decoder import divide, require_divisible
+from tinsmith.training.divided_decoder import divide
 from tinsmith.training.sequence_parallel import SHORTEST_SLICE
 from tinsmith.worker.background import Background
 from tinsmith.worker.device_memory import DeviceMemory
@@ -75,9 +73,6 @@ the processor's cores are left to what else computes there."""
 
 DISK_THREADS = 4
 """Files that are written or read at a time: each waits for a disk or an object store."""
-
-WHOLE_BASE = 1.1
-"""How many times its size a base model takes of a device on which it lies as a whole while it is divided."""
 
 COPY_THREADS = 2
 """Kept copies that are written at a time. They do not wait behind checkpoints, because steps wait for them."""
@@ -301,41 +296,3 @@ def backend_of(base: BaseModel, config: Config, group: ProcessGroup | None) -> L
         return LocalBackend(base, config.training, group)
     divide(base, group)
     return DividedBackend(base, config.training, group)
-
-
-def stays_on_host(source: str, config: Config) -> bool:
-    """Whether the layers of a base model that is to be divided wait in the host's memory, because the device has no room for all of them.
-
-    On a GPU that has room, the self-check takes seconds in place of minutes. A CPU has the same memory, where several workers share pages.
-    """
-    if config.distributed.shard == "none":
-        return False
-    device = pick_device(config.models.device)
-    if device.type == "cpu":
-        return True
-    limit_memory(device, config.models.memory_share)
-    return free_memory(device) < WHOLE_BASE * size_of(source, config.models).weight_bytes + GIB
-
-
-def load_bases(config: Config) -> dict[str, BaseModel]:
-    """Every base model of the configuration, by name, once it has passed its self-check.
-
-    Raises ConfigError as `load_base_model` and `check_base_model` do.
-    """
-    features = config.images.image_cache_mib * 2**19  # the other half is for pixel values
-    loading = loading_of(config)
-    if config.only_compares:
-        log.info("base models go into the host's memory: nothing is trained, and what vLLM servers compute is compared with them")
-    bases: dict[str, BaseModel] = {}
-    for name, source in base_model_sources(config).items():
-        started = time.monotonic()
-        log.info("loading %s from %s ...", name, source)
-        base = bases[name] = load_base_model(name, source, loading, features, stays_on_host(source, config))
-        if config.distributed.shard == "weights":
-            require_divisible(base)
-        log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)
-    for base in bases.values():
-        started = time.monotonic()
-        check_base_model(base, samples=config.sampling.sampler == "local")
-        log.info("%s passes its self-check, %.1f s", base.name, time.monotonic() - started)
-    return bases

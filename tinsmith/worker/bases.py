@@ -1,0 +1,55 @@
+"""The base models of a worker: loaded, where they have room, and shown to compute what they should before anything is served."""
+
+import logging
+import time
+
+from tinsmith.config import Config, base_model_sources
+from tinsmith.models.base import BaseModel, load_base_model, loading_of, pick_device
+from tinsmith.models.budget import GIB
+from tinsmith.models.machine import free_memory, limit_memory
+from tinsmith.models.sizing import size_of
+from tinsmith.sampling.self_check import check_base_model
+from tinsmith.training.divided_decoder import require_divisible
+
+log = logging.getLogger(__name__)
+
+WHOLE_BASE = 1.1
+"""How many times its size a base model takes of a device on which it lies as a whole while it is divided."""
+
+
+def stays_on_host(source: str, config: Config) -> bool:
+    """Whether the layers of a base model that is to be divided wait in the host's memory, because the device has no room for all of them.
+
+    On a GPU that has room, the self-check takes seconds in place of minutes. A CPU has the same memory, where several workers share pages.
+    """
+    if config.distributed.shard == "none":
+        return False
+    device = pick_device(config.models.device)
+    if device.type == "cpu":
+        return True
+    limit_memory(device, config.models.memory_share)
+    return free_memory(device) < WHOLE_BASE * size_of(source, config.models).weight_bytes + GIB
+
+
+def load_bases(config: Config) -> dict[str, BaseModel]:
+    """Every base model of the configuration, by name, once it has passed its self-check.
+
+    Raises ConfigError as `load_base_model` and `check_base_model` do.
+    """
+    features = config.images.image_cache_mib * 2**19  # the other half is for pixel values
+    loading = loading_of(config)
+    if config.only_compares:
+        log.info("base models go into the host's memory: nothing is trained, and what vLLM servers compute is compared with them")
+    bases: dict[str, BaseModel] = {}
+    for name, source in base_model_sources(config).items():
+        started = time.monotonic()
+        log.info("loading %s from %s ...", name, source)
+        base = bases[name] = load_base_model(name, source, loading, features, stays_on_host(source, config))
+        if config.distributed.shard == "weights":
+            require_divisible(base)
+        log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)
+    for base in bases.values():
+        started = time.monotonic()
+        check_base_model(base, samples=config.sampling.sampler == "local")
+        log.info("%s passes its self-check, %.1f s", base.name, time.monotonic() - started)
+    return bases
