@@ -109,9 +109,9 @@ class Requests:
         return str(number)
 
 
-def stepped(sampler: LocalSampler) -> Sequence[SampleEvent]:
+def stepped(sampler: LocalSampler, deliver: Callable[[Sequence[SampleEvent]], None] | None = None) -> Sequence[SampleEvent]:
     """One step. Raises RuntimeError if a sample failed."""
-    events = sampler.step()
+    events = sampler.step(deliver)
     if failed := [event.error for event in events if isinstance(event, SampleFailure)]:
         raise RuntimeError(str(failed[0]))
     return events
@@ -231,14 +231,19 @@ class Delays:
 
     def step(self) -> set[str]:
         """One step; returns the requests that got tokens."""
-        events = stepped(self.sampler)
-        now = time.perf_counter()
-        tokens = [event for event in events if isinstance(event, TokensSampled)]
-        for event in tokens:
-            if event.request_id in self.last:
-                self.gaps.append((now - self.last[event.request_id]) / len(event.tokens))
-            self.last[event.request_id] = now
-        return {event.request_id for event in tokens}
+        came: set[str] = set()
+
+        def take(events: Sequence[SampleEvent]) -> None:
+            now = time.perf_counter()
+            for event in events:
+                if isinstance(event, TokensSampled):
+                    if event.request_id in self.last:
+                        self.gaps.append((now - self.last[event.request_id]) / len(event.tokens))
+                    self.last[event.request_id] = now
+                    came.add(event.request_id)
+
+        take(stepped(self.sampler, take))
+        return came
 
     def first_token(self) -> float:
         """Seconds to the first token of a new long prompt."""

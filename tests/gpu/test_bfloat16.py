@@ -24,10 +24,10 @@ def test_the_delta_rule_is_as_exact_as_that_of_transformers() -> None:
     assert max(found[f"{part}_ours"] / found[f"{part}_transformers"] for part in parts) <= AS_EXACT, found
 
 
-def test_a_training_curve_drifts_little_further_than_that_of_transformers() -> None:
-    """What is wanted is AS_EXACT. One seed on an H200 gave 1.76; four on a CPU, with a smaller model, 0.77 to 0.98."""
-    assert (found := curve())["drift_ratio"] <= 2, found
-    assert found["drift_ours"] <= 0.01, found
+def test_a_training_curve_drifts_no_further_than_that_of_transformers() -> None:
+    """In its first 30 steps. Over 200, training enlarges what any rounding has made: one seed gave 1.76, four on a CPU 0.77 to 0.98."""
+    assert (found := curve())["early_ratio"] <= AS_EXACT, found
+    assert found["drift_ratio"] <= 2, found
 
 
 @pytest.mark.parametrize("hybrid", [False, True])

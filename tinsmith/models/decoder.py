@@ -33,7 +33,7 @@ KNOWN_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "
 INTERLEAVED = ("qwen3_vl", "qwen3_5")
 """Model types that deal the rotary pairs of a head out to time, height and width in turns; the others give each a stretch."""
 
-PARTS = 5
+PARTS = 4
 """The layers of a pass are computed in so many parts, if something is to be done between them."""
 
 SWIGLU = SwiGLU()

@@ -3,7 +3,7 @@
 There are two implementations: the local sampler, which computes with the training weights, and the client of vLLM servers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,9 +100,10 @@ class Sampler(Protocol):
         """
         ...
 
-    def step(self) -> Sequence[SampleEvent]:
+    def step(self, deliver: Callable[[Sequence[SampleEvent]], None] | None = None) -> Sequence[SampleEvent]:
         """Do one small piece of work; returns what came of it. What goes wrong with one request is the failure of that request only.
 
+        `deliver` is given what has come before the rest of the piece is done, if there is such; it is not returned then. It must not raise.
         An error that is raised concerns all requests: call `abandon` then.
         """
         ...

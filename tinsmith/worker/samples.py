@@ -7,7 +7,7 @@ those with new pictures in a thread, and weights that are not in memory are read
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,7 @@ from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFa
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
-from tinsmith.sampling.sampler import SampleFailure, Sampler, SampleResult, TokensSampled
+from tinsmith.sampling.sampler import SampleEvent, SampleFailure, Sampler, SampleResult, TokensSampled
 from tinsmith.sampling.turns import Turns
 from tinsmith.store import ids
 from tinsmith.store.recorded_sequences import RecordedSequence
@@ -165,8 +165,20 @@ class Samples:
                     self._take(base.sampler)
 
     def _take(self, sampler: Sampler) -> None:
+        """Let a sampler do a step. What comes in the middle of it is answered at once; an error of answering is raised behind it."""
+        failures: list[TinsmithError] = []
+
+        def deliver(events: Sequence[SampleEvent]) -> None:
+            with failing_into(failures.append):
+                self._answer(events)
+
+        deliver(sampler.step(deliver))
+        if failures:
+            raise failures[0]
+
+    def _answer(self, outcomes: Sequence[SampleEvent]) -> None:
         events: list[tuple[str, int, int, list[int], list[float]]] = []
-        for event in sampler.step():
+        for event in outcomes:
             if isinstance(event, TokensSampled):
                 message = self.started[event.request_id].message
                 events.append((message.request_id, message.run, event.index, list(event.tokens), list(event.logprobs)))

@@ -24,7 +24,7 @@ from tinsmith.sampling.local.decode_step import DecodeStep, StepRows
 from tinsmith.sampling.local.device_batch import FIELDS, LENGTH, TOKEN, DeviceBatch
 from tinsmith.sampling.local.paged_attention import paged_reference
 from tinsmith.sampling.local.sampler import LocalSampler
-from tinsmith.sampling.sampler import SampleFailure, SampleResult, TokensSampled
+from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
 from tinsmith.training.backend import LocalBackend
 from tinsmith.wire.sample import StopRule
 
@@ -464,3 +464,21 @@ def test_what_a_lack_of_memory_preempts_is_not_launched_with_the_next_group(text
     assert calls > 5
     assert sampler.decoding.apart == {}
     assert all(not batch.seats for batch in sampler.decoding.batches.values())
+
+
+def test_tokens_are_delivered_while_a_prompt_is_being_computed(text_base: BaseModel) -> None:
+    """Before the first of the two layers and behind it; nothing comes twice, and all in order."""
+    sampler, render = sampler_of(text_base, runs_ahead=True, prefill_tokens_beside=90), renderer(text_base)
+    sampler.add("runs", ask(replace(PARAMS, max_tokens=30)), render.render([random_tokens(0, 9)]), None, stream=True)
+    events = [event for _ in range(3) for event in sampler.step()]
+    sampler.add("comes", ask(replace(PARAMS, max_tokens=1)), render.render([random_tokens(1, 90)]), None)
+    delivered: list[list[SampleEvent]] = []
+    returned = sampler.step(lambda those: delivered.append(list(those)))
+    assert [[event.request_id for event in those] for those in delivered] == [["runs"], ["runs"]]
+    assert [event.request_id for event in returned] == ["comes"]
+    events += [event for those in delivered for event in those]
+    while sampler.has_work:
+        events += sampler.step()
+    streamed = [token for event in events if isinstance(event, TokensSampled) for token in event.tokens]
+    (ended,) = [event for event in events if isinstance(event, SampleResult)]
+    assert streamed == list(ended.sequences[0].tokens)

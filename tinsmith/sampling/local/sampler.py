@@ -6,7 +6,7 @@ wait in a pass, whatever models and snapshots they belong to. `schedule.py` deci
 
 import logging
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from functools import partial
@@ -71,7 +71,9 @@ class LocalSampler:
         self.flights: list[Flight] = []
         """Steps that were launched ahead."""
         self.meanwhile: list[SampleEvent] = []
-        """What steps in the middle of a pass over prompts have given."""
+        """What steps in the middle of a pass over prompts have given, if `deliver` does not take it."""
+        self.deliver: Callable[[Items[SampleEvent]], None] | None = None
+        """That of the `step` under way."""
         self.failed_meanwhile: list[SampleJob] | None = None
         """Jobs that failed in the middle of such a pass: it computes their prompts too, so they are dropped behind it."""
         self.must_settle = False
@@ -136,8 +138,8 @@ class LocalSampler:
             if job.scores and not job.scores.complete:
                 job.scores = PromptScores(job.rendered, job.scores.asked, job.params, job.seed)
 
-    def step(self) -> list[SampleEvent]:
-        """A token of every running sequence, and a piece of the prompts that wait.
+    def step(self, deliver: Callable[[Items[SampleEvent]], None] | None = None) -> list[SampleEvent]:
+        """A token of every running sequence, and a piece of the prompts that wait. `deliver` is given what comes before the piece is done.
 
         What runs out of memory leaves no trace, and is smaller the next time. Raises errors of deciding what to compute, for which no
         single request is responsible.
@@ -153,7 +155,14 @@ class LocalSampler:
         events = self._decode()
         windows = self.schedule.prompt_windows()
         if windows:
-            events += self._compute_prompts(windows)
+            if deliver is not None:
+                deliver(events)
+                events = []
+            self.deliver = deliver
+            try:
+                events += self._compute_prompts(windows)
+            finally:
+                self.deliver = None
         events += self._taken_meanwhile()
         self._rest()
         return events
@@ -178,6 +187,8 @@ class LocalSampler:
         """In the middle of a pass over prompts: sequences that run do not wait for all of it, if their next step was launched ahead."""
         if self.flights:
             self.meanwhile += self._read(self.flights)
+            if self.deliver is not None:
+                self.deliver(self._taken_meanwhile())
 
     def _read(self, flights: list[Flight]) -> list[SampleEvent]:
         """Take the tokens of these steps. The step after that is launched before they are read, where that helps."""

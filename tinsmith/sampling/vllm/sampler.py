@@ -10,7 +10,7 @@ import logging
 import secrets
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -144,7 +144,8 @@ class VLLMSampler:
                 pending.weights = weights
         self.published.append(weights)
 
-    def step(self) -> list[SampleEvent]:
+    def step(self, deliver: Callable[[Sequence[SampleEvent]], None] | None = None) -> list[SampleEvent]:
+        """Nothing that it does takes so long that `deliver` would be given anything."""
         self._forget_unused()
         events: list[SampleEvent] = []
         while self.came:
