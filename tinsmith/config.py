@@ -168,8 +168,8 @@ class DistributedConfig:
     )
     ray_address: str = setting(
         "",
-        "Address of the Ray that gives the workers their GPUs and runs them as actors on this host: auto for the one that runs here, or "
-        "HOST:PORT of its head; empty starts them without Ray",
+        "Address of the Ray that gives the workers their GPUs and runs them as actors, on this host or on others too: auto for the one "
+        "that runs here, or HOST:PORT of its head; empty starts them without Ray",
         choices=("auto", "HOST:PORT of Ray's head"),
         pattern=r"|auto|[^:/\s]+:[0-9]+",
     )

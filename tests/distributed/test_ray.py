@@ -1,10 +1,10 @@
-"""Workers as actors of a real Ray: they are started, watched and ended as child processes are, and train as one does."""
+"""Workers as actors of a real Ray: they are started, watched and ended as child processes are, and train as one does, also on two hosts."""
 
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,10 @@ from tinker import types
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.talking import assert_close, datum, logprobs, text_input, train
 from tests.engine.test_worker_process import Watched, link_of_an_engine
-from tests.ray_head import ray_head
+from tests.ray_head import another_host, core_taken, own_node, ray_head
 from tests.running import START_S, Server, serving, tinsmith_here
 from tinsmith.config import Config, DistributedConfig, ModelsConfig
+from tinsmith.engine.ray_actor import why_not
 from tinsmith.engine.ray_workers import RayActors
 from tinsmith.errors import ConfigError
 
@@ -26,7 +27,9 @@ CORES = 2
 STEP = types.AdamParams(learning_rate=0.005, beta1=0.9, beta2=0.95, eps=1.0)
 """Small enough that rounding does not grow from step to step."""
 GREEDY = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
-DIED = "worker 1 of 2: the worker process ended unexpectedly (signal 9)"
+OTHER_HOST = "127.0.0.2"
+SILENT_S = "10"
+"""How long a worker may be silent, in seconds: as long as a busy machine may keep it from running."""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,13 @@ def address() -> Iterator[str]:
         yield address
     _, left = psutil.wait_procs(processes, START_S)
     assert left == []
+
+
+@pytest.fixture(scope="module")
+def other_host(address: str) -> Iterator[psutil.Process]:
+    """Another host of that Ray, with a core: all that runs there are children of this process. Its end is the test's."""
+    with another_host(address, OTHER_HOST, 1) as host:
+        yield host
 
 
 def configured(address: str, data_dir: Path, workers: int = 1, device: str = "auto") -> Config:
@@ -106,8 +116,8 @@ def test_what_ray_does_not_have_is_said_with_its_remedy(address: str, tmp_path: 
         assert "\n" not in str(error.value)
         return str(error.value)
 
-    assert "Ray has 2 CPUs on this host (127.0.0.1)" in refused(configured(address, tmp_path, 3))
-    assert "start Ray here with --num-gpus 2" in refused(configured(address, tmp_path, 2, "cuda"))
+    assert "Ray has 2 CPUs, 2 of them on this host (127.0.0.1)" in refused(configured(address, tmp_path, 3))
+    assert "start Ray with --num-gpus, here or on other hosts" in refused(configured(address, tmp_path, 2, "cuda"))
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = f"127.0.0.1:{free.getsockname()[1]}"
     assert f"--ray-address {nobody}: nobody answers there" in refused(configured(nobody, tmp_path))
@@ -120,7 +130,22 @@ def test_a_data_directory_that_the_actors_do_not_see_is_refused(address: str, tm
         directory.rename(tmp_path / "elsewhere")
         worker.process.start_if_due()
         worker.until(lambda: worker.ends)
-        assert "does not see the server's data_dir" in worker.ends[0]
+        assert f"does not see the server's data_dir={directory}; mount the same file system" in worker.ends[0]
+
+
+def test_a_host_on_which_a_program_cannot_run_is_refused_with_what_it_lacks(address: str, tmp_path: Path) -> None:
+    with closing(RayActors(configured(address, tmp_path), lambda: None)):
+        node = own_node()
+        mark = tmp_path / "mark"
+        mark.touch()
+        shared = {"checkpoint_root": str(mark)}
+        assert why_not(sys.executable, str(tmp_path), node, shared) == ""
+        assert "moved it to another host" in why_not(sys.executable, str(tmp_path), "another", shared)
+        assert "start it in one that all hosts see" in why_not(sys.executable, str(tmp_path / "elsewhere"), node, shared)
+        assert "install Tinsmith and Python at the same path" in why_not(str(tmp_path / "python"), str(tmp_path), node, shared)
+        mark.unlink()
+        assert f"does not see the server's checkpoint_root={tmp_path}" in why_not(sys.executable, str(tmp_path), node, shared)
+    assert list(tmp_path.iterdir()) == []  # what shows workers the directory goes with the engine
 
 
 def step(model: tinker.TrainingClient) -> list[np.ndarray]:
@@ -146,40 +171,62 @@ def workers_of(server: Server) -> list[psutil.Process]:
     return found
 
 
-def test_a_server_with_two_actors_trains_as_one_worker_names_the_one_that_dies_and_leaves_none(
-    address: str, family_dir: Callable[[str], Path], tmp_path: Path
+def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the_end_of_a_worker_and_of_a_host(
+    address: str, other_host: psutil.Process, family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    """At last both are on the server's host."""
     options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1", "--tokens-per-pass", "64", "--device", "cpu"]
     (tmp_path / "alone").mkdir()
     with serving(tmp_path / "alone", *options) as alone:
         alone.wait_for_health()
         with tinker.ServiceClient(base_url=alone.url, api_key=API_KEY) as service:
             model = train(service, "text")
-            expected = [step(model) for _ in range(4)]
+            expected = [step(model) for _ in range(5)]
             answers = sampled(model)
-    assert np.abs(expected[3][6] - expected[2][6]).max() > 1e-3  # a step that is lost or doubled would be seen
-    with serving(tmp_path, *options, "--workers", "2", "--ray-address", address) as server:
+    assert np.abs(expected[4][6] - expected[3][6]).max() > 1e-3  # a step that is lost or doubled would be seen
+    on_two = [*options, "--workers", "2", "--ray-address", address, "--worker-still-s", SILENT_S, "--kept-copies-share", "1"]
+    with ExitStack() as taken, serving(tmp_path, *on_two) as server:
+        taken.enter_context(core_taken(address))
         server.wait_for_health()
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
             workers = workers_of(server)
             opened = [file.path for worker in workers for file in worker.open_files()]
             assert [path for path in opened if "sqlite" in path or path.endswith((".db", ".db-wal", ".db-shm"))] == []
             model = train(service, "text")
-            found = [step(model) for _ in range(3)]
-            saved = model.save_state("kept").result(timeout=START_S).path
-            workers[1].kill()
-            server.wait_for_log(DIED)
+            found = [step(model) for _ in range(2)]
+
+            (away,) = (rank for rank, worker in enumerate(workers) if worker in other_host.children(recursive=True))
+            name = f"worker {away} of 2 on {OTHER_HOST}: the worker process ended unexpectedly"
+            workers[away].kill()
+            server.wait_for_log(f"{name} (signal 9)")
             found.append(step(model))  # the model comes back as the steps before have left it
+
+            again = workers_of(server)
+            (lost,) = (worker for worker in again if worker in other_host.children(recursive=True))
+            there = other_host.children(recursive=True)
+            for process in there:  # its host vanishes: nothing is said any more, and no connection ends
+                process.suspend()
+            server.wait_for_log(f"{name} (it had shown no sign of life for {SILENT_S} s (worker_still_s) and was killed)")
+            (raylet,) = (process for process in there if Path(process.exe()).name == "raylet")
+            raylet.kill()  # so Ray finds out, which takes it a minute otherwise
+            server.wait_for_log("1 workers wait for Ray: their host is gone, and no other has room for them")
+            taken.close()
+            found.append(step(model))
+            found.append(step(model))
+            for process in there:  # the host comes back: what was forgotten there ends by itself
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
+            assert psutil.wait_procs([lost], START_S)[1] == []
+
             for ours, alones in zip(found, expected, strict=True):
                 assert_close(ours, alones, atol=1e-5)
             assert sampled(model) == answers
-            model = service.create_training_client_from_state_with_optimizer(saved).result(timeout=START_S)
-            assert_close(step(model), expected[3], atol=1e-5)
-            again = workers_of(server)
+            at_last = workers_of(server)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(timeout=START_S) == 0
-    assert psutil.wait_procs([*workers, *again], START_S)[1] == []
+    assert psutil.wait_procs([*workers, *again, *at_last], START_S)[1] == []
     said = server.log.read_text()
+    assert "1 on 127.0.0.1, 1 on 127.0.0.2" in said or "1 on 127.0.0.2, 1 on 127.0.0.1" in said
     assert "worker 0" in said  # what the actors write
     assert "Traceback" not in said
 

@@ -15,11 +15,13 @@ from tests.engine.light_worker import FACTS
 from tests.engine.test_worker_process import LONG_S, engine_with, light, link_of_an_engine
 from tinsmith.config import Config, SamplingConfig, ServerConfig
 from tinsmith.engine import worker_process
-from tinsmith.engine.worker_group import WorkerGroup
+from tinsmith.engine.launching import ChildProcesses
+from tinsmith.engine.worker_group import LOOK_FOR_HOSTS_S, WorkerGroup
 from tinsmith.errors import ConfigError
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
+from tinsmith.protocol.questions import Answered, FindMeeting, MeetingPort, OpenMeeting
 from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Ready, Recovering, Sample, SampleDone, SampleFailed
 from tinsmith.protocol.work import (
     Answer,
@@ -44,13 +46,24 @@ from tinsmith.protocol.work import (
 KILLED = "the worker process ended unexpectedly (signal 9)"
 
 
+class Hosts(ChildProcesses):
+    """Child processes that are said to run on hosts."""
+
+    def __init__(self) -> None:
+        self.known: list[str] | None = []
+
+    def hosts(self) -> list[str] | None:
+        return self.known
+
+
 class Watched:
     """A group of light workers, with what it said and why it ended. `turn` is what the engine's loop does with it, but for starting it."""
 
     def __init__(self, link: ChildLink, data_dir: Path, count: int, how: str, sampler: str, **settings: Any) -> None:
         self.link = link
+        self.launcher = Hosts()
         config = Config(["tiny=unused"], str(data_dir), server=ServerConfig(**settings), sampling=SamplingConfig(sampler=sampler))
-        self.group = WorkerGroup(config, link, count, light(how))
+        self.group = WorkerGroup(config, link, count, light(how), self.launcher)
         self.messages: list[Message] = []
         self.ends: list[str] = []
         self.numbers = iter(range(1, 1000))
@@ -206,6 +219,28 @@ def test_workers_meet_at_one_place_that_goes_with_them(watch: Callable[..., Watc
     alone = watch(1)
     alone.start()
     assert (alone.asked()[0]["meeting"], alone.asked()[0]["threads"]) == ("", None)
+
+
+def test_workers_on_other_hosts_start_when_these_are_known_and_are_told_of_one_meeting(watch: Callable[..., Watched]) -> None:
+    watched = watch(2)
+    group = watched.group
+    watched.launcher.known = None
+    group.start_if_due()
+    assert (watched.pids, 0 < group.wait_s <= LOOK_FOR_HOSTS_S) == ([], True)
+    watched.launcher.known = ["10.0.0.1", "10.0.0.2"]
+    for _ in range(2):
+        watched.start()
+        asked = watched.asked()
+        assert [asked[rank]["meeting"] for rank in range(2)] == ["tcp://10.0.0.1", "tcp://10.0.0.2"]
+        first, second = (worker.answers for worker in group.workers)
+        assert first is not None
+        assert second is not None
+        assert second(FindMeeting()) == MeetingPort("", 0)  # that of the workers before is none of theirs
+        assert first(OpenMeeting("10.0.0.1", 7)) == Answered()
+        assert second(FindMeeting()) == MeetingPort("10.0.0.1", 7)
+        os.kill(watched.pids[1], signal.SIGKILL)
+        watched.until(lambda: not watched.pids)
+        assert watched.ends[-1] == f"worker 1 of 2 on 10.0.0.2: {KILLED}"
 
 
 def test_each_worker_has_a_gpu_of_its_own_and_the_first_has_the_vllm_servers(monkeypatch: pytest.MonkeyPatch) -> None:

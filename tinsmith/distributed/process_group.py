@@ -4,8 +4,6 @@ All workers must call the same methods in the same order. One that never comes l
 ends all of them when one has ended.
 """
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tinsmith.distributed.meeting import LOOPBACK, meet, use_interface
 from tinsmith.errors import DeviceLostError, WorkersLostError
 from tinsmith.protocol.place import Place
+from tinsmith.protocol.questions import Answers
 
 LONGEST_WAIT = timedelta(hours=2)
 """For a worker that still computes. One that has ended is noticed by the engine, long before."""
@@ -24,24 +24,29 @@ _join = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.a
 """Of one tensor of each worker. torch 2.13 has given it another name."""
 _sum_parts = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 """The sum of one tensor of each worker, of which each gets its part. It has another name there too."""
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class ProcessGroup:
     """All workers, seen from one of them. For the thread of its device."""
 
-    def __init__(self, place: Place, device: torch.device) -> None:
-        """Meet the others; returns when all are there."""
+    def __init__(self, place: Place, device: torch.device, ask: Answers | None = None) -> None:
+        """Meet the others; returns when all are there. Workers of several hosts `ask` the engine where.
+
+        Raises ConfigError if this host has not the address that others are told.
+        """
         self.place = place
         self.device = device
         self.waits = False
         """Whether this worker is in an exchange: what keeps it is another, or the network between them. Any thread may look."""
-        if place.meeting.startswith("file://"):  # on one host: nobody else needs to reach them
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={_LOOPBACK}")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with self._not_alone():
-            dist.init_process_group(backend, place.meeting, LONGEST_WAIT, place.count, place.rank)
+            if place.host:
+                assert ask is not None
+                store = meet(place, ask)
+                dist.init_process_group(backend, None, LONGEST_WAIT, place.count, place.rank, store)
+            else:  # on one host: nobody else needs to reach them
+                use_interface(LOOPBACK)
+                dist.init_process_group(backend, place.meeting, LONGEST_WAIT, place.count, place.rank)
 
     @property
     def count(self) -> int:

@@ -59,7 +59,7 @@ def _check_shard(config: Config) -> None:
 
 def threads_of(config: Config, count: int) -> dict[str, str]:
     """Variables that give each of several workers on a CPU its share of the cores, unless OMP_NUM_THREADS is set."""
-    on_cpu = config.models.device == "cpu" or not visible_gpus()
+    on_cpu = config.models.device == "cpu" or (config.models.device == "auto" and not visible_gpus())
     if count == 1 or not on_cpu or "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}

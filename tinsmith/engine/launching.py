@@ -69,6 +69,10 @@ class Launcher(Protocol):
     gpus_by_number: bool
     """Whether a worker sees the GPUs of others too, so that it is told the number of its own."""
 
+    def hosts(self) -> Sequence[str] | None:
+        """The address of each worker's host, by rank; empty if all start on this one. None if that is not decided now: ask again later."""
+        ...
+
     def launch(self, launch: WorkerStart) -> WorkerProgram:
         """Start a program; returns without waiting for it."""
         ...
@@ -89,6 +93,10 @@ class ChildProcesses:
 
     host: str | None = None
     gpus_by_number = True
+
+    def hosts(self) -> Sequence[str] | None:
+        """All start on this one."""
+        return ()
 
     def launch(self, launch: WorkerStart) -> ChildProcess:
         """Start a program."""

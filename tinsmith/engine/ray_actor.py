@@ -7,10 +7,13 @@ engine that is gone.
 import contextlib
 import os
 import selectors
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import ray
 
 _LOOK_S = 0.2
 """Seconds between two looks whether the program has ended, while it says nothing."""
@@ -30,18 +33,17 @@ class WorkerActor:
     """Runs one program."""
 
     def run(
-        self, command: list[str], standard_input: bytes, environment: dict[str, str], directory: str, data_dir: str, files: tuple[int, int]
+        self, command: list[str], standard_input: bytes, environment: dict[str, str], directory: str, node: str, shared: dict[str, str]
     ) -> Iterator[tuple[str, Any]]:
-        """Start a program; PARENT in its arguments is replaced by this process's id.
+        """Start a program in a `directory`; PARENT in its arguments is replaced by this process's id.
 
-        Yields ("pid", its id), ("output", bytes) as it writes them, and at last ("ended", its exit code). If `data_dir` is not the
-        directory with the device and inode of `files` here, nothing is started, and that is ("refused", why).
+        Yields ("pid", its id), ("output", bytes) as it writes them, and at last ("ended", its exit code). If this is not the `node` of Ray
+        that was meant, or what the program needs is not here, nothing is started, and that is ("refused", why). `shared` are files that
+        the engine has written, one in each directory that it shares with workers, by what the directory is called.
         """
-        if identity(data_dir) != files:
-            yield (
-                "refused",
-                f"Ray does not see the server's data_dir={data_dir}; start Ray beside the server, with the same file systems",
-            )
+        why = why_not(command[0], directory, node, shared)
+        if why:
+            yield "refused", why
             return
         given = {name: os.environ[name] for name in GIVEN_BY_RAY if name in os.environ}
         command = [str(os.getpid()) if each == PARENT else each for each in command]
@@ -66,9 +68,19 @@ class WorkerActor:
         yield "ended", process.wait()
 
 
-def identity(directory: str) -> tuple[int, int] | None:
-    """By which a directory is known to all processes of a host that see it; None if it is not there."""
-    with contextlib.suppress(OSError):
-        found = Path(directory).stat()
-        return found.st_dev, found.st_ino
-    return None
+def why_not(program: str, directory: str, node: str, shared: dict[str, str]) -> str:
+    """Why a program cannot be started here; empty if it can."""
+    if ray.get_runtime_context().get_node_id() != node:
+        return "Ray has moved it to another host meanwhile"
+    here = socket.gethostname()
+    if not Path(directory).is_dir():
+        return f"{here} has no directory {directory}, in which the server was started; start it in one that all hosts see"
+    if not os.access(program, os.X_OK):
+        return f"{here} has no program {program}; install Tinsmith and Python at the same path on all hosts"
+    for name, file in shared.items():
+        home = Path(file).parent
+        if not Path(file).is_file():
+            return f"{here} does not see the server's {name}={home}; mount the same file system at the same path on all hosts of Ray"
+        if not os.access(home, os.W_OK | os.X_OK):
+            return f"the user of Ray on {here} may not write to {name}={home}; start Ray as the user of the server on all hosts"
+    return ""

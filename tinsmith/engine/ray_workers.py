@@ -1,27 +1,35 @@
-"""Workers in actors of Ray: each gets the GPU, or on a CPU the core, that Ray reserves for it on the server's host.
+"""Workers in actors of Ray: each gets the GPU, or on a CPU the core, that Ray reserves for it, on the server's host or on others too.
 
 The engine is a client of a Ray that runs already. It reserves what all workers need in one placement group, for as long as it lives, and
 starts every worker in an actor of its own (`ray_actor.py`), which ends with the engine. What a worker writes comes back and goes where
 the engine's own output goes. A thread for each worker waits for Ray, so that the engine does not.
+
+Ray takes more than a minute to find out that a host has vanished. The engine does not wait for that before it says so and ends the
+other workers, but before it starts new ones: a place that is reserved may not be there.
 """
 
 import logging
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+import uuid
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinsmith.config import Config
 from tinsmith.engine.launching import WorkerStart
-from tinsmith.engine.ray_actor import GIVEN_BY_RAY, PARENT, WorkerActor, identity
+from tinsmith.engine.ray_actor import GIVEN_BY_RAY, PARENT, WorkerActor
 from tinsmith.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -31,6 +39,15 @@ ANSWER_S = 10.0
 
 RESERVE_S = 60.0
 """How long Ray may take to reserve what the workers need: what an engine before this one had may just be given back."""
+
+RESERVE_HERE_S = 10.0
+"""How long it may take on the server's host alone, if other hosts have enough too."""
+
+KILL_S = 5.0
+"""How long an actor may take to end that is killed. One that takes longer is taken to be on a host that has vanished."""
+
+_MARK = ".seen-by-workers-"
+"""How the names of files begin that show workers which directories they share with the engine."""
 
 
 class RayActors:
@@ -44,39 +61,72 @@ class RayActors:
         Raises ConfigError, with the remedy, if Ray does not answer or has too little.
         """
         self._wake = wake
-        self._data_dir = os.path.abspath(config.data_dir)  # noqa: PTH100 - as the worker will find it, links included
-        self._files = identity(self._data_dir)
+        self._programs: list[RayProgram] = []
+        self._nodes: list[str] = []
+        """The node of Ray on which each worker is to start, by rank, as `hosts` has found it last."""
+        self._waits = False
+        """Whether the log was told that there is no place for workers."""
         _connect(config.distributed.ray_address)
         try:
             self._reserve(config, config.distributed.workers)
         except ConfigError:
             ray.shutdown()
             raise
+        self._shared = _mark(config)
 
     def _reserve(self, config: Config, count: int) -> None:
-        node = _own_node()
-        self.host: str | None = node["NodeManagerAddress"]
-        gpus, cores = (int(node["Resources"].get(kind, 0)) for kind in ("GPU", "CPU"))
+        self._own_node = ray.get_runtime_context().get_node_id()
+        nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        self.host: str | None = nodes[self._own_node]["NodeManagerAddress"]
+        gpus = sum(_has(node, "GPU") for node in nodes.values())
         self.device = "cuda" if config.models.device != "cpu" and (gpus or config.models.device != "auto") else "cpu"
         """Of every worker; each sees its own GPU only."""
-        kind, there = ("GPU", gpus) if self.device == "cuda" else ("CPU", cores)
+        kind = "GPU" if self.device == "cuda" else "CPU"
+        here, there = _has(nodes[self._own_node], kind), sum(_has(node, kind) for node in nodes.values())
         if count > there:
             raise ConfigError(
-                f"--workers {count}: Ray has {there} {kind}s on this host ({self.host}), and each worker needs its own; "
-                f"ask for fewer, or start Ray here with --num-{kind.lower()}s {count}"
+                f"--workers {count}: Ray has {there} {kind}s, {here} of them on this host ({self.host}), and each worker needs its own; "
+                f"ask for fewer, or start Ray with --num-{kind.lower()}s, here or on other hosts"
             )
         self._needs: dict[str, float] = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_cpus": 1}
-        here = f"node:{self.host}"  # a resource of which every host has one, by which Ray's programs ask for it
-        self._reserved = placement_group([{kind: 1, here: 0.001} for _ in range(count)], strategy="PACK")
-        if not self._reserved.wait(RESERVE_S):
-            remove_placement_group(self._reserved)
+        on_this_host = {f"node:{self.host}": 0.001}  # a resource of which every host has one, by which Ray's programs ask for it
+        elsewhere = there > here
+        reserved = count <= here and self._get({kind: 1} | on_this_host, count, RESERVE_HERE_S if elsewhere else RESERVE_S)
+        if not reserved and not (elsewhere and self._get({kind: 1}, count, RESERVE_S)):
             raise ConfigError(
-                f"--workers {count}: other programs use Ray's {there} {kind}s on this host ({self.host}); end them, or ask for fewer"
+                f"--workers {count}: other programs use Ray's {there} {kind}s, {here} of them on this host ({self.host}); end them, or ask "
+                "for fewer"
             )
-        log.info("Ray has reserved %d %ss on %s for the workers", count, kind, self.host)
+        hosts = Counter(self.hosts() or [self.host] * count)
+        log.info("Ray has reserved %ss for the workers: %s", kind, ", ".join(f"{number} on {host}" for host, number in hosts.items()))
+
+    def _get(self, bundle: dict[str, float], count: int, patience_s: float) -> bool:
+        """Reserve so many bundles, on as few hosts as possible. False if others have them."""
+        self._reserved = placement_group([bundle] * count, strategy="PACK")
+        if self._reserved.wait(patience_s):
+            return True
+        remove_placement_group(self._reserved)
+        return False
+
+    def hosts(self) -> list[str] | None:
+        """The address of each worker's host, by rank; empty if that is the server's for all. None while Ray has no place for some.
+
+        That is so when a host has vanished, and neither Ray knows it yet nor another has room.
+        """
+        self._programs = [program for program in self._programs if not program.has_ended]
+        places = placement_group_table(self._reserved)["bundles_to_node_id"]
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        self._nodes = [places[rank] for rank in sorted(places)]
+        missing = [rank for rank, node in enumerate(self._nodes) if node not in addresses]
+        if missing and not self._waits:
+            log.warning("%d workers wait for Ray: their host is gone, and no other has room for them", len(missing))
+        self._waits = bool(missing)
+        if missing or self._programs:
+            return None
+        return [addresses[node] for node in self._nodes] if {*self._nodes} != {self._own_node} else []
 
     def launch(self, launch: WorkerStart) -> "RayProgram":
-        """Start a program in a new actor."""
+        """Start a program in a new actor, where `hosts` has said last."""
         place = PlacementGroupSchedulingStrategy(self._reserved, launch.place.rank)
         actor: Any = ray.remote(WorkerActor).options(scheduling_strategy=place, max_restarts=0, max_task_retries=0, **self._needs).remote()
         left = {name: value for name, value in os.environ.items() if name not in GIVEN_BY_RAY and not name.startswith("RAY_")}
@@ -85,14 +135,17 @@ class RayActors:
             launch.standard_input,
             left | dict(launch.variables),
             os.getcwd(),  # noqa: PTH109
-            self._data_dir,
-            self._files,
+            self._nodes[launch.place.rank],
+            {name: str(file) for name, file in self._shared.items()},
         )
-        return RayProgram(actor, said, self._wake)
+        self._programs.append(RayProgram(actor, said, self._wake))
+        return self._programs[-1]
 
     def close(self) -> None:
         """Leave Ray, which ends what is left of the actors and gives back what was reserved."""
         ray.shutdown()
+        for file in self._shared.values():
+            file.unlink(missing_ok=True)
 
 
 class RayProgram:
@@ -107,21 +160,33 @@ class RayProgram:
         self._wake = wake
         self._code = -int(signal.SIGKILL)
         self._ended = threading.Event()
+        self._given_up_at = math.inf
+        """When it is taken to have ended though Ray has not said so (monotonic time)."""
         threading.Thread(target=self._follow, name="actor", daemon=True).start()
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
-        return self._code if self._ended.is_set() else None
+        return self._code if self.has_ended or time.monotonic() >= self._given_up_at else None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether Ray says that it has ended."""
+        return self._ended.is_set()
 
     def kill(self) -> None:
         """End the actor, and with it the program."""
+        self._given_up_at = min(self._given_up_at, time.monotonic() + KILL_S)
         ray.kill(self._actor)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code, when it has ended."""
-        if not self._ended.wait(timeout):
-            raise subprocess.TimeoutExpired("the program in an actor of Ray", timeout or 0.0)
-        return self._code
+        """Its exit code, when it has ended, or is killed and does not answer."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            now = time.monotonic()
+            if now >= deadline:
+                raise subprocess.TimeoutExpired("the program in an actor of Ray", timeout or 0.0)
+            self._ended.wait(min(threading.TIMEOUT_MAX, max(0.0, min(deadline, self._given_up_at) - now)))
+        return code
 
     def _follow(self) -> None:
         """Pass on what the program writes until it has ended, or its actor has."""
@@ -169,11 +234,22 @@ def _connect(address: str) -> None:
         signal.signal(signal.SIGTERM, handler)  # Ray has one of its own, and the server says when the engine ends
 
 
-def _own_node() -> dict[str, Any]:
-    """What Ray knows of this host."""
-    own = ray.get_runtime_context().get_node_id()
-    (node,) = (node for node in ray.nodes() if node["NodeID"] == own)
-    return dict(node)
+def _has(node: dict[str, Any], kind: str) -> int:
+    """How many GPUs or cores Ray has of a host."""
+    return int(node["Resources"].get(kind, 0))
+
+
+def _mark(config: Config) -> dict[str, Path]:
+    """Write a file of a new name to each directory that all workers must see, which shows that they do; by what the directory is called."""
+    shared = {"data_dir": config.data_dir}
+    if config.checkpoint_root and "://" not in config.checkpoint_root and config.training.trains:
+        shared["checkpoint_root"] = config.checkpoint_root
+    for old in Path(config.data_dir).glob(f"{_MARK}*"):  # of an engine that was killed
+        old.unlink(missing_ok=True)
+    files = {name: Path(home).expanduser().absolute() / f"{_MARK}{uuid.uuid4().hex}" for name, home in shared.items()}
+    for file in files.values():
+        file.touch()
+    return files
 
 
 def _write(text: bytes) -> None:

@@ -27,7 +27,8 @@ from tinsmith.engine.worker_process import LAST_WORDS_S, WORKER, WorkerProcess
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.place import Place, writer_of
+from tinsmith.protocol.place import Place, meeting_at, writer_of
+from tinsmith.protocol.questions import Answered, FindMeeting, MeetingPort, OpenMeeting
 from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Sample, SampleDone, SampleFailed
 from tinsmith.protocol.work import (
     Answer,
@@ -54,6 +55,9 @@ from tinsmith.store.files import SNAPSHOTS_DIR
 
 log = logging.getLogger(__name__)
 
+LOOK_FOR_HOSTS_S = 1.0
+"""Seconds between two looks whether there are hosts for workers that have none."""
+
 Reply = Prepared | PrepareFailed | PassDone | Answer | CallFailed
 R = TypeVar("R")
 
@@ -76,6 +80,24 @@ class Awaited:
         return len(self.replies) == len(self.ranks)
 
 
+class GroupAnswers:
+    """What one group after the other gets answered, by threads: what workers before it have said is of no use to it."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._meeting = MeetingPort("", 0)
+
+    def answer(self, question: Message) -> Message:
+        """Answer a worker."""
+        match question:
+            case OpenMeeting():
+                self._meeting = MeetingPort(question.host, question.port)
+                return Answered()
+            case FindMeeting():
+                return self._meeting
+        return self._records.answer(question)
+
+
 class WorkerGroup:
     """All workers of an engine."""
 
@@ -87,7 +109,7 @@ class WorkerGroup:
         self.launcher: Launcher = launcher or ChildProcesses()
         configs = [_config_of(config, rank, count, self.launcher.gpus_by_number) for rank in range(count)]
         self.records = Records(config)
-        self.workers = [WorkerProcess(each, engine, program, self.launcher, self.records.answer) for each in configs]
+        self.workers = [WorkerProcess(each, engine, program, self.launcher) for each in configs]
         self.samplers = range(count if config.sampling.sampler == "local" else 1)
         """The workers that sample. A vLLM server is the first one's."""
         self.models: dict[str, ModelFacts] = {}
@@ -101,6 +123,9 @@ class WorkerGroup:
         """Models that all workers have."""
         self._routing = Routing(len(self.samplers))
         self._meeting: Path | None = None
+        """Where workers on this host find each other."""
+        self._look_at = 0.0
+        """When to look again on which hosts workers can start (monotonic time)."""
         self._told = False
         """Whether the engine knows that they are ready."""
 
@@ -127,7 +152,9 @@ class WorkerGroup:
     @property
     def wait_s(self) -> float:
         """Seconds until `start_if_due` would start them; endless while they run."""
-        return float("inf") if self._runs else max(worker.wait_s for worker in self.workers)
+        if self._runs:
+            return float("inf")
+        return max(self._look_at - time.monotonic(), *(worker.wait_s for worker in self.workers))
 
     @property
     def sampled_tokens(self) -> int:
@@ -163,15 +190,21 @@ class WorkerGroup:
         """Start all if none runs and it is time."""
         if self._runs or self.wait_s > 0:
             return
+        hosts = self.launcher.hosts()
+        if hosts is None:
+            self._look_at = time.monotonic() + LOOK_FOR_HOSTS_S
+            return
         self._forget_meeting()
         shutil.rmtree(Path(self.config.data_dir) / SNAPSHOTS_DIR, ignore_errors=True)  # they ended with the workers before
         self._told = False
         meeting = ""
-        if self.count > 1:
+        if self.count > 1 and not hosts:
             self._meeting = Path(tempfile.mkdtemp(prefix="tinsmith-meeting-"))
             meeting = f"file://{self._meeting}/store"
+        answers = GroupAnswers(self.records)
         for rank, worker in enumerate(self.workers):
-            worker.place = Place(rank, self.count, meeting)
+            worker.answers = answers.answer
+            worker.place = Place(rank, self.count, meeting_at(hosts[rank]) if hosts else meeting)
             worker.environment = threads_of(self.config, self.count)
             worker.start_if_due()
 
@@ -190,6 +223,8 @@ class WorkerGroup:
             time.sleep(0.01)
             reasons += self._ends()
         for worker in self.workers:
+            worker.begin_to_kill()
+        for worker in self.workers:
             worker.kill()
             worker.ended()
         self.last_messages = [
@@ -201,7 +236,7 @@ class WorkerGroup:
         self._passes_of.clear()
         self._forget_meeting()
         worker, reason = min(reasons, key=lambda end: end[0].follows)
-        return reason if self.count == 1 else f"{worker.place.name}: {reason}"
+        return f"{worker.place.name}: {reason}" if self.count > 1 or worker.place.host else reason
 
     def _ends(self) -> list[tuple[WorkerProcess, str]]:
         return [(worker, reason) for worker in self.workers if (reason := worker.ended()) is not None]

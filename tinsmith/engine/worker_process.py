@@ -45,14 +45,11 @@ class WorkerProcess:
         engine: ChildLink,
         program: Sequence[str] = WORKER,
         launcher: Launcher | None = None,
-        answers: Answers | None = None,
     ) -> None:
-        """Nothing runs yet. `engine` is woken up by what the worker says. Without a `launcher` it is a child of this process.
-
-        Its questions get their `answers` in a thread.
-        """
+        """Nothing runs yet. `engine` is woken up by what the worker says. Without a `launcher` it is a child of this process."""
         self.config = config
-        self.answers = answers
+        self.answers: Answers | None = None
+        """What the next worker that is started asks, in a thread. None leaves its questions without an answer."""
         self.answering: Answering | None = None
         self.launcher: Launcher = launcher or ChildProcesses()
         self.program = program
@@ -191,6 +188,11 @@ class WorkerProcess:
         self._delay_s = FIRST_DELAY_S if self._was_ready else min(max(FIRST_DELAY_S, 2 * self._delay_s), LONGEST_DELAY_S)
         self._start_at = time.monotonic() + self._delay_s
         return reason
+
+    def begin_to_kill(self) -> None:
+        """End the worker without waiting for it, if one runs."""
+        if self.process is not None:
+            self.process.kill()
 
     def kill(self) -> None:
         """End the worker at once, if one runs; `ended` tells of it."""

@@ -36,6 +36,12 @@ _MAX_PATH_BYTES = 100
 """Unix socket paths end at 107 bytes."""
 
 
+_PING_MS = 5_000
+"""Between two signs of life that ZeroMQ asks a parent on another host for."""
+
+_SILENT_MS = 60_000
+"""After so long without one the connection to a parent on another host is lost: its host may have vanished without a word."""
+
 _REFUSED = "the process that started this one has refused its connection or is gone"
 
 _TCP = "tcp://"
@@ -79,6 +85,8 @@ class ChildLink:
         if keys is not None:
             keys.show(self._socket)
             self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+            self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
+            self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
             self._monitor = self._socket.get_monitor_socket(_LOST)
         self._socket.connect(message_address(address))
         self._bell, self._rope = os.pipe()

@@ -3,6 +3,13 @@
 import zlib
 from dataclasses import dataclass
 
+_TCP = "tcp://"
+
+
+def meeting_at(host: str) -> str:
+    """The `meeting` of a worker on this host."""
+    return f"{_TCP}{host}"
+
 
 @dataclass(frozen=True)
 class Place:
@@ -12,12 +19,19 @@ class Place:
     """From 0 to `count` - 1."""
     count: int = 1
     meeting: str = ""
-    """The URL at which the workers of a group find each other: `file://` and a path on one host. Empty for a worker alone."""
+    """How the workers of a group find each other: `file://` and a path if all are on the server's host, otherwise `tcp://` and the
+    address by which others reach the host of this one (`distributed/meeting.py`). Empty for a worker alone on the server's host."""
+
+    @property
+    def host(self) -> str:
+        """The address of its host, if the workers are not all on the server's; empty otherwise."""
+        return self.meeting.removeprefix(_TCP) if self.meeting.startswith(_TCP) else ""
 
     @property
     def name(self) -> str:
         """As messages name it."""
-        return f"worker {self.rank} of {self.count}" if self.count > 1 else "the worker"
+        there = f" on {self.host}" if self.host else ""
+        return f"worker {self.rank} of {self.count}{there}" if self.count > 1 else f"the worker{there}"
 
     def writes(self, model_id: str) -> bool:
         """Whether this is the worker that writes what is saved of a model."""

@@ -1,8 +1,8 @@
-"""What a worker asks the engine: rows of databases, which processes of the server's host alone open.
+"""What a worker asks the engine: rows of databases, which processes of the server's host alone open, and where the workers meet.
 
-Each question is answered by one message: FindCheckpoint by CheckpointRow, FindSequences by Sequences, KeepSequences and ForgetSequences by
-Answered, and any of them by NotAnswered. They have a socket of their own beside the link (`link.py`), so that any thread of the worker may
-ask and wait, while a thread of the engine answers: the loops of both go on meanwhile.
+Each question is answered by one message: FindCheckpoint by CheckpointRow, FindSequences by Sequences, FindMeeting by MeetingPort, the
+others by Answered, and any of them by NotAnswered. They have a socket of their own beside the link (`link.py`), so that any thread of the
+worker may ask and wait, while a thread of the engine answers: the loops of both go on meanwhile.
 """
 
 import os
@@ -103,6 +103,27 @@ class ForgetSequences(Message):
     """Delete what a session has sampled."""
 
     session_id: str
+
+
+@dataclass(frozen=True)
+class OpenMeeting(Message):
+    """Workers of several hosts can meet at this port from now on. Said by the first of them."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class FindMeeting(Message):
+    """Where the workers of several hosts meet."""
+
+
+@dataclass(frozen=True)
+class MeetingPort(Message):
+    """There; the port is 0 as long as nobody knows."""
+
+    host: str
+    port: int
 
 
 @dataclass(frozen=True)

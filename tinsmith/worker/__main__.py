@@ -41,6 +41,7 @@ def main() -> int:
     from tinsmith.worker.device_lock import lock_device
     from tinsmith.worker.loop import Worker
     from tinsmith.worker.records import AskedRecords
+    from tinsmith.worker.sameness import require_same
 
     gc.freeze()  # nor does a later collection look through them
     gc.enable()
@@ -48,13 +49,16 @@ def main() -> int:
         start_logging(name, config.log_level)
         lock_device(loading_of(config))  # nobody closes it: the process holds it to its end
         bases = load_bases(config)
-        group = ProcessGroup(place, next(iter(bases.values())).device) if place.count > 1 else None
+        questions = Questions(sys.argv[1], keys)
+        group = ProcessGroup(place, next(iter(bases.values())).device, questions.ask) if place.count > 1 else None
+        if group is not None and place.host:
+            require_same(group, bases)
         if config.sampling.sampler == "vllm":  # it watches these servers itself, and may wait long for them
             heartbeat.waits = lambda: True
         elif group is not None:
             heartbeat.waits = lambda: group.waits
-        records = AskedRecords(Questions(sys.argv[1], keys).ask)
-        worker = Worker(config, bases, link, heartbeat, records, group)
+        records = AskedRecords(questions.ask)
+        worker = Worker(config, bases, link, heartbeat, records, group, place)
         worker.run(int(sys.argv[2]))
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)

@@ -29,7 +29,7 @@ class DeviceMemory:
         device = next(iter(bases.values())).device
         self.on_gpu = device.type == "cuda"
         host = free_memory(torch.device("cpu"))
-        self.host = min(group.gather(host)) // group.count if group else host
+        self.host = _share_of_host(host, group) if group else host
         """Free memory of the host that is this worker's."""
         total = torch.cuda.mem_get_info(device)[1] if self.on_gpu else 0
         free = (free_memory(device) if self.on_gpu else self.host) - reserve_of(self.on_gpu, total)
@@ -68,6 +68,12 @@ class DeviceMemory:
         tokens = longest_together(self.budgets[name], slices, workers, self.config, base.max_context, self.host, self.on_gpu)
         log.info("%s: sequences of up to %d tokens train on all %d workers together (sequence parallel)", name, tokens, workers)
         return tokens
+
+
+def _share_of_host(free: int, group: ProcessGroup) -> int:
+    """What each worker has of the free memory of its host, where that is least: all count on the same."""
+    hosts = group.texts(group.place.host)
+    return min(each // hosts.count(host) for each, host in zip(group.gather(free), hosts, strict=True))
 
 
 def _model_bytes(base: BaseModel, rank: int, config: Config, parts: int) -> ModelBytes:

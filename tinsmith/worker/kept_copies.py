@@ -1,9 +1,10 @@
 """Copies of models beside the device, from which the next workers go on when this one dies.
 
 After a step of a LoRA model its weights and what AdamW remembers are copied, and a thread writes them as the files of a checkpoint. They
-are there to outlive this process, not a power cut, so nothing is synced: the files lie in the page cache at once. The step is answered when
-its copy is complete, while other models use the device. So with a share of 1 there is a copy of every step that a client knows to have been
-taken. With less, steps that come before the last copy has paid off leave none.
+are there to outlive this process, not a power cut, so nothing is synced: the files lie in the page cache at once. Where workers run on
+several hosts they are synced, because a copy has to outlive the host that writes it. The step is answered when its copy is complete, while
+other models use the device. So with a share of 1 there is a copy of every step that a client knows to have been taken. With less, steps
+that come before the last copy has paid off leave none.
 
 A copy is a directory named by the seq_id of its step. It appears when it is complete; the one before it stays until the next step, because
 a worker may die between the copy and the answer.
@@ -23,6 +24,7 @@ from tinsmith.protocol.place import Place
 from tinsmith.store.files import WRITING_PREFIX, kept_copies
 from tinsmith.store.manifest import write_manifest
 from tinsmith.store.records import Checkpoint
+from tinsmith.store.sync import sync
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import About, SavedState, write_state
 from tinsmith.worker.background import Background
@@ -70,7 +72,10 @@ class KeptCopies:
             then(False)
             return
         self.reserved[model_id] = size
-        self.threads.run(partial(write_copy, state, model_id, directory, before), partial(self._written, model_id, started, then))
+        self.threads.run(
+            partial(write_copy, state, model_id, directory, before, durable=bool(self.place.host)),
+            partial(self._written, model_id, started, then),
+        )
 
     def restored(self, model_id: str, directory: str, parameters: int) -> None:
         """A model was loaded from a directory: if that is a kept copy of it, and the next one is written here, the room is taken."""
@@ -102,8 +107,11 @@ def _room(parameters: int) -> int:
     return 2 * 3 * 4 * parameters
 
 
-def write_copy(state: SavedState, model_id: str, directory: Path, before: str) -> None:
-    """Write a copy to `directory`, which appears when it is complete, and delete the model's others but for `before`."""
+def write_copy(state: SavedState, model_id: str, directory: Path, before: str, durable: bool = False) -> None:
+    """Write a copy to `directory`, which appears when it is complete, and delete the model's others but for `before`.
+
+    With `durable` it is synced first: it is to outlive this host, whose memory may be all that holds the files.
+    """
     home = directory.parent
     home.mkdir(parents=True, exist_ok=True)
     for other in home.iterdir():
@@ -128,8 +136,12 @@ def write_copy(state: SavedState, model_id: str, directory: Path, before: str) -
         created_at=time.time(),
         expires_at=None,
     )
-    write_manifest(writing, row, durable=False)
+    write_manifest(writing, row, durable=durable)
+    if durable:
+        sync(writing)
     writing.rename(directory)
+    if durable:
+        sync(home)
 
 
 def name_of_copy(model_id: str) -> str:

@@ -89,8 +89,10 @@ class Worker:
         heartbeat: Heartbeat,
         records: AskedRecords,
         group: ProcessGroup | None = None,
+        place: Place | None = None,
     ) -> None:
-        """With a `group` others hold the same models and get a share of each pass."""
+        """With a `group` others hold the same models and get a share of each pass. Without a `place` it is alone, beside its engine."""
+        place = place or Place()
         self.config = config
         self.bases = bases
         self.link = link
@@ -108,7 +110,7 @@ class Worker:
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         sampling = config.sampling
         memory, disk, idle_s = sampling.snapshot_gib * 2**30, sampling.snapshot_disk_gib * 2**30, sampling.snapshot_idle_h * 3600
-        spill = Path(config.data_dir) / SNAPSHOTS_DIR / (str(group.place.rank) if group else "")
+        spill = Path(config.data_dir) / SNAPSHOTS_DIR / (str(place.rank) if group else "")
         shared = None if config.training.trains else SharedCheckpoints(files)
         self.snapshots = Snapshots(self.bases, records, files, spill, memory, disk, idle_s, shared)
         self.sleepers: list[Sleeper] = []
@@ -118,7 +120,7 @@ class Worker:
         self.longest_trained = {name: each.longest for name, each in trained.items()}
         self.passes = Passes(trained, self.rendering, self.send, self.due.append, records.find)
         room = config.training.kept_copies_gib * 2**30 / (group.count if group else 1)
-        kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies, group.place if group else Place())
+        kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies, place)
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)
         self.turns = DeviceTurns(self.sleepers, config.vllm.vllm_turn_s, self._give_back_memory)
         self.status = WorkerStatusReporter(self.samples, self.send)

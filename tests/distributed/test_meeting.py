@@ -1,0 +1,49 @@
+"""Workers of several hosts find each other over TCP, and compare what they compute with. The hosts are addresses of this one."""
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+
+import pytest
+
+from tests.running import START_S
+from tinsmith.config import Config
+from tinsmith.distributed.meeting import LOOPBACK, interface_of
+from tinsmith.engine.records import Records
+from tinsmith.engine.worker_group import GroupAnswers
+from tinsmith.errors import ConfigError
+from tinsmith.protocol.link import ParentLink
+from tinsmith.protocol.questions import Answering
+
+HOSTS = ("127.0.0.1", "127.0.0.2")
+
+
+def test_workers_of_two_hosts_meet_and_refuse_each_other_if_their_weights_differ() -> None:
+    answers = GroupAnswers(Records(Config(["tiny=unused"])))
+    with ExitStack() as ends:
+        workers = []
+        for rank, host in enumerate(HOSTS):
+            link = ParentLink(HOSTS[0])
+            ends.callback(link.close)
+            ends.callback(Answering(link.take_questions(), answers.answer).close)
+            assert link.keys is not None
+            command = [sys.executable, "-m", "tests.distributed.meeting", str(rank), "2", host, link.address]
+            worker = ends.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            ends.callback(worker.kill)
+            assert worker.stdin is not None
+            worker.stdin.write(json.dumps({"keys": asdict(link.keys), "weights": ["same", f"of {rank}"]}))
+            worker.stdin.close()
+            worker.stdin = None
+            workers.append(worker)
+        said = [worker.communicate(timeout=START_S)[0].splitlines() for worker in workers]
+    assert said[0] == said[1]
+    assert said[0][0] == "[1, 2]"
+    assert "the weights of tiny differs: of 0 on 127.0.0.1, of 1 on 127.0.0.2" in said[0][1]
+
+
+def test_the_interface_between_hosts_is_the_one_with_their_address() -> None:
+    assert [interface_of(host) for host in HOSTS] == [LOOPBACK] * 2
+    with pytest.raises(ConfigError, match=r"no network interface here has the address 203\.0\.113\.1"):
+        interface_of("203.0.113.1")

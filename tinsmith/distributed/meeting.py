@@ -1,0 +1,72 @@
+"""How workers of several hosts find each other: the first opens a port, and tells the engine, which tells the others.
+
+Nobody has to choose a port that is still free when it is opened, and the engine's messages are private. What the workers say to each other
+afterwards is not: neither to the store of this port nor over gloo and NCCL is anything encrypted or anybody asked who it is.
+"""
+
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+
+from tinsmith.errors import ConfigError
+from tinsmith.protocol.place import Place
+from tinsmith.protocol.questions import Answers, FindMeeting, MeetingPort, OpenMeeting
+
+_LOOK_S = 0.1
+"""Seconds between two questions whether the first worker has opened its port."""
+
+CONNECT = timedelta(minutes=5)
+"""How long it may take to connect to a port that is open."""
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the interface over which workers talk."""
+
+
+def use_interface(name: str) -> None:
+    """Let gloo and NCCL use a network interface, unless the environment names others."""
+    for variable, value in zip(_INTERFACES, (name, f"={name}"), strict=True):
+        os.environ.setdefault(variable, value)
+
+
+def interface_of(host: str) -> str:
+    """The network interface of this host that has the address `host`, by which the others reach it. Raises ConfigError if none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] == host for address in addresses):
+            return name
+    if host.startswith("127."):
+        return LOOPBACK
+    raise ConfigError(
+        f"no network interface here has the address {host}, by which Ray knows this host; start Ray with the right --node-ip-address, or "
+        f"name the interface between workers in {' and '.join(_INTERFACES)}"
+    )
+
+
+def meet(place: Place, ask: Answers) -> dist.Store:
+    """Where all workers of a group that spans hosts find what the others have put there. Raises ConfigError for a host that is not this."""
+    if not all(variable in os.environ for variable in _INTERFACES):
+        use_interface(interface_of(place.host))
+    if place.rank == 0:
+        try:
+            listener = socket.create_server((place.host, 0))  # at this address only
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {place.host}, by which workers on other hosts should reach this one: {error}") from error
+        port = listener.getsockname()[1]
+        store = _store(place, place.host, port, listener.detach())
+        ask(OpenMeeting(place.host, port))
+        return store
+    while True:
+        answer = ask(FindMeeting())
+        assert isinstance(answer, MeetingPort)
+        if answer.port:
+            return _store(place, answer.host, answer.port, None)
+        time.sleep(_LOOK_S)
+
+
+def _store(place: Place, host: str, port: int, listener: int | None) -> dist.Store:
+    return dist.TCPStore(host, port, place.count, listener is not None, timeout=CONNECT, wait_for_workers=False, master_listen_fd=listener)
