@@ -28,7 +28,7 @@ STEP = types.AdamParams(learning_rate=0.005, beta1=0.9, beta2=0.95, eps=1.0)
 """Small enough that rounding does not grow from step to step."""
 GREEDY = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
 OTHER_HOST = "127.0.0.2"
-SILENT_S = "10"
+SILENT_S = "20"
 """How long a worker may be silent, in seconds: as long as a busy machine may keep it from running."""
 
 
@@ -163,9 +163,10 @@ def sampled(model: tinker.TrainingClient) -> list[list[int]]:
     return [reply.sequences[0].tokens for reply in replies]
 
 
-def workers_of(server: Server) -> list[psutil.Process]:
-    """The processes of the workers, by rank: children of actors, not of the engine."""
+def workers_of(server: Server, hosts: int) -> list[psutil.Process]:
+    """The processes of the workers, by rank: children of actors on so many hosts, not of the engine."""
     status = server.wait_for_status(lambda status: [worker["state"] for worker in status["workers"]] == ["ready"] * 2)
+    assert len({worker["device"] for worker in status["workers"]}) == hosts
     found = [psutil.Process(worker["pid"]) for worker in status["workers"]]
     assert all("WorkerActor" in (process.parent() or process).cmdline()[0] for process in found)
     return found
@@ -189,7 +190,7 @@ def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the
         taken.enter_context(core_taken(address))
         server.wait_for_health()
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
-            workers = workers_of(server)
+            workers = workers_of(server, 2)
             opened = [file.path for worker in workers for file in worker.open_files()]
             assert [path for path in opened if "sqlite" in path or path.endswith((".db", ".db-wal", ".db-shm"))] == []
             model = train(service, "text")
@@ -201,13 +202,15 @@ def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the
             server.wait_for_log(f"{name} (signal 9)")
             found.append(step(model))  # the model comes back as the steps before have left it
 
-            again = workers_of(server)
+            again = workers_of(server, 2)
             (lost,) = (worker for worker in again if worker in other_host.children(recursive=True))
+            raylet = next(process for process in other_host.children() if process.name() == "raylet")
+            raylet.suspend()  # its host vanishes: nothing is said any more, and no connection ends
             there = other_host.children(recursive=True)
-            for process in there:  # its host vanishes: nothing is said any more, and no connection ends
-                process.suspend()
+            for process in there:
+                with suppress(psutil.NoSuchProcess):
+                    process.suspend()
             server.wait_for_log(f"{name} (it had shown no sign of life for {SILENT_S} s (worker_still_s) and was killed)")
-            (raylet,) = (process for process in there if Path(process.exe()).name == "raylet")
             raylet.kill()  # so Ray finds out, which takes it a minute otherwise
             server.wait_for_log("1 workers wait for Ray: their host is gone, and no other has room for them")
             taken.close()
@@ -221,7 +224,7 @@ def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the
             for ours, alones in zip(found, expected, strict=True):
                 assert_close(ours, alones, atol=1e-5)
             assert sampled(model) == answers
-            at_last = workers_of(server)
+            at_last = workers_of(server, 1)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(timeout=START_S) == 0
     assert psutil.wait_procs([*workers, *again, *at_last], START_S)[1] == []

@@ -178,7 +178,7 @@ class WorkerGroup:
     @property
     def shown(self) -> list[dict[str, object]]:
         """Process, device and state of each, for `tinsmith status`."""
-        return [{"pid": worker.pid, "device": worker.device, "state": worker.state} for worker in self.workers]
+        return [{"pid": each.pid, "device": _device_of(each), "state": each.state} for each in self.workers]
 
     # ---- Processes
 
@@ -429,6 +429,11 @@ def _config_of(config: Config, rank: int, count: int, gpus_by_number: bool) -> C
         device = f"cuda:{rank}" if device != "cpu" and visible_gpus() else "cpu"
     sampler = config.sampling.sampler if rank == 0 or config.sampling.sampler == "local" else "none"
     return replace(config, models=replace(config.models, device=device), sampling=replace(config.sampling, sampler=sampler))
+
+
+def _device_of(worker: WorkerProcess) -> str:
+    host = worker.place.host
+    return f"{worker.device} on {host}" if worker.device and host else worker.device
 
 
 def _common(facts: Sequence[ModelFacts]) -> ModelFacts:
