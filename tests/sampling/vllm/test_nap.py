@@ -17,11 +17,13 @@ from tinsmith.sampling.vllm.servers import Launch, Server, Servers
 SLEEPS = """
 from aiohttp import web
 from tests.sampling.vllm.stub_server import live
-import os, sys
+import asyncio, os, sys
 
 async def switch(request):
     with open(sys.argv[-1] + ".asked", "a") as file:
         file.write(request.path_qs + "\\n")
+    while os.path.exists(sys.argv[-1] + ".held"):
+        await asyncio.sleep(0.01)
     return web.Response()
 
 os.setpgrp()
@@ -31,16 +33,22 @@ web.run_app(app, path=sys.argv[-1], print=None)
 """
 
 
-def with_server(directory: Path, command: list[str], story: Callable[[Server, Nap], Awaitable[None]]) -> None:
-    """Tell the story to a server that is ready."""
+def with_server(
+    directory: Path,
+    command: list[str],
+    story: Callable[[Server, Nap], Awaitable[None]],
+    try_out: Callable[[Instance], Awaitable[None]] | None = None,
+) -> None:
+    """Tell the story to a server that is ready, or with `try_out` to one that starts."""
 
     async def tell() -> None:
         changed, nap = asyncio.Condition(), Nap()
         source = Launch(command, os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, directory, "stub", directory / "log", "file")
-        servers = Servers([Server(source, 8, HUNG_S, changed, nap=nap)], changed)
+        servers = Servers([Server(source, 8, HUNG_S, changed, try_out, nap)], changed)
         try:
             async with asyncio.timeout(600):
-                await ready(servers.all[0])
+                if try_out is None:
+                    await ready(servers.all[0])
                 await story(servers.all[0], nap)
         finally:
             for task in servers.tasks:
@@ -54,6 +62,16 @@ def asked_of(instance: Instance) -> str:
     """What it was told."""
     file = Path(instance.connection.url.removeprefix("unix:") + ".asked")
     return file.read_text() if file.exists() else ""
+
+
+def hold_answers(instance: Instance) -> None:
+    """Let it answer nothing that it is told, until `let_answers_go`."""
+    Path(instance.connection.url.removeprefix("unix:") + ".held").touch()
+
+
+def let_answers_go(instance: Instance) -> None:
+    """Let it answer."""
+    Path(instance.connection.url.removeprefix("unix:") + ".held").unlink()
 
 
 def test_what_keeps_a_server_awake_ends_first_and_what_comes_later_waits(tmp_path: Path) -> None:
@@ -99,10 +117,8 @@ def test_a_server_that_does_not_obey_is_ended_before_the_trainer_has_the_gpu_and
         instance = server.instance
         assert instance is not None
         await nap.fall_asleep()
-        assert instance.ended.is_set()
         assert server.process is not None
         assert server.process.returncode is not None
-        assert nap.instances == set()
         await asyncio.sleep(0.1)
         assert nap.instances == set(), "no other has started meanwhile"
         await nap.wake_up()
@@ -110,3 +126,55 @@ def test_a_server_that_does_not_obey_is_ended_before_the_trainer_has_the_gpu_and
 
     with_server(tmp_path, [sys.executable, str(stub_server.__file__)], story)
     assert "is ended, because it does not fall asleep, or wake" in caplog.text
+
+
+@pytest.mark.parametrize("dies", ["before it sleeps", "asleep"])
+def test_a_server_that_dies_while_it_is_tried_out_lets_nobody_wait_for_ever(tmp_path: Path, dies: str) -> None:
+    """What tries it out waits until it is awake, and so must not be waited for."""
+    begun, sleeps = asyncio.Event(), asyncio.Event()
+
+    async def try_out(instance: Instance) -> None:
+        begun.set()
+        await sleeps.wait()
+        await instance.nap.until_awake()
+        await instance.connection.get("/health")
+
+    async def story(server: Server, nap: Nap) -> None:
+        await begun.wait()
+        first = server.process
+        assert first is not None
+        if dies == "before it sleeps":
+            first.kill()
+        falling = asyncio.create_task(nap.fall_asleep())
+        await asyncio.sleep(0)
+        sleeps.set()
+        await falling
+        if dies == "asleep":
+            first.kill()
+            await first.wait()
+        await nap.wake_up()
+        assert await (await ready(server)).answers()
+        assert server.process is not first
+
+    with_server(tmp_path, [sys.executable, "-c", SLEEPS], story, try_out)
+
+
+def test_nothing_is_taken_for_compared_that_ends_before_the_slowest_server_is_awake(tmp_path: Path) -> None:
+    """A server goes on as soon as it is awake itself, and others may need long."""
+
+    async def story(server: Server, nap: Nap) -> None:
+        instance = server.instance
+        assert instance is not None
+        instance.checks["weights"] = asyncio.create_task(asyncio.sleep(0))
+        await nap.fall_asleep()
+        assert instance.checks, "what came before it fell asleep was compared"
+        hold_answers(instance)
+        waking = asyncio.create_task(nap.wake_up())
+        while "wake_up" not in asked_of(instance):
+            await asyncio.wait([waking], timeout=0.01)
+        assert instance.checks == {}
+        assert not waking.done()
+        let_answers_go(instance)
+        await waking
+
+    with_server(tmp_path, [sys.executable, "-c", SLEEPS], story)

@@ -161,6 +161,10 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
+async def _leave_it() -> None:
+    """Do nothing: the server is not ours to end."""
+
+
 @dataclass(eq=False)
 class Instance:
     """A server from one start to its end."""
@@ -204,13 +208,11 @@ class Instance:
     """Whether it is awake."""
     ranks: int = 1
     """Its workers, over which the model is divided."""
-    kill: Callable[[], None] = lambda: None
-    """Ends its process, if we have started it."""
-    ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    """Set when it has ended, and holds no memory any more."""
+    end: Callable[[], Awaitable[None]] = _leave_it
+    """Ends its process, if we have started it; returns when that holds no memory any more."""
 
-    def has_woken(self) -> None:
-        """It has slept: it has forgotten all pictures, and what it computes with any weights is to be compared again."""
+    def wakes(self) -> None:
+        """It has slept: it has forgotten all pictures, and what it computes from now on with any weights is to be compared again."""
         self.pictures.clear()
         self.checks.clear()
 

@@ -59,19 +59,21 @@ class Nap:
 
     async def wake_up(self) -> None:
         """Wake all servers. What they compute with any weights is compared again before it is returned."""
+        for instance in self.instances:
+            instance.wakes()  # before it does: it goes on with its samples at once, and another may need longer
         posts = [(instance, instance.connection.post("/wake_up")) for instance in self.instances]
         await asyncio.gather(*(_obeyed(instance, post) for instance, post in posts))
-        for instance in self.instances:
-            instance.has_woken()
         self._awake.set()
 
 
 async def _obeyed(instance: "Instance", post: Coroutine[Any, Any, Any]) -> None:
-    """A server that cannot is ended, and returns as a new instance: it may have kept the memory, or lost what was in it."""
+    """A server that cannot is ended, and returns as a new instance: it may have kept the memory, or lost what was in it.
+
+    Nobody who uses the server is waited for: they may be waiting until it is awake.
+    """
     try:
         async with asyncio.timeout(_SWITCHES_WITHIN_S):
             await post
     except (TinsmithError, TimeoutError):
         log.exception("the vLLM server at %s is ended, because it does not fall asleep, or wake", instance.connection.url)
-        instance.kill()
-        await instance.ended.wait()
+        await instance.end()

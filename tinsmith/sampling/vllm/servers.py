@@ -130,7 +130,7 @@ class Server:
             async with self.nap.kept_awake():  # it takes its memory while it starts
                 began = time.monotonic()
                 connection = Connection(await self._start())
-                instance = Instance(connection, slots, together, started_by_us, kind, nap=self.nap, ranks=ranks, kill=self._kill)
+                instance = Instance(connection, slots, together, started_by_us, kind, nap=self.nap, ranks=ranks, end=self._end)
                 self.nap.instances.add(instance)
                 answers = await self._answers_within(instance, _STARTS_WITHIN_S if started_by_us else _ANSWERS_WITHIN_S)
             was_ready = answers and await self._becomes_ready(instance, began)
@@ -142,7 +142,6 @@ class Server:
             await self._end()
             if instance is not None:
                 self.nap.instances.discard(instance)
-                instance.ended.set()
         return was_ready
 
     async def _change(self, state: Literal["starting", "ready", "down"], reason: str) -> None:
@@ -241,17 +240,14 @@ class Server:
 
     async def _end(self) -> None:
         """Kill our process and all that it started: otherwise vLLM's own processes outlive it."""
-        self._kill()
-        if self.process is not None:
-            await self.process.wait()
-
-    def _kill(self) -> None:
-        if self.process is None:
+        process = self.process
+        if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # the launcher has made a group of its own
+            os.killpg(process.pid, signal.SIGKILL)  # the launcher has made a group of its own
         with contextlib.suppress(ProcessLookupError):
-            self.process.kill()  # it may have had no time for that
+            process.kill()  # it may have had no time for that
+        await process.wait()
 
     def _why_down(self) -> str:
         if isinstance(self.source, str) or self.process is None:
