@@ -197,6 +197,23 @@ class DividingAll:
         self.found["unchanged"] = before, weights(backend)["all"]
         self.clear(backend)
 
+    def lacks_memory_at_first(self, backend: DividedBackend) -> None:
+        """The second worker has no room for the moments of a model's first step; the model is saved then, and makes that step."""
+        backend.create_model("new", SHAPES["all"])
+        mine = [datum("new", renderer(backend.base).render([random_tokens(self.rank, 9)]))]
+        model = backend.optimizers["new"]
+        backend.run_pass(mine, backward=True)
+        self.without("claim_moments", model)
+        self.refused(lambda: backend.optim_step("new", SETTINGS))
+        vars(model).pop("claim_moments", None)
+        if self.rank == 0:
+            self.found["saved at first"] = sorted(backend.copy_state("new", optimizer=True).moments or {})
+        else:
+            backend.help_to_copy("new", optimizer=True)
+        backend.run_pass(mine, backward=True)
+        self.found["first step"] = backend.optim_step("new", SETTINGS)["grad_norm"], len(model.moments())
+        backend.delete_model("new")
+
     def without(self, method: str, of: object) -> None:
         """Let a method find no memory on the second worker."""
 
@@ -252,6 +269,7 @@ def main() -> None:
     text = dividing.trains("text")
     dividing.fails_alone(text)
     dividing.lacks_memory(text)
+    dividing.lacks_memory_at_first(text)
     dividing.refuses(text)
     dividing.loads_and_saves(text)
     if count == 2:

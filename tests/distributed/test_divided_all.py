@@ -182,6 +182,17 @@ def test_a_worker_without_memory_lets_nobody_wait(processes: Callable[[int], tup
         assert_near(found["unchanged"][1], found["unchanged"][0], 0)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_first_step_without_memory_on_one_leaves_all_without_moments(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
+    """A save that found them on some workers alone would let these wait for the others."""
+    _, found = processes(count)
+    assert found[0]["saved at first"] == []
+    assert len({of_process["first step"] for of_process in found}) == 1
+    norm, moments = found[0]["first step"]
+    assert norm > 0
+    assert moments > 0
+
+
 def test_what_this_mode_does_not_do_is_refused_by_name(processes: Callable[[int], tuple[Path, Found]]) -> None:
     for found in processes(2)[1]:
         assert "train_mlp=False and lora_config.rank=0: a server with --shard weights trains whole layers" in found["train_mlp"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from tinsmith.distributed.joint_work import refuse_together
-from tinsmith.errors import DeviceLostError, UserError
+from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 from tinsmith.protocol.shapes import AdamSettings
 from tinsmith.training.divided_weights import DividedWeights
 from tinsmith.training.optimizer import ModelOptimizer, norm_of, require_finite_norm
@@ -112,15 +112,21 @@ class DividedOptimizer(ModelOptimizer):
         return {"grad_norm": grad_norm, "learning_rate": settings.lr}
 
     def _norm_of_all(self, totals: Sequence[Tensor]) -> float:
-        """Of the gradient of all workers. Raises if one of them has no memory for the step."""
+        """Of the gradient of all workers. Raises if one of them has no memory for the step; none has moments then that another lacks."""
         failure: Exception | None = None
         squares = 0.0
+        first = not self.moments()
         try:
             self.claim_moments()
             squares = norm_of(totals).item() ** 2
         except (RuntimeError, MemoryError) as error:
             failure = error
-        refuse_together(self.divided.group, failure)
+        try:
+            refuse_together(self.divided.group, failure)
+        except TinsmithError:
+            if first:  # or the next that is saved would wait for moments that one worker does not have
+                self.adamw.state.clear()
+            raise
         heard = self.divided.group.gather(struct.unpack("<q", struct.pack("<d", squares))[0])
         return math.sqrt(math.fsum(struct.unpack("<d", struct.pack("<q", bits))[0] for bits in heard))
 
