@@ -186,7 +186,7 @@ async def _send_pictures(instance: Instance, rendered: RenderedInput, model: str
 
 async def _send_with_one_token(instance: Instance, rendered: RenderedInput, model: str | None, new: dict[str, int], slot: Slot) -> None:
     async with slot:
-        await _post(instance, rendered, _body(rendered, _ONE_TOKEN, model, ()), _known(instance, rendered))
+        await ask(instance, rendered, _ONE_TOKEN, model)
     instance.pictures.update(new)
 
 
