@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 from tests.sampling.vllm import stub_server
 from tests.sampling.vllm.test_servers import HUNG_S, ready
+from tinsmith.sampling.vllm import servers as room
+from tinsmith.sampling.vllm.connection import ServerLostError
 from tinsmith.sampling.vllm.instance import Instance
 from tinsmith.sampling.vllm.nap import Nap
 from tinsmith.sampling.vllm.servers import Launch, Server, Servers
@@ -38,13 +41,14 @@ def with_server(
     command: list[str],
     story: Callable[[Server, Nap], Awaitable[None]],
     try_out: Callable[[Instance], Awaitable[None]] | None = None,
+    hung_s: float = 600,
 ) -> None:
     """Tell the story to a server that is ready, or with `try_out` to one that starts."""
 
     async def tell() -> None:
         changed, nap = asyncio.Condition(), Nap()
         source = Launch(command, os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, directory, "stub", directory / "log", "file")
-        servers = Servers([Server(source, 8, HUNG_S, changed, try_out, nap)], changed)
+        servers = Servers([Server(source, 8, hung_s, changed, try_out, nap)], changed)
         try:
             async with asyncio.timeout(600):
                 if try_out is None:
@@ -157,6 +161,26 @@ def test_a_server_that_dies_while_it_is_tried_out_lets_nobody_wait_for_ever(tmp_
         assert server.process is not first
 
     with_server(tmp_path, [sys.executable, "-c", SLEEPS], story, try_out)
+
+
+def test_a_server_that_hangs_with_what_keeps_it_awake_lets_the_trainer_wait_no_longer_than_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is loading an adapter that nobody samples yet."""
+    monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
+
+    async def story(server: Server, nap: Nap) -> None:
+        assert server.process is not None
+        assert server.instance is not None
+        async with nap.kept_awake():
+            server.process.send_signal(signal.SIGSTOP)
+            falling = asyncio.create_task(nap.fall_asleep())
+            with pytest.raises(ServerLostError):
+                await server.instance.connection.post("/v1/load_lora_adapter")
+        await falling
+        assert nap.instances == set()
+
+    with_server(tmp_path, [sys.executable, "-c", SLEEPS], story, hung_s=HUNG_S)
 
 
 def test_nothing_is_taken_for_compared_that_ends_before_the_slowest_server_is_awake(tmp_path: Path) -> None:

@@ -32,6 +32,11 @@ class Nap:
         self._idle.set()
         self._kept = 0
 
+    @property
+    def is_put_off(self) -> bool:
+        """Whether the servers are to fall asleep, and something keeps one of them awake."""
+        return not self._awake.is_set() and self._kept > 0
+
     async def until_awake(self) -> None:
         """Return when the servers are awake. They may fall asleep again at any time."""
         while not self._awake.is_set():

@@ -211,13 +211,13 @@ class Server:
             hangs.cancel()
 
     async def _until_it_hangs(self, instance: Instance) -> None:
-        """Return when the server has samples to compute and its engine has been silent for too long.
+        """Return when the server has samples to compute, or keeps the trainer waiting, and its engine has been silent for too long.
 
         Also when a server has gone that we did not start, and so do not see end: when it comes back it has lost all weights.
         """
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            if self.load and await instance.is_silent(self.hung_s):
+            if (self.load or self.nap.is_put_off) and await instance.is_silent(self.hung_s):
                 log.error("the vLLM server at %s hangs: it answered nothing for %g s", instance.connection.url, self.hung_s)
                 return
             if not self.load and not instance.started_by_us and not await self._answers_once(instance):
