@@ -37,6 +37,21 @@ def test_rounding_to_bfloat16_passes(family_dir: Callable[[str], Path], family: 
     check_base_model(load(family_dir(family), dtype="bfloat16"), samples=True)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_model_that_enlarges_rounding_passes_and_a_wrong_one_is_refused(family_dir: Callable[[str], Path], family: str) -> None:
+    """Its logits are so large that rounding in float32 moves log-probabilities by more than is allowed otherwise."""
+    base = doctored(family_dir(family), lambda output: output)
+    base.lm_head.mul_(100)
+    check_base_model(base, samples=True)
+    assert base.decoder is not None
+    first, *others = base.decoder.layers
+    assert isinstance(first, DoctoredLayer)
+    wrong = replace(first, change=lambda output: output * 1.001)  # in our decoder only
+    base.decoder = replace(base.decoder, layers=(wrong, *others))
+    with pytest.raises(ConfigError, match="transformers computes other log-probabilities"):
+        check_base_model(base, samples=True)
+
+
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [

@@ -42,7 +42,7 @@ from tinsmith.sampling.leaks import CHUNK, EXACT, Probe, check_leaks, packed_log
 from tinsmith.sampling.local.cache_shape import CacheSizes
 from tinsmith.sampling.local.kv_cache import blocks_for
 from tinsmith.sampling.local.sampler import LocalSampler
-from tinsmith.sampling.rounding import NOISE, rounded_otherwise
+from tinsmith.sampling.rounding import EXACT_NOISE, NOISE, rounded_otherwise
 from tinsmith.sampling.sampler import SampleFailure, SampleResult
 from tinsmith.sampling.tower_check import check_tower
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
@@ -91,17 +91,24 @@ def _check(base: BaseModel, probes: list[Probe], samples: bool) -> None:
     _check_layers(base, probes[0])
     alone = [_logprobs(base, [probe])[0] for probe in probes]
     reference = [_transformers_logprobs(base, probe, "eager") for probe in probes]
-    allowed = EXACT
-    if base.dtype != torch.float32:
-        with rounded_otherwise(base.language_model):
-            other = [_transformers_logprobs(base, probe, "sdpa") for probe in probes]
-        allowed = max(ROUNDED, NOISE * _difference(base, reference, other))
     bare = [_logprobs(base, [replace(probe, adapter=_without_head(probe.adapter))])[0] for probe in probes]
+    allowed = _allowed(base, probes, reference, bare)
     _compare(base, f"transformers computes other log-probabilities{_head_settings(base)}", bare, reference, allowed)
     _compare(base, "a sequence depends on others in its packed row", _logprobs(base, probes), alone, allowed)
     check_leaks(base, probes)
     if samples:
         _check_sampler(base, probes, alone, allowed)
+
+
+def _allowed(base: BaseModel, probes: list[Probe], reference: list[Tensor], ours: list[Tensor]) -> float:
+    """How far our log-probabilities may be from the reference. In float32 a model is asked how it rounds only if it is further off."""
+    exact = base.dtype == torch.float32
+    if exact and _difference(base, ours, reference) <= EXACT:
+        return EXACT
+    with rounded_otherwise(base.network if exact else base.language_model):
+        other = [_transformers_logprobs(base, probe, "sdpa") for probe in probes]
+    noise = _difference(base, reference, other)
+    return max(EXACT, EXACT_NOISE * noise) if exact else max(ROUNDED, NOISE * noise)
 
 
 def _compare(base: BaseModel, what: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], allowed: float) -> None:
