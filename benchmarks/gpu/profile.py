@@ -1,4 +1,4 @@
-"""Where the time of a step goes on one GPU: how long the device is busy, its longest kernels, and what Python does meanwhile.
+"""Where the time of a step goes on one GPU: its longest kernels, when it waits for what, and what Python does meanwhile.
 
 `wall_ms` is that of steps that nothing watches. What Python does is the time in each function itself, by its own profiler, which makes
 Python slower: it says where time goes, not how much.
@@ -33,6 +33,8 @@ from tinsmith.models.base import BaseModel
 PARTS = ("lora", "hybrid", "mixed", "full", "pictures", "decode", "alone")
 LONGEST = 28
 """So many kernels, and so many functions, are listed."""
+LONGEST_GAPS = 12
+"""So many stretches in which the device does nothing are listed."""
 
 
 def profiled(step: Callable[[], object], steps: int) -> Figures:
@@ -53,6 +55,7 @@ def profiled(step: Callable[[], object], steps: int) -> Figures:
         by_name.setdefault(kernel.name, []).append(kernel.time_range.elapsed_us())
     for name, times in sorted(by_name.items(), key=lambda pair: -sum(pair[1]))[:LONGEST]:
         say(ms=round(sum(times) / 1000 / steps, 3), calls=round(len(times) / steps, 1), kernel=name[:110])
+    _list_gaps(kernels, [event for event in profiler.events() or () if str(event.device_type).endswith("CPU")])
     return {"wall_ms": 1000 * wall_s / steps, "busy_ms": _covered(kernels) / 1000 / steps, "kernels": len(kernels) / steps}
 
 
@@ -68,6 +71,27 @@ def _list_functions(python: cProfile.Profile, steps: int) -> None:
     for (file, line, name), (_, calls, own_s, _, _) in by_time[:LONGEST]:
         place = name if file == "~" else f"{'/'.join(file.split('/')[-2:])}:{line} {name}"
         say(python_ms=round(1000 * own_s / steps, 3), calls=round(calls / steps, 1), function=place[:110])
+
+
+def _list_gaps(kernels: list[Any], operations: list[Any]) -> None:
+    """The longest stretches between two kernels, and which operations of the host took most of each."""
+    gaps: list[tuple[float, float, str, str]] = []
+    end, before = 0.0, ""
+    for kernel in sorted(kernels, key=lambda kernel: kernel.time_range.start):
+        if before and kernel.time_range.start > end:
+            gaps.append((end, kernel.time_range.start, before, kernel.name))
+        if kernel.time_range.end > end:
+            end, before = kernel.time_range.end, kernel.name
+    say(gaps=len(gaps), gaps_ms=sum(stop - start for start, stop, _, _ in gaps) / 1000)
+    for start, stop, before, after in sorted(gaps, key=lambda gap: gap[0] - gap[1])[:LONGEST_GAPS]:
+        shares: dict[str, float] = {}
+        for operation in operations:
+            inside = min(stop, operation.time_range.end) - max(start, operation.time_range.start)
+            if inside > 0:
+                shares[operation.name] = shares.get(operation.name, 0.0) + inside
+        most = sorted(shares.items(), key=lambda share: -share[1])[:6]
+        host = ", ".join(f"{name[:36]} {share / 1000:.2f}" for name, share in most)
+        say(gap_ms=round((stop - start) / 1000, 3), host_ms=host, behind=before[:50], until=after[:50])
 
 
 def _covered(kernels: list[Any]) -> float:

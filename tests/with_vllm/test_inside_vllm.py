@@ -35,6 +35,7 @@ IMPORTS = {
     "vllm.entrypoints.launchers.api_server.entry.main": (),
     "vllm.forward_context.get_forward_context": (),
     "vllm.lora.layers.base.BaseLayerWithLoRA": None,
+    "vllm.lora.lora_model": None,
     "vllm.lora.model_manager": None,
     "vllm.lora.ops.torch_ops.lora_ops": None,
     "vllm.lora.punica_wrapper.punica_cpu": None,
@@ -80,6 +81,7 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...] | None]] = {
         "tp_size": None,
     },
     "vllm.lora.lora_model.LoRAModel": {"get_lora": ("module_name",)},
+    "vllm.lora.lora_model": {"PIN_MEMORY": None},
     "vllm.lora.lora_weights.LoRALayerWeights": {"lora_a": None, "lora_b": None},
     "vllm.lora.model_manager.LoRAModelManager": {
         "get_adapter": ("adapter_id",),
@@ -88,7 +90,7 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...] | None]] = {
         "packed_modules": None,
         "remove_adapter": ("adapter_id",),
     },
-    "vllm.lora.model_manager": {"process_packed_modules_mapping": None},
+    "vllm.lora.model_manager": {"PIN_MEMORY": None, "process_packed_modules_mapping": None},
     "vllm.lora.ops.torch_ops.lora_ops": {
         "bgmv_expand": ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor", "add_inputs"),
         "bgmv_expand_slice": (

@@ -51,3 +51,16 @@ def test_order_padding_and_layout_do_not(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_it_is_the_same_tomorrow() -> None:
     """Both sides may run different versions of PyTorch."""
     assert identity({"a": torch.arange(6, dtype=torch.float32).reshape(2, 3)}) == "512a918ac0200000"
+
+
+def test_tensors_of_one_shape_count_each_under_its_own_name() -> None:
+    """They are added up together."""
+    first = {f"layer{i}": tensor for i, tensor in enumerate(torch.randn(40, 8, 64, generator=torch.Generator().manual_seed(1)))}
+    expected = identity(first)
+    assert identity(dict(reversed(first.items()))) == expected
+    alone = sum(int(identity({name: tensor}), 16) for name, tensor in first.items()) % 2**64
+    assert f"{alone:016x}" == expected
+    assert identity(first | {"layer3": first["layer7"], "layer7": first["layer3"]}) != expected
+    changed = first | {"layer39": first["layer39"].clone()}
+    changed["layer39"].view(torch.int32)[7, 63] ^= 1
+    assert identity(changed) != expected

@@ -6,6 +6,7 @@ have different numbers; sets that differ in more almost always do. It guards aga
 
 import hashlib
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,18 +19,38 @@ _FACTORS = (-7046029254386353131, -4658895280553007687)
 
 
 class Identity:
-    """The identity of tensors of one or two dimensions, on one device, added one after the other."""
+    """The identity of tensors of one or two dimensions, on one device, added one after the other.
+
+    Tensors of one shape are added up together: a GPU takes longer to launch a kernel than to go through a matrix of an adapter, of which
+    there are hundreds.
+    """
 
     def __init__(self) -> None:
-        self._sums: list[Tensor] = []
+        self._waiting: dict[torch.Size, list[tuple[int, Tensor]]] = {}
+        """Small tensors, as integers [rows, columns], by their shape, with the numbers of their names."""
+        self._sums: list[tuple[list[int], Tensor]] = []
+        """Numbers of names, and the sums of their tensors [names]."""
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor. Only its sum is kept."""
-        self._sums.append(_key(name) * _sum(tensor))
+        """Add a tensor, which must not change before the identity is asked for."""
+        matrix = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).reshape(-1, tensor.shape[-1])
+        alike = self._waiting.setdefault(matrix.shape, [])
+        alike.append((_key(name), matrix))
+        if (len(alike) + 1) * matrix.numel() > _AT_ONCE[matrix.device.type]:
+            self._add_up(alike)
 
     def __str__(self) -> str:
         """16 hexadecimal digits."""
-        return f"{int(torch.stack(self._sums).sum()) & (2**64 - 1):016x}"
+        for alike in self._waiting.values():
+            self._add_up(alike)
+        keys = [key for names, _ in self._sums for key in names]
+        sums = torch.cat([found for _, found in self._sums]).tolist()
+        return f"{sum(key * found for key, found in zip(keys, sums, strict=True)) & (2**64 - 1):016x}"
+
+    def _add_up(self, alike: list[tuple[int, Tensor]]) -> None:
+        if alike:
+            self._sums.append(([key for key, _ in alike], _sums([matrix for _, matrix in alike])))
+            alike.clear()
 
 
 def identity(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -40,18 +61,22 @@ def identity(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return str(whole)
 
 
-def _sum(tensor: Tensor) -> Tensor:
-    """The sum, modulo 2^64, of each element's bits times a number for its row and one for its column: zero padding changes nothing."""
-    matrix = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).reshape(-1, tensor.shape[-1])
-    rows, columns = (_odd(size, tensor.device) for size in matrix.shape)
-    step = max(1, _AT_ONCE[tensor.device.type] // matrix.shape[1])
+def _sums(matrices: list[Tensor]) -> Tensor:
+    """[matrices] sums, modulo 2^64, of each element's bits times a number for its row and one for its column.
+
+    Zero padding changes nothing.
+    """
+    stack = matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)  # [matrices, rows, columns]
+    rows, columns = (_odd(size, stack.device) for size in stack.shape[1:])
+    step = max(1, _AT_ONCE[stack.device.type] // (len(stack) * stack.shape[2]))
     parts = [
-        ((matrix[start : start + step].to(torch.int64) * columns).sum(1) * rows[start : start + step]).sum()
-        for start in range(0, len(matrix), step)
+        ((stack[:, start : start + step].to(torch.int64) * columns).sum(2) * rows[start : start + step]).sum(1)
+        for start in range(0, stack.shape[1], step)
     ]
-    return torch.stack(parts).sum()
+    return torch.stack(parts).sum(0)
 
 
+@lru_cache(maxsize=64)
 def _odd(count: int, device: torch.device) -> Tensor:
     """[count] odd numbers without a pattern, the same for every count and device."""
     numbers = torch.arange(1, count + 1, dtype=torch.int64, device=device)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.forward_context import get_forward_context
-from vllm.lora import model_manager
+from vllm.lora import lora_model, model_manager
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.platforms import current_platform
@@ -69,6 +69,15 @@ def take_delta_net_parts_apart() -> None:
         return modules
 
     model_manager.process_packed_modules_mapping = packed
+
+
+def keep_adapters_in_pageable_memory() -> None:
+    """Let vLLM copy an adapter to the device from memory as it is.
+
+    It would pin each of several hundred matrices when it reads them, and again when it has joined some. Each is a call of the driver that
+    takes longer than the copy, and most adapters are copied once, when they are published.
+    """
+    lora_model.PIN_MEMORY = model_manager.PIN_MEMORY = False
 
 
 def take_back_draws_after_pieces_of_prompts() -> None:
@@ -133,6 +142,7 @@ receivers.register()
 adapter_check.check_adapters_that_are_loaded()
 map_prompt_logprobs_to_adapters()
 take_delta_net_parts_apart()
+keep_adapters_in_pageable_memory()
 if current_platform.is_cpu():
     replace_cpu_lora()
     replace_cpu_delta()
