@@ -187,6 +187,9 @@ class CompactOptimizer:
         like = self.weights.leaves()
         self._begin_with([torch.zeros_like(leaf, requires_grad=False, memory_format=torch.contiguous_format) for leaf in like])
 
+    def widen(self) -> None:
+        """Nothing: what has been accumulated stays in the precision of the base."""
+
     def claim_moments(self) -> None:
         """Take the memory of the moments before the first step, which begins with them at 0."""
         self.remembered = self.remembered or self._new_moments()

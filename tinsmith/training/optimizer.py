@@ -1,15 +1,22 @@
-"""One optimizer step of one model: torch's own AdamW over the float32 masters, with hyper-parameters given anew at every step."""
+"""One optimizer step of one model: torch's own AdamW over the float32 masters, with hyper-parameters given anew at every step.
+
+On a GPU, full weights in half precision take the same step in kernels of ours (`adamw_kernels.py`), which move fewer bytes.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from tinsmith.errors import UserError
-from tinsmith.models.full import Weights, training_bytes
+from tinsmith.models.device import has_triton
+from tinsmith.models.full import FullWeights, Weights, training_bytes
+from tinsmith.models.split_masters import SplitMasters
 from tinsmith.protocol.shapes import AdamSettings
 from tinsmith.training.accumulation import Addition, apart
 from tinsmith.training.update_check import Bounds, configure, require_finite_step
@@ -19,15 +26,22 @@ NORM_PIECE = 2**18
 
 
 class ModelOptimizer:
-    """What one model trains, with gradient accumulators and AdamW's moments, all float32 and laid out like `Weights.buffers`."""
+    """What one model trains, with gradient accumulators and AdamW's moments, all float32 and laid out like `Weights.buffers`.
+
+    Where a step is taken in kernels, the gradients of a single pass stay as they came until others are added to them.
+    """
 
     def __init__(self, weights: Weights, moments: Mapping[str, Tensor] | None = None) -> None:
         """Start anew, or from what the optimizer of a saved model remembered (`moments`), which is copied from wherever it lies."""
         self.weights = weights
         self.totals: list[Tensor] | None = None
-        """The gradients that have been accumulated; None before the first."""
+        """The gradients that have been accumulated; None before the first. Those of a single pass may be in the base's precision."""
         self.bounds: Bounds | None = None
         """How large weights and moments are at most; None if they must be measured."""
+        self.kernels: Any = import_module("tinsmith.training.adamw_kernels") if _steps_in_kernels(weights) else None
+        """The module that takes the steps, where torch does not."""
+        self.steps: int | None = None
+        """How many steps have been taken in kernels, or before them; None if the moments must be asked."""
         self.adamw = torch.optim.AdamW(weights.buffers(), lr=0.0, fused=True)
         if moments:
             self._remember(moments)
@@ -59,8 +73,8 @@ class ModelOptimizer:
 
     @property
     def gradients(self) -> list[Tensor] | None:
-        """What has been accumulated for each tensor, in the order of `Weights.tensors`; None before the first."""
-        return self.weights.cut(self.totals) if self.totals is not None else None
+        """What has been accumulated for each tensor, float32, in the order of `Weights.tensors`; None before the first."""
+        return self.weights.cut(_wide(self.totals)) if self.totals is not None else None
 
     @property
     def unclaimed(self) -> int:
@@ -77,11 +91,21 @@ class ModelOptimizer:
         """
         joined = self.weights.joined(gradients)
         if self.totals is not None:
-            return Addition(self.totals, joined).add
-        return partial(self._begin_with, apart([gradient.float() for gradient in joined]))
+            totals = _wide(self.totals)
+            return partial(self._add, totals, Addition(totals, joined))
+        return partial(self._begin_with, apart(joined if self.kernels else _wide(joined)))
 
     def _begin_with(self, totals: list[Tensor]) -> None:
         self.totals = totals
+
+    def _add(self, totals: list[Tensor], addition: Addition) -> None:
+        self.totals = totals
+        addition.add()
+
+    def widen(self) -> None:
+        """Let what has been accumulated be float32. May run out of memory, and changes nothing then."""
+        if self.totals is not None:
+            self.totals = _wide(self.totals)
 
     def begin_with_zeros(self) -> None:
         """Accumulate from 0 where nothing has been accumulated."""
@@ -110,6 +134,9 @@ class ModelOptimizer:
         total_norm = norm_of(totals)
         metrics = {"grad_norm": total_norm.item(), "learning_rate": settings.lr}
         require_finite_norm(metrics["grad_norm"])
+        if self.kernels:
+            self._step_in_kernels(totals, metrics["grad_norm"], settings)
+            return metrics
         buffers = self.weights.buffers()
         try:
             for buffer, total in zip(buffers, totals, strict=True):
@@ -125,8 +152,33 @@ class ModelOptimizer:
         self.weights.refresh()
         return metrics
 
-    def _checked(self, totals: list[Tensor], grad_norm: float, settings: AdamSettings) -> Bounds | None:
-        """The bounds after a step, None if they must be measured then. Raises UserError if the step is not finite."""
+    def _step_in_kernels(self, totals: list[Tensor], grad_norm: float, settings: AdamSettings) -> None:
+        """Update masters, moments and working copies."""
+        limit = settings.grad_clip_norm
+        scale = min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0  # as torch clips
+        bounds = self._checked(totals, grad_norm, settings, scale)
+        first = not any(self.adamw.state.values())
+        try:
+            self.claim_moments()
+        except RuntimeError:
+            if first:  # out of memory: there are moments of some tensors now, and not of others
+                self.adamw.state.clear()
+            raise
+        states = [self.adamw.state[buffer] for buffer in self.weights.buffers()]
+        if self.steps is None:
+            self.steps = 0 if first else int(states[0]["step"].item())
+        factors = self.kernels.Factors.of(settings, self.steps + 1, scale)
+        for master, total, state, leaf in zip(self.weights.buffers(), totals, states, self.weights.leaves(), strict=True):
+            self.kernels.step(master, total, state["exp_avg"], state["exp_avg_sq"], leaf, factors)
+        torch._foreach_add_([state["step"] for state in states], 1)
+        self.steps += 1
+        self.bounds = bounds
+
+    def _checked(self, totals: list[Tensor], grad_norm: float, settings: AdamSettings, scale: float = 1.0) -> Bounds | None:
+        """The bounds after a step, None if they must be measured then. Raises UserError if the step is not finite.
+
+        `scale` is what clipping still multiplies the gradients with.
+        """
         buffers = self.weights.buffers()
         if self.bounds is None:
             states = [state for buffer in buffers if (state := self.adamw.state[buffer])]
@@ -134,7 +186,8 @@ class ModelOptimizer:
             self.bounds = Bounds.measured(buffers, first, second)
         after = self.bounds.after(grad_norm, settings)
         if after is None:
-            gradients = self.weights.cut(totals)
+            wide = _wide(totals)
+            gradients = self.weights.cut(wide if scale == 1.0 else [total * scale for total in wide])
             require_finite_step(self.weights.named_tensors(), gradients, self.moments(), settings, self.weights.dtype)
         return after
 
@@ -151,8 +204,23 @@ class ModelOptimizer:
 
 def norm_of(totals: Sequence[Tensor]) -> Tensor:
     """The norm of all gradients as one vector."""
-    on_cpu = totals[0].device.type == "cpu"
-    return get_total_norm([piece for total in totals for piece in total.flatten().split(NORM_PIECE)] if on_cpu else list(totals))
+    if totals[0].device.type == "cpu":
+        return get_total_norm([piece.float() for total in totals for piece in total.flatten().split(NORM_PIECE)])
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(totals), 2, torch.float32)))
+    return norm
+
+
+def _wide(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same numbers in float32: copies of those that are not."""
+    return [tensor.float() for tensor in tensors]
+
+
+def _steps_in_kernels(weights: Weights) -> bool:
+    """Whether `adamw_kernels` updates these weights."""
+    if not isinstance(weights, FullWeights) or isinstance(weights.masters, SplitMasters):
+        return False
+    leaf = weights.leaves()[0]
+    return leaf.is_cuda and leaf.dtype in (torch.bfloat16, torch.float16) and has_triton()
 
 
 def require_finite_norm(grad_norm: float) -> None:

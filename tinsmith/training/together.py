@@ -38,6 +38,7 @@ def step_together(optimizer: Optimizer, settings: AdamSettings, group: ProcessGr
     try:
         if optimizer.totals is None:
             optimizer.begin_with_zeros()
+        optimizer.widen()
         optimizer.claim_moments()
         narrow = any(total.dtype != torch.float32 for total in optimizer.totals or ())
         buffer = torch.empty(PIECE if narrow else 0, device=group.device)

@@ -1,0 +1,111 @@
+"""AdamW's step of one tensor of full weights in one Triton kernel, which also writes the copy that passes read.
+
+A step moves many bytes and computes little. PyTorch's fused AdamW takes gradients in float32 only, and leaves the working copy to another
+kernel: the gradient of a single pass would be written and read again as float32, and the masters read once more. Here each number is read
+and written once, as it lies in memory.
+"""
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tinsmith.protocol.shapes import AdamSettings
+
+BLOCK = 2048
+"""Numbers that a program computes."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a step multiplies with, the same for all tensors of a model.
+
+        g = scale · gradient
+        m = beta1 · m + (1 - beta1) · g
+        v = beta2 · v + (1 - beta2) · g · g
+        w = decay · w - rate · m / (sqrt(v) / root + eps)
+
+    This is torch's AdamW (Loshchilov and Hutter, 2019) with `decay` = 1 - lr · weight_decay, `rate` = lr / (1 - beta1^t) and
+    `root` = sqrt(1 - beta2^t), t being the number of the step, from 1.
+    """
+
+    scale: float
+    """What clipping multiplies the gradient with; 1 for none."""
+    beta1: float
+    beta2: float
+    decay: float
+    rate: float
+    root: float
+    eps: float
+
+    @classmethod
+    def of(cls, settings: AdamSettings, number: int, scale: float) -> "Factors":
+        """Those of a step with this number, from 1."""
+        beta1, beta2 = settings.betas
+        decay, rate = 1 - settings.lr * settings.weight_decay, settings.lr / (1 - beta1**number)
+        return cls(scale, beta1, beta2, decay, rate, sqrt(1 - beta2**number), settings.eps)
+
+
+@torch.no_grad()
+def step(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, working: Tensor, factors: Factors) -> None:
+    """Update a master, both of its moments (all float32) and its working copy in place; all five tensors have one shape.
+
+    `gradient` and `working` may be of any precision. Tensors that are not contiguous, as a base model may have them, are computed by
+    `step_as_written`.
+    """
+    tensors = (master, gradient, first, second, working)
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        step_as_written(*tensors, factors)
+        return
+    launch: Any = _step
+    f = factors
+    numbers = (f.scale, f.beta1, f.beta2, 1 - f.beta1, 1 - f.beta2, f.decay, f.rate, f.root, f.eps)
+    launch[(triton.cdiv(master.numel(), BLOCK),)](*tensors, master.numel(), *numbers, BLOCK=BLOCK, num_warps=8)
+
+
+@torch.no_grad()
+def step_as_written(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, working: Tensor, factors: Factors) -> None:
+    """What the kernel computes, operation by operation."""
+    g = gradient.float() * factors.scale
+    first.mul_(factors.beta1).add_(g * (1 - factors.beta1))
+    second.mul_(factors.beta2).add_(g * (1 - factors.beta2) * g)
+    denominator = second.sqrt().div_(factors.root).add_(factors.eps)
+    master.mul_(factors.decay).sub_((first * factors.rate).div_(denominator))
+    working.copy_(master)
+
+
+@triton.jit
+def _step(
+    master_at: tl.tensor,
+    gradient_at: tl.tensor,
+    first_at: tl.tensor,
+    second_at: tl.tensor,
+    working_at: tl.tensor,
+    count: tl.tensor,
+    scale: tl.tensor,
+    beta1: tl.tensor,
+    beta2: tl.tensor,
+    rest1: tl.tensor,
+    rest2: tl.tensor,
+    decay: tl.tensor,
+    rate: tl.tensor,
+    root: tl.tensor,
+    eps: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Some numbers of a tensor."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = tl.load(gradient_at + at, mask=inside, other=0.0).to(tl.float32) * scale
+    m = tl.load(first_at + at, mask=inside, other=0.0) * beta1 + g * rest1
+    v = tl.load(second_at + at, mask=inside, other=0.0) * beta2 + g * rest2 * g
+    denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
+    w = tl.load(master_at + at, mask=inside, other=0.0) * decay - tl.div_rn(m * rate, denominator)
+    tl.store(first_at + at, m, mask=inside)
+    tl.store(second_at + at, v, mask=inside)
+    tl.store(master_at + at, w, mask=inside)
+    tl.store(working_at + at, w.to(working_at.dtype.element_ty), mask=inside)
