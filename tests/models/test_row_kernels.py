@@ -43,6 +43,18 @@ def test_norms(kernels: Any, rows: int, width: int, zero_centred: bool, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(3, 40), (1, 64), (5, 1000)])
+def test_layer_norms(kernels: Any, rows: int, width: int, dtype: torch.dtype) -> None:
+    x, delta = (drawn(rows, width, seed=seed, dtype=dtype) + 3 for seed in range(2))
+    weight, bias = (drawn(width, seed=seed, dtype=dtype) for seed in (2, 3))
+    total, normed = kernels.add_layer_norm(x, delta, weight, bias, 1e-6)
+    expected_total, expected = fused.add_layer_norm.function(x, delta, weight, bias, 1e-6)
+    assert torch.equal(total, expected_total)
+    eps = torch.finfo(dtype).eps  # sums of up to 11 are rounded by half of it, and weights are up to 4
+    torch.testing.assert_close(normed, expected, rtol=4 * eps, atol=11 * 4 * eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [8, 1030])
 def test_swiglu(kernels: Any, width: int, dtype: torch.dtype) -> None:
     gate_up, d = drawn(3, 2 * width, seed=0, dtype=dtype), drawn(3, width, seed=1, dtype=dtype)

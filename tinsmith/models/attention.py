@@ -61,6 +61,17 @@ def varlen_attention(
     return _flash(query, key, value, cu_seqlens, longest, scale, window)
 
 
+def mutual_attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float) -> Tensor:
+    """Attention in both directions within each span of a row, without gradients: all [tokens, heads, head_dim].
+
+    `varlen_attn` would do the same, but its wrappers in Python take longer than the kernel does for a picture.
+    """
+    both = (cu_seqlens, cu_seqlens, longest, longest)
+    flash = torch.ops.aten._flash_attention_forward
+    out: Tensor = flash(query, key, value, *both, dropout_p=0.0, is_causal=False, return_debug_mask=False, scale=scale)[0]
+    return out
+
+
 def _flash(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None) -> Tensor:
     sees: dict[str, Any] = {"is_causal": True}
     if window is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import layer_norm, softplus
 
 from tinsmith.models.compiled import compiled
 from tinsmith.models.with_kernel import with_kernel
@@ -38,6 +38,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tenso
     """The norm of x [rows, width] with weight [width]."""
     wide = _exact(x)
     return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps) * _factor(weight, zero_centred)).to(x.dtype)
+
+
+@with_kernel
+def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of x and delta [rows, width], and the layer norm of it."""
+    total = x + delta
+    return total, layer_norm(total, weight.shape, weight, bias, eps)
 
 
 @with_kernel

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from tinsmith.models.layout import Layout, Projection, side_by_side
 from tinsmith.protocol.shapes import LoraShape
@@ -166,7 +167,7 @@ class Adapter:
     def joined(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """The inverse of `cut`, as a copy in the precision of `tensors`; None stands for zeros."""
         pieces = [self.flat_working.new_zeros(self._shapes[place]) if (found := tensors[place]) is None else found for place in self._order]
-        return [torch.cat([piece.flatten() for piece in pieces])]
+        return [_flatten_dense_tensors(pieces)]  # in one call: a GPU would wait for hundreds
 
     @property
     def nbytes(self) -> int:

@@ -52,6 +52,17 @@ def _launch_norm(
     launch[(rows,)](x, delta, weight, total, normed, eps, **options)
 
 
+def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of x and delta [rows, width], and the layer norm of it."""
+    x, delta = _rows(x), _rows(delta)
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    rows, width = x.shape
+    launch: Any = _layer_norm
+    padded = triton.next_power_of_2(width)
+    launch[(rows,)](x, delta, weight, bias, total, normed, eps, WIDTH=width, PADDED=padded, num_warps=_warps(width))
+    return total, normed
+
+
 def rms_norm_backward(
     x: Tensor, weight: Tensor, d_normed: Tensor, d_x: Tensor | None, eps: float, zero_centred: bool
 ) -> tuple[Tensor, Tensor]:
@@ -151,6 +162,34 @@ def _norm(
         factor += 1.0
     inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     tl.store(normed + place, (wide * inverse * factor).to(normed.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _layer_norm(
+    x: tl.tensor,
+    delta: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    total: tl.tensor,
+    normed: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+) -> None:
+    """One row."""
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    place = tl.program_id(0).to(tl.int64) * WIDTH + column
+    dtype = total.dtype.element_ty
+    wide = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) + tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)
+    summed = wide.to(dtype)
+    tl.store(total + place, summed, mask=inside)
+    wide = summed.to(tl.float32)
+    centred = tl.where(inside, wide - tl.sum(wide, 0) / WIDTH, 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / WIDTH + eps)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + place, (centred * inverse * factor + shift).to(dtype), mask=inside)
 
 
 @triton.jit

@@ -19,11 +19,11 @@ import torch
 from cachetools import LRUCache
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, linear, scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
-from tinsmith.models.compiled import compiled
+from tinsmith.models.attention import mutual_attention
 from tinsmith.models.device import upload
-from tinsmith.models.fused import add_rms_norm, rotate
+from tinsmith.models.fused import add_layer_norm, add_rms_norm, rotate
 from tinsmith.models.pictures import PictureFeatures, PictureInput
 
 PATCHES_AT_ONCE = 2**14
@@ -34,13 +34,6 @@ GRID_BYTES = 2**26
 
 Grid = tuple[int, int, int]
 """Frames, rows and columns of the patches of a picture."""
-
-
-@compiled
-def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of x and delta [patches, width], and the layer norm of it."""
-    total = x + delta
-    return total, layer_norm(total, weight.shape, weight, bias, eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +77,7 @@ class Spans:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention within each span, in both directions: all [patches, heads, head_dim]."""
         if self.cu_seqlens is not None:
-            from torch.nn.attention.varlen import varlen_attn
-
-            out = varlen_attn(query, key, value, self.cu_seqlens, self.cu_seqlens, self.longest, self.longest, scale=scale)
-            assert isinstance(out, Tensor)  # a tuple only if the log-sum-exp is asked for
-            return out
+            return mutual_attention(query, key, value, self.cu_seqlens, self.longest, scale)
         if self.groups[0][1] is None:
             return _attend_equal(self.groups[0][0], query, key, value, scale)
         mixed = torch.empty_like(query)
