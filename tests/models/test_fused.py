@@ -233,6 +233,7 @@ def rows(count: int, *shape: int) -> Tensor:
 CALLS: dict[str, Callable[[int], tuple[Any, ...]]] = {
     "rms_norm": lambda n: (rows(n, 8), torch.ones(8, device=DEVICE), EPS, False),
     "add_rms_norm": lambda n: (rows(n, 8), rows(n, 8), torch.ones(8, device=DEVICE), EPS, True),
+    "add_layer_norm": lambda n: (rows(n, 8), rows(n, 8), torch.ones(8, device=DEVICE), torch.ones(8, device=DEVICE), EPS),
     "rms_norm_backward": lambda n: (rows(n, 8), torch.ones(8, device=DEVICE), rows(n, 8), rows(n, 8), EPS, False),
     "rms_norm_weight_gradient": lambda n: (rows(n, 8), rows(n, 8), EPS),
     "swiglu": lambda n: (rows(n, 8),),
