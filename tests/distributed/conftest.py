@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tinker
 
+from tests.distributed.devices import SERVER_OPTIONS, require_devices
 from tests.running import Server, serving
 
 LONG = 200
@@ -26,9 +27,10 @@ class Running:
 @pytest.fixture(scope="session")
 def options(family_dir: Callable[[str], Path]) -> list[str]:
     """A text model, one that takes pictures, and a hybrid one. Passes are small, so that a request needs several."""
+    require_devices(2)
     named = {"text": "qwen3", "image": "qwen3_vl", "hybrid": "qwen3_5"}
     models = [option for name, family in named.items() for option in ("--base-model", f"{name}={family_dir(family)}")]
-    return [*models, "--kv-cache-gib", "0.05", "--tokens-per-pass", "64", "--device", "cpu"]
+    return [*models, "--kv-cache-gib", "0.05", "--tokens-per-pass", "64", *SERVER_OPTIONS]
 
 
 @pytest.fixture(scope="session")
