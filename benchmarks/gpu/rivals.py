@@ -66,7 +66,8 @@ def divided_network(config: Any, rank: int, workers: int, checkpointing: bool) -
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
 
 
 def step_of(model: Any, micro_batches: Sequence[Inputs] | Callable[[], Sequence[Inputs]], autocast: bool = False) -> Callable[[], float]:

@@ -37,12 +37,15 @@ def options(family_dir: Callable[[str], Path]) -> list[str]:
 def alone_and_together(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Running]]:
     """A server with one worker, and one with two."""
     with ExitStack() as stack:
-        running = []
+        started = []
         for count in (1, 2):
             directory = tmp_path_factory.mktemp(f"workers{count}")
             together = ["--sequence-parallel-from", str(LONG)] if count > 1 else []
             server = stack.enter_context(serving(directory, *options, "--workers", str(count), *together))
+            started.append((server, directory / "data"))
+        running = []
+        for server, data_dir in started:
             server.wait_for_health()
             service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key="tml-workers"))
-            running.append(Running(server, service, directory / "data"))
+            running.append(Running(server, service, data_dir))
         yield running
