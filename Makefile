@@ -6,6 +6,7 @@
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
 # make test-distributed  run the tests of several workers alone; they are part of `make test`
 # make test-gpu         run the numerical tests on this machine's GPU, and keep their output in benchmarks/results/
+# make test-gpus        run the tests of several workers with a GPU for each, which needs two or more, and keep their output there too
 # make test-rl          let the examples of reinforcement learning learn, and draw their curves into rl-output/ (half an hour)
 # Each target installs what it needs by itself.
 # make lint | format | typecheck | proto | clean
@@ -27,7 +28,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup dev demo test test-distributed test-recipes test-vllm test-gpu test-rl lint format typecheck proto clean
+.PHONY: setup dev demo test test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
 
 # $(call install,EXTRAS): this project with some of its optional groups. Wheels only and exact versions: nothing is built, and no newer torch
 # is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
@@ -89,6 +90,14 @@ test-gpu: $(DEV_STAMP)
 	set -o pipefail; mkdir -p benchmarks/results; TINSMITH_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark \
 		tests/models tests/rendering tests/training tests/sampling tests/gpu --ignore tests/sampling/vllm --ignore tests/sampling/inside_vllm \
 		--numprocesses 10 --dist worksteal --timeout 300 --durations 15 2>&1 | tee benchmarks/results/test-gpu.txt
+
+# As test-gpu, it needs no registry: make test-gpus PYTHON=python3 DEV_STAMP=
+# A file of tests at a time in each process. They share the GPUs, and so do the processes and servers that they start.
+test-gpus: SHELL := /bin/bash
+test-gpus: $(DEV_STAMP)
+	set -o pipefail; mkdir -p benchmarks/results; TINSMITH_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark \
+		tests/distributed --ignore tests/distributed/test_ray.py --ignore tests/distributed/test_meeting.py \
+		--numprocesses 7 --dist loadfile --timeout 240 --durations 15 2>&1 | tee benchmarks/results/test-gpus.txt
 
 # The adapters for the cookbook are tested with the one that test-recipes installs.
 test-rl: $(DEV_STAMP) $(RECIPES_STAMP)

@@ -1,7 +1,7 @@
 """A Ray of a test's own: a head that listens on the loopback address alone, and hosts beside it with other addresses of that interface.
 
-`python -m tests.ray_head DIRECTORY CORES [HEAD HOST]` keeps its files in DIRECTORY, whose path must be short, writes its address, and ends
-with its input. It is the head of a cluster, or joins that of HEAD as another host, whose address is HOST: then Ray listens on all
+`python -m tests.ray_head DIRECTORY CORES GPUS [HEAD HOST]` keeps its files in DIRECTORY, whose path must be short, writes its address, and
+ends with its input. It is the head of a cluster, or joins that of HEAD as another host, whose address is HOST: then Ray listens on all
 interfaces. Programs that connect need the token that is in the environment.
 """
 
@@ -30,16 +30,16 @@ _MEMORY = 80_000_000
 
 
 @contextmanager
-def ray_head(cores: int) -> Iterator[str]:
-    """The address of a Ray with so many cores."""
-    with _running(str(cores)) as (_, address):
+def ray_head(cores: int, gpus: int = 0) -> Iterator[str]:
+    """The address of a Ray with so many cores and GPUs."""
+    with _running(str(cores), str(gpus)) as (_, address):
         yield address
 
 
 @contextmanager
 def another_host(head: str, host: str, cores: int) -> Iterator[psutil.Process]:
     """Something like a host of this address that has joined the cluster of `head`: a process, of which all that runs there is a child."""
-    with _running(str(cores), head, host) as (process, _):
+    with _running(str(cores), "0", head, host) as (process, _):
         yield process
 
 
@@ -68,12 +68,12 @@ def _running(*arguments: str) -> Iterator[tuple[psutil.Process, str]]:
             process.communicate()
 
 
-def head(directory: str, cores: int) -> None:
+def head(directory: str, cores: int, gpus: int) -> None:
     """Run the head of a cluster until the input ends."""
     context: Any = ray.init(
         address="local",
         num_cpus=cores,
-        num_gpus=0,
+        num_gpus=gpus,
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=_MEMORY,
@@ -111,11 +111,11 @@ def join(directory: str, cores: int, head: str, host: str) -> None:
 
 def main() -> None:
     """Run what the arguments say."""
-    directory, cores, *others = sys.argv[1:]
+    directory, cores, gpus, *others = sys.argv[1:]
     if others:
         join(directory, int(cores), *others)
     else:
-        head(directory, int(cores))
+        head(directory, int(cores), int(gpus))
 
 
 if __name__ == "__main__":

@@ -81,12 +81,17 @@ def begin(description: str | None, parts: Sequence[str], sides: Sequence[str] = 
 
 def begin_here(script: str, output: Path | None) -> None:
     """Add the lines below to `output` too, and say on which commit and versions they were measured."""
-    if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        _output.append(output)
+    write_to(output)
     versions = {name: _version(name) for name in ("torch", "triton", "transformers", "peft", "liger-kernel", "fla-core", "vllm")}
     present = {name: version for name, version in versions.items() if version}
     say(script=script, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), commit=_commit(), tiny=TINY, **present)
+
+
+def write_to(output: Path | None) -> None:
+    """Add the lines below to that file too, if there is one."""
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        _output.append(output)
 
 
 def _chosen(parser: argparse.ArgumentParser, option: str, text: str, known: Sequence[str]) -> list[str]:

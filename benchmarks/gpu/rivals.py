@@ -1,4 +1,7 @@
-"""What users run today: training steps of plain transformers, with PEFT's LoRA and Liger's kernels, everything in bfloat16."""
+"""What users run today: training steps of plain transformers, with PEFT's LoRA and Liger's kernels, everything in bfloat16.
+
+On several GPUs that is FSDP2 (`torch.distributed.fsdp.fully_shard`) around the same model, with masters in float32 where all weights train.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -7,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.gpu.measuring import DEVICE
 from benchmarks.gpu.shapes import network_of
@@ -44,6 +49,24 @@ def lora_network(config: Any, rank: int, checkpointing: bool = False, liger: boo
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
+    return model
+
+
+def divided_network(config: Any, rank: int, workers: int, checkpointing: bool) -> Any:
+    """A random model that FSDP2 divides over all processes, each layer and the rest: with LoRA of that rank, or all weights for 0."""
+    if rank:
+        model = lora_network(config, rank, checkpointing)
+        layers = model.get_base_model().model.layers
+    else:
+        model = network_of(config, torch.float32).train()
+        layers = model.model.layers
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    mesh = init_device_mesh(DEVICE, (workers,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 

@@ -1,46 +1,71 @@
 """Several GPUs of one host, each with a worker's base model, trainer and sampler: what two or more do in the time of one.
 
 Every process has one GPU and meets the others as workers do. First the process of the first GPU computes alone, while the others wait, then
-all compute at once. Parts:
+all compute at once. A part that fails in one process, or takes longer than `--limit`, ends all of them: new ones go on with the next part.
+Parts:
 
 - lora      Qwen3-8B, LoRA of rank 32, 4 sequences of 1,024 tokens on each GPU: one step with its sum of gradients
 - divided   Qwen3-8B, LoRA of rank 32, the same sequences on layers that are divided over the GPUs (`--shard weights`), against replicas
-- sequence  Qwen3-4B, LoRA of rank 32: one sequence of 262,144 tokens on all GPUs together, against the longest that one trains
+- bare      the same training with FSDP2 of PyTorch around transformers and PEFT, with and without recomputation
+- sequence  Qwen3-4B, LoRA of rank 32: one sequence of 262,144 tokens (`--sequences`) on all GPUs together, against one of half of it on one
 - large     Qwen3.6-27B's shape, LoRA of rank 32, 2 sequences of 1,024 tokens on each GPU
 - full      Qwen3-1.7B, all weights, 4 sequences of 1,024 tokens on each GPU
 - full8b    Qwen3-8B, all weights with a compact state, 8 sequences of 1,024 tokens on each GPU; it needs 141 GB
 - divided8b Qwen3-8B, all weights in float32 that are divided, 8 sequences of 1,024 tokens on each GPU; on two GPUs it needs 141 GB
+- bare8b    the same with FSDP2, with recomputation
 - sampling  Qwen3-1.7B, 256 requests of 128 tokens on each GPU, which get 512 tokens each; and 256 in all
 - publish   Qwen3-8B, LoRA of rank 32: a snapshot on every GPU, until a token of it is sampled on all of them
 - save      the same adapter with its optimizer: how long the copy takes from which files are written, while training waits
 - rl        a step of reinforcement learning (`rl_step.py`) through a server with one worker, and with one for each GPU
 
+Without `--parts` all but full8b, divided8b and bare8b are measured.
+
     python -m benchmarks.gpu.workers --count 2 --output benchmarks/results/workers.txt
+    python -m benchmarks.gpu.workers --count 2 --parts sequence --sequences 65536,131072 --long-calls 1
     TINY=1 python -m benchmarks.gpu.workers --count 2
 """
 
 import argparse
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.measuring import DEVICE, TINY, Figures, begin_here, card, figure, finish, isolated, peak_memory, ratio, release, say
+from benchmarks.gpu.measuring import (
+    DEVICE,
+    TINY,
+    Figures,
+    begin_here,
+    card,
+    figure,
+    finish,
+    isolated,
+    peak_memory,
+    ratio,
+    release,
+    say,
+    write_to,
+)
+from benchmarks.gpu.rivals import divided_network, step_of, texts
 from benchmarks.gpu.rl_step import served
 from benchmarks.gpu.sampling import ANSWER, PROMPT, Load, Requests, sample_all, sampler_of, stepped
 from benchmarks.gpu.shapes import base_of, configuration, flops_per_token
 from benchmarks.gpu.training import batch_of, text_datum, train
 from tinsmith.config import TrainingConfig
 from tinsmith.distributed.process_group import ProcessGroup
+from tinsmith.errors import WorkersLostError
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
@@ -48,22 +73,33 @@ from tinsmith.training.backend import LocalBackend
 from tinsmith.training.divided_backend import DividedBackend
 from tinsmith.training.divided_decoder import divide
 
-PARTS = ("lora", "divided", "sequence", "large", "full", "full8b", "divided8b", "sampling", "publish", "save", "rl")
+PARTS = ("lora", "divided", "bare", "sequence", "large", "full", "full8b", "divided8b", "bare8b", "sampling", "publish", "save", "rl")
+LARGER = ("full8b", "divided8b", "bare8b")
+"""Parts that need more memory than two GPUs of 80 GB have."""
 LENGTHS = [32] * 4 if TINY else [1024] * 4
 SEQUENCES = (128, 256) if TINY else (131072, 262144)
 """Tokens of a sequence that one GPU trains, and of one that all compute together."""
 ROWS = 8 if TINY else 256
 RANK = 4 if TINY else 32
+BEGIN_S = 240.0
+"""Longest time in which processes import, meet and measure the card."""
 WARM, CALLS = (2, 4) if TINY else (3, 12)
 
 
 class Measured:
     """One process of the benchmark. The first says what all have done."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, sequences: Sequence[int], long_calls: int, folder: Path) -> None:
+        """`sequences` and `long_calls` are of the part `sequence`. `folder` is the same for all processes, also for later ones."""
         self.group = group
+        self.sequences, self.long_calls, self.folder = sequences, long_calls, folder
         self.is_first = group.place.rank == 0
-        self.matmul = card().get("matmul_tflops", 0.0) if self.is_first else 0.0
+        self.matmul = 0.0
+        if self.is_first:
+            figures = card()
+            self.matmul = figures["matmul_tflops"]
+            self.say("card", figures)
+        release()
         self.meet()
 
     def meet(self) -> None:
@@ -88,6 +124,16 @@ class Measured:
     def say(self, name: str, figures: Figures) -> None:
         if self.is_first:
             say(case=name, **figures)
+
+    def keep(self, name: str, rate: float) -> None:
+        """Note a rate that another part compares with its own, perhaps in another process."""
+        if self.is_first:
+            (self.folder / name).write_text(repr(rate))
+
+    def kept(self, name: str) -> float | None:
+        """A rate that was noted; None if it was not measured."""
+        file = self.folder / name
+        return float(file.read_text()) if file.is_file() else None
 
     def training(self, name: str, shape: str, rank: int, wanted: str, sequences: int = 4, full_state: str = "float32") -> float:
         """One GPU against all, the same tokens on each. Returns the share of all cards' matmul rate, on the first."""
@@ -127,23 +173,47 @@ class Measured:
             backend = kind(base, TrainingConfig(), self.group)
             backend.create_model("m", LoraShape(RANK, seed=0, train_unembed=False))
             seconds = self.seconds(partial(train, backend, [work], ["m"]), together=True)
-            rates[label] = sum(LENGTHS) / seconds
+            rates[label] = sum(LENGTHS) / seconds if self.is_first else 0.0
             self.say(f"lora_{label}", {"tokens_per_s_each": rates[label], "step_s": seconds, **peak_memory()})
             del backend
             release()
+        self.keep("divided", rates["divided"])
         if self.is_first:
-            figure(
-                "divided_over_replicas",
-                rates["divided"] / rates["replicas"],
-                "at least 0.95 of bare FSDP2, which has 0.8 to 0.9 of replicas",
-            )
+            figure("divided_over_replicas", rates["divided"] / rates["replicas"], "said")
+
+    def bare(self) -> None:
+        """What a user of PyTorch has without us."""
+        for checkpointing in (True, False):
+            rate = self.bare_rate("bare", RANK, LENGTHS, checkpointing)
+            if self.is_first and (ours := self.kept("divided")):
+                figure("divided_over_bare", ours / rate, "at least 0.95", checkpointing=checkpointing)
+
+    def bare8b(self) -> None:
+        """The same with all weights, of which the masters are float32."""
+        rate = self.bare_rate("bare8b", 0, LENGTHS[:1] * 8, checkpointing=True)
+        if self.is_first and (ours := self.kept("divided8b")):
+            figure("divided8b_over_bare", ours / rate, "said")
+
+    def bare_rate(self, name: str, rank: int, lengths: list[int], checkpointing: bool) -> float:
+        """Tokens per second of each GPU with FSDP2."""
+        release()
+        config = configuration("8B")
+        step = step_of(divided_network(config, rank, self.group.count, checkpointing), texts(batch_of(lengths)))
+        seconds = self.seconds(step, together=True)
+        rate = sum(lengths) / seconds
+        flops = flops_per_token(config, lengths, rank == 0) * rate
+        figures = {"matmul_share": flops / (self.matmul * 1e12)} if self.matmul else {}
+        self.say(name, {"checkpointing": checkpointing, "tokens_per_s_each": rate, **figures, "step_s": seconds, **peak_memory()})
+        del step
+        release()
+        return rate
 
     def sequence(self) -> None:
         """Work for each second, by what attention and all else cost, on one GPU and on each of all."""
         config = configuration("4B")
         backend = LocalBackend(base_of(config), TrainingConfig(), self.group)
         backend.create_model("m", LoraShape(RANK, seed=0, train_unembed=False))
-        alone, together = (text_datum("m", tokens) for tokens in batch_of(SEQUENCES))
+        alone, together = (text_datum("m", tokens) for tokens in batch_of(self.sequences))
         numbers = count()
 
         def all_step() -> None:
@@ -157,9 +227,10 @@ class Measured:
             backend.clear_gradients("m")
 
         rates = {}
-        for label, step, length, workers in (("one", one_step, SEQUENCES[0], 1), ("all", all_step, SEQUENCES[1], self.group.count)):
+        shortest, longest = self.sequences
+        for label, step, length, workers in (("one", one_step, shortest, 1), ("all", all_step, longest, self.group.count)):
             release()
-            seconds = self.seconds(step, together=workers > 1, warm=1, calls=2)
+            seconds = self.seconds(step, together=workers > 1, warm=1, calls=self.long_calls)
             if self.is_first:
                 flops = length / seconds / workers * flops_per_token(config, [length], False)
                 rates[label] = flops
@@ -196,6 +267,7 @@ class Measured:
         if self.is_first:
             rate = sum(lengths) / seconds
             share = flops_per_token(config, lengths, True) * rate / (self.matmul * 1e12) if self.matmul else 0.0
+            self.keep("divided8b", rate)
             self.say("divided8b", {"tokens_per_s_each": rate, "matmul_share": share, "step_s": seconds, **peak_memory()})
             if share:
                 figure("divided8b_matmul_share", share, "at least 0.45 on 4; bare FSDP2 0.36")
@@ -263,57 +335,125 @@ def reinforcement_learning(count: int, budget_s: float) -> None:
     figure("rl_step_scaling", ratio(one, many, "step_s"), "at least 1.8 of 2")
 
 
-def compute(place: Place, parts: list[str], output: Path | None) -> None:
-    """One process."""
-    if place.rank == 0:
-        begin_here("workers", output)
-    device = torch.device(DEVICE)
+def compute(place: Place, asked: argparse.Namespace) -> None:
+    """One process. It notes in a file which part it is at."""
+    write_to(asked.output)
+    device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
     if device.type == "cuda":
-        torch.cuda.set_device(0)
-    measured = Measured(ProcessGroup(place, device))
-    for part in parts:
-        getattr(measured, part)()
-        release()
-        measured.meet()
+        torch.cuda.set_device(device)
+    folder = Path(place.meeting.removeprefix("file://")).parent
+    measured = Measured(ProcessGroup(place, device), asked.sequences, asked.long_calls, folder)
+    for part in asked.parts:
+        _file_of(folder, place.rank).write_text(part)
+        try:
+            getattr(measured, part)()
+            release()
+            measured.meet()
+        except WorkersLostError:  # another one says why
+            os._exit(1)
+        except Exception as error:  # noqa: BLE001  whatever it is, the others wait for this process
+            traceback.print_exc(limit=-3, file=sys.stdout)
+            say(case=part, rank=place.rank, failed=f"{type(error).__name__}: {error}".partition("\n")[0])
+            os._exit(1)  # NCCL would wait for the others, which do not come
     measured.group.close()
+
+
+def _file_of(folder: Path, rank: int) -> Path:
+    """Where a process says which part it is at."""
+    return folder / f"rank{rank}"
 
 
 def main() -> None:
     """Start a process for each GPU, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=2, help="how many GPUs")
-    parser.add_argument("--parts", default=",".join(PARTS), help="what to measure, with commas between")
-    parser.add_argument("--output", type=Path)
+    usual = ",".join(part for part in PARTS if part not in LARGER)
+    parser.add_argument("--parts", default=usual, help=f"what to measure, with commas between; of {', '.join(PARTS)}")
+    parser.add_argument("--output", type=Path, help="a file that gets the lines too, behind what it holds")
+    parser.add_argument("--limit", type=float, default=400.0, help="most seconds of each part but rl, building included")
     parser.add_argument("--budget", type=float, default=300.0, help="most seconds of each side of the part rl")
+    parser.add_argument("--sequences", default=",".join(map(str, SEQUENCES)), help="tokens of the sequence of one GPU, and of that of all")
+    parser.add_argument("--long-calls", type=int, default=2, help="measured steps of each of these sequences, after one that is not")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
     parser.add_argument("--meeting", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    parts = asked.parts.split(",")
-    if unknown := [part for part in parts if part not in PARTS]:
+    asked.parts = asked.parts.split(",")
+    if unknown := [part for part in asked.parts if part not in PARTS]:
         parser.error(f"--parts: {', '.join(unknown)} is not one of {', '.join(PARTS)}")
+    asked.sequences = [int(tokens) for tokens in asked.sequences.split(",")]
+    if len(asked.sequences) != 2:
+        parser.error("--sequences takes two numbers of tokens, with a comma between")
     if asked.rank >= 0:
-        compute(Place(asked.rank, asked.count, asked.meeting), parts, asked.output)
+        compute(Place(asked.rank, asked.count, asked.meeting), asked)
         return
-    in_groups = [part for part in parts if part != "rl"]
-    failed = in_groups and not run_together(asked.count, in_groups, asked.output)
-    if "rl" in parts:
-        begin_here("workers", asked.output)
+    begin_here("workers", asked.output)
+    in_groups = [part for part in asked.parts if part != "rl"]
+    failed = run_together(in_groups, asked)
+    if "rl" in asked.parts:
         reinforcement_learning(asked.count, asked.budget)
     sys.exit(1 if failed else 0)
 
 
-def run_together(count: int, parts: list[str], output: Path | None) -> bool:
-    """A process for each GPU; whether none failed."""
+def run_together(parts: Sequence[str], asked: argparse.Namespace) -> bool:
+    """Measure the parts; whether one failed."""
+    left, failed = list(parts), False
     with tempfile.TemporaryDirectory() as folder:
-        meeting = f"file://{folder}/store"
-        command = [sys.executable, "-m", "benchmarks.gpu.workers", "--count", str(count), "--parts", ",".join(parts), "--meeting", meeting]
-        command += ["--output", str(output)] if output else []
-        processes = []
-        for rank in range(count):
+        while left:
+            broken = attempt(left, asked, Path(folder))
+            if broken is None:
+                break
+            failed = True
+            left = left[left.index(broken) + 1 :]
+    return failed
+
+
+def attempt(parts: Sequence[str], asked: argparse.Namespace, folder: Path) -> str | None:
+    """Measure the parts in a process for each GPU. Returns the part that failed or took too long, None if none did."""
+    command = [sys.executable, "-m", "benchmarks.gpu.workers", "--count", str(asked.count), "--parts", ",".join(parts)]
+    command += ["--meeting", f"file://{folder}/store{len(parts)}", "--long-calls", str(asked.long_calls)]
+    command += ["--sequences", ",".join(map(str, asked.sequences)), *(["--output", str(asked.output)] if asked.output else [])]
+    files = [_file_of(folder, rank) for rank in range(asked.count)]
+    for file in files:
+        file.write_text("")
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(asked.count):
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(rank)}
-            processes.append(subprocess.Popen([*command, "--rank", str(rank)], env=environment))
-        codes = [process.wait() for process in processes]
-        return not any(codes)
+            processes.append(subprocess.Popen([*command, "--rank", str(rank)], env=environment, process_group=0))
+        return watch(processes, files, parts, asked.limit)
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):  # what it holds on the device goes with it, and so do the compilers that it has started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def watch(processes: "Sequence[subprocess.Popen[bytes]]", files: Sequence[Path], parts: Sequence[str], limit_s: float) -> str | None:
+    """As `attempt`, of processes that run. `files` say which part each is at."""
+    began, last = time.monotonic(), ""
+    while True:
+        codes = [process.poll() for process in processes]
+        at = [file.read_text() for file in files]
+        if all(code == 0 for code in codes):
+            return None
+        ended = next((rank for rank, code in enumerate(codes) if code), None)
+        if ended is not None:
+            if codes[ended] != 1:
+                say(case=at[ended], rank=ended, failed=f"its process ended with {codes[ended]}")
+            return at[ended] or _not_begun(parts)
+        if at[0] != last:
+            began, last = time.monotonic(), at[0]
+        if time.monotonic() - began > (limit_s if last else BEGIN_S):
+            if last:
+                say(case=last, failed=f"not done after {limit_s:.0f} s")
+            return last or _not_begun(parts)
+        time.sleep(0.1)
+
+
+def _not_begun(parts: Sequence[str]) -> str:
+    """The last part: where the processes do not even meet, none can be measured."""
+    say(case="workers", failed="the processes did not begin")
+    return parts[-1]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.bases import datum, load, picture_chunks, random_tokens, renderer
+from tests.distributed.devices import begin, here
 from tinsmith.config import TrainingConfig
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError
@@ -27,7 +28,6 @@ from tinsmith.training.divided_backend import DividedBackend
 from tinsmith.training.divided_decoder import DividedDecoder, divide
 from tinsmith.wire.chunks import Chunk
 
-CPU = torch.device("cpu")
 TRAINING = TrainingConfig(logits_chunk=64)
 SETTINGS = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1.0, weight_decay=0.1, grad_clip_norm=50.0)
 """eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""
@@ -55,7 +55,7 @@ def share_of(work: Sequence[DatumWork], step: int, rank: int, count: int) -> lis
 
 def gradients(backend: LocalBackend) -> dict[str, list[Tensor]]:
     """What both models have accumulated; nothing where there is nothing."""
-    return {name: [total.clone() for total in backend.optimizers[name].gradients or []] for name in SHAPES}
+    return {name: [total.to("cpu", copy=True) for total in backend.optimizers[name].gradients or []] for name in SHAPES}
 
 
 def computed(backend: LocalBackend, work: Sequence[DatumWork], backward: bool = True) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def step_of(backend: LocalBackend, step: int, rank: int = 0, count: int = 1) -> 
 
 def weights(backend: LocalBackend, name: str) -> list[Tensor]:
     """The masters of a model."""
-    return [tensor.detach().clone() for tensor in backend.optimizers[name].weights.tensors()]
+    return [tensor.detach().to("cpu", copy=True) for tensor in backend.optimizers[name].weights.tensors()]
 
 
 def create_models(backend: LocalBackend) -> None:
@@ -103,7 +103,7 @@ class Dividing:
 
     def keeps(self) -> None:
         """How many bytes are held before and after the layers are divided."""
-        base = load(self.directory / "bases" / "deep", device="cpu")
+        base = load(self.directory / "bases" / "deep", device=str(here()))
         whole = held_bytes()
         divide(base, self.group)
         assert isinstance(base.decoder, DividedDecoder)
@@ -111,7 +111,7 @@ class Dividing:
         self.found["keeps"] = whole, held_bytes(), layers.whole_bytes, layers.nbytes, layers.buffer_bytes
 
     def trains(self, name: str, dtype: str = "float32") -> DividedBackend:
-        base = load(self.directory / "bases" / name, device="cpu", dtype=dtype)
+        base = load(self.directory / "bases" / name, device=str(here()), dtype=dtype)
         divide(base, self.group)
         backend = DividedBackend(base, TRAINING, self.group)
         create_models(backend)
@@ -176,8 +176,7 @@ class Dividing:
 def main() -> None:
     """Go through all cases."""
     rank, count, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    dividing = Dividing(ProcessGroup(Place(rank, count, f"file://{directory}/meeting"), CPU), directory)
+    dividing = Dividing(ProcessGroup(Place(rank, count, f"file://{directory}/meeting"), begin(rank)), directory)
     dividing.keeps()
     text = dividing.trains("text")
     dividing.fails_alone(text)
@@ -189,6 +188,7 @@ def main() -> None:
     dividing.trains("hybrid")
     dividing.another_pass(text)
     torch.save(dividing.found, directory / f"{rank}.pt")
+    dividing.group.close()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.bases import datum, on_host, picture_chunks, random_tokens, renderer
-from tests.distributed.dividing import CPU, SETTINGS, TRAINING, held_bytes
+from tests.distributed.devices import begin, here
+from tests.distributed.dividing import SETTINGS, TRAINING, held_bytes
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import TinsmithError
 from tinsmith.models.base import BaseModel
@@ -56,7 +57,7 @@ def whole(backend: LocalBackend, name: str, parts: Callable[[Any], Sequence[Tens
     """What is laid out like the masters of a model, by the names of the parameters; put together by all where it is divided."""
     model = backend.optimizers[name]
     if not isinstance(model, DividedOptimizer):
-        return {key: tensor.detach().clone() for key, tensor in zip(model.weights.named_tensors(), parts(model), strict=True)}
+        return {key: tensor.detach().to("cpu", copy=True) for key, tensor in zip(model.weights.named_tensors(), parts(model), strict=True)}
     found = {key: torch.full(shape, torch.nan) for row in model.divided.rows.values() for key, shape in row.shapes.items()}
     gathered(model.divided, dict(zip(model.divided.rows, parts(model), strict=True)), found)
     return found
@@ -108,7 +109,7 @@ class DividingAll:
         self.found: dict[str, Any] = {}
 
     def backend(self, name: str, dtype: str = "float32", **settings: Any) -> DividedBackend:
-        base = on_host(self.directory / "bases" / name, dtype)
+        base = on_host(self.directory / "bases" / name, dtype, str(here()))
         divide(base, self.group)
         return DividedBackend(base, replace(TRAINING, **settings), self.group)
 
@@ -263,8 +264,7 @@ class DividingAll:
 def main() -> None:
     """Go through all cases."""
     rank, count, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    dividing = DividingAll(ProcessGroup(Place(rank, count, f"file://{directory}/meeting"), CPU), directory)
+    dividing = DividingAll(ProcessGroup(Place(rank, count, f"file://{directory}/meeting"), begin(rank)), directory)
     dividing.keeps()
     text = dividing.trains("text")
     dividing.fails_alone(text)
@@ -277,6 +277,7 @@ def main() -> None:
         dividing.trains("hybrid")
         dividing.trains("text", "bfloat16")
     torch.save(dividing.found, directory / f"{rank}.pt")
+    dividing.group.close()
 
 
 if __name__ == "__main__":

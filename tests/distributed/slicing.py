@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.bases import datum, load, picture_chunks, random_tokens, renderer, shifted
+from tests.distributed.devices import begin, here
 from tinsmith.config import TrainingConfig
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import TinsmithError, UserError
@@ -99,10 +100,10 @@ def train(
         for model_id in models:
             totals = backend.optimizers[model_id].totals
             assert totals is not None
-            found[f"{model_id} {step} gradients"] = [total.clone() for total in totals]
+            found[f"{model_id} {step} gradients"] = [total.to("cpu", copy=True) for total in totals]
             found[f"{model_id} {step} norm"] = backend.optim_step(model_id, SETTINGS)["grad_norm"]
     for model_id in models:
-        found[f"{model_id} weights"] = [leaf.detach().clone() for leaf in backend.optimizers[model_id].weights.leaves()]
+        found[f"{model_id} weights"] = [leaf.detach().to("cpu", copy=True) for leaf in backend.optimizers[model_id].weights.leaves()]
         backend.delete_model(model_id)
     return found
 
@@ -113,7 +114,7 @@ class Slicing:
     def __init__(self, group: ProcessGroup, directory: Path) -> None:
         self.group = group
         self.rank = group.place.rank
-        self.bases = {family: load(directory / family, device="cpu") for family in FAMILIES}
+        self.bases = {family: load(directory / family, device=str(here())) for family in FAMILIES}
         self.found: dict[str, Any] = {}
         self.number = 0
         self.computed: list[int] = []
@@ -233,13 +234,13 @@ def failing_in(where: str, error: Exception | None, times: int, rank: int) -> It
 def main() -> None:
     """Go through all cases; the last one ends all processes but the first."""
     rank, count, meeting, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    torch.set_num_threads(1)
-    slicing = Slicing(ProcessGroup(Place(rank, count, meeting), torch.device("cpu")), Path(sys.argv[5]))
+    slicing = Slicing(ProcessGroup(Place(rank, count, meeting), begin(rank)), Path(sys.argv[5]))
     slicing.trained()
     slicing.refused()
     torch.save(slicing.found, file)
     slicing.alone()
     torch.save(slicing.found, file)
+    os._exit(0)  # the others are gone: there is nobody to take leave of
 
 
 if __name__ == "__main__":

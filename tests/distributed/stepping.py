@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.distributed.devices import ON_GPUS, begin, here
 from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
+from tinsmith.distributed.joint_work import JointWork
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError
 from tinsmith.models.full import FullWeights, new_compact_weights
@@ -26,7 +28,6 @@ from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.together import step_together
 
-CPU = torch.device("cpu")
 SETTINGS = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip_norm=1.5)
 KINDS = [(kind, dtype) for kind in ("lora", "full", "strided", "compact") for dtype in (torch.float32, torch.bfloat16)]
 STEPS = 3
@@ -49,14 +50,14 @@ def fresh(kind: str, dtype: torch.dtype) -> Optimizer:
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator).to(here())
 
     if kind == "lora":
         pairs = {name: LoraPair(random(2, 50), random(40, 2)) for name in ("up", "down")}
-        return ModelOptimizer(Adapter(LoraShape(2, 0), pairs, dtype, device=CPU))
+        return ModelOptimizer(Adapter(LoraShape(2, 0), pairs, dtype, device=here()))
     masters = {"embed.weight": random(17, 15), "norm.weight": random(30)}
     if kind == "compact":
-        return CompactOptimizer(new_compact_weights(LoraShape(0, 0), masters, dtype, CPU, "compact"), "compact")
+        return CompactOptimizer(new_compact_weights(LoraShape(0, 0), masters, dtype, here(), "compact"), "compact")
     if kind == "strided":  # as a base model may have them
         masters["embed.weight"] = masters["embed.weight"].t()
     return ModelOptimizer(FullWeights(LoraShape(0, 0), masters, dtype))
@@ -65,7 +66,7 @@ def fresh(kind: str, dtype: torch.dtype) -> Optimizer:
 def gradients(optimizer: Optimizer, rank: int, step: int, number: int) -> list[Tensor | None]:
     """Those of one pass, in the precision of the base. Some passes do not reach all weights."""
     generator = torch.Generator().manual_seed(1000 * rank + 10 * step + number)
-    found: list[Tensor | None] = [torch.randn(leaf.shape, generator=generator).to(leaf.dtype) for leaf in optimizer.weights.leaves()]
+    found: list[Tensor | None] = [torch.randn(leaf.shape, generator=generator).to(leaf) for leaf in optimizer.weights.leaves()]
     if number == 1:
         found[0] = None
     return found
@@ -78,13 +79,13 @@ def accumulate(optimizer: Optimizer, rank: int, step: int) -> None:
 
 
 def state(optimizer: Optimizer) -> list[Tensor]:
-    """All that a step changes."""
+    """Copies of all that a step changes."""
     weights = optimizer.weights
-    return [tensor.detach().clone() for tensor in (*weights.tensors(), *weights.leaves(), *dict(optimizer.moments()).values())]
+    return [tensor.detach().to("cpu", copy=True) for tensor in (*weights.tensors(), *weights.leaves(), *dict(optimizer.moments()).values())]
 
 
 def copied(totals: list[Tensor] | None) -> list[Tensor] | None:
-    return None if totals is None else [total.clone() for total in totals]
+    return None if totals is None else [total.to("cpu", copy=True) for total in totals]
 
 
 class Stepping:
@@ -189,16 +190,39 @@ class Stepping:
 
     def sums(self) -> None:
         """What the group itself does."""
-        tensor = torch.full((3,), float(self.rank + 1))
+        tensor = torch.full((3,), float(self.rank + 1), device=self.group.device)
         self.group.sum(tensor)
         largest = [2**62 + self.rank, -(2**62)][self.rank % 2]
         self.found["sums"] = tensor.tolist(), self.group.gather(self.rank * 7 - 1), self.group.gather(largest)
+
+    def exchanges(self) -> None:
+        """Every kind that passes use: of bytes and numbers, of nothing, of what lies apart in memory, and two under way at once."""
+        group, rank, count, device = self.group, self.rank, self.group.count, self.group.device
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32):
+            whole = torch.empty(2 * count, dtype=dtype, device=device)
+            group.begin_to_join(whole, torch.tensor([rank, rank + 10], device=device).to(dtype))()
+            self.found[f"joined {dtype}"] = whole.cpu()
+        joined, part = torch.empty(3 * count, device=device), torch.empty(2, device=device)
+        waits = [group.begin_to_sum_parts(part, torch.arange(2.0 * count, device=device) * (rank + 1))]
+        waits += [group.begin_to_join(joined, torch.full((3,), float(rank), device=device))]
+        for wait in waits:
+            wait()
+        self.found["two at once"] = part.cpu(), joined.cpu()
+        joint = JointWork(group, lambda error: False)
+        column = (torch.arange(3.0 * count, device=device).view(count, 3) + 100 * rank)[:, :1].reshape(-1)
+        self.found["column"] = joint.exchange(column, [1] * count, [1] * count).cpu()
+        to_the_next = [2 * (other == rank + 1) for other in range(count)]
+        of_the_last = [2 * (other == rank - 1) for other in range(count)]
+        for dtype in (torch.bfloat16, torch.float32):
+            sent = torch.full((sum(to_the_next),), float(rank), dtype=dtype, device=device)
+            self.found[f"neighbour {dtype}"] = joint.exchange(sent, to_the_next, of_the_last).cpu()
+        self.found["texts"] = group.texts("ä" * rank)
 
     def trained(self, directory: Path) -> None:
         """A model of a real base, each of whose datums one of the processes computes; the last step finds it on the first one alone."""
         from tests.bases import datum, load, random_tokens, renderer
 
-        base = load(directory, device="cpu")
+        base = load(directory, device=str(here()))
         backend = LocalBackend(base, TrainingConfig(logits_chunk=64), self.group)
         backend.create_model("m", LoraShape(4, 0))
         for step in range(STEPS):
@@ -243,16 +267,18 @@ class Stepping:
 def main() -> None:
     """Go through all cases; the last one ends all processes but the first."""
     rank, count, meeting, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    torch.set_num_threads(1)
-    stepping = Stepping(ProcessGroup(Place(rank, count, meeting), CPU))
+    stepping = Stepping(ProcessGroup(Place(rank, count, meeting), begin(rank)))
     stepping.equal_steps()
     stepping.sums()
+    stepping.exchanges()
     stepping.refused_steps()
     stepping.trained(Path(sys.argv[5]))
-    stepping.memory(Path(sys.argv[5]))
+    if not ON_GPUS:
+        stepping.memory(Path(sys.argv[5]))
     torch.save(stepping.found, file)
     stepping.alone()
     torch.save(stepping.found, file)
+    os._exit(0)  # the others are gone: there is nobody to take leave of
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.bases import load, write_decoder
+from tests.distributed.devices import EXACT, EXACT_IN_HALF, require_devices
 from tests.distributed.dividing import FAULTS, SETTINGS, SHAPES, STEPS, TRAINING, create_models, gradients, share_of, step_of, work_of
 from tests.distributed.dividing import weights as weights_of
 from tests.running import START_S
@@ -44,7 +45,7 @@ def alone(bases: Path) -> Callable[[str, str], list[dict[str, Any]]]:
 
     @cache
     def run(name: str, dtype: str) -> list[dict[str, Any]]:
-        backend = LocalBackend(load(bases / name, device="cpu", dtype=dtype), TRAINING)
+        backend = LocalBackend(load(bases / name, dtype=dtype), TRAINING)
         create_models(backend)
         return [step_of(backend, step) for step in range(STEPS)]
 
@@ -57,6 +58,7 @@ def processes(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
     @cache
     def run(count: int) -> tuple[Path, Found]:
+        require_devices(count)
         directory = tmp_path_factory.mktemp(f"{count} processes")
         (directory / "bases").symlink_to(bases)
         write_state(saved_alone(bases), directory / "alone")
@@ -67,21 +69,21 @@ def processes(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         finally:
             for process in running:
                 process.kill()
-        return directory, [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(count)]
+        return directory, [torch.load(directory / f"{rank}.pt", map_location="cpu", weights_only=True) for rank in range(count)]
 
     return run
 
 
 def saved_alone(bases: Path) -> Any:
     """A model that one worker has trained for a step."""
-    backend = LocalBackend(load(bases / "text", device="cpu"), TRAINING)
+    backend = LocalBackend(load(bases / "text"), TRAINING)
     create_models(backend)
     step_of(backend, 0)
     return backend.copy_state("four", optimizer=True)
 
 
 def assert_near(found: list[Tensor], expected: list[Tensor], within: float) -> None:
-    for one, other in zip(found, expected, strict=True):
+    for one, other in ((one.cpu(), other.cpu()) for one, other in zip(found, expected, strict=True)):
         assert (one - other).abs().max() <= within * other.abs().max()
 
 
@@ -118,15 +120,16 @@ def test_losses_gradients_and_weights_are_those_of_one_worker(
 def test_a_share_has_the_gradients_of_a_worker_with_all_weights(
     processes: Callable[[int], tuple[Path, Found]], bases: Path, name: str, dtype: str
 ) -> None:
-    """To the last bit, and every parameter has one: LoRA in float32 over a base in bfloat16 too."""
+    """To the last bit on a CPU, and every parameter has one: LoRA in float32 over a base in bfloat16 too."""
     _, found = processes(2)
+    within = EXACT_IN_HALF if dtype == "bfloat16" else HYBRID_WITHIN if EXACT and name == "hybrid" else EXACT
     for rank, of_process in enumerate(found):
-        backend = LocalBackend(load(bases / name, device="cpu", dtype=dtype), TRAINING)
+        backend = LocalBackend(load(bases / name, dtype=dtype), TRAINING)
         create_models(backend)
         backend.run_pass(share_of(work_of(backend.base, 0), 0, rank, 2), backward=True)
         steps = of_process[f"{name} {dtype}"]
         for model, expected in gradients(backend).items():
-            assert all(torch.equal(one, other) for one, other in zip(steps[0][model], expected, strict=True))
+            assert_near(steps[0][model], expected, within)
             totals = [total for step in steps[1:] for total in step[model]]
             assert len(totals) in ({len(expected)} if rank == 0 else {len(expected), 2 * len(expected)})
             assert all(total.any() for total in totals)
@@ -156,7 +159,7 @@ def test_what_fails_on_one_alone_leaves_the_others_their_results(
         assert spoiled["failures"] == whole["failures"] == {}
         assert spoiled["losses"] == pytest.approx(whole["losses"], rel=WITHIN)
         for model in SHAPES:
-            assert_near(spoiled[model], whole[model], WITHIN if rank == 1 else 0)
+            assert_near(spoiled[model], whole[model], WITHIN if rank == 1 else EXACT)
 
 
 def test_what_is_refused_lets_nobody_wait(processes: Callable[[int], tuple[Path, Found]], alone: Callable[..., Any]) -> None:
@@ -179,7 +182,7 @@ def test_workers_that_were_told_of_different_passes_end(processes: Callable[[int
 def test_checkpoints_go_on_whatever_the_number_of_workers(processes: Callable[[int], tuple[Path, Found]], bases: Path, count: int) -> None:
     """From one worker to several, a step there, and back with moments and all."""
     directory, found = processes(count)
-    backend = LocalBackend(load(bases / "text", device="cpu"), TRAINING)
+    backend = LocalBackend(load(bases / "text"), TRAINING)
     create_models(backend)
     backend.restore("four", read_state(directory / "alone", backend.base, optimizer=True))
     for of_process in found:

@@ -13,6 +13,11 @@ import pytest
 import tinker
 from tinker import types
 
+from tests.distributed.devices import ON_GPUS
+
+if ON_GPUS:  # where it need not be installed, and where nothing of this computes
+    pytest.importorskip("ray", reason="Ray is not installed here")
+
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.talking import assert_close, datum, logprobs, text_input, train
 from tests.engine.test_worker_process import Watched, link_of_an_engine

@@ -255,33 +255,6 @@ def test_several_passes_of_one_step_and_none_at_all(alone_and_together: list[Run
     assert_close(found[1], found[0], WITHIN)
 
 
-def test_what_is_saved_on_two_goes_on_on_one_and_back(alone_and_together: list[Running], options: list[str], tmp_path: Path) -> None:
-    """With the optimizer's state: the losses that follow are those of the run that was not interrupted."""
-
-    def go_on(client: tinker.TrainingClient, first: int) -> list[float]:
-        done = []
-        for step in range(first, first + 3):
-            losses = client.forward_backward(batch(client, "text", step), "cross_entropy")
-            client.optim_step(STEP).result()
-            done.append(losses.result().metrics["loss:sum"])
-        return done
-
-    with serving(tmp_path, *options, "--workers", "2") as server:
-        server.wait_for_health()
-        with tinker.ServiceClient(base_url=server.url, api_key="tml-two") as service:
-            client = train(service, "text")
-            go_on(client, 0)
-            path = client.save_state("three").result().path
-            expected = go_on(client, 3)
-    for count in ("1", "2"):
-        with serving(tmp_path, *options, "--workers", count) as server:
-            server.wait_for_health()
-            with tinker.ServiceClient(base_url=server.url, api_key="tml-two") as service:
-                client = service.create_training_client_from_state_with_optimizer(path).result()
-                assert go_on(client, 3) == pytest.approx(expected, rel=WITHIN)
-                path = service.create_training_client_from_state_with_optimizer(path).result().save_state(f"again{count}").result().path
-
-
 def test_a_bad_datum_spoils_its_step_on_all_workers(alone_and_together: list[Running]) -> None:
     """One worker has computed its share when the other finds that a picture is broken: nothing of the step counts."""
     _, running = alone_and_together
@@ -339,29 +312,6 @@ def test_a_run_of_reinforcement_learning_is_that_of_one_worker(alone_and_togethe
     assert sum(one == other for one, other in zip(alone, together, strict=True)) >= 28
     assert curves[1] == pytest.approx(curves[0], abs=0.13)
     assert max(curves[1]) > 0
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_worker_is_named_and_all_are_started_again(options: list[str], tmp_path: Path, rank: int) -> None:
-    """Whichever it is, in the middle of its work. The model comes back and goes on."""
-    with serving(tmp_path, *options, "--workers", "2") as server:
-        server.wait_for_health()
-        first = worker_pids(server)
-        with tinker.ServiceClient(base_url=server.url, api_key="tml-kill") as service:
-            client = train(service, "text")
-            client.forward_backward(batch(client, "text", 0), "cross_entropy").result()
-            client.optim_step(STEP).result()
-            expected = scores(client, batch(client, "text", 3))
-            running = client.forward_backward(batch(client, "text", 1) * 200, "cross_entropy")
-            os.kill(first[rank], signal.SIGKILL)
-            running.result(timeout=START_S)
-            server.wait_for_log(f"worker {rank} of 2: the worker process ended unexpectedly (signal 9)")
-            server.wait_for_health()
-            second = worker_pids(server)
-            assert len(second) == 2
-            assert not set(first) & set(second)
-            assert_close(scores(client, batch(client, "text", 3)), expected, WITHIN)
-            client.optim_step(STEP).result()
 
 
 def test_the_status_names_all_workers(alone_and_together: list[Running]) -> None:

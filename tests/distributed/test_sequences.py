@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.bases import load
+from tests.distributed.devices import require_devices
 from tests.distributed.slicing import CASES, FAMILIES, LENGTHS, STEPS, train
 from tests.running import START_S
 from tinsmith.config import TrainingConfig
@@ -44,6 +45,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory, families: Path) -> Calla
 
     @cache
     def run(count: int) -> Found:
+        require_devices(count)
         directory = tmp_path_factory.mktemp(f"{count} processes")
         files = [directory / f"{rank}.pt" for rank in range(count)]
         ranks = [(str(rank), str(count), f"file://{directory}/meeting", str(file), str(families)) for rank, file in enumerate(files)]
@@ -53,7 +55,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory, families: Path) -> Calla
         finally:
             for process in running:
                 process.kill()
-        return [torch.load(file, weights_only=True) for file in files]
+        return [torch.load(file, map_location="cpu", weights_only=True) for file in files]
 
     return run
 
@@ -64,7 +66,7 @@ def alone(families: Path) -> Callable[[str], dict[str, Any]]:
 
     @cache
     def run(case: str) -> dict[str, Any]:
-        base = load(families / CASES[case][0], device="cpu")
+        base = load(families / CASES[case][0])
         backend = LocalBackend(base, TrainingConfig(logits_chunk=16))
 
         def long(work: DatumWork, backward: bool) -> DatumResult:
@@ -156,11 +158,11 @@ def test_processes_at_different_passes_end_instead_of_mixing_them(processes: Cal
         assert message.startswith("the workers are not the same any more: the pass that comes next is [")
 
 
-def test_who_finds_the_others_gone_in_the_middle_says_so(processes: Callable[[int], Found]) -> None:
-    for count in (2, 3):
-        error, message, clean = processes(count)[0]["alone"]
-        assert (error, clean) == ("WorkersLostError", True)
-        assert message.startswith(f"worker 0 of {count} cannot reach the others: ")
+@pytest.mark.parametrize("count", [2, 3])
+def test_who_finds_the_others_gone_in_the_middle_says_so(processes: Callable[[int], Found], count: int) -> None:
+    error, message, clean = processes(count)[0]["alone"]
+    assert (error, clean) == ("WorkersLostError", True)
+    assert message.startswith(f"worker 0 of {count} cannot reach the others: ")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 16])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.bases import datum, load, random_tokens, renderer
+from tests.distributed.devices import ON_GPUS, here, require_devices
 from tests.distributed.stepping import FREE_BYTES, KINDS, LIMITED, PASSES, SETTINGS, STEPS, accumulate, fresh, state
 from tests.running import START_S
 from tinsmith.config import DistributedConfig, TrainingConfig
@@ -33,6 +34,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory, family_dir: Callable[[st
 
     @cache
     def run(count: int) -> Found:
+        require_devices(count)
         directory = tmp_path_factory.mktemp(f"{count} processes")
         files = [directory / f"{rank}.pt" for rank in range(count)]
         ranks = [
@@ -44,7 +46,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory, family_dir: Callable[[st
         finally:
             for process in running:
                 process.kill()
-        return [torch.load(file, weights_only=True) for file in files]
+        return [torch.load(file, map_location="cpu", weights_only=True) for file in files]
 
     return run
 
@@ -75,7 +77,8 @@ def test_two_take_the_step_of_one_that_was_given_the_sum(processes: Callable[[in
     alone = fresh(kind, dtype)
     for (one, metrics, weights), (other, _, _) in zip(first, second, strict=True):
         given = [totals for totals in (one, other) if totals is not None]
-        alone.totals = [sum((part.float() for part in parts), torch.zeros(())).to(parts[0].dtype) for parts in zip(*given, strict=True)]
+        totals = [sum((part.float() for part in parts), torch.zeros(())).to(parts[0].dtype) for parts in zip(*given, strict=True)]
+        alone.totals = [total.to(here()) for total in totals]
         assert alone.step(SETTINGS) == metrics
         assert same(state(alone), weights)
 
@@ -113,13 +116,28 @@ def test_zeros_lie_in_memory_as_gradients_do(kind: str, dtype: torch.dtype) -> N
         assert not zero.any()
 
 
-def test_numbers_are_gathered_and_tensors_summed_up(processes: Callable[[int], Found]) -> None:
-    for count in (2, 3):
-        for found in processes(count):
-            summed, numbers, large = found["sums"]
-            assert summed == [count * (count + 1) / 2] * 3
-            assert numbers == [rank * 7 - 1 for rank in range(count)]
-            assert large == [[2**62 + rank, -(2**62)][rank % 2] for rank in range(count)]
+@pytest.mark.parametrize("count", [2, 3])
+def test_numbers_are_gathered_and_tensors_summed_up(processes: Callable[[int], Found], count: int) -> None:
+    for found in processes(count):
+        summed, numbers, large = found["sums"]
+        assert summed == [count * (count + 1) / 2] * 3
+        assert numbers == [rank * 7 - 1 for rank in range(count)]
+        assert large == [[2**62 + rank, -(2**62)][rank % 2] for rank in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_whatever_passes_exchange_arrives(processes: Callable[[int], Found], count: int) -> None:
+    ranks = range(count)
+    for rank, found in enumerate(processes(count)):
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32):
+            assert torch.equal(found[f"joined {dtype}"], torch.tensor([[each, each + 10] for each in ranks]).view(-1).to(dtype))
+        part, joined = found["two at once"]
+        assert part.tolist() == [sum(ranks, count) * number for number in (2 * rank, 2 * rank + 1)]
+        assert joined.tolist() == [each for each in ranks for _ in range(3)]
+        assert found["column"].tolist() == [100 * each + 3 * rank for each in ranks]
+        for dtype in (torch.bfloat16, torch.float32):
+            assert torch.equal(found[f"neighbour {dtype}"], torch.tensor([rank - 1] * 2 if rank else [], dtype=dtype))
+        assert found["texts"] == ["ä" * each for each in ranks]
 
 
 @pytest.mark.parametrize("kind", ["lora", "compact"])
@@ -174,7 +192,7 @@ def test_passes_that_are_divided_train_a_model_as_those_of_one_worker(
     processes: Callable[[int], Found], family_dir: Callable[[str], Path], count: int
 ) -> None:
     """Also where one computes all of a step. Rows packed with others round in another order: within 1e-5, a thousandth of a step."""
-    base = load(family_dir("qwen3"), device="cpu")
+    base = load(family_dir("qwen3"))
     alone = LocalBackend(base, TrainingConfig(logits_chunk=64))
     alone.create_model("m", LoraShape(4, 0))
     before = state(alone.optimizers["m"])
@@ -198,6 +216,7 @@ def test_a_step_of_a_model_that_is_not_on_all_ends_all_and_lets_none_wait(proces
         assert found["missing on some"] == ("DeviceLostError", lost)
 
 
+@pytest.mark.skipif(ON_GPUS, reason="it is about the memory of a host whose CPUs the workers share")
 @pytest.mark.parametrize("count", [2, 3])
 def test_each_trains_as_long_a_sequence_as_the_plan_says(
     processes: Callable[[int], Found], family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, count: int
@@ -217,8 +236,8 @@ def test_each_trains_as_long_a_sequence_as_the_plan_says(
         assert found["memory"] == (longest.tokens, longest.together, planned.cache.bytes)
 
 
-def test_who_finds_the_others_gone_says_so(processes: Callable[[int], Found]) -> None:
-    for count in (2, 3):
-        error, text = processes(count)[0]["alone"]
-        assert error == "WorkersLostError"
-        assert text.startswith(f"worker 0 of {count} cannot reach the others: ")
+@pytest.mark.parametrize("count", [2, 3])
+def test_who_finds_the_others_gone_says_so(processes: Callable[[int], Found], count: int) -> None:
+    error, text = processes(count)[0]["alone"]
+    assert error == "WorkersLostError"
+    assert text.startswith(f"worker 0 of {count} cannot reach the others: ")

@@ -93,6 +93,7 @@ class JointWork:
 
     def exchange(self, sent: Tensor, sizes: Sequence[int], received_sizes: Sequence[int]) -> Tensor:
         """Give each worker the next of `sizes` numbers of `sent`; returns what each gives to this one, `received_sizes` numbers."""
+        sent = sent.contiguous()  # one column of a matrix, made flat, still lies apart in memory
         received = sent.new_empty(sum(received_sizes))
         self.agree_to_go_on()
         self.group.exchange(received, sent, received_sizes, sizes)

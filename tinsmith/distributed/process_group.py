@@ -4,6 +4,7 @@ All workers must call the same methods in the same order. One that never comes l
 ends all of them when one has ended.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,12 +19,16 @@ from tinsmith.errors import DeviceLostError, WorkersLostError
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.questions import Answers
 
+log = logging.getLogger(__name__)
+
 LONGEST_WAIT = timedelta(hours=2)
 """For a worker that still computes. One that has ended is noticed by the engine, long before."""
 _join = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 """Of one tensor of each worker. torch 2.13 has given it another name."""
 _sum_parts = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 """The sum of one tensor of each worker, of which each gets its part. It has another name there too."""
+_FIRST_SIZES = {"cuda": (64, 2**22), "cpu": (64,)}
+"""Numbers of each worker in the first exchanges of a group: NCCL connects GPUs in one way for little, in another for much."""
 
 
 class ProcessGroup:
@@ -47,6 +52,28 @@ class ProcessGroup:
             else:  # on one host: nobody else needs to reach them
                 use_interface(LOOPBACK)
                 dist.init_process_group(backend, place.meeting, LONGEST_WAIT, place.count, place.rank)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Exchange something in every way that there is.
+
+        NCCL connects two GPUs, and takes its buffers, when they first exchange something so: hundreds of megabytes that PyTorch does not
+        count. Taken now, they are gone from the memory that is divided later, and no pass runs out of memory in them: that ends workers.
+        """
+        before = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+        for size in _FIRST_SIZES[self.device.type]:
+            part, whole = torch.zeros(size, device=self.device), torch.zeros(size * self.count, device=self.device)
+            self.sum(whole)
+            self.begin_to_join(whole, part)()
+            self.begin_to_sum_parts(part, whole)()
+            self.exchange(whole, whole.clone(), [size] * self.count, [size] * self.count)
+        if self.device.type == "cuda":
+            del part, whole
+            with self._not_alone():
+                torch.cuda.synchronize(self.device)  # what cannot be exchanged is said here, and not in the middle of a pass
+            torch.cuda.empty_cache()
+            taken = before - torch.cuda.mem_get_info(self.device)[0]
+            log.info("%s is connected to the others: %.0f MiB of %s are taken", self.place.name, max(0, taken) / 2**20, self.device)
 
     @property
     def count(self) -> int:

@@ -1,0 +1,34 @@
+"""Where the processes that tests here start compute: all on the CPU, or with TINSMITH_TEST_DEVICE=cuda each on a GPU of its own."""
+
+import pytest
+import torch
+
+from tests.bases import DEVICE
+
+ON_GPUS = DEVICE == "cuda"
+EXACT = 1e-5 if ON_GPUS else 0.0
+"""How far two computations of the same may differ, of the largest number. On a GPU some kernels add up in the order in which their blocks
+come, and PyTorch chooses others for the same product in another process. What workers exchange is equal to the last bit there too."""
+EXACT_IN_HALF = 2.0**-5 if ON_GPUS else 0.0
+"""The same in bfloat16, in which each number is rounded to 8 bits."""
+SERVER_OPTIONS = ["--device", "cuda", "--dtype", "float32", "--memory-share", "0.12"] if ON_GPUS else ["--device", "cpu"]
+"""Of every server. Several run at a time: the first worker of each has the first GPU."""
+
+
+def begin(rank: int) -> torch.device:
+    """The device of the process of that rank, which makes it the current one."""
+    torch.set_num_threads(1)
+    if ON_GPUS:
+        torch.cuda.set_device(rank)
+    return here()
+
+
+def here() -> torch.device:
+    """The device of this process."""
+    return torch.device("cuda", torch.cuda.current_device()) if ON_GPUS else torch.device("cpu")
+
+
+def require_devices(count: int) -> None:
+    """Skip a test on a machine that has fewer GPUs than it needs processes."""
+    if ON_GPUS and torch.cuda.device_count() < count:
+        pytest.skip(f"each of {count} processes needs a GPU of its own, and there are {torch.cuda.device_count()}")
