@@ -6,8 +6,11 @@
 - 64 requests of 64 tokens at once, 64 or 256 sampled each: tokens per second through SDK, server and vLLM over those of this vLLM alone.
 
 Run it with: TINSMITH_TEST_DEVICE=cuda TINSMITH_TEST_VLLM_PYTHON=.../bin/python python -m benchmarks.gpu.served_by_vllm
+`--parts publishing` leaves the requests out, `--parts requests` the publishing.
 """
 
+import argparse
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,19 +25,26 @@ from benchmarks.servers import API_KEY
 from benchmarks.with_vllm import ANSWERS, publishing, texts, throughput
 from tests.with_vllm.serving import sampling_with_vllm, wait_for_vllm
 
+PARTS = ("requests", "publishing")
+
 
 @contextmanager
 def running(model: Path, *options: str) -> Iterator[tuple[tinker.ServiceClient, str]]:
-    """An SDK client of a server of the model, and the address of its vLLM server, which is ready."""
+    """An SDK client of a server of the model, and the address of its vLLM server, which is ready. At the end the log's last publishes."""
     options = ("--base-model", f"tiny={model}", "--snapshot-gib", "64", *options)  # enough for all versions, which else go to disk
     with tempfile.TemporaryDirectory() as folder, sampling_with_vllm(Path(folder), *options) as server:
         address = wait_for_vllm(server)
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
             yield service, address
+        for line in re.findall(r"adapter \S+ is on the vLLM server .*: (.* to load it)", server.log.read_text())[-3:]:
+            print(f"adapter: {line}")
 
 
 def main() -> None:
     """Measure and print the lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="what to measure")
+    parts = parser.parse_args().parts
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         config = configuration("1.7B")
         network = network_of(config)
@@ -44,9 +54,13 @@ def main() -> None:
         torch.cuda.empty_cache()
         with running(model) as (service, address):
             client = service.create_sampling_client(base_model="tiny").result()
-            for answer in ANSWERS:
+            for answer in ANSWERS if "requests" in parts else ():
                 throughput(client, address, "vllm_gpu_text", "at least 0.95 times as fast", texts, answer)
-            publishing(service.create_lora_training_client("tiny", rank=32).result(), "vllm_gpu_publish_lora", "")
+            if "publishing" not in parts:
+                return
+            for unembed in (False, True):
+                adapted = service.create_lora_training_client("tiny", rank=32, train_unembed=unembed).result()
+                publishing(adapted, f"vllm_gpu_publish_lora{'_and_lm_head' * unembed}", "at most 150 ms")
             publishing(service.create_lora_training_client("tiny", rank=0).result(), "vllm_gpu_publish_full", "")
         if torch.cuda.device_count() == 1:
             with running(model, "--vllm-transfer", "file") as (service, _):
