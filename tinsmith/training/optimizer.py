@@ -91,21 +91,21 @@ class ModelOptimizer:
         """
         joined = self.weights.joined(gradients)
         if self.totals is not None:
-            totals = _wide(self.totals)
-            return partial(self._add, totals, Addition(totals, joined))
+            self.widen()
+            return Addition(self.totals, joined).add
         return partial(self._begin_with, apart(joined if self.kernels else _wide(joined)))
 
     def _begin_with(self, totals: list[Tensor]) -> None:
         self.totals = totals
 
-    def _add(self, totals: list[Tensor], addition: Addition) -> None:
-        self.totals = totals
-        addition.add()
-
     def widen(self) -> None:
-        """Let what has been accumulated be float32. May run out of memory, and changes nothing then."""
-        if self.totals is not None:
-            self.totals = _wide(self.totals)
+        """Let what has been accumulated be float32. May run out of memory, and changes no number then.
+
+        One tensor after the other: there need not be room for all in both precisions.
+        """
+        totals = self.totals or []
+        for index, total in enumerate(totals):
+            totals[index] = total.float()
 
     def begin_with_zeros(self) -> None:
         """Accumulate from 0 where nothing has been accumulated."""
