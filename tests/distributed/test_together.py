@@ -77,7 +77,8 @@ def test_two_take_the_step_of_one_that_was_given_the_sum(processes: Callable[[in
     alone = fresh(kind, dtype)
     for (one, metrics, weights), (other, _, _) in zip(first, second, strict=True):
         given = [totals for totals in (one, other) if totals is not None]
-        totals = [sum((part.float() for part in parts), torch.zeros(())).to(parts[0].dtype) for parts in zip(*given, strict=True)]
+        kept_in = dtype if kind == "compact" else torch.float32
+        totals = [sum((part.float() for part in parts), torch.zeros(())).to(kept_in) for parts in zip(*given, strict=True)]
         alone.totals = [total.to(here()) for total in totals]
         assert alone.step(SETTINGS) == metrics
         assert same(state(alone), weights)
