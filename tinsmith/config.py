@@ -158,7 +158,12 @@ class DistributedConfig:
     """Several workers."""
 
     workers: int = setting(
-        1, "Number of processes that train and sample together, each on its own GPU or share of a CPU", "workers", 1, 1024
+        0,
+        "Number of processes that train and sample together, each on its own GPU or share of a CPU; 0 is one for each visible GPU, and one "
+        "on a CPU or with --sampler vllm",
+        "workers",
+        0,
+        1024,
     )
     shard: str = setting(
         "none",

@@ -151,7 +151,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         sizes = size_of(source, config.models)
         place = _here(sizes, workers)
     else:
-        workers = worker_count(config, config.distributed.workers)
+        workers = worker_count(config, max(1, config.distributed.workers))
         sizes = size_of(source, _on_a_gpu(config.models))
         memory = int(memory_gib * GIB)
         place = _Place("a GPU (--memory-gib)", True, memory, memory, host_free=memory)

@@ -4,10 +4,11 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig, TrainingConfig
+from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig, TrainingConfig, VLLMConfig
 from tinsmith.engine import devices
 from tinsmith.engine.devices import threads_of, visible_gpus, worker_count
 from tinsmith.errors import ConfigError
@@ -30,7 +31,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return make
 
 
-def config(workers: int = 1, device: str = "auto", sampler: str = "local") -> Config:
+def config(workers: int = 0, device: str = "auto", sampler: str = "local") -> Config:
     return Config(
         distributed=DistributedConfig(workers),
         models=ModelsConfig(device=device),
@@ -38,9 +39,57 @@ def config(workers: int = 1, device: str = "auto", sampler: str = "local") -> Co
     )
 
 
-def test_as_many_workers_as_are_asked_for_and_one_by_default(machine: Machine) -> None:
+def test_one_worker_for_each_visible_gpu_by_default_and_one_on_a_cpu(machine: Machine) -> None:
     machine(4)
-    assert worker_count(Config()) == 1
+    assert Config().distributed.workers == 0
+    assert worker_count(Config()) == worker_count(config(device="cuda")) == worker_count(config(sampler="none")) == 4
+    assert worker_count(config(device="cpu")) == worker_count(config(device="cuda:2")) == 1
+    assert worker_count(replace(config(), distributed=DistributedConfig(0, "weights"), sampling=SamplingConfig(sampler="none"))) == 4
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_where_no_gpu_is_seen_one_worker_starts_by_default(machine: Machine, device: str) -> None:
+    """With `cuda` torch finds one, or says that there is none."""
+    machine(0)
+    assert worker_count(config(device=device)) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"vllm": VLLMConfig(vllm_turn_s=5.0)}, {"vllm": VLLMConfig(vllm_urls=["unix:x"])}, {"training": TrainingConfig(train="none")}],
+)
+def test_where_another_worker_would_have_no_gpu_or_nothing_to_do_there_is_one(machine: Machine, change: dict[str, Any]) -> None:
+    machine(4)
+    assert worker_count(replace(config(sampler="vllm"), **change)) == 1
+
+
+def test_workers_beside_one_that_only_compares_are_refused(machine: Machine) -> None:
+    machine(4)
+    compares = replace(config(2, "cpu", sampler="vllm"), training=TrainingConfig(train="none"))
+    with pytest.raises(ConfigError, match=r"^--workers 2, --train none and --sampler vllm: one worker compares .*; leave --workers out$"):
+        worker_count(compares)
+
+
+def test_ray_is_told_how_many_workers(machine: Machine) -> None:
+    """Its GPUs may be on other hosts, and it says itself whether there are enough."""
+    machine(1)
+    with_ray = [replace(config(), distributed=DistributedConfig(workers, ray_address="auto")) for workers in (0, 3)]
+    assert worker_count(with_ray[1]) == 3
+    with pytest.raises(ConfigError, match=r"^--ray-address auto: say how many workers Ray is to start, with --workers 1 or more; "):
+        worker_count(with_ray[0])
+
+
+def test_one_worker_has_no_others_to_divide_sequences_with(machine: Machine) -> None:
+    machine(2)
+    divided = TrainingConfig(sequence_parallel_from=1000)
+    assert worker_count(replace(config(), training=divided)) == 2
+    for alone in (config(1), config(device="cpu")):
+        with pytest.raises(ConfigError, match=r"^sequence_parallel_from has no effect with one worker; add --workers 2 or more"):
+            worker_count(replace(alone, training=divided))
+
+
+def test_as_many_workers_as_are_asked_for(machine: Machine) -> None:
+    machine(4)
     assert [worker_count(config(workers, device)) for workers in (1, 2, 4) for device in ("auto", "cuda")] == [1, 1, 2, 2, 4, 4]
     assert worker_count(config(4, sampler="none")) == 4
 
@@ -119,7 +168,7 @@ def test_vllm_servers_do_not_share_gpus_with_workers(machine: Machine) -> None:
 def test_the_environment_says_which_gpus_there_are(machine: Machine, visible: str | None, count: int) -> None:
     machine(4, visible)
     assert visible_gpus() == count
-    assert worker_count(config()) == 1
+    assert worker_count(config()) == max(1, count)
     if count:
         assert worker_count(config(count)) == count
         with pytest.raises(ConfigError, match=f"there are {count} GPUs"):

@@ -14,30 +14,64 @@ _GPU = re.compile(r"\s*(\d+|(GPU|MIG)-.+)\s*")
 
 
 def worker_count(config: Config, gpus: int | None = None) -> int:
-    """How many workers are configured.
+    """How many workers start: as many as are configured, or with --workers 0 as many as have a GPU of their own.
 
-    Raises ConfigError if these need more GPUs than there are, share them with vLLM servers, or are to divide what they cannot. `gpus` is
-    how many there are; None means those of this machine.
+    Raises ConfigError if these need more GPUs than there are, are to divide what they cannot, or would have nothing to do. `gpus` is how
+    many there are; None means those of this machine. Ray says itself which GPUs it has.
     """
-    asked, device = config.distributed.workers, config.models.device
-    _check_shard(config)
-    if asked == 1 or device == "cpu":
-        return asked
-    if ":" in device:
-        raise ConfigError(f"--workers {asked} and --device {device} contradict each other: each worker has its own GPU; leave one out")
+    asked = config.distributed.workers
+    _check_ray(config)
+    if config.distributed.ray_address:
+        gpus = asked
     gpus = visible_gpus() if gpus is None else gpus
+    count = asked or _automatic(config, gpus)
+    _check_shard(config, count)
+    if count == 1:
+        if config.training.sequence_parallel_from:
+            raise ConfigError("sequence_parallel_from has no effect with one worker; add --workers 2 or more, or leave it out")
+        return count
+    if config.only_compares:
+        raise ConfigError(
+            f"--workers {count}, --train none and --sampler vllm: one worker compares what vLLM servers compute, and others would have "
+            "nothing to do; leave --workers out"
+        )
+    if config.models.device != "cpu":
+        _check_gpus(config, count, gpus)
+    return count
+
+
+def _check_ray(config: Config) -> None:
+    address = config.distributed.ray_address
+    if address and not config.distributed.workers:
+        raise ConfigError(
+            f"--ray-address {address}: say how many workers Ray is to start, with --workers 1 or more; other programs of its cluster want "
+            "GPUs too"
+        )
+
+
+def _check_gpus(config: Config, count: int, gpus: int) -> None:
+    """Raise ConfigError if several workers have no GPU each. Where none is seen they run on the CPU, unless GPUs are asked for."""
+    device = config.models.device
+    if ":" in device:
+        raise ConfigError(f"--workers {count} and --device {device} contradict each other: each worker has its own GPU; leave one out")
     if gpus == 0 and device == "auto":
-        return asked
-    if asked > gpus:
-        raise ConfigError(f"--workers {asked}: there are {gpus} GPUs, and each worker needs its own; ask for {max(1, gpus)} or fewer")
+        return
+    if count > gpus:
+        raise ConfigError(f"--workers {count}: there are {gpus} GPUs, and each worker needs its own; ask for {max(1, gpus)} or fewer")
     if config.sampling.sampler == "vllm":
-        raise ConfigError(f"--workers {asked} and --sampler vllm: vLLM servers would start on GPUs of workers; use --workers 1")
-    return asked
+        raise ConfigError(f"--workers {count} and --sampler vllm: vLLM servers would start on GPUs of workers; use --workers 1")
 
 
-def _check_shard(config: Config) -> None:
-    """Raise ConfigError if the weights are to be divided where that does not work."""
-    shard, workers, sampler = config.distributed.shard, config.distributed.workers, config.sampling.sampler
+def _automatic(config: Config, gpus: int) -> int:
+    """One worker for each GPU, and at least one; beside vLLM servers one."""
+    if config.sampling.sampler == "vllm" or config.models.device == "cpu" or ":" in config.models.device:
+        return 1
+    return max(1, gpus)
+
+
+def _check_shard(config: Config, workers: int) -> None:
+    """Raise ConfigError if the weights are to be divided over so many workers where that does not work."""
+    shard, sampler = config.distributed.shard, config.sampling.sampler
     if shard == "none":
         return
     if workers == 1:
