@@ -159,8 +159,8 @@ class DistributedConfig:
 
     workers: int = setting(
         0,
-        "Number of processes that train and sample together, each on its own GPU or share of a CPU; 0 is one for each visible GPU, and one "
-        "on a CPU or with --sampler vllm",
+        "Number of processes that train and sample together, each on its own GPU or share of a CPU; 0 is one for each visible GPU that no "
+        "vLLM server of this server takes, and one on a CPU",
         "workers",
         0,
         1024,
@@ -388,6 +388,13 @@ class Config:
     def only_compares(self) -> bool:
         """Whether the worker trains and samples nothing itself: vLLM servers sample, and it compares what they compute."""
         return self.sampling.sampler == "vllm" and not self.training.trains
+
+    @property
+    def vllm_gpus(self) -> int:
+        """How many GPUs vLLM servers take for themselves where there are enough: those of all base models, as far as they are started."""
+        if self.sampling.sampler != "vllm" or self.vllm.vllm_urls or self.vllm.vllm_turn_s:
+            return 0
+        return max(1, len(self.base_models)) * self.vllm.vllm_servers * self.vllm.vllm_tensor_parallel
 
 
 @dataclass(frozen=True)

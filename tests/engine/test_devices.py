@@ -55,6 +55,17 @@ def test_where_no_gpu_is_seen_one_worker_starts_by_default(machine: Machine, dev
 
 
 @pytest.mark.parametrize(
+    ("bases", "servers", "ranks", "workers"), [(1, 1, 1, 7), (1, 2, 1, 6), (2, 2, 1, 4), (2, 1, 3, 2), (1, 8, 1, 1), (3, 5, 1, 1)]
+)
+def test_by_default_vllm_servers_keep_their_gpus_and_one_worker_starts_at_least(
+    machine: Machine, bases: int, servers: int, ranks: int, workers: int
+) -> None:
+    machine(8)
+    served = replace(config(sampler="vllm"), base_models=["x"] * bases, vllm=VLLMConfig(vllm_servers=servers, vllm_tensor_parallel=ranks))
+    assert worker_count(served) == workers
+
+
+@pytest.mark.parametrize(
     "change",
     [{"vllm": VLLMConfig(vllm_turn_s=5.0)}, {"vllm": VLLMConfig(vllm_urls=["unix:x"])}, {"training": TrainingConfig(train="none")}],
 )
@@ -139,14 +150,24 @@ def test_a_device_with_a_number_has_one_worker(machine: Machine) -> None:
         worker_count(config(2, "cuda:2"))
 
 
-def test_vllm_servers_do_not_share_gpus_with_workers(machine: Machine) -> None:
+def test_vllm_servers_share_no_gpu_with_several_workers(machine: Machine) -> None:
+    """One worker may share its own with a server."""
     machine(4)
-    assert worker_count(config(1, sampler="vllm")) == 1
-    with pytest.raises(
-        ConfigError, match=r"^--workers 2 and --sampler vllm: vLLM servers would start on GPUs of workers; use --workers 1$"
-    ):
-        worker_count(config(2, sampler="vllm"))
+    assert [worker_count(config(count, sampler="vllm")) for count in (1, 2, 3)] == [1, 2, 3]
     assert worker_count(config(2, "cpu", sampler="vllm")) == 2
+    two_each = replace(config(2, sampler="vllm"), base_models=["a", "b"])
+    assert worker_count(two_each) == 2
+    assert worker_count(replace(two_each, vllm=VLLMConfig(vllm_urls=["unix:x"], vllm_servers=9))) == 2
+    for refused, numbers in (
+        (config(4, sampler="vllm"), r"4 workers and 1 GPUs of vLLM servers \(1 for each of 1 base models, on 1 each\) are 5 GPUs"),
+        (replace(two_each, vllm=VLLMConfig(vllm_servers=2)), r"2 workers and 4 GPUs of vLLM servers \(2 for each of 2 .* are 6 GPUs"),
+        (replace(two_each, vllm=VLLMConfig(vllm_tensor_parallel=2)), r"2 workers and 4 GPUs of .*, on 2 each\) are 6 GPUs"),
+        (replace(config(1, sampler="vllm"), vllm=VLLMConfig(vllm_tensor_parallel=4)), r"1 workers and 4 GPUs of .* are 5 GPUs"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^--sampler vllm: {numbers}; there are 4; lower --workers, --vllm-servers or --vllm-te"):
+            worker_count(refused)
+    alone = replace(config(sampler="vllm"), training=TrainingConfig(train="none"), vllm=VLLMConfig(vllm_tensor_parallel=4))
+    assert worker_count(alone) == 1
 
 
 @pytest.mark.parametrize(

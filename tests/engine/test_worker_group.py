@@ -249,6 +249,7 @@ def test_each_worker_has_a_gpu_of_its_own_and_the_first_has_the_vllm_servers(mon
 
         def made(sampler: str, count: int = 2) -> list[tuple[str, str]]:
             group = WorkerGroup(Config(["tiny=unused"], sampling=SamplingConfig(sampler=sampler)), link, count)
+            assert [worker.config.distributed.workers for worker in group.workers] == [count] * count  # the first places vLLM behind them
             return [(worker.config.models.device, worker.config.sampling.sampler) for worker in group.workers]
 
         assert made("local") == [("cuda:0", "local"), ("cuda:1", "local")]

@@ -27,6 +27,7 @@ def worker_count(config: Config, gpus: int | None = None) -> int:
     count = asked or _automatic(config, gpus)
     _check_shard(config, count)
     if count == 1:
+        _check_servers(config, count, gpus)
         if config.training.sequence_parallel_from:
             raise ConfigError("sequence_parallel_from has no effect with one worker; add --workers 2 or more, or leave it out")
         return count
@@ -37,6 +38,7 @@ def worker_count(config: Config, gpus: int | None = None) -> int:
         )
     if config.models.device != "cpu":
         _check_gpus(config, count, gpus)
+        _check_servers(config, count, gpus)
     return count
 
 
@@ -58,15 +60,42 @@ def _check_gpus(config: Config, count: int, gpus: int) -> None:
         return
     if count > gpus:
         raise ConfigError(f"--workers {count}: there are {gpus} GPUs, and each worker needs its own; ask for {max(1, gpus)} or fewer")
-    if config.sampling.sampler == "vllm":
-        raise ConfigError(f"--workers {count} and --sampler vllm: vLLM servers would start on GPUs of workers; use --workers 1")
+
+
+def _check_servers(config: Config, count: int, gpus: int) -> None:
+    """Raise ConfigError if vLLM servers have too few GPUs beside the workers.
+
+    A single worker may share its GPU with a server, and servers that take one GPU each share theirs, if they have room: these see to it
+    themselves (`sampling/vllm/launch.py`).
+    """
+    if not config.vllm_gpus or not gpus or config.models.device == "cpu" or (count == 1 and config.vllm.vllm_tensor_parallel == 1):
+        return
+    workers = 0 if config.only_compares else count
+    if workers + config.vllm_gpus > gpus:
+        vllm = config.vllm
+        raise ConfigError(
+            f"--sampler vllm: {workers} workers and {config.vllm_gpus} GPUs of vLLM servers ({vllm.vllm_servers} for each of "
+            f"{max(1, len(config.base_models))} base models, on {vllm.vllm_tensor_parallel} each) are {workers + config.vllm_gpus} GPUs; "
+            f"there are {gpus}; lower --workers, --vllm-servers or --vllm-tensor-parallel"
+        )
+
+
+def gpus_needed(config: Config) -> int:
+    """How many GPUs the workers and vLLM servers of a configuration take, each one of its own; one worker, unless more are asked for."""
+    return max(1, config.distributed.workers) + config.vllm_gpus
 
 
 def _automatic(config: Config, gpus: int) -> int:
-    """One worker for each GPU, and at least one; beside vLLM servers one."""
-    if config.sampling.sampler == "vllm" or config.models.device == "cpu" or ":" in config.models.device:
+    """One worker for each GPU that vLLM servers leave, and at least one.
+
+    There is one alone where others would have nothing to do, or no GPU of their own: servers of --vllm-url may have any of those that are
+    seen here.
+    """
+    vllm = config.sampling.sampler == "vllm"
+    alone = vllm and (config.only_compares or bool(config.vllm.vllm_turn_s) or bool(config.vllm.vllm_urls))
+    if alone or config.models.device == "cpu" or ":" in config.models.device:
         return 1
-    return max(1, gpus)
+    return max(1, gpus - config.vllm_gpus)
 
 
 def _check_shard(config: Config, workers: int) -> None:

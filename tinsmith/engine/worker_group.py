@@ -421,7 +421,8 @@ class WorkerGroup:
 
 
 def _config_of(config: Config, rank: int, count: int, gpus_by_number: bool) -> Config:
-    """The configuration of one of several workers: a GPU of its own, and vLLM is the first one's."""
+    """The configuration of one of so many workers: a GPU of its own if there are several, and vLLM is the first one's."""
+    config = replace(config, distributed=replace(config.distributed, workers=count))
     if count == 1:
         return config
     device = config.models.device

@@ -53,10 +53,10 @@ def main() -> int:
         group = ProcessGroup(place, next(iter(bases.values())).device, questions.ask) if place.count > 1 else None
         if group is not None and place.host:
             require_same(group, bases)
-        if config.sampling.sampler == "vllm":  # it watches these servers itself, and may wait long for them
-            heartbeat.waits = lambda: True
-        elif group is not None:
+        if group is not None:  # one that hangs must be told from those that wait for it, also if it has vLLM servers
             heartbeat.waits = lambda: group.waits
+        elif config.sampling.sampler == "vllm":  # it watches these servers itself, and may wait long for them
+            heartbeat.waits = lambda: True
         records = AskedRecords(questions.ask)
         worker = Worker(config, bases, link, heartbeat, records, group, place)
         worker.run(int(sys.argv[2]))

@@ -1,5 +1,7 @@
 """Which GPU a server gets, and how full weights get there."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from tinsmith.config import Config, load
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, loading_of
 from tinsmith.sampling.inside_vllm import TransferKind
-from tinsmith.sampling.vllm.launch import Sizes, check_divisible, divided, gpus_of, transfer_kind
+from tinsmith.sampling.vllm.launch import Sizes, _environment, check_divisible, divided, gpus_of, transfer_kind
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,41 @@ def test_servers_of_two_gpus_share_none() -> None:
     assert gpus_of("a", config, torch.device("cpu"), 0) == [(), ()]
     with pytest.raises(ConfigError, match=r"for 2 base models, of 2 GPUs each .*, and one GPU for the trainer are 9 GPUs; there are 8"):
         gpus_of("a", config, trainer, 8)
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "ranks", "expected"),
+    [
+        (2, 1, 1, [[(2,)], [(3,)]]),
+        (2, 2, 1, [[(2,), (3,)], [(4,), (5,)]]),
+        (3, 1, 2, [[(3, 4)], [(5, 6)]]),
+        (6, 1, 1, [[(6,)], [(7,)]]),
+    ],
+)
+def test_servers_are_behind_all_workers(workers: int, servers: int, ranks: int, expected: list[list[tuple[int, ...]]]) -> None:
+    """Of all base models in one numbering. Weights come from the first worker's GPU, on which none of them is."""
+    config, first = config_of(["a=x/a", "b=x/b"], servers), torch.device("cuda:0")
+    config.distributed.workers = workers
+    config.vllm.vllm_tensor_parallel = ranks
+    places = [gpus_of(name, config, first, 8) for name in "ab"]
+    assert places == expected
+    taken = [gpu for of_base in places for gpus in of_base for gpu in gpus]
+    assert len({*taken, *range(workers)}) == len(taken) + workers <= 8
+    for gpus in (gpus for of_base in places for gpus in of_base):
+        assert transfer_kind("auto", first, gpus, ranks) == ("broadcast" if ranks == 1 else "file")
+        with pytest.raises(ConfigError, match="vllm_transfer=ipc"):
+            transfer_kind("ipc", first, gpus, ranks)
+    with pytest.raises(ConfigError, match=rf"and {workers} GPUs for the workers are {len(taken) + workers} GPUs; there are {workers + 1}"):
+        gpus_of("a", config, first, workers + 1)
+
+
+def test_a_server_finds_its_gpu_among_those_that_the_first_worker_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(["a=x/a"], 1)
+    config.distributed.workers = 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    (gpus,) = gpus_of("a", config, torch.device("cuda:0"), 4)
+    assert _environment(config, Path("sockets"), gpus)["CUDA_VISIBLE_DEVICES"] == "3"
 
 
 def test_full_weights_get_to_several_gpus_as_a_file_or_by_broadcast() -> None:
