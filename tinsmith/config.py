@@ -168,7 +168,7 @@ class DistributedConfig:
     shard: str = setting(
         "none",
         "What is divided over the workers: none, nothing, each holds whole base models; weights, the layers of the base models, of which "
-        "each worker keeps a part, and of models that train all weights: with --sampler none",
+        "each worker keeps a part, and of models that train all weights: with --sampler vllm or none",
         choices=("none", "weights"),
     )
     ray_address: str = setting(
@@ -388,6 +388,11 @@ class Config:
     def only_compares(self) -> bool:
         """Whether the worker trains and samples nothing itself: vLLM servers sample, and it compares what they compute."""
         return self.sampling.sampler == "vllm" and not self.training.trains
+
+    @property
+    def compares_with_copy(self) -> bool:
+        """Whether vLLM servers are compared with whole base models on which nothing is trained, because the workers divide theirs."""
+        return self.sampling.sampler == "vllm" and self.distributed.shard != "none" and self.training.trains
 
     @property
     def vllm_gpus(self) -> int:

@@ -131,10 +131,11 @@ def test_what_cannot_divide_weights_is_refused(machine: Machine) -> None:
     divided = config(4, sampler="none")
     divided.distributed.shard = "weights"
     assert worker_count(divided) == 4
+    assert worker_count(replace(divided, sampling=SamplingConfig(sampler="vllm"), distributed=DistributedConfig(3, "weights"))) == 3
     for change, refused in (
         ({"distributed": DistributedConfig(1, "weights")}, "--shard weights divides weights over several workers; add --workers 2 or more"),
         ({"sampling": SamplingConfig(sampler="local")}, "--shard weights and --sampler local: no worker has all weights to sample from"),
-        ({"sampling": SamplingConfig(sampler="vllm")}, "--shard weights and --sampler vllm: no worker has all weights to sample from"),
+        ({"sampling": SamplingConfig(sampler="vllm")}, "--sampler vllm: 4 workers and 1 GPUs of vLLM servers .* are 5 GPUs; there are 4"),
         ({"training": TrainingConfig(full_state="compact")}, "--shard weights and --full-state compact: the state of weights that are div"),
         ({"models": ModelsConfig(deterministic=True)}, "--shard weights and --deterministic do not work together"),
     ):

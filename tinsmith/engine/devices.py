@@ -105,10 +105,10 @@ def _check_shard(config: Config, workers: int) -> None:
         return
     if workers == 1:
         raise ConfigError(f"--shard {shard} divides weights over several workers; add --workers 2 or more, or leave it out")
-    if sampler != "none":
+    if sampler == "local":
         raise ConfigError(
-            f"--shard {shard} and --sampler {sampler}: no worker has all weights to sample from; add --sampler none, and sample the saved "
-            "checkpoints with another server"
+            f"--shard {shard} and --sampler {sampler}: no worker has all weights to sample from; add --sampler vllm, or --sampler none and "
+            "sample the saved checkpoints with another server"
         )
     state = config.training.full_state
     if state != "float32":

@@ -171,7 +171,9 @@ def test_without_a_trainer_servers_begin_at_the_first_gpu_and_get_weights_from_t
         gpus_of("a", config, torch.device("cuda:0"), 3)
     assert transfer_kind("auto", host, (0,)) == transfer_kind("file", host, (0,)) == "file"
     for wanted in ("ipc", "broadcast"):
-        with pytest.raises(ConfigError, match=f"vllm_transfer={wanted} begins at a GPU, and with train=none"):
+        with pytest.raises(
+            ConfigError, match=f"vllm_transfer={wanted} begins at a GPU; weights come from the host's memory with train=none or sh"
+        ):
             transfer_kind(wanted, host, (0,))
 
 

@@ -91,7 +91,9 @@ def transfer_kind(wanted: str, trainer: torch.device, gpus: Sequence[int], ranks
     """How full weights get to a server on these GPUs, none for a CPU. Raises ConfigError if `wanted` cannot work there."""
     if gpus and trainer.type == "cpu":
         if wanted not in ("auto", "file"):
-            raise ConfigError(f"vllm_transfer={wanted} begins at a GPU, and with train=none weights come from the host's memory. Use file")
+            raise ConfigError(
+                f"vllm_transfer={wanted} begins at a GPU; weights come from the host's memory with train=none or shard=weights; use file"
+            )
         return "file"
     if ranks > 1 and wanted == "ipc":
         raise ConfigError(f"vllm_transfer=ipc reaches one GPU of a server, and --vllm-tensor-parallel {ranks} gives it more. Use broadcast")
