@@ -231,7 +231,13 @@ def test_workers_that_a_server_would_refuse_are_not_planned(family_dir: Callable
 
 def test_gpus_that_need_not_be_here_are_enough_for_workers_and_vllm_servers(family_dir: Callable[[str], Path]) -> None:
     options = ["--memory-gib", "80", "--sampler", "vllm"]
-    assert [planned(str(family_dir("qwen3")), *options, *more)["workers"] for more in ([], ["--workers", "3"])] == [1, 3]
+    directory = str(family_dir("qwen3"))
+    assert [planned(directory, *options, *more)["workers"] for more in ([], ["--workers", "3"])] == [1, 3]
+    divided = planned(directory, *options, "--workers", "3", "--shard", "weights")
+    assert {row["settings"] for row in divided["modes"] if row["mode"] == "divided"} == {
+        "--planned-rank 32 --shard weights --sampler vllm",
+        "--planned-rank 0 --full-state float32 --shard weights --sampler vllm",
+    }
 
 
 def test_without_a_memory_it_is_this_machine(family_dir: Callable[[str], Path]) -> None:

@@ -152,8 +152,6 @@ def test_the_worker_that_has_vllm_servers_keeps_a_whole_copy_of_what_it_divides(
 def test_a_copy_that_the_host_has_no_room_for_is_refused(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     directory = family_dir("qwen3")
     monkeypatch.setattr("tinsmith.worker.bases.free_memory", lambda device: 1000)
-    refused = (
-        r"^--shard weights and --sampler vllm: the copy of tiny .* needs [\d.]+ [KM]iB of the host's memory, of which 1000 bytes are free"
-    )
+    refused = r"^--shard weights and --sampler vllm: the copies of tiny .* need [\d.]+ [KM]iB of the host's memory, of which 1000 bytes are"
     with pytest.raises(ConfigError, match=refused):
         load_compared(comparing(directory), {"tiny": on_host(directory)})

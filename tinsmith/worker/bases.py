@@ -66,14 +66,15 @@ def load_compared(config: Config, bases: Mapping[str, BaseModel]) -> dict[str, B
     compared: dict[str, BaseModel] = {}
     if not config.compares_with_copy:
         return compared
-    loading = loading_to_compare(config)
-    for name, source in base_model_sources(config).items():
-        size, free = size_of(source, loading).weight_bytes, free_memory(torch.device("cpu"))
-        if size > free:
-            raise ConfigError(
-                f"--shard weights and --sampler vllm: the copy of {name} with which vLLM servers are compared needs {size_text(size)} of "
-                f"the host's memory, of which {size_text(free)} are free; free some, or use --sampler none"
-            )
+    loading, sources = loading_to_compare(config), base_model_sources(config)
+    size = sum(size_of(source, loading).weight_bytes for source in sources.values())
+    free = free_memory(torch.device("cpu"))
+    if size > free:  # mapped pages too are read again for each canary if they do not stay in memory
+        raise ConfigError(
+            f"--shard weights and --sampler vllm: the copies of {', '.join(sources)} with which vLLM servers are compared need "
+            f"{size_text(size)} of the host's memory, of which {size_text(free)} are free; free some, or use --sampler none"
+        )
+    for name, source in sources.items():
         started = time.monotonic()
         base = compared[name] = load_base_model(name, source, loading, config.images.image_cache_mib * 2**19, layers_on_host=True)
         base.computed_fingerprint = bases[name].computed_fingerprint
