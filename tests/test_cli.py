@@ -84,8 +84,8 @@ def test_serve_offers_every_setting_with_help_unit_and_default() -> None:
             "tinsmith: deterministic=True is not possible with sampler=vllm, which computes in an order of its own; use --sampler local\n",
         ),
         (
-            ["--base-model", "org/x", "--sequence-parallel-from", "1000"],
-            "tinsmith: sequence_parallel_from has no effect with workers=1; add --workers 2 or more, or leave it out\n",
+            ["--base-model", "org/x", "--device", "cpu", "--sequence-parallel-from", "1000"],
+            "tinsmith: sequence_parallel_from has no effect with one worker; add --workers 2 or more, or leave it out\n",
         ),
         (
             ["--base-model", "org/x", "--sequence-parallel-from", "1000", "--workers", "2", "--deterministic"],

@@ -66,6 +66,18 @@ def test_a_server_that_only_samples_needs_nothing_to_train(family_dir: Callable[
     assert not any(part in report for part in ("one trained model", "a pass of", "one more trained model", "all parameters (rank 0)"))
 
 
+def test_it_says_how_many_workers_would_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--data-dir", str(tmp_path)]
+    assert re.search(r"^workers +ok +one \(--workers 0, the default\)", doctor(*options, "--device", "cpu")[1], re.M)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    own = r"^workers +ok +2 of the 2 visible GPUs, each with a worker of its own \(--workers 0, the default\)"
+    assert re.search(own, doctor(*options)[1], re.M)
+    assert re.search(r"^workers +ok +1 \(--workers\)", doctor(*options, "--workers", "1")[1], re.M)
+    code, report = doctor(*options, "--workers", "3")
+    assert code == 1
+    assert re.search(r"^workers +missing +--workers 3: there are 2 GPUs, and each worker needs its own", report, re.M)
+
+
 def test_blocks_and_slots_of_a_hybrid_model_are_told(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     options = ["--data-dir", str(tmp_path), "--device", "cpu", "--dtype", "float32", "--base-model", f"tiny={family_dir('qwen3_5')}"]
     code, report = doctor(*options, "--kv-cache-gib", "0.004")

@@ -216,7 +216,7 @@ def test_workers_that_a_server_would_refuse_are_not_planned(family_dir: Callable
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     for options, refused in (
         (["--workers", "2"], "--workers 2: there are 1 GPUs"),
-        (["--workers", "2", "--memory-gib", "80", "--sampler", "vllm"], "--workers 2 and --sampler vllm"),
+        (["--workers", "2", "--sampler", "vllm"], "--workers 2: there are 1 GPUs"),
         (["--shard", "weights"], "--shard weights divides weights over several workers"),
         (["--workers", "2", "--memory-gib", "80", "--shard", "weights"], "--shard weights and --sampler local"),
         (
@@ -227,6 +227,17 @@ def test_workers_that_a_server_would_refuse_are_not_planned(family_dir: Callable
         ran = CliRunner().invoke(app, ["plan", directory, *options])
         assert isinstance(ran.exception, ConfigError)
         assert str(ran.exception).startswith(refused)
+
+
+def test_gpus_that_need_not_be_here_are_enough_for_workers_and_vllm_servers(family_dir: Callable[[str], Path]) -> None:
+    options = ["--memory-gib", "80", "--sampler", "vllm"]
+    directory = str(family_dir("qwen3"))
+    assert [planned(directory, *options, *more)["workers"] for more in ([], ["--workers", "3"])] == [1, 3]
+    divided = planned(directory, *options, "--workers", "3", "--shard", "weights")
+    assert {row["settings"] for row in divided["modes"] if row["mode"] == "divided"} == {
+        "--planned-rank 32 --shard weights --sampler vllm",
+        "--planned-rank 0 --full-state float32 --shard weights --sampler vllm",
+    }
 
 
 def test_without_a_memory_it_is_this_machine(family_dir: Callable[[str], Path]) -> None:

@@ -70,8 +70,10 @@ def serve(config: Path | None, **options: Any) -> None:
     """
     configuration = _configuration(config, options)
     base_model_sources(configuration)
+    from tinsmith.engine.devices import worker_count
     from tinsmith.sampling.vllm.options import require_vllm
 
+    worker_count(configuration)  # the engine asks again; here what it refuses is said before anything starts
     require_vllm(configuration)  # before the next import, which takes a second
     from tinsmith.server.main import run_server
 
@@ -132,8 +134,6 @@ def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
             "leave it out, and pass --vllm-arg=--gpu-memory-utilization=SHARE"
         )
     if config.training.sequence_parallel_from:
-        if config.distributed.workers == 1:
-            raise ConfigError("sequence_parallel_from has no effect with workers=1; add --workers 2 or more, or leave it out")
         if config.distributed.shard != "none":
             raise ConfigError(f"sequence_parallel_from is not possible with shard={config.distributed.shard}; leave one of them out")
         if config.models.deterministic:

@@ -158,12 +158,17 @@ class DistributedConfig:
     """Several workers."""
 
     workers: int = setting(
-        1, "Number of processes that train and sample together, each on its own GPU or share of a CPU", "workers", 1, 1024
+        0,
+        "Number of processes that train and sample together, each on its own GPU or share of a CPU; 0 is one for each visible GPU that no "
+        "vLLM server of this server takes, and one on a CPU",
+        "workers",
+        0,
+        1024,
     )
     shard: str = setting(
         "none",
         "What is divided over the workers: none, nothing, each holds whole base models; weights, the layers of the base models, of which "
-        "each worker keeps a part, and of models that train all weights: with --sampler none",
+        "each worker keeps a part, and of models that train all weights: with --sampler vllm or none",
         choices=("none", "weights"),
     )
     ray_address: str = setting(
@@ -383,6 +388,18 @@ class Config:
     def only_compares(self) -> bool:
         """Whether the worker trains and samples nothing itself: vLLM servers sample, and it compares what they compute."""
         return self.sampling.sampler == "vllm" and not self.training.trains
+
+    @property
+    def compares_with_copy(self) -> bool:
+        """Whether vLLM servers are compared with whole base models on which nothing is trained, because the workers divide theirs."""
+        return self.sampling.sampler == "vllm" and self.distributed.shard != "none" and self.training.trains
+
+    @property
+    def vllm_gpus(self) -> int:
+        """How many GPUs vLLM servers take for themselves where there are enough: those of all base models, as far as they are started."""
+        if self.sampling.sampler != "vllm" or self.vllm.vllm_urls or self.vllm.vllm_turn_s:
+            return 0
+        return max(1, len(self.base_models)) * self.vllm.vllm_servers * self.vllm.vllm_tensor_parallel
 
 
 @dataclass(frozen=True)

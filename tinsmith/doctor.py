@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinsmith.config import Config, base_model_sources
+from tinsmith.engine.devices import visible_gpus, worker_count
 from tinsmith.errors import ConfigError
 from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around, size_text
 
@@ -44,7 +45,11 @@ class Finding:
 def run_doctor(config: Config, console: Console) -> int:
     """Print the report; the exit code is 0 if the configuration can be served, 1 if something is missing."""
     machine = look_around()
-    sections = {"machine": list(_machine(machine)), "software": list(_software()), "storage": list(_storage(Path(config.data_dir)))}
+    sections = {
+        "machine": [*_machine(machine), _workers(config)],
+        "software": list(_software()),
+        "storage": list(_storage(Path(config.data_dir))),
+    }
     if config.base_models:
         sections["what fits"] = list(_models(config, machine))
     sections["features"] = list(_features(machine))
@@ -70,6 +75,18 @@ def _machine(machine: Machine) -> Iterator[Finding]:
         yield Finding(f"cuda:{gpu.index}", "ok", detail)
     if not machine.gpus:
         yield Finding("CUDA", "note", f"{machine.no_gpu_because}; models run on the CPU")
+
+
+def _workers(config: Config) -> Finding:
+    """How many workers a server would start here."""
+    try:
+        count = worker_count(config)
+    except ConfigError as error:
+        return Finding("workers", "missing", str(error))
+    if config.distributed.workers:
+        return Finding("workers", "ok", f"{count} (--workers)")
+    own = f"{count} of the {visible_gpus()} visible GPUs, each with a worker of its own" if count > 1 else "one"
+    return Finding("workers", "ok", f"{own} (--workers 0, the default)")
 
 
 def _software() -> Iterator[Finding]:
@@ -99,7 +116,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     from tinsmith.sampling.prefix import BLOCK
 
     state = full_state(config.training)
-    workers = config.distributed.workers if config.distributed.shard == "weights" else 1
+    workers = _parts(config)
     known: dict[str, Sizes] = {}
     for name, source in base_model_sources(config).items():
         try:
@@ -137,6 +154,16 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     fits: State = "ok" if needed <= free else "missing"
     yield Finding(f"{place} for all of it", fits, f"about {_gib(needed)} needed, {_gib(free)} free")
     yield from _full_training(known, free - needed, config)
+
+
+def _parts(config: Config) -> int:
+    """Over how many workers each layer is divided."""
+    if config.distributed.shard == "none":
+        return 1
+    try:
+        return worker_count(config)
+    except ConfigError:  # which `_workers` says
+        return max(1, config.distributed.workers)
 
 
 def _to_train(sizes: "Sizes", budget: "Budget", config: Config) -> dict[str, int]:

@@ -58,7 +58,8 @@ def plan_modes(sizes: "Sizes", share: Share, config: Config, rank: int, workers:
     replicated = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, shard="none"))
     modes = [_plan_mode(sizes, share, replicated, whole, workers, *training) for training in _trainings(rank)]
     if workers > 1 and can_be_divided(sizes):
-        parts, sampling = dataclasses.replace(sizes, parts=workers), dataclasses.replace(config.sampling, sampler="none")
+        sampler = "vllm" if config.sampling.sampler == "vllm" else "none"  # no local one has all weights
+        parts, sampling = dataclasses.replace(sizes, parts=workers), dataclasses.replace(config.sampling, sampler=sampler)
         settings = dataclasses.replace(config, sampling=sampling, distributed=dataclasses.replace(config.distributed, shard="weights"))
         modes += [_plan_mode(parts, share, settings, "divided", workers, each, "float32") for each in ((rank, 0) if rank else (0,))]
     return modes
@@ -96,7 +97,7 @@ def _plan_mode(sizes: "Sizes", share: Share, config: Config, mode: Mode, workers
         trains=trains,
         settings=f"--planned-rank {rank}"
         + ("" if rank else f" --full-state {state}")
-        + (" --shard weights --sampler none" if mode == "divided" else ""),
+        + (f" --shard weights --sampler {config.sampling.sampler}" if mode == "divided" else ""),
         weight_bytes=sizes.weight_bytes,
         model_bytes=model.training,
         cache_bytes=budget.cache,

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinsmith.config import Config, ModelsConfig, base_model_sources
-from tinsmith.engine.devices import worker_count
+from tinsmith.engine.devices import gpus_needed, worker_count
 from tinsmith.errors import ConfigError
 from tinsmith.models.machine import look_around, size_text
 from tinsmith.modes import ModePlan, Share, can_be_divided, chosen, plan_modes
@@ -151,7 +151,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         sizes = size_of(source, config.models)
         place = _here(sizes, workers)
     else:
-        workers = worker_count(config, config.distributed.workers)
+        workers = worker_count(config, gpus_needed(config))
         sizes = size_of(source, _on_a_gpu(config.models))
         memory = int(memory_gib * GIB)
         place = _Place("a GPU (--memory-gib)", True, memory, memory, host_free=memory)

@@ -341,7 +341,7 @@ def served() -> Iterator[tuple[str, Figures]]:
         release()
         options = ("--base-model", f"bench={model}", "--device", DEVICE, "--dtype", "bfloat16", "--kv-cache-gib", str(CACHE_GIB))
         began = time.perf_counter()
-        with serving(Path(folder), *options, "--max-running", "320") as server:
+        with serving(Path(folder), *options, "--max-running", "320", "--workers", "1") as server:
             server.wait_for_health()
             yield "start", {"start_s": time.perf_counter() - began}
             with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:

@@ -17,9 +17,10 @@ from tests.bases import datum, on_host, picture_chunks, random_tokens, renderer
 from tests.distributed.devices import begin, here
 from tests.distributed.dividing import SETTINGS, TRAINING, held_bytes
 from tinsmith.distributed.process_group import ProcessGroup
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import Layer
+from tinsmith.models.full import Weights
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
@@ -99,6 +100,11 @@ def step_of(backend: LocalBackend, step: int, rank: int = 0, count: int = 1) -> 
     return found | {"norms": norms, "weights": weights(backend)}
 
 
+def _copied(weights: Weights) -> dict[str, Tensor]:
+    """What passes read of a snapshot."""
+    return {name: tensor.detach().clone() for name, tensor in zip(weights.named_tensors(), weights.leaves(), strict=True)}
+
+
 class DividingAll:
     """One process, and what it has found."""
 
@@ -107,6 +113,8 @@ class DividingAll:
         self.rank, self.count = group.place.rank, group.count
         self.directory = directory
         self.found: dict[str, Any] = {}
+        self.kept: dict[str, Weights] = {}
+        """The first snapshot of each model."""
 
     def backend(self, name: str, dtype: str = "float32", **settings: Any) -> DividedBackend:
         base = on_host(self.directory / "bases" / name, dtype, str(here()))
@@ -215,13 +223,13 @@ class DividingAll:
         self.found["first step"] = backend.optim_step("new", SETTINGS)["grad_norm"], len(model.moments())
         backend.delete_model("new")
 
-    def without(self, method: str, of: object) -> None:
-        """Let a method find no memory on the second worker."""
+    def without(self, method: str, of: object, rank: int = 1) -> None:
+        """Let a method find no memory on one worker, the second unless another is named."""
 
         def lacking(*arguments: Any) -> None:
             raise torch.OutOfMemoryError("out of memory")
 
-        if self.rank == 1:
+        if self.rank == rank:
             setattr(of, method, lacking)
 
     def refused(self, act: Callable[[], object]) -> str:
@@ -242,6 +250,34 @@ class DividingAll:
         self.found["snapshot"] = self.refused(lambda: backend.snapshot("all", WeightsRef("tiny", "k", "k", None)))
         self.found["forward"] = computed(backend, share_of(work_of(backend.base, 0), 0, self.rank, self.count), backward=False)
         self.found["no gradients"] = backend.optim_step("all", SETTINGS)
+
+    def gives_snapshots(self, backend: DividedBackend) -> None:
+        """Copies that the first worker samples from: before a step, and behind it; what the second cannot do is refused on both."""
+        backend.gives_snapshots = self.rank == 0
+        for step, name in enumerate(("first snapshot", "later snapshot")):
+            backend.run_pass(share_of(work_of(backend.base, step), step, self.rank, self.count), backward=True)
+            for model in SHAPES:
+                backend.optim_step(model, SETTINGS)
+            self.found[name] = {model: self.snapshot(backend, model) for model in SHAPES}
+            self.found[f"{name} of"] = weights(backend)
+        self.found["first snapshot, read again"] = {model: _copied(self.kept[model]) for model in FULL} if self.rank == 0 else {}
+        self.without("_room_for_snapshot", backend, rank=0)
+        self.found["no room for a snapshot"] = self.refused(lambda: self.snapshot(backend, "all"))
+        vars(backend).pop("_room_for_snapshot", None)
+        self.found["no such model"] = self.refused(lambda: self.snapshot(backend, "nobody"))
+        refusal = UserError("vLLM has no such adapters") if self.rank == 0 else None
+        self.found["cannot be sampled"] = self.refused(lambda: backend.agree_to_create(refusal))
+        backend.agree_to_create(None)
+        backend.gives_snapshots = False
+
+    def snapshot(self, backend: DividedBackend, model: str) -> tuple[str, dict[str, Tensor]]:
+        """A snapshot's precision and its numbers; nothing on workers that help. The first snapshot of each model is kept."""
+        if self.rank > 0:
+            backend.help_to_snapshot(model)
+            return "", {}
+        taken = backend.snapshot(model, WeightsRef("tiny", model, model, None))
+        self.kept.setdefault(model, taken)
+        return str(taken.dtype), _copied(taken)
 
     def loads_and_saves(self, backend: DividedBackend) -> None:
         """A checkpoint of one worker alone goes on here; and one that was written here is for the test to load."""
@@ -271,11 +307,15 @@ def main() -> None:
     dividing.lacks_memory(text)
     dividing.lacks_memory_at_first(text)
     dividing.refuses(text)
+    dividing.gives_snapshots(text)
     dividing.loads_and_saves(text)
     if count == 2:
         dividing.trains("image")
         dividing.trains("hybrid")
-        dividing.trains("text", "bfloat16")
+        half = dividing.trains("text", "bfloat16")
+        half.gives_snapshots = rank == 0
+        dividing.found["snapshot in bfloat16"] = dividing.snapshot(half, "all")
+        dividing.found["snapshot in bfloat16 of"] = weights(half)["all"]
     torch.save(dividing.found, directory / f"{rank}.pt")
     dividing.group.close()
 

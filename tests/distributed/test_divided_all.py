@@ -208,6 +208,40 @@ def test_what_this_mode_does_not_do_is_refused_by_name(processes: Callable[[int]
 
 
 @pytest.mark.parametrize("count", [2, 3])
+def test_a_snapshot_has_the_weights_of_its_time(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
+    """On the first worker alone, to the last bit: those of all workers, of one step, also after others."""
+    _, (first, *others) = processes(count)
+    for name in ("first snapshot", "later snapshot"):
+        assert all(of_process[name] == {model: ("", {}) for model in SHAPES} for of_process in others)
+        for model in SHAPES:
+            precision, tensors = first[name][model]
+            assert precision == "torch.float32"
+            assert_near(tensors, first[f"{name} of"][model], 0)
+    for model in FULL:
+        assert_near(first["first snapshot, read again"][model], first["first snapshot of"][model], 0)
+        assert any(
+            not torch.equal(tensor, first["later snapshot"][model][1][name]) for name, tensor in first["first snapshot"][model][1].items()
+        )
+
+
+def test_a_snapshot_in_half_precision_is_what_passes_read(processes: Callable[[int], tuple[Path, Found]]) -> None:
+    _, (first, _) = processes(2)
+    precision, tensors = first["snapshot in bfloat16"]
+    assert precision == "torch.bfloat16"
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert_near(tensors, {name: master.to(torch.bfloat16) for name, master in first["snapshot in bfloat16 of"].items()}, 0)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_snapshot_that_fails_on_one_lets_nobody_wait(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
+    """Nor does a model that could not be sampled: nobody creates it."""
+    for found in processes(count)[1]:
+        assert found["no room for a snapshot"] == f"TinsmithError: worker 0 of {count}: out of memory"
+        assert found["no such model"].startswith("NotFoundError: model nobody is not loaded")
+        assert found["cannot be sampled"] == f"UserError: worker 0 of {count}: vLLM has no such adapters"
+
+
+@pytest.mark.parametrize("count", [2, 3])
 def test_checkpoints_go_on_whatever_the_number_of_workers(processes: Callable[[int], tuple[Path, Found]], bases: Path, count: int) -> None:
     """From one worker to several, a step there, and back with moments and all."""
     directory, found = processes(count)

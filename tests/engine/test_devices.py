@@ -4,10 +4,11 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig, TrainingConfig
+from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig, TrainingConfig, VLLMConfig
 from tinsmith.engine import devices
 from tinsmith.engine.devices import threads_of, visible_gpus, worker_count
 from tinsmith.errors import ConfigError
@@ -30,7 +31,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return make
 
 
-def config(workers: int = 1, device: str = "auto", sampler: str = "local") -> Config:
+def config(workers: int = 0, device: str = "auto", sampler: str = "local") -> Config:
     return Config(
         distributed=DistributedConfig(workers),
         models=ModelsConfig(device=device),
@@ -38,9 +39,68 @@ def config(workers: int = 1, device: str = "auto", sampler: str = "local") -> Co
     )
 
 
-def test_as_many_workers_as_are_asked_for_and_one_by_default(machine: Machine) -> None:
+def test_one_worker_for_each_visible_gpu_by_default_and_one_on_a_cpu(machine: Machine) -> None:
     machine(4)
-    assert worker_count(Config()) == 1
+    assert Config().distributed.workers == 0
+    assert worker_count(Config()) == worker_count(config(device="cuda")) == worker_count(config(sampler="none")) == 4
+    assert worker_count(config(device="cpu")) == worker_count(config(device="cuda:2")) == 1
+    assert worker_count(replace(config(), distributed=DistributedConfig(0, "weights"), sampling=SamplingConfig(sampler="none"))) == 4
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_where_no_gpu_is_seen_one_worker_starts_by_default(machine: Machine, device: str) -> None:
+    """With `cuda` torch finds one, or says that there is none."""
+    machine(0)
+    assert worker_count(config(device=device)) == 1
+
+
+@pytest.mark.parametrize(
+    ("bases", "servers", "ranks", "workers"), [(1, 1, 1, 7), (1, 2, 1, 6), (2, 2, 1, 4), (2, 1, 3, 2), (1, 8, 1, 1), (3, 5, 1, 1)]
+)
+def test_by_default_vllm_servers_keep_their_gpus_and_one_worker_starts_at_least(
+    machine: Machine, bases: int, servers: int, ranks: int, workers: int
+) -> None:
+    machine(8)
+    served = replace(config(sampler="vllm"), base_models=["x"] * bases, vllm=VLLMConfig(vllm_servers=servers, vllm_tensor_parallel=ranks))
+    assert worker_count(served) == workers
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"vllm": VLLMConfig(vllm_turn_s=5.0)}, {"vllm": VLLMConfig(vllm_urls=["unix:x"])}, {"training": TrainingConfig(train="none")}],
+)
+def test_where_another_worker_would_have_no_gpu_or_nothing_to_do_there_is_one(machine: Machine, change: dict[str, Any]) -> None:
+    machine(4)
+    assert worker_count(replace(config(sampler="vllm"), **change)) == 1
+
+
+def test_workers_beside_one_that_only_compares_are_refused(machine: Machine) -> None:
+    machine(4)
+    compares = replace(config(2, "cpu", sampler="vllm"), training=TrainingConfig(train="none"))
+    with pytest.raises(ConfigError, match=r"^--workers 2, --train none and --sampler vllm: one worker compares .*; leave --workers out$"):
+        worker_count(compares)
+
+
+def test_ray_is_told_how_many_workers(machine: Machine) -> None:
+    """Its GPUs may be on other hosts, and it says itself whether there are enough."""
+    machine(1)
+    with_ray = [replace(config(), distributed=DistributedConfig(workers, ray_address="auto")) for workers in (0, 3)]
+    assert worker_count(with_ray[1]) == 3
+    with pytest.raises(ConfigError, match=r"^--ray-address auto: say how many workers Ray is to start, with --workers 1 or more; "):
+        worker_count(with_ray[0])
+
+
+def test_one_worker_has_no_others_to_divide_sequences_with(machine: Machine) -> None:
+    machine(2)
+    divided = TrainingConfig(sequence_parallel_from=1000)
+    assert worker_count(replace(config(), training=divided)) == 2
+    for alone in (config(1), config(device="cpu")):
+        with pytest.raises(ConfigError, match=r"^sequence_parallel_from has no effect with one worker; add --workers 2 or more"):
+            worker_count(replace(alone, training=divided))
+
+
+def test_as_many_workers_as_are_asked_for(machine: Machine) -> None:
+    machine(4)
     assert [worker_count(config(workers, device)) for workers in (1, 2, 4) for device in ("auto", "cuda")] == [1, 1, 2, 2, 4, 4]
     assert worker_count(config(4, sampler="none")) == 4
 
@@ -71,10 +131,11 @@ def test_what_cannot_divide_weights_is_refused(machine: Machine) -> None:
     divided = config(4, sampler="none")
     divided.distributed.shard = "weights"
     assert worker_count(divided) == 4
+    assert worker_count(replace(divided, sampling=SamplingConfig(sampler="vllm"), distributed=DistributedConfig(3, "weights"))) == 3
     for change, refused in (
         ({"distributed": DistributedConfig(1, "weights")}, "--shard weights divides weights over several workers; add --workers 2 or more"),
         ({"sampling": SamplingConfig(sampler="local")}, "--shard weights and --sampler local: no worker has all weights to sample from"),
-        ({"sampling": SamplingConfig(sampler="vllm")}, "--shard weights and --sampler vllm: no worker has all weights to sample from"),
+        ({"sampling": SamplingConfig(sampler="vllm")}, "--sampler vllm: 4 workers and 1 GPUs of vLLM servers .* are 5 GPUs; there are 4"),
         ({"training": TrainingConfig(full_state="compact")}, "--shard weights and --full-state compact: the state of weights that are div"),
         ({"models": ModelsConfig(deterministic=True)}, "--shard weights and --deterministic do not work together"),
     ):
@@ -90,14 +151,24 @@ def test_a_device_with_a_number_has_one_worker(machine: Machine) -> None:
         worker_count(config(2, "cuda:2"))
 
 
-def test_vllm_servers_do_not_share_gpus_with_workers(machine: Machine) -> None:
+def test_vllm_servers_share_no_gpu_with_several_workers(machine: Machine) -> None:
+    """One worker may share its own with a server."""
     machine(4)
-    assert worker_count(config(1, sampler="vllm")) == 1
-    with pytest.raises(
-        ConfigError, match=r"^--workers 2 and --sampler vllm: vLLM servers would start on GPUs of workers; use --workers 1$"
-    ):
-        worker_count(config(2, sampler="vllm"))
+    assert [worker_count(config(count, sampler="vllm")) for count in (1, 2, 3)] == [1, 2, 3]
     assert worker_count(config(2, "cpu", sampler="vllm")) == 2
+    two_each = replace(config(2, sampler="vllm"), base_models=["a", "b"])
+    assert worker_count(two_each) == 2
+    assert worker_count(replace(two_each, vllm=VLLMConfig(vllm_urls=["unix:x"], vllm_servers=9))) == 2
+    for refused, numbers in (
+        (config(4, sampler="vllm"), r"4 workers and 1 GPUs of vLLM servers \(1 for each of 1 base models, on 1 each\) are 5 GPUs"),
+        (replace(two_each, vllm=VLLMConfig(vllm_servers=2)), r"2 workers and 4 GPUs of vLLM servers \(2 for each of 2 .* are 6 GPUs"),
+        (replace(two_each, vllm=VLLMConfig(vllm_tensor_parallel=2)), r"2 workers and 4 GPUs of .*, on 2 each\) are 6 GPUs"),
+        (replace(config(1, sampler="vllm"), vllm=VLLMConfig(vllm_tensor_parallel=4)), r"1 workers and 4 GPUs of .* are 5 GPUs"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^--sampler vllm: {numbers}; there are 4; lower --workers, --vllm-servers or --vllm-te"):
+            worker_count(refused)
+    alone = replace(config(sampler="vllm"), training=TrainingConfig(train="none"), vllm=VLLMConfig(vllm_tensor_parallel=4))
+    assert worker_count(alone) == 1
 
 
 @pytest.mark.parametrize(
@@ -119,7 +190,7 @@ def test_vllm_servers_do_not_share_gpus_with_workers(machine: Machine) -> None:
 def test_the_environment_says_which_gpus_there_are(machine: Machine, visible: str | None, count: int) -> None:
     machine(4, visible)
     assert visible_gpus() == count
-    assert worker_count(config()) == 1
+    assert worker_count(config()) == max(1, count)
     if count:
         assert worker_count(config(count)) == count
         with pytest.raises(ConfigError, match=f"there are {count} GPUs"):

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.light_worker import FACTS
 from tests.engine.test_worker_process import LONG_S, engine_with, light, link_of_an_engine
-from tinsmith.config import Config, SamplingConfig, ServerConfig
+from tinsmith.config import Config, DistributedConfig, SamplingConfig, ServerConfig
 from tinsmith.engine import worker_process
 from tinsmith.engine.launching import ChildProcesses
 from tinsmith.engine.worker_group import LOOK_FOR_HOSTS_S, WorkerGroup
@@ -59,10 +59,16 @@ class Hosts(ChildProcesses):
 class Watched:
     """A group of light workers, with what it said and why it ended. `turn` is what the engine's loop does with it, but for starting it."""
 
-    def __init__(self, link: ChildLink, data_dir: Path, count: int, how: str, sampler: str, **settings: Any) -> None:
+    def __init__(self, link: ChildLink, data_dir: Path, count: int, how: str, sampler: str, shard: str, **settings: Any) -> None:
         self.link = link
         self.launcher = Hosts()
-        config = Config(["tiny=unused"], str(data_dir), server=ServerConfig(**settings), sampling=SamplingConfig(sampler=sampler))
+        config = Config(
+            ["tiny=unused"],
+            str(data_dir),
+            server=ServerConfig(**settings),
+            sampling=SamplingConfig(sampler=sampler),
+            distributed=DistributedConfig(count, shard),
+        )
         self.group = WorkerGroup(config, link, count, light(how), self.launcher)
         self.messages: list[Message] = []
         self.ends: list[str] = []
@@ -142,8 +148,8 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
     made: list[Watched] = []
     with link_of_an_engine() as (_, link):
 
-        def make(count: int = 2, how: str = "member", sampler: str = "local", **settings: Any) -> Watched:
-            made.append(Watched(link, tmp_path / "data", count, how, sampler, **settings))
+        def make(count: int = 2, how: str = "member", sampler: str = "local", shard: str = "none", **settings: Any) -> Watched:
+            made.append(Watched(link, tmp_path / "data", count, how, sampler, shard, **settings))
             return made[-1]
 
         yield make
@@ -249,6 +255,7 @@ def test_each_worker_has_a_gpu_of_its_own_and_the_first_has_the_vllm_servers(mon
 
         def made(sampler: str, count: int = 2) -> list[tuple[str, str]]:
             group = WorkerGroup(Config(["tiny=unused"], sampling=SamplingConfig(sampler=sampler)), link, count)
+            assert [worker.config.distributed.workers for worker in group.workers] == [count] * count  # the first places vLLM behind them
             return [(worker.config.models.device, worker.config.sampling.sampler) for worker in group.workers]
 
         assert made("local") == [("cuda:0", "local"), ("cuda:1", "local")]
@@ -507,6 +514,30 @@ def test_only_the_worker_of_vllm_servers_samples(watch: Callable[..., Watched]) 
     assert watched.said() == [Answer(1, {"rank": 0})]
     first, second = watched.heard()
     assert ([kind for kind, _ in first], second) == ([*["Sample"] * 3, "TakeSnapshot"], [])
+
+
+@pytest.mark.parametrize("inflight", [False, True])
+def test_a_snapshot_of_weights_that_are_divided_is_taken_by_all(watch: Callable[..., Watched], inflight: bool) -> None:
+    """The first has it, and answers. One that fails is a failure, and nobody follows other weights than the first, so that all go on."""
+    watched = watch(2, sampler="vllm", shard="weights")
+    watched.start()
+    watched.group.send(sample(1))
+    for number, mark in enumerate(("", "fail@1", "fail@0", "fail@0 fail@1"), 1):
+        watched.group.send(TakeSnapshot(number, "tiny", f"m {mark}", f"m {mark}/1", inflight))
+    failures = [CallFailed(number, "TinsmithError", f"worker {rank} cannot") for number, rank in ((2, 1), (3, 0), (4, 0))]
+    assert watched.said() == [Answer(1, {"rank": 0}), *failures]
+    first, second = ([kind for kind, _ in each] for each in watched.heard())
+    assert (first, second) == (["Sample", *["TakeSnapshot"] * 4], ["TakeSnapshot"] * 4)
+    assert watched.ends == []
+
+
+def test_where_nothing_samples_divided_weights_no_worker_helps(watch: Callable[..., Watched]) -> None:
+    """The first refuses: one that helped would wait for it."""
+    watched = watch(2, sampler="none", shard="weights")
+    watched.start()
+    watched.group.send(TakeSnapshot(1, "tiny", "m", "m/1", False))
+    assert watched.said() == [Answer(1, {"rank": 0})]
+    assert [len(each) for each in watched.heard()] == [1, 0]
 
 
 def test_status_is_that_of_all(pair: Watched) -> None:

@@ -4,19 +4,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.bases import DEVICE, datum, load, on_host, picture_chunks, random_tokens, renderer
-from tinsmith.config import Config, DistributedConfig, ModelsConfig, TrainingConfig
+from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig, TrainingConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
+from tinsmith.models.full import FullWeights
 from tinsmith.models.streamed_decoder import StreamedDecoder
 from tinsmith.protocol.shapes import LoraShape
+from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.self_check import check_base_model
+from tinsmith.sampling.vllm.canary import score_prompt
 from tinsmith.training.backend import LocalBackend
-from tinsmith.worker.bases import stays_on_host
+from tinsmith.wire.prompt_scores import PromptQuestions
+from tinsmith.wire.sample import SamplingParams, StopRule
+from tinsmith.worker.bases import load_compared, stays_on_host
 
 
 def trained(base: BaseModel) -> tuple[list[float], list[Tensor]]:
@@ -55,6 +62,45 @@ def test_it_trains_with_the_same_numbers(family: str, family_dir: Callable[[str]
     assert {parameter.device.type for parameter in parameters(base, of_layers=False)} == {torch.device(DEVICE).type}
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
+def test_other_weights_stand_in_the_place_of_the_bases(family: str, family_dir: Callable[[str], Path]) -> None:
+    """All of them, or some: what is not there is the base's. The base has its own behind them."""
+    bases = [on_host(family_dir(family), device=DEVICE), load(family_dir(family))]
+
+    def logprobs(base: BaseModel, owner: FullWeights | None) -> NDArray[np.float32]:
+        chunks = picture_chunks(base, 1, 8, width=64, height=64) if base.family.takes_images else [random_tokens(1, 12)]
+        rendered = renderer(base).render(chunks)
+        scores = PromptScores(rendered, PromptQuestions(logprobs=True), SamplingParams(None, 1.0, 1.0, -1, 0, StopRule(False, (), ())), 0)
+        score_prompt(base, rendered, owner, scores, 64)
+        assert scores.answers.logprobs is not None
+        return scores.answers.logprobs
+
+    def owned(base: BaseModel, shape: LoraShape) -> FullWeights:
+        generator = torch.Generator().manual_seed(3)
+        changed = {
+            name: parameter.cpu() + 0.1 * torch.randn(parameter.shape, generator=generator)
+            for name, parameter in sorted(base.full_targets(shape).items())
+        }
+        return FullWeights(shape, {name: tensor.to(base.device) for name, tensor in changed.items()}, base.dtype)
+
+    bare = [logprobs(base, None) for base in bases]
+    np.testing.assert_array_equal(bare[0], bare[1])
+    for shape in (LoraShape(0, 0), LoraShape(0, 0, train_mlp=False)):
+        on_hosts, whole = (logprobs(base, owned(base, shape)) for base in bases)
+        np.testing.assert_allclose(on_hosts, whole, atol=1e-5)
+        assert np.abs(whole - bare[0])[1:].max() > 0.1
+    np.testing.assert_array_equal(logprobs(bases[0], None), bare[0])
+
+
+def test_what_would_lose_gradients_is_refused(family_dir: Callable[[str], Path]) -> None:
+    decoder = on_host(family_dir("qwen3"), device=DEVICE).decoder
+    assert isinstance(decoder, StreamedDecoder)
+    source = decoder.with_weights({}).source
+    assert source.count == decoder.source.count
+    with pytest.raises(TypeError, match="would be lost"):
+        source.layer_to_train(0)
+
+
 def test_the_self_check_sees_a_layer_that_differs(family_dir: Callable[[str], Path]) -> None:
     """From what transformers' module has."""
     base = on_host(family_dir("qwen3"), device=DEVICE)
@@ -78,3 +124,34 @@ def test_files_are_mapped_and_not_copied(family_dir: Callable[[str], Path]) -> N
     attention = base.language_model.layers[0].self_attn
     storages = {attention.get_submodule(name).weight.untyped_storage().data_ptr() for name in ("q_proj", "k_proj", "v_proj")}
     assert len(storages) == 3
+
+
+def comparing(directory: Path, sampler: str = "vllm", dtype: str = "float32") -> Config:
+    """Of the first worker of two that divide a base model."""
+    return Config(
+        [f"tiny={directory}"],
+        models=ModelsConfig(device="cpu", dtype=dtype),
+        distributed=DistributedConfig(2, "weights"),
+        sampling=SamplingConfig(sampler=sampler),
+    )
+
+
+def test_the_worker_that_has_vllm_servers_keeps_a_whole_copy_of_what_it_divides(family_dir: Callable[[str], Path]) -> None:
+    """Mapped, and in the precision that is served. Other workers, and those that sample nothing, have none."""
+    directory = family_dir("qwen3")
+    base = on_host(directory)
+    copy = load_compared(comparing(directory), {"tiny": base})["tiny"]
+    assert (copy.device.type, copy.dtype, copy.name) == ("cpu", torch.float32, "tiny")
+    assert copy.computed_fingerprint is base.computed_fingerprint
+    assert isinstance(copy.decoder, StreamedDecoder)
+    assert copy.decoder is not base.decoder
+    assert load_compared(comparing(directory, dtype="bfloat16"), {"tiny": base})["tiny"].dtype == torch.bfloat16
+    assert load_compared(comparing(directory, sampler="none"), {"tiny": base}) == {}
+
+
+def test_a_copy_that_the_host_has_no_room_for_is_refused(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = family_dir("qwen3")
+    monkeypatch.setattr("tinsmith.worker.bases.free_memory", lambda device: 1000)
+    refused = r"^--shard weights and --sampler vllm: the copies of tiny .* need [\d.]+ [KM]iB of the host's memory, of which 1000 bytes are"
+    with pytest.raises(ConfigError, match=refused):
+        load_compared(comparing(directory), {"tiny": on_host(directory)})

@@ -65,3 +65,18 @@ def test_one_seed_gives_the_numbers_that_it_always_gave(text_base: BaseModel) ->
         drawn = torch.empty(2, target.in_features).uniform_(-bound, bound, generator=generator)
         assert torch.equal(adapter.masters[name].a.cpu(), drawn)
         assert not adapter.masters[name].b.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_is_the_same_on_another_device(text_base: BaseModel, dtype: torch.dtype) -> None:
+    """Under its identity: it is one snapshot, wherever it lies."""
+    trained = random_adapter(text_base)
+    taken = Adapter(trained.shape, trained.masters, dtype, device=torch.device(DEVICE)).snapshot(new_ref())
+    there = taken.on(torch.device("cpu", 0))
+    assert there is not taken
+    assert (there.ref, there.scale, there.shape) == (taken.ref, taken.scale, taken.shape)
+    for name, pair in taken.working.items():
+        for one, other in zip(pair, there.working[name], strict=True):
+            assert (other.device.type, other.dtype) == ("cpu", dtype)
+            assert torch.equal(one.cpu(), other)
+    assert taken.on(taken.flat.device) is taken

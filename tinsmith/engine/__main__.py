@@ -57,7 +57,7 @@ def _workers(config: Config, link: ChildLink) -> WorkerGroup:
         return WorkerGroup(config, link, worker_count(config))
     from tinsmith.engine.ray_workers import RayActors  # which takes a second, and may not be installed
 
-    count = worker_count(config, config.distributed.workers)  # Ray says itself which GPUs it has
+    count = worker_count(config)
     actors = RayActors(config, link.wake)
     config = replace(config, models=replace(config.models, device=actors.device))
     return WorkerGroup(config, link, count, launcher=actors)

@@ -14,38 +14,101 @@ _GPU = re.compile(r"\s*(\d+|(GPU|MIG)-.+)\s*")
 
 
 def worker_count(config: Config, gpus: int | None = None) -> int:
-    """How many workers are configured.
+    """How many workers start: as many as are configured, or with --workers 0 as many as have a GPU of their own.
 
-    Raises ConfigError if these need more GPUs than there are, share them with vLLM servers, or are to divide what they cannot. `gpus` is
-    how many there are; None means those of this machine.
+    Raises ConfigError if these need more GPUs than there are, are to divide what they cannot, or would have nothing to do. `gpus` is how
+    many there are; None means those of this machine. Ray says itself which GPUs it has.
     """
-    asked, device = config.distributed.workers, config.models.device
-    _check_shard(config)
-    if asked == 1 or device == "cpu":
-        return asked
-    if ":" in device:
-        raise ConfigError(f"--workers {asked} and --device {device} contradict each other: each worker has its own GPU; leave one out")
+    asked = config.distributed.workers
+    _check_ray(config)
+    if config.distributed.ray_address:
+        gpus = asked
     gpus = visible_gpus() if gpus is None else gpus
+    count = asked or _automatic(config, gpus)
+    _check_shard(config, count)
+    if count == 1:
+        _check_servers(config, count, gpus)
+        if config.training.sequence_parallel_from:
+            raise ConfigError("sequence_parallel_from has no effect with one worker; add --workers 2 or more, or leave it out")
+        return count
+    if config.only_compares:
+        raise ConfigError(
+            f"--workers {count}, --train none and --sampler vllm: one worker compares what vLLM servers compute, and others would have "
+            "nothing to do; leave --workers out"
+        )
+    if config.models.device != "cpu":
+        _check_gpus(config, count, gpus)
+        _check_servers(config, count, gpus)
+    return count
+
+
+def _check_ray(config: Config) -> None:
+    address = config.distributed.ray_address
+    if address and not config.distributed.workers:
+        raise ConfigError(
+            f"--ray-address {address}: say how many workers Ray is to start, with --workers 1 or more; other programs of its cluster want "
+            "GPUs too"
+        )
+
+
+def _check_gpus(config: Config, count: int, gpus: int) -> None:
+    """Raise ConfigError if several workers have no GPU each. Where none is seen they run on the CPU, unless GPUs are asked for."""
+    device = config.models.device
+    if ":" in device:
+        raise ConfigError(f"--workers {count} and --device {device} contradict each other: each worker has its own GPU; leave one out")
     if gpus == 0 and device == "auto":
-        return asked
-    if asked > gpus:
-        raise ConfigError(f"--workers {asked}: there are {gpus} GPUs, and each worker needs its own; ask for {max(1, gpus)} or fewer")
-    if config.sampling.sampler == "vllm":
-        raise ConfigError(f"--workers {asked} and --sampler vllm: vLLM servers would start on GPUs of workers; use --workers 1")
-    return asked
+        return
+    if count > gpus:
+        raise ConfigError(f"--workers {count}: there are {gpus} GPUs, and each worker needs its own; ask for {max(1, gpus)} or fewer")
 
 
-def _check_shard(config: Config) -> None:
-    """Raise ConfigError if the weights are to be divided where that does not work."""
-    shard, workers, sampler = config.distributed.shard, config.distributed.workers, config.sampling.sampler
+def _check_servers(config: Config, count: int, gpus: int) -> None:
+    """Raise ConfigError if vLLM servers have too few GPUs beside the workers.
+
+    A single worker may share its GPU with a server, and servers that take one GPU each share theirs, if they have room: these see to it
+    themselves (`sampling/vllm/launch.py`).
+    """
+    if not config.vllm_gpus or not gpus or config.models.device == "cpu" or (count == 1 and config.vllm.vllm_tensor_parallel == 1):
+        return
+    workers = 0 if config.only_compares else count
+    if workers + config.vllm_gpus > gpus:
+        vllm = config.vllm
+        raise ConfigError(
+            f"--sampler vllm: {workers} workers and {config.vllm_gpus} GPUs of vLLM servers ({vllm.vllm_servers} for each of "
+            f"{max(1, len(config.base_models))} base models, on {vllm.vllm_tensor_parallel} each) are {workers + config.vllm_gpus} GPUs; "
+            f"there are {gpus}; lower --workers, --vllm-servers or --vllm-tensor-parallel"
+        )
+
+
+def gpus_needed(config: Config) -> int:
+    """How many GPUs the workers and vLLM servers of a configuration take, each one of its own; one worker, unless more are asked for."""
+    return max(1, config.distributed.workers) + config.vllm_gpus
+
+
+def _automatic(config: Config, gpus: int) -> int:
+    """One worker for each GPU that vLLM servers leave, and at least one.
+
+    There is one alone where others would have nothing to do, or no GPU of their own: servers of --vllm-url may have any of those that are
+    seen here.
+    """
+    vllm = config.sampling.sampler == "vllm"
+    alone = vllm and (config.only_compares or bool(config.vllm.vllm_turn_s) or bool(config.vllm.vllm_urls))
+    if alone or config.models.device == "cpu" or ":" in config.models.device:
+        return 1
+    return max(1, gpus - config.vllm_gpus)
+
+
+def _check_shard(config: Config, workers: int) -> None:
+    """Raise ConfigError if the weights are to be divided over so many workers where that does not work."""
+    shard, sampler = config.distributed.shard, config.sampling.sampler
     if shard == "none":
         return
     if workers == 1:
         raise ConfigError(f"--shard {shard} divides weights over several workers; add --workers 2 or more, or leave it out")
-    if sampler != "none":
+    if sampler == "local":
         raise ConfigError(
-            f"--shard {shard} and --sampler {sampler}: no worker has all weights to sample from; add --sampler none, and sample the saved "
-            "checkpoints with another server"
+            f"--shard {shard} and --sampler {sampler}: no worker has all weights to sample from; add --sampler vllm, or --sampler none and "
+            "sample the saved checkpoints with another server"
         )
     state = config.training.full_state
     if state != "float32":

@@ -111,7 +111,7 @@ class WorkerGroup:
         self.records = Records(config)
         self.workers = [WorkerProcess(each, engine, program, self.launcher) for each in configs]
         self.samplers = range(count if config.sampling.sampler == "local" else 1)
-        """The workers that sample. A vLLM server is the first one's."""
+        """The workers that sample, and keep what is sampled. vLLM servers are the first one's."""
         self.models: dict[str, ModelFacts] = {}
         """What all serve, once the first group is ready."""
         self.last_messages: list[Message] = []
@@ -274,7 +274,7 @@ class WorkerGroup:
             case Prepare() | RunPass() | CreateModel() | LoadModel() | OptimStep():
                 self._ask(message, range(self.count))
             case TakeSnapshot():
-                self._ask(message, self.samplers)
+                self._ask(message, range(self.count) if self.config.compares_with_copy else self.samplers)
             case SaveModel() | ExportModel():
                 self._ask(message, self._asked_to_save(message.model_id))
             case Sample():
@@ -402,7 +402,7 @@ class WorkerGroup:
             match asked:
                 case CreateModel() | LoadModel() if asked.model_id not in self._loaded:
                     self._tell_all(DeleteModel(asked.base_model, asked.model_id))
-                case TakeSnapshot() if asked.inflight:
+                case TakeSnapshot() if asked.inflight and len(self.samplers) > 1:
                     self._break(rank, f"samples of model {asked.model_id} would follow different weights: {failure.error}")
                     return []
                 case OptimStep() | LoadModel():
@@ -421,7 +421,8 @@ class WorkerGroup:
 
 
 def _config_of(config: Config, rank: int, count: int, gpus_by_number: bool) -> Config:
-    """The configuration of one of several workers: a GPU of its own, and vLLM is the first one's."""
+    """The configuration of one of so many workers: a GPU of its own if there are several, and vLLM is the first one's."""
+    config = replace(config, distributed=replace(config.distributed, workers=count))
     if count == 1:
         return config
     device = config.models.device

@@ -327,10 +327,13 @@ def loading_of(config: Config) -> ModelsConfig:
 
     The device that is configured is the servers' then, and the precision is what that device computes in.
     """
-    if not config.only_compares:
-        return config.models
+    return loading_to_compare(config) if config.only_compares else config.models
+
+
+def loading_to_compare(config: Config) -> ModelsConfig:
+    """How a base model is loaded into the host's memory with which vLLM servers are compared: in the precision of their device."""
     dtype = pick_dtype(config.models.dtype, pick_device(config.models.device))
-    return replace(config.models, device="cpu", dtype=str(dtype).removeprefix("torch."))
+    return replace(config.models, device="cpu", dtype=str(dtype).removeprefix("torch."), memory_share=1.0)
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:

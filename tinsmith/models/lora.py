@@ -137,6 +137,14 @@ class Adapter:
         frozen._hold(self.flat.clone(), ref)
         return frozen
 
+    def on(self, device: torch.device) -> "Adapter":
+        """The same numbers under the same identity on a device; itself, if it is there."""
+        if self.flat.device == device:
+            return self
+        there = copy(self)
+        there._hold(self.flat.to(device), self.ref)
+        return there
+
     def tensors(self) -> list[Tensor]:
         """All masters in a fixed order: a and b of each module."""
         return [tensor for pair in self.masters.values() for tensor in pair]

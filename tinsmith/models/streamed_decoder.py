@@ -4,7 +4,7 @@ Where they come from is for a `LayerSource` to say: the host's memory (`models/h
 (`training/divided_layers.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +37,27 @@ class LayerSource(Protocol):
         ...
 
 
+class OwnWeights:
+    """Layers of a source with other parameters in the place of theirs, by their names inside the language model. Not to train them."""
+
+    def __init__(self, source: LayerSource, parameters: Mapping[str, Tensor]) -> None:
+        self.source = source
+        self.parameters = parameters
+
+    @property
+    def count(self) -> int:
+        return self.source.count
+
+    def layer(self, index: int) -> Layer:
+        return self.source.layer(index).with_weights(self.parameters)
+
+    def layer_to_train(self, index: int) -> tuple[Layer, tuple[Tensor, ...]]:
+        raise TypeError("the gradients of weights that stand in the place of others would be lost")
+
+    def give(self, gradients: Sequence[Tensor | None]) -> None:
+        """Never called: `layer_to_train` returns nothing to train."""
+
+
 @dataclass(frozen=True, eq=False)
 class StreamedDecoder(Decoder):
     """A decoder without `layers` of its own."""
@@ -63,6 +84,10 @@ class StreamedDecoder(Decoder):
         for index, of_layer in enumerate(leaves):
             x = compute(self.source, index, shared, self.anchor, x, *of_layer)
         return self.finish(x, None)
+
+    def with_weights(self, parameters: Mapping[str, Tensor]) -> "StreamedDecoder":
+        """As `Decoder.with_weights`, for passes without a backward. Each layer gets its own when it comes."""
+        return StreamedDecoder((), self.last_norm.with_weights(parameters), self.rope, OwnWeights(self.source, parameters))
 
 
 def _leaves_by_layer(adapters: Adapters, layers: int) -> list[list[Tensor]]:

@@ -102,6 +102,14 @@ class Backend(Protocol):
         """A frozen copy of the model's weights, to sample from under the identity `ref`."""
         ...
 
+    def help_to_snapshot(self, model_id: str) -> None:
+        """Give the worker that samples what its `snapshot` needs of this one, which `needs_all`."""
+        ...
+
+    def agree_to_create(self, refusal: TinsmithError | None) -> None:
+        """Before `create_model`: raise `refusal`, if there is one, on all workers that would compute the model together."""
+        ...
+
     def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
         """A copy of the weights, and with `optimizer` of what AdamW remembers, for `checkpoint.write_state`.
 
@@ -185,6 +193,13 @@ class LocalBackend:
             size = snapshot_bytes(weights.parameter_count, weights.dtype)
             self._require_memory("a snapshot of full weights", size, self.base.device)
         return weights.snapshot(ref)
+
+    def help_to_snapshot(self, model_id: str) -> None:
+        """Nothing: each worker that samples has all of it."""
+
+    def agree_to_create(self, refusal: TinsmithError | None) -> None:
+        if refusal is not None:
+            raise refusal
 
     def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
         model = self._optimizer(model_id)

@@ -23,9 +23,10 @@ from tinsmith.distributed.joint_work import refuse_together
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
-from tinsmith.models.full import FullState
+from tinsmith.models.full import FullState, FullWeights, Weights, snapshot_bytes
 from tinsmith.models.pass_memory import Effort, pass_memory_of
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
+from tinsmith.protocol.weights import WeightsRef
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend, PassError, PassResult
 from tinsmith.training.checkpoint import About, SavedState
 from tinsmith.training.compact import Optimizer
@@ -44,9 +45,13 @@ class DividedBackend(LocalBackend):
 
     needs_all = True
 
-    def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup) -> None:
-        """`base` is one that `divided_decoder.divide` has divided over `group`."""
+    def __init__(self, base: BaseModel, config: TrainingConfig, group: ProcessGroup, gives_snapshots: bool = False) -> None:
+        """`base` is one that `divided_decoder.divide` has divided over `group`.
+
+        With `gives_snapshots` this worker has what samples, and its `snapshot` is one of all weights too.
+        """
         super().__init__(base, config, group)
+        self.gives_snapshots = gives_snapshots
         if not isinstance(base.decoder, DividedDecoder):
             raise TypeError(f"the layers of {base.name} are not divided")
         self.together = group
@@ -54,6 +59,9 @@ class DividedBackend(LocalBackend):
         self.efforts.memory = pass_memory_of(base.layout, base.text_config, base.dtype, divided=True)
 
     # ---- Models
+
+    def agree_to_create(self, refusal: TinsmithError | None) -> None:
+        refuse_together(self.together, refusal)
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
         """As `LocalBackend.create_model`. To be called by all workers; with rank 0 at the same place among passes and other calls."""
@@ -96,6 +104,37 @@ class DividedBackend(LocalBackend):
     def _stepped(self, optimizer: Optimizer, settings: AdamSettings) -> dict[str, float]:
         """A step of divided weights adds nothing up: that was done pass by pass."""
         return optimizer.step(settings) if isinstance(optimizer, DividedOptimizer) else super()._stepped(optimizer, settings)
+
+    # ---- Copies that are sampled
+
+    def snapshot(self, model_id: str, ref: WeightsRef) -> Weights:
+        """As `LocalBackend.snapshot`, while all other workers call `help_to_snapshot`. All weights come to the host's memory.
+
+        Where nothing samples nobody helps: it raises UserError for a model that is divided.
+        """
+        model = self._agreed(model_id) if self.gives_snapshots else None
+        if model is None:
+            return super().snapshot(model_id, ref)
+        failure: Exception | None = None
+        try:
+            tensors = self._room_for_snapshot(model)
+        except (TinsmithError, OSError, RuntimeError, MemoryError) as error:
+            failure = error
+        refuse_together(self.together, failure)
+        self._all_of_them("put a snapshot together", lambda: gathered(model.divided, model.divided.parts, tensors))
+        return FullWeights(model.weights.shape, tensors, self.base.dtype, ref)
+
+    def _room_for_snapshot(self, model: DividedOptimizer) -> dict[str, Tensor]:
+        """Tensors without numbers, in the precision that passes read."""
+        size = snapshot_bytes(model.weights.parameter_count, self.base.dtype)
+        self._require_memory("a snapshot of full weights", size, torch.device("cpu"))
+        return _on_host(model.divided, self.base.dtype)
+
+    def help_to_snapshot(self, model_id: str) -> None:
+        model = self._agreed(model_id)
+        if model is not None:
+            refuse_together(self.together, None)
+            self._all_of_them("put a snapshot together", lambda: gathered(model.divided, model.divided.parts, None))
 
     # ---- Copies that are saved
 
@@ -242,9 +281,9 @@ def _number_of(model_id: str) -> int:
     return int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:7]) + 2
 
 
-def _on_host(weights: DividedWeights) -> dict[str, Tensor]:
-    """Memory for all parameters in float32, by their names."""
-    return {name: torch.empty(shape) for row in weights.rows.values() for name, shape in row.shapes.items()}
+def _on_host(weights: DividedWeights, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Memory for all parameters, by their names."""
+    return {name: torch.empty(shape, dtype=dtype) for row in weights.rows.values() for name, shape in row.shapes.items()}
 
 
 def require_float32_state(base: BaseModel, state: FullState) -> None:

@@ -80,7 +80,7 @@ class DividedWeights(FullWeights):
     def snapshot(self, ref: WeightsRef) -> NoReturn:
         raise UserError(
             "all weights are divided over the workers (--shard weights), and none of them has what is sampled: save them with "
-            "save_weights_for_sampler, and sample the checkpoint with a server that has --train none"
+            "save_weights_for_sampler, and sample the checkpoint with a server that has --train none, or serve with --sampler vllm"
         )
 
     def leaves(self) -> list[Tensor]:
@@ -155,15 +155,16 @@ def take_from(weights: DividedWeights, tensors: Mapping[str, Tensor]) -> None:
 def gathered(weights: DividedWeights, parts: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None) -> None:
     """Put together what is laid out like the masters, such as a moment, into `tensors` by the names of the parameters.
 
-    To be called by all workers; those that want nothing give None. Takes no memory.
+    To be called by all workers, with parts of one precision; those that want nothing give None. Takes no memory.
     """
     group = weights.group
-    size = len(weights.sums.buffer) // group.count
+    buffer = weights.sums.buffer.view(next(iter(parts.values())).dtype)
+    size = len(buffer) // group.count
     for name, row in weights.rows.items():
         wanted: Sequence[Tensor] = [] if tensors is None else [tensors[each] for each in row.shapes]
         for start in range(0, row.part, size):
             count = min(size, row.part - start)
-            whole = weights.sums.buffer[: count * group.count]
+            whole = buffer[: count * group.count]
             group.begin_to_join(whole, parts[name][start : start + count])()
             if tensors is not None:
                 for rank, stretch in enumerate(whole.view(group.count, count)):

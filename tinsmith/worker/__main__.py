@@ -37,7 +37,7 @@ def main() -> int:
     gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
     from tinsmith.distributed.process_group import ProcessGroup
     from tinsmith.models.base import loading_of
-    from tinsmith.worker.bases import load_bases
+    from tinsmith.worker.bases import load_bases, load_compared
     from tinsmith.worker.device_lock import lock_device
     from tinsmith.worker.loop import Worker
     from tinsmith.worker.records import AskedRecords
@@ -49,16 +49,17 @@ def main() -> int:
         start_logging(name, config.log_level)
         lock_device(loading_of(config))  # nobody closes it: the process holds it to its end
         bases = load_bases(config)
+        compared = load_compared(config, bases)
         questions = Questions(sys.argv[1], keys)
         group = ProcessGroup(place, next(iter(bases.values())).device, questions.ask) if place.count > 1 else None
         if group is not None and place.host:
             require_same(group, bases)
-        if config.sampling.sampler == "vllm":  # it watches these servers itself, and may wait long for them
-            heartbeat.waits = lambda: True
-        elif group is not None:
+        if group is not None:  # one that hangs must be told from those that wait for it, also if it has vLLM servers
             heartbeat.waits = lambda: group.waits
+        elif config.sampling.sampler == "vllm":  # it watches these servers itself, and may wait long for them
+            heartbeat.waits = lambda: True
         records = AskedRecords(questions.ask)
-        worker = Worker(config, bases, link, heartbeat, records, group, place)
+        worker = Worker(config, bases, link, heartbeat, records, group, place, compared)
         worker.run(int(sys.argv[2]))
     except ConfigError as error:
         print(f"tinsmith: {error}", file=sys.stderr)

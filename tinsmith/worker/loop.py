@@ -90,11 +90,17 @@ class Worker:
         records: AskedRecords,
         group: ProcessGroup | None = None,
         place: Place | None = None,
+        compared: dict[str, BaseModel] | None = None,
     ) -> None:
-        """With a `group` others hold the same models and get a share of each pass. Without a `place` it is alone, beside its engine."""
+        """With a `group` others hold the same models and get a share of each pass. Without a `place` it is alone, beside its engine.
+
+        `compared` are whole base models for the sampler, where those that train are divided (`worker/bases.py`).
+        """
         place = place or Place()
         self.config = config
         self.bases = bases
+        self.sampled_bases = compared or bases
+        """What the sampler computes with itself, and what snapshots belong to."""
         self.link = link
         self.heartbeat = heartbeat
         self.images = BlobFiles(Path(config.data_dir))
@@ -112,7 +118,7 @@ class Worker:
         memory, disk, idle_s = sampling.snapshot_gib * 2**30, sampling.snapshot_disk_gib * 2**30, sampling.snapshot_idle_h * 3600
         spill = Path(config.data_dir) / SNAPSHOTS_DIR / (str(place.rank) if group else "")
         shared = None if config.training.trains else SharedCheckpoints(files)
-        self.snapshots = Snapshots(self.bases, records, files, spill, memory, disk, idle_s, shared)
+        self.snapshots = Snapshots(self.sampled_bases, records, files, spill, memory, disk, idle_s, shared)
         self.sleepers: list[Sleeper] = []
         """Samplers whose servers can have the device in turns with training."""
         self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, records, self.send)
@@ -279,7 +285,9 @@ class Worker:
             from tinsmith.sampling.vllm.sampler import start_vllm_sampler  # needs packages that are not there without vLLM
 
             self._give_back_memory()  # servers on the same GPU start now
-            started = {name: start_vllm_sampler(base, renderers[name], self.config, self.link.wake) for name, base in self.bases.items()}
+            started = {
+                name: start_vllm_sampler(base, renderers[name], self.config, self.link.wake) for name, base in self.sampled_bases.items()
+            }
             self.sleepers += started.values()
             return {name: Sampled(sampler, renderers[name]) for name, sampler in started.items()}
         chunk = self.config.training.logits_chunk
@@ -297,4 +305,4 @@ def backend_of(base: BaseModel, config: Config, group: ProcessGroup | None) -> L
     if group is None or config.distributed.shard == "none":
         return LocalBackend(base, config.training, group)
     divide(base, group)
-    return DividedBackend(base, config.training, group)
+    return DividedBackend(base, config.training, group, gives_snapshots=config.compares_with_copy)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.errors import TinsmithError
+from tinsmith.models.lora import Adapter
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
@@ -72,7 +73,7 @@ class Models:
             match message:
                 case CreateModel():
                     shape = LoraShape(**message.shape)
-                    self.check(message.base_model, shape)
+                    backend.agree_to_create(self._refusal(message.base_model, shape))
                     backend.create_model(message.model_id, shape)
                     self._answer(message, {"base_fingerprint": backend.base.known_fingerprint})
                 case OptimStep():
@@ -121,9 +122,22 @@ class Models:
             write = partial(write_external, state, backend.base.layout, recipients=recipients)
         self._beside(message, partial(write_files, self.files, message.checkpoint, write))
 
+    def _refusal(self, base_model: str, shape: LoraShape) -> TinsmithError | None:
+        """Why a model of this shape could not be sampled."""
+        refusals: list[TinsmithError] = []
+        with failing_into(refusals.append):
+            self.check(base_model, shape)
+        return refusals[0] if refusals else None
+
     def _take_snapshot(self, backend: LocalBackend, message: TakeSnapshot) -> None:
+        """Keep a snapshot for what samples; or give the worker that has it what the snapshot needs of this one."""
+        if backend.needs_all and self.kept.place.rank > 0:
+            backend.help_to_snapshot(message.model_id)
+            return
         followed = message.model_id if message.inflight else None
         weights = backend.snapshot(message.model_id, WeightsRef(message.base_model, message.request_id, message.request_id, followed))
+        if isinstance(weights, Adapter):
+            weights = weights.on(self.snapshots.bases[message.base_model].device)
         weights_id = ids.inflight_id(message.model_id) if message.inflight else message.request_id
         self.snapshots.publish(message.base_model, weights_id, weights)
 
@@ -149,7 +163,8 @@ class Models:
     def _restore(self, message: LoadModel, ended: "Future[SavedState]") -> None:
         with failing_into(partial(self._failed, message)):
             state = ended.result()
-            self.check(message.base_model, state.about.shape)
+            if self.kept.place.count == 1:  # of several, one that refuses would not have what the others have; samples are refused then
+                self.check(message.base_model, state.about.shape)
             self.backends[message.base_model].restore(message.model_id, state)
             self.kept.restored(message.model_id, message.directory, sum(tensor.numel() for tensor in state.tensors.values()))
             self._answer(message, {})

@@ -1,5 +1,7 @@
 """Which GPU a server gets, and how full weights get there."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from tinsmith.config import Config, load
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, loading_of
 from tinsmith.sampling.inside_vllm import TransferKind
-from tinsmith.sampling.vllm.launch import Sizes, check_divisible, divided, gpus_of, transfer_kind
+from tinsmith.sampling.vllm.launch import Sizes, _environment, check_divisible, divided, gpus_of, transfer_kind
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,41 @@ def test_servers_of_two_gpus_share_none() -> None:
         gpus_of("a", config, trainer, 8)
 
 
+@pytest.mark.parametrize(
+    ("workers", "servers", "ranks", "expected"),
+    [
+        (2, 1, 1, [[(2,)], [(3,)]]),
+        (2, 2, 1, [[(2,), (3,)], [(4,), (5,)]]),
+        (3, 1, 2, [[(3, 4)], [(5, 6)]]),
+        (6, 1, 1, [[(6,)], [(7,)]]),
+    ],
+)
+def test_servers_are_behind_all_workers(workers: int, servers: int, ranks: int, expected: list[list[tuple[int, ...]]]) -> None:
+    """Of all base models in one numbering. Weights come from the first worker's GPU, on which none of them is."""
+    config, first = config_of(["a=x/a", "b=x/b"], servers), torch.device("cuda:0")
+    config.distributed.workers = workers
+    config.vllm.vllm_tensor_parallel = ranks
+    places = [gpus_of(name, config, first, 8) for name in "ab"]
+    assert places == expected
+    taken = [gpu for of_base in places for gpus in of_base for gpu in gpus]
+    assert len({*taken, *range(workers)}) == len(taken) + workers <= 8
+    for gpus in (gpus for of_base in places for gpus in of_base):
+        assert transfer_kind("auto", first, gpus, ranks) == ("broadcast" if ranks == 1 else "file")
+        with pytest.raises(ConfigError, match="vllm_transfer=ipc"):
+            transfer_kind("ipc", first, gpus, ranks)
+    with pytest.raises(ConfigError, match=rf"and {workers} GPUs for the workers are {len(taken) + workers} GPUs; there are {workers + 1}"):
+        gpus_of("a", config, first, workers + 1)
+
+
+def test_a_server_finds_its_gpu_among_those_that_the_first_worker_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(["a=x/a"], 1)
+    config.distributed.workers = 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
+    (gpus,) = gpus_of("a", config, torch.device("cuda:0"), 4)
+    assert _environment(config, Path("sockets"), gpus)["CUDA_VISIBLE_DEVICES"] == "3"
+
+
 def test_full_weights_get_to_several_gpus_as_a_file_or_by_broadcast() -> None:
     device = torch.device("cuda:0")
     assert transfer_kind("auto", device, (1, 2), 2) == transfer_kind("file", device, (1, 2), 2) == "file"
@@ -134,7 +171,9 @@ def test_without_a_trainer_servers_begin_at_the_first_gpu_and_get_weights_from_t
         gpus_of("a", config, torch.device("cuda:0"), 3)
     assert transfer_kind("auto", host, (0,)) == transfer_kind("file", host, (0,)) == "file"
     for wanted in ("ipc", "broadcast"):
-        with pytest.raises(ConfigError, match=f"vllm_transfer={wanted} begins at a GPU, and with train=none"):
+        with pytest.raises(
+            ConfigError, match=f"vllm_transfer={wanted} begins at a GPU; weights come from the host's memory with train=none or sh"
+        ):
             transfer_kind(wanted, host, (0,))
 
 

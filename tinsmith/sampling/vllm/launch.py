@@ -91,7 +91,9 @@ def transfer_kind(wanted: str, trainer: torch.device, gpus: Sequence[int], ranks
     """How full weights get to a server on these GPUs, none for a CPU. Raises ConfigError if `wanted` cannot work there."""
     if gpus and trainer.type == "cpu":
         if wanted not in ("auto", "file"):
-            raise ConfigError(f"vllm_transfer={wanted} begins at a GPU, and with train=none weights come from the host's memory. Use file")
+            raise ConfigError(
+                f"vllm_transfer={wanted} begins at a GPU; weights come from the host's memory with train=none or shard=weights; use file"
+            )
         return "file"
     if ranks > 1 and wanted == "ipc":
         raise ConfigError(f"vllm_transfer=ipc reaches one GPU of a server, and --vllm-tensor-parallel {ranks} gives it more. Use broadcast")
@@ -196,18 +198,20 @@ def gpus_of(base_name: str, config: Config, device: torch.device, gpus: int) -> 
     """The GPUs of each server of one base model, numbered as this process sees them; none on a CPU.
 
     Servers of all base models are counted together, from the GPU after the configured `device` on, which is the trainer's and comes last;
-    if nothing is trained, from that one on. If they take turns with the trainer, all are on its GPU. One that is divided over several GPUs
-    shares none of them. Raises ConfigError if there are too few, or if servers would share one that has no room for both.
+    if nothing is trained, from that one on. If they take turns with the trainer, all are on its GPU. Several workers have the GPUs from
+    `device` on, which is that of the first of them, and share none. Nor does a server that is divided over several GPUs. Raises ConfigError
+    if there are too few, or if servers would share one that has no room for both.
     """
     names = list(base_model_sources(config))
     servers, ranks = config.vllm.vllm_servers, config.vllm.vllm_tensor_parallel
     if device.type == "cpu":
         return [()] * servers
-    count, trainers = len(names) * servers, 1 if config.training.trains else 0
-    if ranks > 1 and trainers + count * ranks > gpus:
+    count, trainers = len(names) * servers, max(1, config.distributed.workers) if config.training.trains else 0
+    if (ranks > 1 or trainers > 1) and trainers + count * ranks > gpus:
+        beside = {0: "", 1: ", and one GPU for the trainer"}.get(trainers, f", and {trainers} GPUs for the workers")
         raise ConfigError(
-            f"{servers} vLLM servers each for {len(names)} base models, of {ranks} GPUs each (--vllm-tensor-parallel)"
-            f"{', and one GPU for the trainer' if trainers else ''} are {trainers + count * ranks} GPUs; there are {gpus}"
+            f"{servers} vLLM servers each for {len(names)} base models, of {ranks} GPUs each (--vllm-tensor-parallel){beside} are "
+            f"{trainers + count * ranks} GPUs; there are {gpus}"
         )
     order = (
         [device.index or 0] * count
