@@ -4,8 +4,10 @@ It goes through all cases, in the same order as the others, and leaves in DIRECT
 DIRECTORY/bases, and a checkpoint that a process alone has written is DIRECTORY/alone.
 """
 
+import json
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +24,12 @@ from tinsmith.models.decoder import Layer
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
+from tinsmith.store.pieces import check_pieces, write_pieces
 from tinsmith.training.backend import DatumWork, LocalBackend
-from tinsmith.training.checkpoint import read_state, write_state
+from tinsmith.training.checkpoint import read_state
 from tinsmith.training.divided_backend import DividedBackend
 from tinsmith.training.divided_decoder import divide
 from tinsmith.training.divided_optimizer import DividedOptimizer
-from tinsmith.training.divided_weights import gathered
 from tinsmith.wire.chunks import Chunk
 
 SHAPES = {"all": LoraShape(0, 0), "headless": LoraShape(0, 1, train_unembed=False), "lora": LoraShape(4, 2)}
@@ -57,8 +59,11 @@ def whole(backend: LocalBackend, name: str, parts: Callable[[Any], Sequence[Tens
     model = backend.optimizers[name]
     if not isinstance(model, DividedOptimizer):
         return {key: tensor.detach().clone() for key, tensor in zip(model.weights.named_tensors(), parts(model), strict=True)}
-    found = {key: torch.full(shape, torch.nan) for row in model.divided.rows.values() for key, shape in row.shapes.items()}
-    gathered(model.divided, dict(zip(model.divided.rows, parts(model), strict=True)), found)
+    found: dict[str, Tensor] = {}
+    for row, part in zip(model.divided.rows.values(), parts(model), strict=True):
+        joined = torch.empty(row.part * model.divided.group.count)
+        model.divided.group.begin_to_join(joined, part)()
+        found |= {key: tensor.detach().clone() for key, tensor in row.views(joined).items()}
     return found
 
 
@@ -206,13 +211,26 @@ class DividingAll:
         self.without("claim_moments", model)
         self.refused(lambda: backend.optim_step("new", SETTINGS))
         vars(model).pop("claim_moments", None)
-        if self.rank == 0:
-            self.found["saved at first"] = sorted(backend.copy_state("new", optimizer=True).moments or {})
-        else:
-            backend.help_to_copy("new", optimizer=True)
+        self.save(backend, "new", "saved at first")
         backend.run_pass(mine, backward=True)
         self.found["first step"] = backend.optim_step("new", SETTINGS)["grad_norm"], len(model.moments())
         backend.delete_model("new")
+
+    def save(
+        self, backend: DividedBackend, model_id: str, name: str, optimizer: bool = True, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
+        """Write this worker's part of a checkpoint while something else is done; the last worker finds that nothing is missing."""
+        part = backend.copy_part(model_id, optimizer)
+        assert part is not None
+        with ThreadPoolExecutor(1) as beside:
+            written = beside.submit(write_pieces, self.directory / name, part.pieces(), between_hosts=name == "together")
+            meanwhile()
+        told = [tuple(piece) for text in self.group.texts(json.dumps(written.result())) for piece in json.loads(text)]
+        if self.rank == self.count - 1:
+            check_pieces(self.directory / name, told)
+        own = sum(size for _, _, size, _ in written.result())
+        self.found[f"{name} bytes"] = own, sum(size for _, _, size, _ in told)
+        self.group.agree(0, "that all have come here")
 
     def without(self, method: str, of: object) -> None:
         """Let a method find no memory on the second worker."""
@@ -243,18 +261,25 @@ class DividingAll:
         self.found["no gradients"] = backend.optim_step("all", SETTINGS)
 
     def loads_and_saves(self, backend: DividedBackend) -> None:
-        """A checkpoint of one worker alone goes on here; and one that was written here is for the test to load."""
+        """A checkpoint of one worker alone goes on here; and those that are written here are for the test to load.
+
+        Of the first of these each worker writes its part while all take the next step.
+        """
         backend.restore("all", read_state(self.directory / "alone", backend.base, optimizer=True))
         self.found["restored"] = weights(backend)["all"]
-        backend.run_pass(share_of(work_of(backend.base, 1), 0, self.rank, self.count), backward=True)
-        backend.optim_step("all", SETTINGS)
+
+        def step() -> None:
+            backend.run_pass(share_of(work_of(backend.base, 1), 0, self.rank, self.count), backward=True)
+            backend.optim_step("all", SETTINGS)
+
+        self.save(backend, "all", "again", meanwhile=step)
         self.found["went on"] = weights(backend)["all"]
-        for optimizer in (True, False):
-            if self.rank == 1:
-                state = backend.copy_state("all", optimizer)
-                write_state(state, self.directory / ("together" if optimizer else "weights alone"))
-            else:
-                backend.help_to_copy("all", optimizer)
+        self.save(backend, "all", "together")
+        self.save(backend, "all", "weights alone", optimizer=False)
+        self.without("_require_memory", backend)
+        self.found["no room for a copy"] = self.refused(lambda: backend.copy_part("all", optimizer=True))
+        vars(backend).pop("_require_memory", None)
+        self.found["no such model"] = self.refused(lambda: backend.copy_part("nobody", optimizer=True))
         backend.delete_model("all")
         backend.restore("all", read_state(self.directory / "alone", backend.base))
         self.clear(backend)

@@ -242,7 +242,7 @@ class CheckpointFiles:
         system, path = self._resolve(place)
         home = Path(path).parent if isinstance(system, LocalFileSystem) else self._home
         begun = home.glob(f"{WRITING_PREFIX}{Path(path).name}-*")
-        return [(system, path), *((LocalFileSystem(), str(unfinished)) for unfinished in begun)]
+        return [*((LocalFileSystem(), str(unfinished)) for unfinished in begun), (system, path)]
 
     def entries(self) -> list[Entry]:
         """All directories of checkpoint files in the data directory, with or without a row."""

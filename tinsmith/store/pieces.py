@@ -54,7 +54,7 @@ def write_pieces(directory: Path, pieces: Iterable[Piece], between_hosts: bool =
 
 
 def check_pieces(directory: Path, told: Told) -> None:
-    """Raise TinsmithError unless the files that are told of hold every piece, and nothing else. All of them are read, by several threads."""
+    """Raise TinsmithError unless the files that are told of hold every piece, and nothing else. Several threads read them."""
     by_file: dict[str, list[tuple[int, int, int]]] = {}
     for name, start, size, crc in told:
         by_file.setdefault(name, []).append((start, size, crc))

@@ -6,7 +6,7 @@ of the base. Layers are put together while they are computed (`trained_layers.py
 well, in the precision of the base: a pass needs them at both of its ends.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
@@ -150,21 +150,3 @@ def take_from(weights: DividedWeights, tensors: Mapping[str, Tensor]) -> None:
     """Give weights the numbers of a checkpoint."""
     for name in weights.rows:
         weights.take(name, tensors)
-
-
-def gathered(weights: DividedWeights, parts: Mapping[str, Tensor], tensors: Mapping[str, Tensor] | None) -> None:
-    """Put together what is laid out like the masters, such as a moment, into `tensors` by the names of the parameters.
-
-    To be called by all workers; those that want nothing give None. Takes no memory.
-    """
-    group = weights.group
-    size = len(weights.sums.buffer) // group.count
-    for name, row in weights.rows.items():
-        wanted: Sequence[Tensor] = [] if tensors is None else [tensors[each] for each in row.shapes]
-        for start in range(0, row.part, size):
-            count = min(size, row.part - start)
-            whole = weights.sums.buffer[: count * group.count]
-            group.begin_to_join(whole, parts[name][start : start + count])()
-            if tensors is not None:
-                for rank, stretch in enumerate(whole.view(group.count, count)):
-                    row.read(stretch, rank * row.part + start, wanted)
