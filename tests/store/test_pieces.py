@@ -10,7 +10,7 @@ import pytest
 
 from tinsmith.errors import TinsmithError
 from tinsmith.store import pieces
-from tinsmith.store.pieces import Piece, check_pieces, write_pieces
+from tinsmith.store.pieces import FilePiece, check_pieces, write_pieces
 
 ONE, OTHER = bytes(range(256)) * 40, b"xyz" * 3000
 WHOLE = ONE[:5000] + OTHER + ONE[5000:]
@@ -18,24 +18,24 @@ WHOLE = ONE[:5000] + OTHER + ONE[5000:]
 WRITES = """
 import sys
 from pathlib import Path
-from tinsmith.store.pieces import Piece, write_pieces
+from tinsmith.store.pieces import FilePiece, write_pieces
 rank, directory, between_hosts = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "True"
-pieces = [Piece("a", start, memoryview(bytes([number % 256]) * 33)) for number, start in enumerate(range(0, 33 * 3000, 33))]
+pieces = [FilePiece("a", start, memoryview(bytes([number % 256]) * 33)) for number, start in enumerate(range(0, 33 * 3000, 33))]
 for told in write_pieces(directory, pieces[rank::3], between_hosts):
     print(*told)
 """
 
 
-def of_one() -> Iterator[Piece]:
+def of_one() -> Iterator[FilePiece]:
     """Both ends of file `a`, and all of file `b`."""
-    yield Piece("a", 0, memoryview(ONE)[:5000])
-    yield Piece("b", 0, memoryview(b"whole"))
-    yield Piece("a", 5000 + len(OTHER), memoryview(ONE)[5000:])
+    yield FilePiece("a", 0, memoryview(ONE)[:5000])
+    yield FilePiece("b", 0, memoryview(b"whole"))
+    yield FilePiece("a", 5000 + len(OTHER), memoryview(ONE)[5000:])
 
 
-def of_other() -> Iterator[Piece]:
+def of_other() -> Iterator[FilePiece]:
     """The middle of file `a`."""
-    yield Piece("a", 5000, memoryview(OTHER))
+    yield FilePiece("a", 5000, memoryview(OTHER))
 
 
 @pytest.fixture(params=[False, True])

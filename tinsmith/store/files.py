@@ -159,7 +159,7 @@ class CheckpointFiles:
             _upload(directory, system, path)
 
     def joint(self, place: str) -> Path:
-        """The directory that several processes, perhaps on several hosts, fill with what is to be at `place`. Whoever comes first makes it.
+        """The directory that several processes, perhaps on several hosts, fill with what is to be at `place`. The first of them makes it.
 
         On the way to an object store, which takes no bytes at a position, it is in the data directory.
         """

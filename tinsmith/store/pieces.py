@@ -24,7 +24,7 @@ Told = Sequence[tuple[str, int, int, int]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """Bytes of a file from position `start`."""
 
     file: str
@@ -32,7 +32,7 @@ class Piece:
     data: memoryview
 
 
-def write_pieces(directory: Path, pieces: Iterable[Piece], between_hosts: bool = False) -> list[tuple[str, int, int, int]]:
+def write_pieces(directory: Path, pieces: Iterable[FilePiece], between_hosts: bool = False) -> list[tuple[str, int, int, int]]:
     """Write pieces of files in `directory`, which is made if it is not there; other processes write other pieces at the same time.
 
     They are on the disk when this returns. With `between_hosts` the others may be on other hosts. Raises OSError.
@@ -85,10 +85,10 @@ def _lost(path: Path, start: int, end: int) -> TinsmithError:
     )
 
 
-def _cut(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _cut(pieces: Iterable[FilePiece]) -> Iterator[FilePiece]:
     for piece in pieces:
         for start in range(0, len(piece.data), LARGEST):
-            yield Piece(piece.file, piece.start + start, piece.data[start : start + LARGEST])
+            yield FilePiece(piece.file, piece.start + start, piece.data[start : start + LARGEST])
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def _opened(path: Path, between_hosts: bool) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _write(descriptor: int, piece: Piece) -> None:
+def _write(descriptor: int, piece: FilePiece) -> None:
     done = 0
     while done < len(piece.data):
         done += os.pwrite(descriptor, piece.data[done:], piece.start + done)

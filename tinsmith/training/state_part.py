@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Size, Tensor
 
 from tinsmith.models.flat_row import FlatRow
-from tinsmith.store.pieces import Piece
+from tinsmith.store.pieces import FilePiece
 from tinsmith.training.checkpoint import ABOUT_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, About
 from tinsmith.training.tensor_file import BYTES, TensorFile
 from tinsmith.training.update_check import MOMENTS
@@ -34,7 +34,7 @@ class StatePart:
     step: Tensor | None
     """How many steps the model has made, the same on all workers."""
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[FilePiece]:
         """What this worker writes. Any thread may do that; nothing is copied."""
         shapes = {name: shape for row in self.rows.values() for name, shape in row.shapes.items()}
         weights = TensorFile.of(shapes)
@@ -45,20 +45,20 @@ class StatePart:
             optimizer = TensorFile.of(remembered | steps if self.moments else {})
             yield from self._in_file(OPTIMIZER_FILE, optimizer, {f".{entry}": parts for entry, parts in self.moments.items()})
             if self.about is not None and self.step is not None:
-                yield from (Piece(OPTIMIZER_FILE, optimizer.starts[name], _bytes_of(self.step)) for name in steps)
+                yield from (FilePiece(OPTIMIZER_FILE, optimizer.starts[name], _bytes_of(self.step)) for name in steps)
         if self.about is not None:
-            yield Piece(ABOUT_FILE, 0, memoryview(self.about.text.encode()))
+            yield FilePiece(ABOUT_FILE, 0, memoryview(self.about.text.encode()))
 
-    def _in_file(self, file: str, layout: TensorFile, held: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Piece]:
+    def _in_file(self, file: str, layout: TensorFile, held: Mapping[str, Mapping[str, Tensor]]) -> Iterator[FilePiece]:
         """The pieces of one file: of what is `held` under the names of the parameters with some ending."""
         if self.about is not None:
-            yield Piece(file, 0, memoryview(layout.header))
+            yield FilePiece(file, 0, memoryview(layout.header))
         for ending, parts in held.items():
             for name, row in self.rows.items():
                 of_tensors = list(row.shapes)
                 for number, there, inside in row.within(self.rank * row.part, row.part):
                     start = layout.starts[f"{of_tensors[number]}{ending}"] + BYTES * inside.start
-                    yield Piece(file, start, _bytes_of(parts[name][there]))
+                    yield FilePiece(file, start, _bytes_of(parts[name][there]))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -23,13 +23,13 @@ from tinsmith.worker.checkpoint_files import refused_by_disk, write_files
 from tinsmith.worker.exports import export_files, parse_recipients
 
 Save = SaveModel | ExportModel
-Answering = Callable[[Save, Callable[[], dict[str, Any]]], None]
+AnswerWith = Callable[[Save, Callable[[], dict[str, Any]]], None]
 
 
 class JointSaves:
     """The saves that this worker has a part of."""
 
-    def __init__(self, files: CheckpointFiles, disk: Background, send: Callable[[Message], None], place: Place, answer: Answering) -> None:
+    def __init__(self, files: CheckpointFiles, disk: Background, send: Callable[[Message], None], place: Place, answer: AnswerWith) -> None:
         """`disk` runs what touches files, and `send` tells the engine. `answer` lets a work run there whose result answers a call."""
         self.files = files
         self.disk = disk
