@@ -6,10 +6,11 @@ DIRECTORY/bases, and a checkpoint that a process alone has written is DIRECTORY/
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -24,12 +25,13 @@ from tinsmith.models.decoder import Layer
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
-from tinsmith.store.pieces import check_pieces, write_pieces
+from tinsmith.store.pieces import FilePiece, check_pieces, write_pieces
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.checkpoint import read_state
 from tinsmith.training.divided_backend import DividedBackend
 from tinsmith.training.divided_decoder import divide
 from tinsmith.training.divided_optimizer import DividedOptimizer
+from tinsmith.training.state_part import StatePart
 from tinsmith.wire.chunks import Chunk
 
 SHAPES = {"all": LoraShape(0, 0), "headless": LoraShape(0, 1, train_unembed=False), "lora": LoraShape(4, 2)}
@@ -219,12 +221,25 @@ class DividingAll:
     def save(
         self, backend: DividedBackend, model_id: str, name: str, optimizer: bool = True, meanwhile: Callable[[], object] = lambda: None
     ) -> None:
-        """Write this worker's part of a checkpoint while something else is done; the last worker finds that nothing is missing."""
+        """Write this worker's part of a checkpoint, all but its beginning after something else was done meanwhile.
+
+        The last worker finds that nothing is missing.
+        """
         part = backend.copy_part(model_id, optimizer)
         assert part is not None
+        done = Event()
+
+        def pieces(part: StatePart) -> Iterator[FilePiece]:
+            for piece in part.pieces():
+                yield piece
+                done.wait()
+
         with ThreadPoolExecutor(1) as beside:
-            written = beside.submit(write_pieces, self.directory / name, part.pieces(), between_hosts=name == "together")
-            meanwhile()
+            written = beside.submit(write_pieces, self.directory / name, pieces(part), between_hosts=name == "together")
+            try:
+                meanwhile()
+            finally:
+                done.set()
         told = [tuple(piece) for text in self.group.texts(json.dumps(written.result())) for piece in json.loads(text)]
         if self.rank == self.count - 1:
             check_pieces(self.directory / name, told)
