@@ -159,10 +159,9 @@ class Dividing:
         backend.run_pass(self.share(work_of(backend.base, 1), 0), backward=True)
         backend.optim_step("four", SETTINGS)
         self.found["went on"] = weights(backend, "four")
+        assert backend.copy_part("four", optimizer=True) is None
         if self.rank == 0:
             write_state(backend.copy_state("four", optimizer=True), self.directory / "together")
-        else:
-            backend.help_to_copy("four", optimizer=True)
         backend.clear_gradients("two")
 
     def another_pass(self, backend: DividedBackend) -> None:

@@ -4,10 +4,13 @@ It goes through all cases, in the same order as the others, and leaves in DIRECT
 DIRECTORY/bases, and a checkpoint that a process alone has written is DIRECTORY/alone.
 """
 
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -24,12 +27,14 @@ from tinsmith.models.full import Weights
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
+from tinsmith.store.pieces import FilePiece, check_pieces, write_pieces
 from tinsmith.training.backend import DatumWork, LocalBackend
-from tinsmith.training.checkpoint import read_state, write_state
+from tinsmith.training.checkpoint import read_state
 from tinsmith.training.divided_backend import DividedBackend
 from tinsmith.training.divided_decoder import divide
 from tinsmith.training.divided_optimizer import DividedOptimizer
 from tinsmith.training.divided_weights import gathered
+from tinsmith.training.state_part import StatePart
 from tinsmith.wire.chunks import Chunk
 
 SHAPES = {"all": LoraShape(0, 0), "headless": LoraShape(0, 1, train_unembed=False), "lora": LoraShape(4, 2)}
@@ -215,13 +220,39 @@ class DividingAll:
         self.without("claim_moments", model)
         self.refused(lambda: backend.optim_step("new", SETTINGS))
         vars(model).pop("claim_moments", None)
-        if self.rank == 0:
-            self.found["saved at first"] = sorted(backend.copy_state("new", optimizer=True).moments or {})
-        else:
-            backend.help_to_copy("new", optimizer=True)
+        self.save(backend, "new", "saved at first")
         backend.run_pass(mine, backward=True)
         self.found["first step"] = backend.optim_step("new", SETTINGS)["grad_norm"], len(model.moments())
         backend.delete_model("new")
+
+    def save(
+        self, backend: DividedBackend, model_id: str, name: str, optimizer: bool = True, meanwhile: Callable[[], object] = lambda: None
+    ) -> None:
+        """Write this worker's part of a checkpoint, all but its beginning after something else was done meanwhile.
+
+        The last worker finds that nothing is missing.
+        """
+        part = backend.copy_part(model_id, optimizer)
+        assert part is not None
+        done = Event()
+
+        def pieces(part: StatePart) -> Iterator[FilePiece]:
+            for piece in part.pieces():
+                yield piece
+                done.wait()
+
+        with ThreadPoolExecutor(1) as beside:
+            written = beside.submit(write_pieces, self.directory / name, pieces(part), between_hosts=name == "together")
+            try:
+                meanwhile()
+            finally:
+                done.set()
+        told = [tuple(piece) for text in self.group.texts(json.dumps(written.result())) for piece in json.loads(text)]
+        if self.rank == self.count - 1:
+            check_pieces(self.directory / name, told)
+        own = sum(size for _, _, size, _ in written.result())
+        self.found[f"{name} bytes"] = own, sum(size for _, _, size, _ in told)
+        self.group.agree(0, "that all have come here")
 
     def without(self, method: str, of: object, rank: int = 1) -> None:
         """Let a method find no memory on one worker, the second unless another is named."""
@@ -280,18 +311,25 @@ class DividingAll:
         return str(taken.dtype), _copied(taken)
 
     def loads_and_saves(self, backend: DividedBackend) -> None:
-        """A checkpoint of one worker alone goes on here; and one that was written here is for the test to load."""
+        """A checkpoint of one worker alone goes on here; and those that are written here are for the test to load.
+
+        Of the first of these each worker writes its part while all take the next step.
+        """
         backend.restore("all", read_state(self.directory / "alone", backend.base, optimizer=True))
         self.found["restored"] = weights(backend)["all"]
-        backend.run_pass(share_of(work_of(backend.base, 1), 0, self.rank, self.count), backward=True)
-        backend.optim_step("all", SETTINGS)
+
+        def step() -> None:
+            backend.run_pass(share_of(work_of(backend.base, 1), 0, self.rank, self.count), backward=True)
+            backend.optim_step("all", SETTINGS)
+
+        self.save(backend, "all", "again", meanwhile=step)
         self.found["went on"] = weights(backend)["all"]
-        for optimizer in (True, False):
-            if self.rank == 1:
-                state = backend.copy_state("all", optimizer)
-                write_state(state, self.directory / ("together" if optimizer else "weights alone"))
-            else:
-                backend.help_to_copy("all", optimizer)
+        self.save(backend, "all", "together")
+        self.save(backend, "all", "weights alone", optimizer=False)
+        self.without("_require_memory", backend)
+        self.found["no room for a copy"] = self.refused(lambda: backend.copy_part("all", optimizer=True))
+        vars(backend).pop("_require_memory", None)
+        self.found["no such model"] = self.refused(lambda: backend.copy_part("nobody", optimizer=True))
         backend.delete_model("all")
         backend.restore("all", read_state(self.directory / "alone", backend.base))
         self.clear(backend)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.bases import load, write_decoder
@@ -62,7 +63,7 @@ def processes(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         require_devices(count)
         directory = tmp_path_factory.mktemp(f"{count} processes")
         (directory / "bases").symlink_to(bases)
-        backend = LocalBackend(load(bases / "text"), TRAINING)
+        backend = LocalBackend(load(directory / "bases" / "text"), TRAINING)
         create_models(backend)
         step_of(backend, 0)
         write_state(backend.copy_state("all", optimizer=True), directory / "alone")
@@ -187,8 +188,8 @@ def test_a_worker_without_memory_lets_nobody_wait(processes: Callable[[int], tup
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_first_step_without_memory_on_one_leaves_all_without_moments(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
     """A save that found them on some workers alone would let these wait for the others."""
-    _, found = processes(count)
-    assert found[0]["saved at first"] == []
+    directory, found = processes(count)
+    assert load_file(directory / "saved at first" / "optimizer.safetensors") == {}
     assert len({of_process["first step"] for of_process in found}) == 1
     norm, moments = found[0]["first step"]
     assert norm > 0
@@ -263,4 +264,39 @@ def test_checkpoints_go_on_whatever_the_number_of_workers(processes: Callable[[i
     backend.restore("all", saved)
     assert_near(weights(backend)["all"], found[0]["went on"], 0)
     assert read_state(directory / "weights alone", backend.base).tensors.keys() == saved.tensors.keys()
-    assert {path.name for path in (directory / "weights alone").iterdir()} == {"adapter.safetensors", "checkpoint.json"}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_files_are_those_of_one_worker_byte_for_byte(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
+    """Also if all take a step while they write, and whether they are said to be on one host or on several."""
+    directory, _ = processes(count)
+    backend = LocalBackend(load(directory / "bases" / "text", device="cpu"), TRAINING)
+    assert contents(directory / "again") == contents(directory / "alone")
+    for name, optimizer in (("together", True), ("weights alone", False), ("saved at first", True)):
+        backend.restore("one", read_state(directory / name, backend.base, optimizer))
+        write_state(backend.copy_state("one", optimizer), directory / f"{name} of one")
+        assert contents(directory / name) == contents(directory / f"{name} of one")
+    assert contents(directory / "weights alone").keys() == {"adapter.safetensors", "checkpoint.json"}
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """The files of a directory."""
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_each_writes_its_part_alone(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
+    """Of masters and moments: that of one worker is as large as that of another, but for what is written once."""
+    for name in ("again", "together", "weights alone"):
+        parts = [found[f"{name} bytes"] for found in processes(count)[1]]
+        whole = parts[0][1]
+        assert sum(own for own, _ in parts) == whole
+        slack = 30_000  # headers, and the numbers that fill up the rows of the last worker
+        assert all(abs(own - whole / count) < slack for own, _ in parts), parts
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_copy_that_one_has_no_memory_for_is_refused_on_all(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
+    for found in processes(count)[1]:
+        assert found["no room for a copy"] == f"TinsmithError: worker 1 of {count}: out of memory"
+        assert found["no such model"].startswith("NotFoundError: model nobody is not loaded")

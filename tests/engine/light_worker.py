@@ -35,9 +35,12 @@ from tinsmith.protocol.work import (
     CreateModel,
     DeleteModel,
     Drop,
+    DropFiles,
     ExportModel,
+    FinishSave,
     LoadModel,
     OptimStep,
+    PartWritten,
     PassDone,
     Prepare,
     Prepared,
@@ -83,6 +86,7 @@ class Member:
     done@RANK    it answers a sample, with its rank
     gone@RANK    it has dropped the weights of a sample
     long@RANK    the first datum is too long for it alone
+    part         all have a part of what is saved
 
     Told to forget the checkpoint `exchange`, the second one hangs, and the first waits for it. A worker tells what it has heard when it
     is told to forget the checkpoint `heard`, and what it does for `status`.
@@ -173,6 +177,12 @@ class Member:
                 tokens = 10 if f"less@{self.rank}" in message.base_model else 100
                 payload = losses.tobytes() + logprobs.tobytes()
                 return PassDone(message.number, [(*piece, [1]) for piece in done], failed, tokens, [[] for _ in done], payload)
+            case SaveModel() | ExportModel() if "part" in message.model_id and not fails:
+                return PartWritten(message.number, [("a", self.rank, 1, 0)])
+            case FinishSave() if message.error_type:
+                return CallFailed(message.number, message.error_type, message.error)
+            case FinishSave():
+                return Answer(message.number, {"pieces": message.pieces})
         return CallFailed(message.number, "TinsmithError", reason) if fails else Answer(message.number, {"rank": self.rank})
 
 
@@ -199,7 +209,7 @@ def answers(message: Message, rank: int) -> bool:
     """Whether a worker answers it."""
     if isinstance(message, Sample):
         return f"done@{rank}" in message.request_id or f"gone@{rank}" in message.request_id
-    return not isinstance(message, CancelSample | EndSession | ForgetCheckpoint | Drop | ClearGradients | DeleteModel)
+    return not isinstance(message, CancelSample | EndSession | ForgetCheckpoint | Drop | DropFiles | ClearGradients | DeleteModel)
 
 
 def name_of(message: Message) -> str:
@@ -217,6 +227,10 @@ def name_of(message: Message) -> str:
             return message.session_id
         case ForgetCheckpoint():
             return message.path
+        case FinishSave():
+            return message.directory
+        case DropFiles():
+            return " ".join(message.directories)
         case CreateModel() | OptimStep() | TakeSnapshot() | SaveModel() | ExportModel() | LoadModel() | ClearGradients() | DeleteModel():
             return message.model_id
     return ""

@@ -21,6 +21,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
+from tinsmith.protocol.place import writer_of
 from tinsmith.protocol.questions import Answered, FindMeeting, MeetingPort, OpenMeeting
 from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Ready, Recovering, Sample, SampleDone, SampleFailed
 from tinsmith.protocol.work import (
@@ -62,13 +63,8 @@ class Watched:
     def __init__(self, link: ChildLink, data_dir: Path, count: int, how: str, sampler: str, shard: str, **settings: Any) -> None:
         self.link = link
         self.launcher = Hosts()
-        config = Config(
-            ["tiny=unused"],
-            str(data_dir),
-            server=ServerConfig(**settings),
-            sampling=SamplingConfig(sampler=sampler),
-            distributed=DistributedConfig(count, shard),
-        )
+        server, sampling, distributed = ServerConfig(**settings), SamplingConfig(sampler=sampler), DistributedConfig(count, shard)
+        config = Config(["tiny=unused"], str(data_dir), server=server, sampling=sampling, distributed=distributed)
         self.group = WorkerGroup(config, link, count, light(how), self.launcher)
         self.messages: list[Message] = []
         self.ends: list[str] = []
@@ -313,6 +309,80 @@ def test_a_checkpoint_that_one_worker_has_written_is_looked_up_again_by_all(pair
         forgotten = [[name for kind, name in of_worker if kind == "ForgetCheckpoint"] for of_worker in pair.heard()]
         assert forgotten == ([[], []] if mark else [[path], [path]])
     assert pair.group._awaited == {}
+
+
+@pytest.fixture
+def sharing(watch: Callable[..., Watched]) -> Watched:
+    """Two workers that share the weights."""
+    watched = watch(sampler="none", shard="weights")
+    watched.start()
+    return watched
+
+
+def saved_to(model_id: str, directory: str) -> SaveModel:
+    """A save."""
+    return SaveModel(1, "tiny", model_id, True, {"tinker_path": "tinker://a/weights/b", "directory": directory})
+
+
+def came_to(watched: Watched) -> list[Message]:
+    """What is told when nothing is awaited any more."""
+    watched.until(lambda: not watched.group._awaited)
+    return watched.said()
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_save_of_all_is_finished_by_one_when_all_have_written(sharing: Watched, last: int) -> None:
+    save = saved_to(f"part hold@{last}", "there")
+    sharing.group.send(save)
+    assert sharing.said() == []
+    assert sharing.heard() == [[("SaveModel", save.model_id)]] * 2
+    sharing.group.send(ForgetCheckpoint("release"))
+    assert came_to(sharing) == [Answer(1, {"pieces": [["a", 0, 1, 0], ["a", 1, 1, 0]]})]
+    writes = [rank == writer_of(save.model_id, 2) for rank in range(2)]
+    assert sharing.heard() == [[("FinishSave", "there")] if writer else [] for writer in writes]
+
+
+@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize("marks", ["part fail@0", "part fail@1", "part fail@0 fail@1", "whole fail@0", "fail@0 fail@1"])
+def test_a_save_that_one_fails_at_is_deleted_by_one_when_nobody_writes_any_more(sharing: Watched, last: int, marks: str) -> None:
+    save = saved_to(f"{marks} hold@{last}", "there")
+    sharing.group.send(save)
+    assert sharing.said() == []
+    assert sharing.heard() == [[("SaveModel", save.model_id)]] * 2
+    sharing.group.send(ForgetCheckpoint("release"))
+    assert came_to(sharing) == [CallFailed(1, "TinsmithError", f"worker {0 if 'fail@0' in marks else 1} cannot")]
+    writes = [rank == writer_of(save.model_id, 2) for rank in range(2)]
+    assert sharing.heard() == [[("FinishSave", "there")] if writer else [] for writer in writes]
+
+
+def test_what_one_alone_saves_while_others_share_the_weights_is_answered_by_that_one(sharing: Watched) -> None:
+    """As of LoRA, which all have."""
+    save = saved_to("adapter", "there")
+    sharing.group.send(save)
+    assert came_to(sharing) == [Answer(1, {"rank": writer_of(save.model_id, 2)})]
+    assert [kind for of_worker in sharing.heard() for kind, _ in of_worker] == ["SaveModel", "ForgetCheckpoint"] * 2
+
+
+@pytest.mark.parametrize(("model_id", "directory"), [("part hold@1", "left"), ("part hold@0 hold@1", "left"), ("part", "hold@0 hold@1")])
+def test_what_is_left_of_a_save_that_ended_with_the_workers_is_deleted_by_the_next(
+    watch: Callable[..., Watched], model_id: str, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While parts are written, or a checkpoint is made of them."""
+    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.0)
+    watched = watch(sampler="none", shard="weights")
+    pids = watched.start()
+    watched.group.send(saved_to(model_id, directory))
+    watched.heard()
+    if model_id == "part":
+        watched.until(lambda: "FinishSave" in {kind for of_worker in watched.heard() for kind, _ in of_worker})
+    os.kill(pids[1], signal.SIGKILL)
+    watched.until(lambda: watched.ends)
+    assert watched.group._awaited == {}
+    for dropped in ([("DropFiles", directory)], []):
+        watched.start()
+        assert watched.heard() == [dropped, []]
+        watched.group.workers[0].kill()
+        watched.until(lambda: not watched.pids)
 
 
 def test_orders_reach_all(pair: Watched) -> None:

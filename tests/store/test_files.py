@@ -44,6 +44,28 @@ def test_what_is_written_is_read_until_it_is_removed(files: CheckpointFiles, tmp
     assert files.sizes(other) == {"a": 10, "b": 0}
 
 
+def test_what_several_processes_have_filled_is_written_when_it_is_joined(files: CheckpointFiles, tmp_path: Path) -> None:
+    """And is nowhere if that fails, or if it is removed instead."""
+    place, failed, abandoned = (files.new_place() for _ in range(3))
+    for each in (place, failed, abandoned):
+        joint = files.joint(each)
+        assert files.joint(each) == joint
+        joint.mkdir()
+        for name, content in FILES.items():
+            (joint / name).write_bytes(content)
+    assert [files.sizes(each) for each in (place, failed, abandoned)] == [{}] * 3
+    assert files.finished_places() == []
+    assert files.remaining_bytes(abandoned) == 10
+    with files.joined(place) as directory:
+        assert directory == files.joint(place)
+    assert files.sizes(place) == {"a": 10, "b": 0}
+    with pytest.raises(ValueError, match="no"), files.joined(failed):
+        raise ValueError("no")
+    files.remove(abandoned)
+    assert [files.sizes(each) for each in (failed, abandoned)] == [{}] * 2
+    assert [path for path in tmp_path.rglob(".writing-*") if path.is_dir()] == []
+
+
 def test_places_are_found_under_another_root_and_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     places = [write(CheckpointFiles(Path("data"), root)) for root in ("", "here", f"file://{tmp_path}/there")]

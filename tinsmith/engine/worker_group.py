@@ -37,9 +37,12 @@ from tinsmith.protocol.work import (
     CreateModel,
     DeleteModel,
     Drop,
+    DropFiles,
     ExportModel,
+    FinishSave,
     LoadModel,
     OptimStep,
+    PartWritten,
     PassDone,
     Prepare,
     Prepared,
@@ -58,14 +61,15 @@ log = logging.getLogger(__name__)
 LOOK_FOR_HOSTS_S = 1.0
 """Seconds between two looks whether there are hosts for workers that have none."""
 
-Reply = Prepared | PrepareFailed | PassDone | Answer | CallFailed
+Asked = Prepare | RunPass | Call | FinishSave
+Reply = Prepared | PrepareFailed | PassDone | PartWritten | Answer | CallFailed
 R = TypeVar("R")
 
 
 class Awaited:
     """What some workers were asked for under one number, and what they have answered."""
 
-    def __init__(self, message: Prepare | RunPass | Call, ranks: Sequence[int]) -> None:
+    def __init__(self, message: Asked, ranks: Sequence[int]) -> None:
         self.message = message
         self.ranks = list(ranks)
         self.replies: dict[int, Reply] = {}
@@ -126,6 +130,8 @@ class WorkerGroup:
         """Where workers on this host find each other."""
         self._look_at = 0.0
         """When to look again on which hosts workers can start (monotonic time)."""
+        self._left: list[str] = []
+        """Where saves wrote that ended with the workers before."""
         self._told = False
         """Whether the engine knows that they are ready."""
 
@@ -133,6 +139,11 @@ class WorkerGroup:
     def count(self) -> int:
         """How many there are."""
         return len(self.workers)
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether the workers share the weights, so that all of them take part in everything."""
+        return self.config.distributed.shard != "none"
 
     @property
     def is_ready(self) -> bool:
@@ -230,6 +241,7 @@ class WorkerGroup:
         self.last_messages = [
             kept for rank, worker in enumerate(self.workers) for message in worker.last_messages for kept in self._take(rank, message)
         ]
+        self._left += [place for awaited in self._awaited.values() if (place := _written_by(awaited.message))]
         self._awaited.clear()
         self._loaded.clear()
         self._routing = Routing(len(self.samplers))
@@ -266,7 +278,7 @@ class WorkerGroup:
         match message:
             case RunPass(together=False):
                 most = self._tokens_per_pass(message.base_model) // self.count
-                divided = divide(message, self.count, most, self.config.distributed.shard != "none")
+                divided = divide(message, self.count, most, self._is_divided)
                 shares = {rank: share for rank, share in enumerate(divided) if share is not None}
                 self._awaited[message.number] = Awaited(message, list(shares))
                 for rank, share in shares.items():
@@ -293,9 +305,9 @@ class WorkerGroup:
 
     def _asked_to_save(self, model_id: str) -> Sequence[int]:
         """One where all have the same: different models keep different workers from training. With divided weights each gives its part."""
-        return [self._writer_of(model_id)] if self.config.distributed.shard == "none" else range(self.count)
+        return range(self.count) if self._is_divided else [self._writer_of(model_id)]
 
-    def _ask(self, message: Prepare | RunPass | Call, ranks: Sequence[int]) -> None:
+    def _ask(self, message: Asked, ranks: Sequence[int]) -> None:
         self._awaited[message.number] = Awaited(message, ranks)
         for rank in ranks:
             if isinstance(message, OptimStep) and rank != self._writer_of(message.model_id):
@@ -334,7 +346,7 @@ class WorkerGroup:
             case SampleDone() | SampleFailed():
                 self._routing.ended(message.request_id, message.run)
                 return [message]
-            case PassDone() | Prepared() | PrepareFailed() | Answer() | CallFailed():
+            case PassDone() | Prepared() | PrepareFailed() | PartWritten() | Answer() | CallFailed():
                 return self._replied(rank, message)
         return [message]
 
@@ -342,6 +354,9 @@ class WorkerGroup:
         if self._told or not self.is_ready:
             return []
         self._told = True
+        if self._left:
+            self.workers[0].send(DropFiles(self._left))
+            self._left = []
         facts = [worker.models for worker in self.workers]
         self.models = {name: _common([of_worker[name] for of_worker in facts]) for name in facts[0]}
         return [WorkerReady([each.to_dict() for each in self.models.values()], self.workers[0].device)]
@@ -363,6 +378,11 @@ class WorkerGroup:
                 return [join(list(parts.values()), self._tokens_per_pass(asked.base_model))]
             case Prepare() as asked:
                 return [self._prepared(asked, awaited)]
+            case FinishSave():
+                return list(awaited.replies.values())
+            case SaveModel() | ExportModel() as asked if self._is_divided and len(awaited.of(Answer)) < self.count:
+                self._finish(asked, awaited)
+                return []
             case asked:
                 return self._called(asked, awaited)
 
@@ -392,6 +412,13 @@ class WorkerGroup:
         pixels = [{digest: size for of_worker in of_datum for digest, size in of_worker.items()} for of_datum in of_datums]
         together = sorted({index for each in prepared.values() for index in each.together})  # too long for one of them is enough
         return replace(next(iter(prepared.values())), pixels=pixels, together=together)
+
+    def _finish(self, asked: SaveModel | ExportModel, awaited: Awaited) -> None:
+        """All have written their parts, or failed to: let one of them make a checkpoint of the parts, or delete them."""
+        failure = next(iter(awaited.of(CallFailed).values()), CallFailed(asked.number, "", ""))
+        pieces = [piece for part in awaited.of(PartWritten).values() for piece in part.pieces]
+        finish = FinishSave(asked.number, asked.checkpoint["directory"], pieces, failure.error_type, failure.error)
+        self._ask(finish, [self._writer_of(asked.model_id)])
 
     def _called(self, asked: Call, awaited: Awaited) -> list[Message]:
         failed, answered = awaited.of(CallFailed), awaited.of(Answer)
@@ -430,6 +457,16 @@ def _config_of(config: Config, rank: int, count: int, gpus_by_number: bool) -> C
         device = f"cuda:{rank}" if device != "cpu" and visible_gpus() else "cpu"
     sampler = config.sampling.sampler if rank == 0 or config.sampling.sampler == "local" else "none"
     return replace(config, models=replace(config.models, device=device), sampling=replace(config.sampling, sampler=sampler))
+
+
+def _written_by(message: Asked) -> str:
+    """The directory that a message lets workers write to; empty if it does not."""
+    match message:
+        case SaveModel() | ExportModel():
+            return str(message.checkpoint["directory"])
+        case FinishSave():
+            return message.directory
+    return ""
 
 
 def _device_of(worker: WorkerProcess) -> str:

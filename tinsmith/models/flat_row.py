@@ -51,7 +51,7 @@ class FlatRow:
         Contiguous tensors are copied without other memory.
         """
         stretch.zero_()
-        for number, there, inside in self._within(start, len(stretch)):
+        for number, there, inside in self.within(start, len(stretch)):
             tensor = tensors[number]
             if tensor is not None:
                 stretch[there].copy_(tensor.detach().reshape(-1)[inside])
@@ -59,11 +59,11 @@ class FlatRow:
     @torch.no_grad()
     def read(self, stretch: Tensor, start: int, tensors: Sequence[Tensor]) -> None:
         """Copy the numbers of `stretch`, which are those of the row from `start` on, into contiguous tensors of any precision."""
-        for number, there, inside in self._within(start, len(stretch)):
+        for number, there, inside in self.within(start, len(stretch)):
             tensors[number].detach().view(-1)[inside].copy_(stretch[there])
 
-    def _within(self, start: int, count: int) -> Iterator[tuple[int, slice, slice]]:
-        """The tensors of a stretch: number, where its numbers are in the stretch, and which of the tensor's they are."""
+    def within(self, start: int, count: int) -> Iterator[tuple[int, slice, slice]]:
+        """The tensors of a stretch: number of each, where its numbers are in the stretch, and which of the tensor's they are."""
         for number, (shape, begins) in enumerate(zip(self.shapes.values(), self.starts[:-1], strict=True)):
             first, last = max(start, begins), min(start + count, begins + shape.numel())
             if first < last:

@@ -1,10 +1,10 @@
 """What the engine and its workers say to each other.
 
-Engine to worker: Prepare, Drop, RunPass, the calls (CreateModel, OptimStep, TakeSnapshot, SaveModel, ExportModel, LoadModel), the orders
-that need no answer (ClearGradients, DeleteModel), and of what the server says: Sample, CancelSample, EndSession, ForgetCheckpoint,
-Shutdown.
-Worker to engine: WorkerReady, Alive, Prepared, PrepareFailed, PassDone, Answer, CallFailed, WorkerStatus, Bye, and what is meant for the
-server: SampleDone, SampleFailed, SampleEvents.
+Engine to worker: Prepare, Drop, RunPass, the calls (CreateModel, OptimStep, TakeSnapshot, SaveModel, ExportModel, LoadModel), what goes on
+with a call (FinishSave), the orders that need no answer (ClearGradients, DeleteModel, DropFiles), and of what the server says: Sample,
+CancelSample, EndSession, ForgetCheckpoint, Shutdown.
+Worker to engine: WorkerReady, Alive, Prepared, PrepareFailed, PassDone, PartWritten, Answer, CallFailed, WorkerStatus, Bye, and what is
+meant for the server: SampleDone, SampleFailed, SampleEvents.
 
 A worker answers a call once, under the number that the engine gave it. Numbers are never used twice. Errors travel as the name of their
 class in `errors.py` and their message.
@@ -180,6 +180,31 @@ class ExportModel(Message):
 
 
 @dataclass(frozen=True)
+class PartWritten(Message):
+    """A worker has written its part of what SaveModel or ExportModel asks for: all workers were asked, and all weights are divided."""
+
+    number: int
+    """Of the call, which FinishSave will bring to an answer."""
+    pieces: list[tuple[str, int, int, int]]
+    """What it wrote, as `store/pieces.py` tells it."""
+
+
+@dataclass(frozen=True)
+class FinishSave(Message):
+    """All workers have written their parts, or one has failed. The call is answered when there is a checkpoint, or nothing left."""
+
+    number: int
+    """Of the call."""
+    directory: str
+    """Where its files go."""
+    pieces: list[tuple[str, int, int, int]]
+    """What all of them wrote."""
+    error_type: str = ""
+    """Type and message of an error with which the call is to fail; empty if all went well."""
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class LoadModel(Message):
     """Make a model from a checkpoint, or replace the weights of one that is there. The files are read beside the device."""
 
@@ -225,6 +250,13 @@ class DeleteModel(Message):
 
     base_model: str
     model_id: str
+
+
+@dataclass(frozen=True)
+class DropFiles(Message):
+    """Delete what saves have left that ended with their workers."""
+
+    directories: list[str]
 
 
 @dataclass(frozen=True)

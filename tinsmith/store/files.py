@@ -7,6 +7,7 @@ after the root has changed. All access goes through fsspec.
 
 import hashlib
 import re
+import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ KEPT_DIR = "kept_copies"
 """Directory of what models come back from when a worker has died, below a data directory."""
 WRITING_PREFIX = ".writing-"
 """First part of the name of an unfinished directory. The name of the directory that it will become follows."""
+_JOINT = "joint"
+"""Last part of the name of an unfinished directory that several processes fill."""
 WRITING_S = 86400.0
 """No write or read of a checkpoint takes so many seconds: an unfinished directory that is older was left by a process that died."""
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -48,12 +51,24 @@ def whole_directory(directory: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(
         prefix=f"{WRITING_PREFIX}{directory.name}-", dir=directory.parent, ignore_cleanup_errors=True
     ) as temporary:
-        files = Path(temporary)
-        yield files
-        for path in (*files.rglob("*"), files):
-            sync(path)
-        files.rename(directory)
+        yield Path(temporary)
+        _put_in_place(Path(temporary), directory)
+
+
+def _put_in_place(files: Path, directory: Path) -> None:
+    for path in (*files.rglob("*"), files):
+        sync(path)
+    files.rename(directory)
     sync(directory.parent)
+
+
+@contextmanager
+def deleted_at_last(directory: Path) -> Iterator[Path]:
+    """A directory that is there, for the time of the body. It may be renamed meanwhile."""
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -141,10 +156,27 @@ class CheckpointFiles:
             return
         with self._scratch() as directory:
             yield directory
-            with _using(system, path):
-                files = [file for file in directory.rglob("*") if file.is_file()]
-                for file in sorted(files, key=lambda file: (file.name == MANIFEST, file)):  # other servers look for the manifest
-                    system.put_file(str(file), f"{path}/{file.relative_to(directory).as_posix()}")
+            _upload(directory, system, path)
+
+    def joint(self, place: str) -> Path:
+        """The directory that several processes, perhaps on several hosts, fill with what is to be at `place`. The first of them makes it.
+
+        On the way to an object store, which takes no bytes at a position, it is in the data directory.
+        """
+        system, path = self._resolve(place)
+        home = Path(path).parent if isinstance(system, LocalFileSystem) else self._home
+        return home / f"{WRITING_PREFIX}{Path(path).name}-{_JOINT}"
+
+    @contextmanager
+    def joined(self, place: str) -> Iterator[Path]:
+        """What several processes have written to `joint`, and do not write to any more. As `written`, but for its being filled already."""
+        system, path = self._resolve(place)
+        with deleted_at_last(self.joint(place)) as directory:
+            yield directory
+            if isinstance(system, LocalFileSystem):
+                _put_in_place(directory, Path(path))
+            else:
+                _upload(directory, system, path)
 
     @contextmanager
     def fetched(self, place: str) -> Iterator[Path]:
@@ -193,24 +225,24 @@ class CheckpointFiles:
 
     def remove(self, place: str) -> None:
         """Delete a directory, and unfinished ones that were to become it. It may be gone already."""
-        system, paths = self._all_of(place)
-        for path in paths:
+        for system, path in self._all_of(place):
             with suppress(FileNotFoundError), _using(system, path):
                 system.rm(path, recursive=True)
 
     def remaining_bytes(self, place: str) -> int:
         """Bytes that `remove` would free."""
-        system, paths = self._all_of(place)
-        with _using(system, place):
-            return sum(info["size"] for path in paths for info in system.find(path, detail=True).values())
+        total = 0
+        for system, path in self._all_of(place):
+            with _using(system, path):
+                total += sum(info["size"] for info in system.find(path, detail=True).values())
+        return total
 
-    def _all_of(self, place: str) -> tuple[AbstractFileSystem, list[str]]:
-        """The file system of a place, and the paths of its directory and of unfinished ones that were to become it."""
+    def _all_of(self, place: str) -> list[tuple[AbstractFileSystem, str]]:
+        """The file system and path of the directory of a place, and of unfinished ones that were to become it."""
         system, path = self._resolve(place)
-        if not isinstance(system, LocalFileSystem):
-            return system, [path]
-        begun = Path(path).parent.glob(f"{WRITING_PREFIX}{Path(path).name}-*")
-        return system, [path, *map(str, begun)]
+        home = Path(path).parent if isinstance(system, LocalFileSystem) else self._home
+        begun = home.glob(f"{WRITING_PREFIX}{Path(path).name}-*")
+        return [*((LocalFileSystem(), str(unfinished)) for unfinished in begun), (system, path)]
 
     def entries(self) -> list[Entry]:
         """All directories of checkpoint files in the data directory, with or without a row."""
@@ -248,6 +280,13 @@ class CheckpointFiles:
         # Listings are not cached, because other processes write as well.
         system, path = url_to_fs(self.shown(place), use_listings_cache=False)
         return system, path
+
+
+def _upload(directory: Path, system: AbstractFileSystem, path: str) -> None:
+    with _using(system, path):
+        files = [file for file in directory.rglob("*") if file.is_file()]
+        for file in sorted(files, key=lambda file: (file.name == MANIFEST, file)):  # other servers look for the manifest
+            system.put_file(str(file), f"{path}/{file.relative_to(directory).as_posix()}")
 
 
 def _entry(path: Path) -> Entry | None:

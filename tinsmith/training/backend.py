@@ -34,6 +34,7 @@ from tinsmith.training.loss_groups import DatumResult, DatumWork
 from tinsmith.training.optimizer import ModelOptimizer
 from tinsmith.training.packed_pass import run_packed
 from tinsmith.training.sequence_parallel import SequenceParallel
+from tinsmith.training.state_part import StatePart
 from tinsmith.training.together import step_together
 
 __all__ = ["Backend", "DatumResult", "DatumWork", "LocalBackend", "PassError", "PassResult", "is_out_of_memory"]
@@ -118,8 +119,11 @@ class Backend(Protocol):
         """
         ...
 
-    def help_to_copy(self, model_id: str, optimizer: bool) -> None:
-        """Give another worker what its `copy_state` with these arguments needs of this one, which `needs_all`."""
+    def copy_part(self, model_id: str, optimizer: bool) -> StatePart | None:
+        """This worker's part of such a copy, in host memory; None if each worker has all of the model, which `copy_state` copies then.
+
+        To be called by all workers, which `needs_all`. If one cannot copy its part, the same error is raised on all.
+        """
         ...
 
     def restore(self, model_id: str, state: SavedState) -> None:
@@ -205,8 +209,8 @@ class LocalBackend:
         model = self._optimizer(model_id)
         return self.copied(model, About.of(self.base, model.weights.shape), optimizer)
 
-    def help_to_copy(self, model_id: str, optimizer: bool) -> None:
-        """Nothing: each worker has all of it."""
+    def copy_part(self, model_id: str, optimizer: bool) -> StatePart | None:
+        return None
 
     def copied(self, model: Optimizer, about: About, optimizer: bool) -> SavedState:
         """As `copy_state`, of a model that is there, with a description of the caller's."""

@@ -31,8 +31,7 @@ FORMAT_VERSION = 2
 _READABLE = (1, 2)
 """Version 1 has no fingerprint of the base."""
 
-OPTIMIZER_FILE = "optimizer.safetensors"
-_ABOUT, _WEIGHTS = "checkpoint.json", "adapter.safetensors"
+ABOUT_FILE, WEIGHTS_FILE, OPTIMIZER_FILE = "checkpoint.json", "adapter.safetensors", "optimizer.safetensors"
 _HOST = torch.device("cpu")
 
 
@@ -53,6 +52,11 @@ class About:
     def of(cls, base: BaseModel, shape: LoraShape) -> "About":
         """The description of weights for this base."""
         return cls(base.name, base.tokenizer_id, base.family.model_type, shape, base.fingerprint)
+
+    @property
+    def text(self) -> str:
+        """The content of checkpoint.json."""
+        return json.dumps(asdict(self), indent=1)
 
     @property
     def public_base(self) -> str:
@@ -134,10 +138,10 @@ def write_state(state: SavedState, directory: Path) -> None:
     state = state.on_host()
     try:
         directory.mkdir(exist_ok=True)
-        save_file(state.tensors, directory / _WEIGHTS)
+        save_file(state.tensors, directory / WEIGHTS_FILE)
         if state.moments is not None:
             save_file(state.moments, directory / OPTIMIZER_FILE)
-        (directory / _ABOUT).write_text(json.dumps(asdict(state.about), indent=1))
+        (directory / ABOUT_FILE).write_text(state.about.text)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a disk that is full
         raise TinsmithError(
             f"the checkpoint could not be written to {directory.parent}: {error}; make room there and save again"
@@ -149,7 +153,7 @@ def read_about(directory: Path) -> About:
 
     Raises UserError if its format is newer than ours, TinsmithError naming the file if it is damaged, FileNotFoundError if it is not there.
     """
-    path = directory / _ABOUT
+    path = directory / ABOUT_FILE
     text = path.read_bytes()
     try:
         about = json.loads(text)
@@ -178,7 +182,7 @@ def read_state(directory: Path, base: BaseModel, optimizer: bool = False) -> Sav
     """
     about = _check_fits(directory, base)
     mapped = about.shape.rank == 0
-    tensors = _tensors(directory / _WEIGHTS, mapped)
+    tensors = _tensors(directory / WEIGHTS_FILE, mapped)
     # In the order of fresh weights, so that sums over all tensors, such as the gradient norm, round as they did.
     ordered = {name: tensors[name] for name in _expected(base, about.shape)}
     return SavedState(about, ordered, _moments(directory, ordered, mapped) if optimizer else None)
@@ -205,7 +209,7 @@ def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> di
     moments = _tensors(path, mapped)
     strange = [name for name in moments if name.rpartition(".")[0] not in weights]
     if strange:
-        raise _damaged(path, ValueError(f"{strange[0]} belongs to no tensor of {_WEIGHTS}"))
+        raise _damaged(path, ValueError(f"{strange[0]} belongs to no tensor of {WEIGHTS_FILE}"))
     missing = [f"{name}.{entry}" for name in weights for entry in MOMENTS if moments and f"{name}.{entry}" not in moments]
     if missing:
         raise _damaged(path, ValueError(f"{missing[0]} is missing"))
@@ -220,7 +224,7 @@ def _moments(directory: Path, weights: Mapping[str, Tensor], mapped: bool) -> di
 def _check_fits(directory: Path, base: BaseModel) -> About:
     """What the checkpoint in `directory` is, after a look at the names and sizes of its weights. Raises as `read_state`."""
     about = read_about(directory)
-    path = directory / _WEIGHTS
+    path = directory / WEIGHTS_FILE
     try:
         with safe_open(path, "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.offset_keys()}
@@ -237,7 +241,7 @@ def _check_fits(directory: Path, base: BaseModel) -> About:
 
 def stored_weights(directory: Path, about: About) -> Weights:
     """The weights as they lie in `directory`, whatever their base, on the CPU."""
-    return weights_on_host(SavedState(about, _tensors(directory / _WEIGHTS, mapped=True)))
+    return weights_on_host(SavedState(about, _tensors(directory / WEIGHTS_FILE, mapped=True)))
 
 
 def weights_on_host(state: SavedState) -> Weights:

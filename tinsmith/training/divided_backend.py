@@ -33,6 +33,7 @@ from tinsmith.training.compact import Optimizer
 from tinsmith.training.divided_decoder import DividedDecoder
 from tinsmith.training.divided_optimizer import DividedOptimizer
 from tinsmith.training.divided_weights import DividedWeights, bytes_of, gathered, take_from, take_from_base
+from tinsmith.training.state_part import ENTRIES, StatePart
 
 NOTHING, FROZEN = 0, 1
 """What a worker may want to compute beside models with weights of their own, each of which has a larger number."""
@@ -56,6 +57,8 @@ class DividedBackend(LocalBackend):
             raise TypeError(f"the layers of {base.name} are not divided")
         self.together = group
         self.layers = base.decoder.divided
+        self.neighbours = group.texts(group.place.host).count(group.place.host)
+        """How many workers are on this host."""
         self.efforts.memory = pass_memory_of(base.layout, base.text_config, base.dtype, divided=True)
 
     # ---- Models
@@ -128,7 +131,7 @@ class DividedBackend(LocalBackend):
         """Tensors without numbers, in the precision that passes read."""
         size = snapshot_bytes(model.weights.parameter_count, self.base.dtype)
         self._require_memory("a snapshot of full weights", size, torch.device("cpu"))
-        return _on_host(model.divided, self.base.dtype)
+        return _empty(model.divided, self.base.dtype)
 
     def help_to_snapshot(self, model_id: str) -> None:
         model = self._agreed(model_id)
@@ -136,65 +139,37 @@ class DividedBackend(LocalBackend):
             refuse_together(self.together, None)
             self._all_of_them("put a snapshot together", lambda: gathered(model.divided, model.divided.parts, None))
 
-    # ---- Copies that are saved
+    # ---- What is saved
 
-    def copy_state(self, model_id: str, optimizer: bool) -> SavedState:
-        """As `LocalBackend.copy_state`, while all other workers call `help_to_copy` with the same arguments."""
+    def copy_part(self, model_id: str, optimizer: bool) -> StatePart | None:
         model = self._agreed(model_id)
         if model is None:
-            return super().copy_state(model_id, optimizer)
+            return None
         failure: Exception | None = None
         try:
-            state = self._room_for_copy(model, optimizer)
+            part = self._copied_part(model_id, model, optimizer)
         except (TinsmithError, OSError, RuntimeError, MemoryError) as error:
             failure = error
         refuse_together(self.together, failure)
-        self._gather(model, optimizer, state.tensors, state.moments)
-        return state
+        return part
 
-    def _room_for_copy(self, model: DividedOptimizer, optimizer: bool) -> SavedState:
-        """A copy whose tensors have no numbers yet."""
-        about = About.of(self.base, model.weights.shape)
-        size = model.weights.parameter_count * 4
-        self._require_memory("the copy that is saved", size * (3 if optimizer else 1), torch.device("cpu"))
-        tensors = _on_host(model.divided)
-        if not optimizer:
-            return SavedState(about, tensors)
-        moments: dict[str, Tensor] = {}
-        if model.moments():
+    def _copied_part(self, model_id: str, model: DividedOptimizer, optimizer: bool) -> StatePart:
+        weights, place = model.divided, self.together.place
+        size = sum(master.nbytes for master in weights.masters.values()) * (3 if optimizer and model.moments() else 1)
+        self._require_memory("what the workers of this host copy to save it", size * self.neighbours, torch.device("cpu"))
+        about = About.of(self.base, weights.shape) if place.writes(model_id) else None
+        moments: dict[str, dict[str, Tensor]] | None = {} if optimizer else None
+        step = None
+        if moments is not None and model.moments():
+            moments |= {entry: _on_host(model.parts_of(entry)) for entry in ENTRIES}
             step = next(iter(model.adamw.state.values()))["step"].to("cpu", copy=True)
-            first, second = _on_host(model.divided), _on_host(model.divided)
-            for name in tensors:
-                moments |= {f"{name}.step": step, f"{name}.exp_avg": first[name], f"{name}.exp_avg_sq": second[name]}
-        return SavedState(about, tensors, moments)
-
-    def help_to_copy(self, model_id: str, optimizer: bool) -> None:
-        model = self._agreed(model_id)
-        if model is not None:
-            refuse_together(self.together, None)
-            self._gather(model, optimizer, None, None)
+        return StatePart(about, weights.rows, place.rank, _on_host(weights.masters), moments, step)
 
     def _agreed(self, model_id: str) -> DividedOptimizer | None:
         """A model that all workers have; None if it is not divided. Raises NotFoundError if none of them has it."""
         self.together.agree(model_id in self.optimizers, f"whether model {model_id} is there")
         model = self._optimizer(model_id)
         return model if isinstance(model, DividedOptimizer) else None
-
-    def _gather(
-        self, model: DividedOptimizer, optimizer: bool, tensors: dict[str, Tensor] | None, moments: dict[str, Tensor] | None
-    ) -> None:
-        weights = model.divided
-
-        def gather() -> None:
-            gathered(weights, weights.masters, tensors)
-            for entry in ("exp_avg", "exp_avg_sq") if optimizer and model.moments() else ():
-                parts = {name: model.adamw.state[master][entry] for name, master in weights.masters.items()}
-                wanted: Mapping[str, Tensor] | None = None
-                if tensors is not None and moments is not None:
-                    wanted = {name: moments[f"{name}.{entry}"] for name in tensors}
-                gathered(weights, parts, wanted)
-
-        self._all_of_them("put a copy together", gather)
 
     def _all_of_them(self, what: str, exchange: Callable[[], None]) -> None:
         """An exchange that nobody may leave alone."""
@@ -281,9 +256,13 @@ def _number_of(model_id: str) -> int:
     return int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:7]) + 2
 
 
-def _on_host(weights: DividedWeights, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Memory for all parameters, by their names."""
+def _empty(weights: DividedWeights, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Memory of the host for all parameters, by their names."""
     return {name: torch.empty(shape, dtype=dtype) for row in weights.rows.values() for name, shape in row.shapes.items()}
+
+
+def _on_host(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: part.detach().to("cpu", copy=True) for name, part in parts.items()}
 
 
 def require_float32_state(base: BaseModel, state: FullState) -> None:

@@ -43,6 +43,10 @@ class DividedOptimizer(ModelOptimizer):
                 row.fill(state[entry], weights.group.place.rank * row.part, [moments[f"{each}.{entry}"] for each in row.shapes])
             state["step"].copy_(moments[f"{next(iter(row.shapes))}.step"])
 
+    def parts_of(self, entry: str) -> dict[str, Tensor]:
+        """What the optimizer remembers that is laid out like the masters, by the row's name. These tensors change with the next step."""
+        return {name: self.adamw.state[master][entry] for name, master in self.divided.masters.items()}
+
     @property
     def unclaimed(self) -> int:
         weights = self.divided

@@ -21,21 +21,29 @@ from tinsmith.training.checkpoint import OPTIMIZER_FILE, has_moments, read_about
 log = logging.getLogger(__name__)
 
 
-def write_files(files: CheckpointFiles, row: Mapping[str, Any], write: Callable[[Path], None]) -> dict[str, Any]:
+def write_files(files: CheckpointFiles, row: Mapping[str, Any], write: Callable[[Path], None], joint: bool = False) -> dict[str, Any]:
     """Write a checkpoint: `write` fills a directory. Returns the fields of its row that only the files tell.
 
+    With `joint` the directory is what all workers have filled (`CheckpointFiles.joint`), and `write` has a look at it.
     All is on the disk, or in the object store, when this returns. Raises TinsmithError if that does not take it; then there is nothing.
     """
-    try:
-        with files.written(row["directory"]) as directory:
+    with refused_by_disk(row["tinker_path"]):
+        with (files.joined if joint else files.written)(row["directory"]) as directory:
             write(directory)
             about = read_about(directory) if row["kind"] != "external" else None
             sizes = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
             found: dict[str, Any] = {"has_optimizer": about is not None and has_moments(directory), "size_bytes": sum(sizes)}
             write_manifest(directory, Checkpoint(**row, **found))
+        return found
+
+
+@contextmanager
+def refused_by_disk(tinker_path: str, who: str = "") -> Iterator[None]:
+    """Turn what a disk says that does not take a checkpoint into a TinsmithError; `who` is the worker that it concerns alone."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a disk that is full
-        raise TinsmithError(f"{row['tinker_path']} could not be written: {error}; see to that and save again") from error
-    return found
+        raise TinsmithError(f"{who}{tinker_path} could not be written: {error}; see to that and save again") from error
 
 
 @contextmanager

@@ -4,8 +4,9 @@ With recipients every file is encrypted with age (age-encryption.org) and named 
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,19 @@ def write_external(state: SavedState, layout: Layout, directory: Path, recipient
 
     `layout` is that of the base model.
     """
+    _write_encrypted(partial(_write_plain, state, layout), directory, recipients)
+
+
+def export_files(written: Path, directory: Path, recipients: Sequence[Any]) -> None:
+    """As `write_external`, of a model of rank 0 whose checkpoint has been written to a directory."""
+    _write_encrypted(partial(merge, written), directory, recipients)
+
+
+def _write_encrypted(write: Callable[[Path], None], directory: Path, recipients: Sequence[Any]) -> None:
+    """Let `write` fill a directory, whose files come to `directory`."""
     directory.mkdir(exist_ok=True)
     with _scratch(directory) as plain:
-        _write_plain(state, layout, plain if recipients else directory)
+        write(plain if recipients else directory)
         for file in [file for file in plain.rglob("*") if file.is_file()]:
             encrypted = directory / f"{file.relative_to(plain)}.age"
             encrypted.parent.mkdir(parents=True, exist_ok=True)

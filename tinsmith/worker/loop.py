@@ -32,7 +32,9 @@ from tinsmith.protocol.work import (
     CreateModel,
     DeleteModel,
     Drop,
+    DropFiles,
     ExportModel,
+    FinishSave,
     LoadModel,
     OptimStep,
     PassDone,
@@ -213,6 +215,10 @@ class Worker:
                 self.passes.in_turn(lambda: self.models.backends[message.base_model].clear_gradients(message.model_id))
             case DeleteModel():
                 self.passes.in_turn(lambda: self.models.delete(message.base_model, message.model_id))
+            case FinishSave():
+                self.models.joint.finish(message)
+            case DropFiles():
+                self.models.joint.drop(message)
             case Shutdown():
                 self.stopping = True
             case CreateModel() | OptimStep() | TakeSnapshot() | SaveModel() | ExportModel() | LoadModel():

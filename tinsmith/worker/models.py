@@ -35,6 +35,7 @@ from tinsmith.training.checkpoint import SavedState, read_state, write_state
 from tinsmith.worker.background import Background
 from tinsmith.worker.checkpoint_files import opened_files, write_files
 from tinsmith.worker.exports import parse_recipients, write_external
+from tinsmith.worker.joint_saves import JointSaves
 from tinsmith.worker.kept_copies import KeptCopies
 from tinsmith.worker.snapshots import Snapshots
 
@@ -65,6 +66,7 @@ class Models:
         self.enqueue = enqueue
         self.check = check
         self.kept = kept
+        self.joint = JointSaves(files, disk, send, kept.place, self._beside)
 
     def call(self, message: Call) -> None:
         """Do what a call asks for. It is answered now, or when its files are written or read."""
@@ -106,14 +108,17 @@ class Models:
             answer(False)
 
     def _save(self, backend: LocalBackend, message: SaveModel | ExportModel) -> None:
-        """Copy a model, which a thread writes; or give the worker that writes it what it needs of this one."""
+        """Copy a model, which a thread writes; or this worker's part of one that is divided, which all of them write."""
         optimizer, recipients = False, []
         if isinstance(message, ExportModel):
             recipients = parse_recipients(message.recipients)  # bad ones are refused on all workers, before they exchange anything
         else:
             optimizer = message.optimizer
+        part = backend.copy_part(message.model_id, optimizer)
+        if part is not None:
+            self.joint.write(message, part)
+            return
         if not self.kept.place.writes(message.model_id):
-            backend.help_to_copy(message.model_id, optimizer)
             self._answer(message, {})
             return
         state = backend.copy_state(message.model_id, optimizer)

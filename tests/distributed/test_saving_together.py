@@ -1,0 +1,192 @@
+"""A server whose two workers share all weights saves them together: complete or not at all, whoever fails or dies while they write."""
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.acceptance.bad_target import GOOD
+from tests.acceptance.conftest import API_KEY
+from tests.acceptance.raw import RawModel
+from tests.acceptance.talking import RAW_STEP, logprobs
+from tests.bases import write_decoder
+from tests.distributed.test_replicas import worker_pids
+from tests.running import START_S, Server, serving
+from tinsmith.protocol.place import writer_of
+
+LIMIT = 2 * 2**20
+"""Bytes of a file that a worker may write whose disk is full: a part of the weights."""
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A model whose checkpoint has about 40 MB, so that there is a middle of writing it."""
+    directory = tmp_path_factory.mktemp("base") / "text"
+    write_decoder("qwen3", directory, num_hidden_layers=4, hidden_size=192, intermediate_size=1024, head_dim=32)
+    workers = ["--workers", "2", "--shard", "weights", "--sampler", "none", "--device", "cpu"]
+    return ["--base-model", f"text={directory}", *workers]
+
+
+@contextmanager
+def client_of(server: Server) -> Iterator[httpx.Client]:
+    """A client with a key."""
+    server.wait_for_health()
+    with server.client() as http:
+        http.headers["X-API-Key"] = API_KEY
+        yield http
+
+
+@pytest.fixture(scope="module")
+def server(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all tests here, which leave it as it was."""
+    with serving(tmp_path_factory.mktemp("server"), *options) as running:
+        yield running
+
+
+def scores(model: RawModel, seq_id: int) -> list[float]:
+    """Log-probabilities of a good datum."""
+    found: list[float] = logprobs(model.output(model.forward_backward(seq_id, GOOD, forward_only=True)))[0].tolist()
+    return found
+
+
+def step(model: RawModel, seq_id: int) -> None:
+    """With two numbers."""
+    model.forward_backward(seq_id, GOOD)
+    assert "metrics" in model.result(model.optim_step(seq_id + 1, RAW_STEP))
+
+
+def trained(http: httpx.Client) -> RawModel:
+    """A model after one step, which is saved as `whole`."""
+    model = RawModel(http, "text", rank=0)
+    step(model, 1)
+    assert model.result(model.save(3, "whole"))["path"] == f"tinker://{model.model_id}/weights/whole"
+    return model
+
+
+def unfinished(server: Server) -> list[str]:
+    """What is not complete in the data directory."""
+    return [path.name for path in (server.log.parent / "data" / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def after_the_end(http: httpx.Client, request_id: str) -> dict[str, object]:
+    """The result of an operation that waits for new workers: longer, perhaps, than the server holds a poll."""
+    deadline = time.monotonic() + START_S
+    while (reply := http.post("retrieve_future", json={"request_id": request_id})).status_code == 408:
+        assert time.monotonic() < deadline
+    result: dict[str, object] = reply.json()
+    return result
+
+
+def exists(http: httpx.Client, path: object) -> bool:
+    """Whether there is a checkpoint."""
+    return http.post("weights_info", json={"tinker_path": path}).status_code == 200
+
+
+@contextmanager
+def limited(pid: int, size: int) -> Iterator[None]:
+    """Let a process write no file beyond a size."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_disk_without_room_for_one_worker_fails_the_save_of_all_and_nothing_else(server: Server, writes: bool) -> None:
+    """Whether that is the worker that makes a checkpoint of the parts or the other."""
+    with client_of(server) as http:
+        model = trained(http)
+        expected = scores(model, 4)
+        rank = next(rank for rank in range(2) if (rank == writer_of(model.model_id, 2)) == writes)
+        with limited(worker_pids(server)[rank], LIMIT):
+            failed = model.result(model.save(5, "none"))
+        assert failed["category"] == "server"
+        path = f"tinker://{model.model_id}/weights/none"
+        assert str(failed["error"]).startswith(f"worker {rank} of 2: {path} could not be written: [Errno 27] File too large")
+        assert (unfinished(server), exists(http, path)) == ([], False)
+        assert scores(model, 6) == expected
+        saved = model.result(model.save(7, "none"))
+        assert scores(RawModel(http, "text", path=str(saved["path"])), 1) == expected
+        step(model, 8)  # a step that is taken does not change what was saved
+        again = RawModel(http, "text", path=str(saved["path"]))
+        assert scores(again, 1) == expected
+        step(again, 2)
+        assert scores(again, 4) == scores(model, 10)
+
+
+def is_being_written(directory: Path) -> bool:
+    """Parts of a checkpoint are there."""
+    return any(directory.glob(".writing-*-joint/*"))
+
+
+def is_being_finished(directory: Path) -> bool:
+    """All parts are there, and one worker makes a checkpoint of them: the manifest is there."""
+    return any(directory.glob(".writing-*-joint/manifest.json"))
+
+
+def wait_until(seen: Callable[[Path], bool], directory: Path) -> None:
+    """Look without a pause: what is waited for is over in milliseconds."""
+    deadline = time.monotonic() + START_S
+    while not seen(directory):
+        assert time.monotonic() < deadline
+
+
+def wait_until_clean(server: Server) -> None:
+    """What the dead have left goes when the next workers are there."""
+    deadline = time.monotonic() + START_S
+    while unfinished(server):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("moment", [is_being_written, is_being_finished])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_a_worker_dies_in_is_made_again_by_the_next_workers(server: Server, rank: int, moment: Callable[[Path], bool]) -> None:
+    """And nothing is left of the first attempt."""
+    with client_of(server) as http:
+        model = trained(http)
+        expected = scores(model, 4)
+        cut = model.save(5, "cut")
+        wait_until(moment, server.log.parent / "data" / "checkpoints")
+        os.kill(worker_pids(server)[rank], signal.SIGKILL)
+        saved = after_the_end(http, cut)
+        assert scores(RawModel(http, "text", path=str(saved["path"])), 1) == expected
+        wait_until_clean(server)
+
+
+def test_a_save_that_dies_with_its_model_leaves_no_checkpoint(server: Server) -> None:
+    """Nothing else holds what the last step left."""
+    with client_of(server) as http:
+        model = trained(http)
+        expected = scores(model, 4)
+        step(model, 5)
+        cut = model.save(7, "cut")
+        wait_until(is_being_written, server.log.parent / "data" / "checkpoints")
+        os.kill(worker_pids(server)[1], signal.SIGKILL)
+        lost = after_the_end(http, cut)
+        assert f"tinker://{model.model_id}/weights/whole" in str(lost["error"])
+        assert not exists(http, f"tinker://{model.model_id}/weights/cut")
+        server.wait_for_health()
+        assert scores(RawModel(http, "text", path=f"tinker://{model.model_id}/weights/whole"), 1) == expected
+        wait_until_clean(server)
+
+
+def test_another_model_trains_while_one_is_saved(server: Server) -> None:
+    """And what is saved is what the model was."""
+    with client_of(server) as http:
+        model, other = trained(http), trained(http)
+        expected = scores(model, 4)
+        saving = [model.save(seq_id, f"save {seq_id}") for seq_id in range(5, 9)]
+        for seq_id in range(4, 20, 2):
+            step(other, seq_id)
+        for request_id in saving:
+            assert scores(RawModel(http, "text", path=str(model.result(request_id)["path"])), 1) == expected
+        assert unfinished(server) == []

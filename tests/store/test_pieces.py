@@ -1,0 +1,100 @@
+"""Files that several processes write together: whole, or refused."""
+
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tinsmith.errors import TinsmithError
+from tinsmith.store import pieces
+from tinsmith.store.pieces import FilePiece, check_pieces, write_pieces
+
+ONE, OTHER = bytes(range(256)) * 40, b"xyz" * 3000
+WHOLE = ONE[:5000] + OTHER + ONE[5000:]
+
+WRITES = """
+import sys
+from pathlib import Path
+from tinsmith.store.pieces import FilePiece, write_pieces
+rank, directory, between_hosts = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "True"
+pieces = [FilePiece("a", start, memoryview(bytes([number % 256]) * 33)) for number, start in enumerate(range(0, 33 * 3000, 33))]
+for told in write_pieces(directory, pieces[rank::3], between_hosts):
+    print(*told)
+"""
+
+
+def of_one() -> Iterator[FilePiece]:
+    """Both ends of file `a`, and all of file `b`."""
+    yield FilePiece("a", 0, memoryview(ONE)[:5000])
+    yield FilePiece("b", 0, memoryview(b"whole"))
+    yield FilePiece("a", 5000 + len(OTHER), memoryview(ONE)[5000:])
+
+
+def of_other() -> Iterator[FilePiece]:
+    """The middle of file `a`."""
+    yield FilePiece("a", 5000, memoryview(OTHER))
+
+
+@pytest.fixture(params=[False, True])
+def between_hosts(request: pytest.FixtureRequest) -> bool:
+    """Whether the processes are said to be on several hosts."""
+    return bool(request.param)
+
+
+def test_pieces_make_a_file_whoever_comes_first(tmp_path: Path, between_hosts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a piece is cut."""
+    monkeypatch.setattr(pieces, "LARGEST", 4000)
+    for name, order in (("c", (of_one, of_other)), ("d", (of_other, of_one))):
+        told = [each for write in order for each in write_pieces(tmp_path / name, write(), between_hosts)]
+        check_pieces(tmp_path / name, told)
+        assert (tmp_path / name / "a").read_bytes() == WHOLE
+        assert (tmp_path / name / "b").read_bytes() == b"whole"
+        assert max(size for _, _, size, _ in told) == 4000
+
+
+def test_processes_that_write_into_the_same_pages_lose_nothing(tmp_path: Path, between_hosts: bool) -> None:
+    command = [sys.executable, "-c", WRITES]
+    running = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "c"), str(between_hosts)], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    lines = [line.split() for process in running for line in process.communicate()[0].splitlines()]
+    assert len(lines) == 3000
+    check_pieces(tmp_path / "c", [(name, int(start), int(size), int(crc)) for name, start, size, crc in lines])
+    assert (tmp_path / "c" / "a").read_bytes() == b"".join(bytes([number % 256]) * 33 for number in range(3000))
+
+
+def test_what_is_missing_or_changed_is_refused(tmp_path: Path) -> None:
+    told = write_pieces(tmp_path, [*of_one(), *of_other()])
+    check_pieces(tmp_path, told)
+    for lacking, where in ((told[:-1], "5,000 to 14,000"), (told[1:], "0 to 5,000"), ([*told, told[0]], "0 to 5,000")):
+        with pytest.raises(TinsmithError, match=f"a does not hold what the workers wrote to its bytes {where}"):
+            check_pieces(tmp_path, lacking)
+    with pytest.raises(TinsmithError, match="no worker has told"):
+        check_pieces(tmp_path, [])
+    file = tmp_path / "a"
+    file.write_bytes(WHOLE + b"more")
+    with pytest.raises(TinsmithError, match="bytes 19,240 to 19,244"):
+        check_pieces(tmp_path, told)
+    file.write_bytes(WHOLE[:-1])
+    with pytest.raises(TinsmithError, match="bytes 19,239 to 19,240"):
+        check_pieces(tmp_path, told)
+    file.write_bytes(WHOLE[:6000] + b"\0" + WHOLE[6001:])
+    with pytest.raises(TinsmithError, match=r"bytes 5,000 to 14,000: the file system of .* does not keep what several processes write"):
+        check_pieces(tmp_path, told)
+    file.unlink()
+    with pytest.raises(FileNotFoundError):
+        check_pieces(tmp_path, told)
+
+
+def test_a_disk_that_takes_no_more_is_told(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (7000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_pieces(tmp_path, of_one())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

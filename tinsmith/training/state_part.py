@@ -1,0 +1,65 @@
+"""A worker's part of the copy of a model whose weights are divided over several (`divided_weights.py`), as pieces of a checkpoint's files.
+
+All workers write these files together (`store/pieces.py`). They are those that `checkpoint.write_state` writes of the whole copy.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Size, Tensor
+
+from tinsmith.models.flat_row import FlatRow
+from tinsmith.store.pieces import FilePiece
+from tinsmith.training.checkpoint import ABOUT_FILE, OPTIMIZER_FILE, WEIGHTS_FILE, About
+from tinsmith.training.tensor_file import BYTES, TensorFile
+from tinsmith.training.update_check import MOMENTS
+
+STEP, *ENTRIES = MOMENTS
+"""The number of steps, and what is laid out like the masters."""
+
+
+@dataclass(frozen=True, eq=False)
+class StatePart:
+    """What lies in this worker's memory of the host, and does not change any more."""
+
+    about: About | None
+    """What the checkpoint is, on the worker that writes what belongs to no part: this, headers, numbers of steps. None on others."""
+    rows: Mapping[str, FlatRow]
+    rank: int
+    """Of this worker, among those that have a part of each row."""
+    masters: Mapping[str, Tensor]
+    """This worker's part of each row, by the row's name. float32."""
+    moments: Mapping[str, Mapping[str, Tensor]] | None
+    """By entry, each laid out like the masters; empty before the first step, None if only the weights are saved."""
+    step: Tensor | None
+    """How many steps the model has made, the same on all workers."""
+
+    def pieces(self) -> Iterator[FilePiece]:
+        """What this worker writes. Any thread may do that; nothing is copied."""
+        shapes = {name: shape for row in self.rows.values() for name, shape in row.shapes.items()}
+        weights = TensorFile.of(shapes)
+        yield from self._in_file(WEIGHTS_FILE, weights, {"": self.masters})
+        if self.moments is not None:
+            remembered = {f"{name}.{entry}": shape for name, shape in shapes.items() for entry in ENTRIES}
+            steps = {f"{name}.{STEP}": Size() for name in shapes}
+            optimizer = TensorFile.of(remembered | steps if self.moments else {})
+            yield from self._in_file(OPTIMIZER_FILE, optimizer, {f".{entry}": parts for entry, parts in self.moments.items()})
+            if self.about is not None and self.step is not None:
+                yield from (FilePiece(OPTIMIZER_FILE, optimizer.starts[name], _bytes_of(self.step)) for name in steps)
+        if self.about is not None:
+            yield FilePiece(ABOUT_FILE, 0, memoryview(self.about.text.encode()))
+
+    def _in_file(self, file: str, layout: TensorFile, held: Mapping[str, Mapping[str, Tensor]]) -> Iterator[FilePiece]:
+        """The pieces of one file: of what is `held` under the names of the parameters with some ending."""
+        if self.about is not None:
+            yield FilePiece(file, 0, memoryview(layout.header))
+        for ending, parts in held.items():
+            for name, row in self.rows.items():
+                of_tensors = list(row.shapes)
+                for number, there, inside in row.within(self.rank * row.part, row.part):
+                    start = layout.starts[f"{of_tensors[number]}{ending}"] + BYTES * inside.start
+                    yield FilePiece(file, start, _bytes_of(parts[name][there]))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).numpy().data.cast("B")

@@ -1,0 +1,87 @@
+"""What this worker does of a checkpoint that all workers write together, because the weights are divided over them.
+
+    copy of its part ─▶ a thread writes it ─▶ PartWritten ─▶ FinishSave, to one of them ─▶ a thread makes a checkpoint ─▶ Answer
+
+Nobody waits for another but the engine. As long as one of them may still write, nothing is taken for complete, and nothing is deleted.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tinsmith.protocol.boundary import failing_into
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.place import Place
+from tinsmith.protocol.work import CallFailed, DropFiles, ExportModel, FinishSave, PartWritten, SaveModel, type_of
+from tinsmith.store.files import CheckpointFiles, deleted_at_last
+from tinsmith.store.pieces import Told, check_pieces, write_pieces
+from tinsmith.training.state_part import StatePart
+from tinsmith.worker.background import Background
+from tinsmith.worker.checkpoint_files import refused_by_disk, write_files
+from tinsmith.worker.exports import export_files, parse_recipients
+
+Save = SaveModel | ExportModel
+AnswerWith = Callable[[Save, Callable[[], dict[str, Any]]], None]
+
+
+class JointSaves:
+    """The saves that this worker has a part of."""
+
+    def __init__(self, files: CheckpointFiles, disk: Background, send: Callable[[Message], None], place: Place, answer: AnswerWith) -> None:
+        """`disk` runs what touches files, and `send` tells the engine. `answer` lets a work run there whose result answers a call."""
+        self.files = files
+        self.disk = disk
+        self.send = send
+        self.place = place
+        self.answer = answer
+        self.begun: dict[int, Save] = {}
+        """By number, those that this worker is to finish when all have written their parts."""
+
+    def write(self, message: Save, part: StatePart) -> None:
+        """Let a thread write this worker's part, which is told when it is on the disk."""
+        if self.place.writes(message.model_id):
+            self.begun[message.number] = message
+        self.disk.run(partial(self._write, message, part), partial(self._written, message))
+
+    def _write(self, message: Save, part: StatePart) -> list[tuple[str, int, int, int]]:
+        row = message.checkpoint
+        with refused_by_disk(row["tinker_path"], f"{self.place.name}: "):
+            return write_pieces(self.files.joint(row["directory"]), part.pieces(), between_hosts=bool(self.place.host))
+
+    def _written(self, message: Save, ended: "Future[list[tuple[str, int, int, int]]]") -> None:
+        with failing_into(lambda error: self.send(CallFailed(message.number, type_of(error), str(error)))):
+            self.send(PartWritten(message.number, ended.result()))
+
+    def finish(self, message: FinishSave) -> None:
+        """Make a checkpoint of what all have written; or delete it, if one has failed."""
+        save = self.begun.pop(message.number, None)
+        if message.error_type:
+            failed = CallFailed(message.number, message.error_type, message.error)
+            self.disk.run(partial(self.files.remove, message.directory), lambda _: self.send(failed))
+            return
+        assert save is not None  # this worker has told of its part
+        self.answer(save, partial(self._checkpoint, save, message.pieces))
+
+    def _checkpoint(self, save: Save, told: Told) -> dict[str, Any]:
+        """The checkpoint of a save whose parts are all written. Returns the fields of its row that only the files tell."""
+        row = save.checkpoint
+        if isinstance(save, SaveModel):
+            return write_files(self.files, row, partial(check_pieces, told=told), joint=True)
+
+        def write(directory: Path) -> None:
+            check_pieces(written, told)
+            export_files(written, directory, parse_recipients(save.recipients))
+
+        with deleted_at_last(self.files.joint(row["directory"])) as written:
+            return write_files(self.files, row, write)
+
+    def drop(self, message: DropFiles) -> None:
+        """Delete what is left of saves that ended with their workers. What cannot be deleted is, with all unfinished files, a day later."""
+        for directory in message.directories:
+            self.disk.run(partial(self.files.remove, directory), _ignored)
+
+
+def _ignored(ended: "Future[None]") -> None:
+    """Whether it could be deleted makes no difference to anybody."""
