@@ -18,7 +18,7 @@ from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
 from tinsmith.distributed.joint_work import JointWork
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError
-from tinsmith.models.full import FullWeights, new_compact_weights
+from tinsmith.models.full import new_compact_weights, new_full_weights
 from tinsmith.models.lora import Adapter, LoraPair
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
@@ -60,7 +60,7 @@ def fresh(kind: str, dtype: torch.dtype) -> Optimizer:
         return CompactOptimizer(new_compact_weights(LoraShape(0, 0), masters, dtype, here(), "compact"), "compact")
     if kind == "strided":  # as a base model may have them
         masters["embed.weight"] = masters["embed.weight"].t()
-    return ModelOptimizer(FullWeights(LoraShape(0, 0), masters, dtype))
+    return ModelOptimizer(new_full_weights(LoraShape(0, 0), masters, dtype))
 
 
 def gradients(optimizer: Optimizer, rank: int, step: int, number: int) -> list[Tensor | None]:

@@ -13,9 +13,10 @@ from torch import Tensor
 from tests.bases import DEVICE
 from tests.training.test_optimizer import SETTINGS
 from tinsmith.errors import UserError
-from tinsmith.models.full import FullWeights
+from tinsmith.models.full import FullState, FullWeights, new_compact_weights, new_full_weights
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training import optimizer as module
+from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.optimizer import ModelOptimizer
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -94,6 +95,26 @@ def test_tensors_with_other_strides_step_too(kernels: Any) -> None:
         kernels.step(master, gradient, torch.zeros_like(master), torch.zeros_like(master), leaf, factors)
         assert torch.equal(leaf, master.to(HALF))
     torch.testing.assert_close(turned, straight, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("state", ["float32", "compact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_a_base_that_lie_otherwise_are_trained_as_gradients_lie(dtype: torch.dtype, state: FullState) -> None:
+    """On a GPU torch's AdamW refuses gradients that are laid out otherwise."""
+    parameters = {"turned": drawn(24, 16, seed=0).t(), "straight": drawn(9, 5, seed=1)}
+    shape, device = LoraShape(0, 0), torch.device(DEVICE)
+    optimizer: Optimizer
+    if state == "compact":
+        optimizer = CompactOptimizer(new_compact_weights(shape, parameters, dtype, device, state), state)
+    else:
+        optimizer = ModelOptimizer(new_full_weights(shape, parameters, dtype))
+    before = {name: tensor.clone() for name, tensor in optimizer.weights.named_tensors().items()}
+    assert all(torch.equal(before[name], parameter) for name, parameter in parameters.items())
+    assert all(leaf.is_contiguous() for leaf in optimizer.weights.leaves())
+    optimizer.contribution([torch.ones_like(leaf) for leaf in optimizer.weights.leaves()])()
+    optimizer.step(SETTINGS[0])
+    for name, tensor in optimizer.weights.named_tensors().items():
+        torch.testing.assert_close(tensor.float(), before[name] - SETTINGS[0].lr, rtol=2**-7 * (dtype == torch.bfloat16) + 1e-6, atol=1e-3)
 
 
 @pytest.mark.usefixtures("in_kernels")

@@ -120,9 +120,16 @@ FullState = Literal["float32", "compact", "compact-host"]
 
 
 def new_full_weights(shape: LoraShape, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> FullWeights:
-    """A copy of the base's `parameters` to train."""
-    masters = {name: parameter.detach().to(torch.float32, copy=True) for name, parameter in parameters.items()}
+    """A copy of the base's `parameters` to train.
+
+    The copies are contiguous, as gradients are, whatever the parameters are: AdamW on a GPU takes both laid out alike only.
+    """
+    masters = {name: _contiguous_copy(parameter, torch.float32) for name, parameter in parameters.items()}
     return FullWeights(shape, masters, dtype)
+
+
+def _contiguous_copy(parameter: Tensor, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    return parameter.detach().to(device or parameter.device, dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def new_compact_weights(
@@ -131,7 +138,7 @@ def new_compact_weights(
     """A copy of `parameters` to train on `device` with a compact state: of the base's, or of the masters of a checkpoint."""
     if dtype == torch.bfloat16:
         return FullWeights(shape, split_masters(parameters, device, state_device(device, state)), dtype)
-    return FullWeights(shape, {name: parameter.detach().to(device, dtype, copy=True) for name, parameter in parameters.items()}, dtype)
+    return FullWeights(shape, {name: _contiguous_copy(parameter, dtype, device) for name, parameter in parameters.items()}, dtype)
 
 
 def state_device(device: torch.device, state: FullState) -> torch.device:

@@ -56,7 +56,7 @@ def split_masters(masters: Mapping[str, Tensor], device: torch.device, rests_on:
     working: dict[str, Tensor] = {}
     rests: dict[str, Tensor] = {}
     for name, master in masters.items():
-        near, rest = split(master.detach().to(device, torch.float32))
+        near, rest = split(master.detach().to(device, torch.float32).contiguous())  # as gradients lie
         working[name] = near.requires_grad_()
         rests[name] = placed(rest, rests_on)
     return SplitMasters(working, rests)
