@@ -84,12 +84,13 @@ test-vllm: $(DEV_STAMP) $(VLLM_STAMP)
 	TINSMITH_TEST_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PYTHON) -m pytest tests/with_vllm --timeout 1200 --durations 0 --durations-min 1
 
 # Needs no registry where an environment is there already: make test-gpu PYTHON=python3 DEV_STAMP=
-# Ten processes share the card: most tests are small, and wait for Python.
+# Ten processes share the card: most tests are small, and wait for Python. More help on a machine with more cores.
+GPU_PROCESSES := 10
 test-gpu: SHELL := /bin/bash
 test-gpu: $(DEV_STAMP)
 	set -o pipefail; mkdir -p benchmarks/results; TINSMITH_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark \
 		tests/models tests/rendering tests/training tests/sampling tests/gpu --ignore tests/sampling/vllm --ignore tests/sampling/inside_vllm \
-		--numprocesses 10 --dist worksteal --timeout 300 --durations 15 2>&1 | tee benchmarks/results/test-gpu.txt
+		--numprocesses $(GPU_PROCESSES) --dist worksteal --timeout 300 --durations 15 2>&1 | tee benchmarks/results/test-gpu.txt
 
 # As test-gpu, it needs no registry: make test-gpus PYTHON=python3 DEV_STAMP=
 # A file of tests at a time in each process. They share the GPUs, and so do the processes and servers that they start.
