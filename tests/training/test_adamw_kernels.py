@@ -12,8 +12,9 @@ from torch import Tensor
 
 from tests.bases import DEVICE
 from tests.training.test_optimizer import SETTINGS
-from tinsmith.errors import UserError
+from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.models.full import FullState, FullWeights, new_compact_weights, new_full_weights
+from tinsmith.models.lora import Adapter, LoraPair
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training import optimizer as module
 from tinsmith.training.compact import CompactOptimizer, Optimizer
@@ -191,3 +192,43 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     optimizer.contribution(gradients(2, HALF))()
     optimizer.step(SETTINGS[1])
     assert {float(value) for name, value in optimizer.moments().items() if name.endswith(".step")} == {2.0}
+
+
+@pytest.mark.usefixtures("in_kernels")
+def test_a_step_that_fails_halfway_ends_the_worker(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are of no step. To say that they stayed as they were would be wrong, and another step would move some of them twice."""
+    optimizer = ModelOptimizer(fresh(HALF))
+    optimizer.contribution(gradients(0, HALF))()
+    step, calls = kernels.step, []
+
+    def failing(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no")
+        step(*arguments)
+
+    monkeypatch.setattr(kernels, "step", failing)
+    with pytest.raises(DeviceLostError, match="changed some of the weights"):
+        optimizer.step(SETTINGS[1])
+
+
+@pytest.mark.usefixtures("in_kernels")
+def test_what_is_computed_ahead_is_clipped_too() -> None:
+    """With an eps of 0 no bound proves a step finite. Its gradients are not changed by the look ahead."""
+    settings = AdamSettings(1e-3, (0.9, 0.95), 0.0, 0.0, 0.5)
+    optimizer = ModelOptimizer(weights := fresh(HALF))
+    reference = Reference(weights)
+    for number in range(2):
+        found = gradients(number, HALF)
+        optimizer.contribution([gradient.clone() for gradient in found])()
+        optimizer.step(settings)
+        reference.step(found, settings)
+    assert_like(weights, reference)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="on a CPU torch takes all steps")
+def test_kernels_step_full_weights_in_half_precision_alone() -> None:
+    pair = LoraPair(drawn(2, 5, seed=0), drawn(4, 2, seed=1))
+    assert ModelOptimizer(fresh(torch.bfloat16)).kernels is not None
+    assert ModelOptimizer(fresh(torch.float32)).kernels is None
+    assert ModelOptimizer(Adapter(LoraShape(2, 0), {"up": pair}, torch.bfloat16, device=torch.device(DEVICE))).kernels is None

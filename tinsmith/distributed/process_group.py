@@ -28,7 +28,7 @@ _join = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.a
 _sum_parts = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 """The sum of one tensor of each worker, of which each gets its part. It has another name there too."""
 _FIRST_SIZES = {"cuda": (64, 2**22), "cpu": (64,)}
-"""Numbers of each worker in the first exchanges of a group: NCCL connects GPUs in one way for little, in another for much."""
+"""Numbers of all workers in the first exchanges of a group: NCCL connects GPUs in one way for little, in another for much."""
 
 
 class ProcessGroup:
@@ -52,16 +52,16 @@ class ProcessGroup:
             else:  # on one host: nobody else needs to reach them
                 use_interface(LOOPBACK)
                 dist.init_process_group(backend, place.meeting, LONGEST_WAIT, place.count, place.rank)
-        self._connect()
 
-    def _connect(self) -> None:
-        """Exchange something in every way that there is.
+    def connect(self) -> None:
+        """Exchange something in every way that there is. To be called by all, before the memory of the devices is divided.
 
         NCCL connects two GPUs, and takes its buffers, when they first exchange something so: hundreds of megabytes that PyTorch does not
         count. Taken now, they are gone from the memory that is divided later, and no pass runs out of memory in them: that ends workers.
         """
         before = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
-        for size in _FIRST_SIZES[self.device.type]:
+        for most in _FIRST_SIZES[self.device.type]:
+            size = max(1, most // self.count)
             part, whole = torch.zeros(size, device=self.device), torch.zeros(size * self.count, device=self.device)
             self.sum(whole)
             self.begin_to_join(whole, part)()

@@ -235,8 +235,7 @@ class CompactOptimizer:
             self.bounds = Bounds.measured([leaf.detach() for leaf in self.weights.leaves()], *scales)
         after = self.bounds.after(grad_norm, settings)
         if after is None:
-            clipped = [total.float() * clip for total in totals]
-            require_finite_step(self.weights.named_tensors(), clipped, self.moments(), settings, self.weights.dtype)
+            require_finite_step(self.weights.named_tensors(), totals, self.moments(), settings, self.weights.dtype, clip)
         return after
 
     def _update(self, number: int, name: str, gradient: Tensor, clip: float, settings: AdamSettings) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from tinsmith.errors import UserError
+from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.models.device import has_triton
 from tinsmith.models.full import FullWeights, Weights, training_bytes
 from tinsmith.models.split_masters import SplitMasters
@@ -153,7 +153,7 @@ class ModelOptimizer:
         return metrics
 
     def _step_in_kernels(self, totals: list[Tensor], grad_norm: float, settings: AdamSettings) -> None:
-        """Update masters, moments and working copies."""
+        """Update masters, moments and working copies. Raises DeviceLostError if that fails halfway: then the weights are of no step."""
         limit = settings.grad_clip_norm
         scale = min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0  # as torch clips
         bounds = self._checked(totals, grad_norm, settings, scale)
@@ -168,9 +168,12 @@ class ModelOptimizer:
         if self.steps is None:
             self.steps = 0 if first else int(states[0]["step"].item())
         factors = self.kernels.Factors.of(settings, self.steps + 1, scale)
-        for master, total, state, leaf in zip(self.weights.buffers(), totals, states, self.weights.leaves(), strict=True):
-            self.kernels.step(master, total, state["exp_avg"], state["exp_avg_sq"], leaf, factors)
-        torch._foreach_add_([state["step"] for state in states], 1)
+        try:  # all memory is there; a kernel that cannot be compiled is what may still fail
+            for master, total, state, leaf in zip(self.weights.buffers(), totals, states, self.weights.leaves(), strict=True):
+                self.kernels.step(master, total, state["exp_avg"], state["exp_avg_sq"], leaf, factors)
+            torch._foreach_add_([state["step"] for state in states], 1)
+        except Exception as error:
+            raise DeviceLostError(f"a step failed when it had changed some of the weights: {error!r}") from error
         self.steps += 1
         self.bounds = bounds
 
@@ -186,9 +189,8 @@ class ModelOptimizer:
             self.bounds = Bounds.measured(buffers, first, second)
         after = self.bounds.after(grad_norm, settings)
         if after is None:
-            wide = _wide(totals)
-            gradients = self.weights.cut(wide if scale == 1.0 else [total * scale for total in wide])
-            require_finite_step(self.weights.named_tensors(), gradients, self.moments(), settings, self.weights.dtype)
+            gradients = self.weights.cut(totals)
+            require_finite_step(self.weights.named_tensors(), gradients, self.moments(), settings, self.weights.dtype, scale)
         return after
 
     def _update(self, settings: AdamSettings) -> None:

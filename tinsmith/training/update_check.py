@@ -64,29 +64,36 @@ def configure(adamw: torch.optim.AdamW, settings: AdamSettings) -> None:
 
 
 def require_finite_step(
-    weights: Mapping[str, Tensor], gradients: Sequence[Tensor], moments: Mapping[str, Tensor], settings: AdamSettings, dtype: torch.dtype
+    weights: Mapping[str, Tensor],
+    gradients: Sequence[Tensor],
+    moments: Mapping[str, Tensor],
+    settings: AdamSettings,
+    dtype: torch.dtype,
+    scale: float = 1.0,
 ) -> None:
     """Compute AdamW's step on copies. Raises UserError naming a tensor that would not stay finite, also in `dtype`.
 
-    `moments` are what AdamW remembers of each tensor, as `ModelOptimizer.moments` names them. Takes the memory of a few pieces, and changes
-    nothing.
+    `moments` are what AdamW remembers of each tensor, as `ModelOptimizer.moments` names them. Gradients may be of any precision; `scale` is
+    what clipping still multiplies them with. Takes the memory of a few pieces, and changes nothing.
     """
     for (name, tensor), gradient in zip(weights.items(), gradients, strict=True):
         state = {entry: moments[f"{name}.{entry}"] for entry in MOMENTS} if moments else {}
-        for found in _computed_ahead(tensor, gradient, state, settings):
+        for found in _computed_ahead(tensor, gradient, state, settings, scale):
             wrong = [what for what, values in found.items() if not torch.isfinite(values).all()]
             wrong = wrong or ([f"weights in {dtype}"] if not torch.isfinite(found["weights"].to(dtype)).all() else [])
             if wrong:
                 raise UserError(_refusal(name, wrong, tensor, settings))
 
 
-def _computed_ahead(tensor: Tensor, gradient: Tensor, state: Mapping[str, Tensor], settings: AdamSettings) -> Iterator[dict[str, Tensor]]:
+def _computed_ahead(
+    tensor: Tensor, gradient: Tensor, state: Mapping[str, Tensor], settings: AdamSettings, scale: float
+) -> Iterator[dict[str, Tensor]]:
     """Weights and moments after the step, some rows of the tensor at a time; `state` is what AdamW remembers of it."""
     rows = max(1, PIECE_SIZE * len(tensor) // max(1, tensor.numel()))
     moments = {name: values.split(rows) for name, values in state.items() if name != "step"}
     for index, (part, part_gradient) in enumerate(zip(tensor.split(rows), gradient.split(rows), strict=True)):
         copy = part.detach().clone()
-        copy.grad = part_gradient.detach()
+        copy.grad = part_gradient.detach().float() * scale
         ahead = torch.optim.AdamW([copy], lr=0.0, fused=True)
         configure(ahead, settings)
         if state:
