@@ -73,8 +73,11 @@ def serve(config: Path | None, **options: Any) -> None:
     from tinsmith.engine.devices import worker_count
     from tinsmith.sampling.vllm.options import require_vllm
 
-    worker_count(configuration)  # the engine asks again; here what it refuses is said before anything starts
-    require_vllm(configuration)  # before the next import, which takes a second
+    workers = worker_count(configuration)  # the engine asks again; here what it refuses is said before anything starts
+    require_vllm(configuration)  # before the next imports, which take a second
+    from tinsmith.shard_choice import chosen_shard
+
+    configuration.distributed.shard = chosen_shard(configuration, workers)
     from tinsmith.server.main import run_server
 
     run_server(configuration)
@@ -134,7 +137,7 @@ def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
             "leave it out, and pass --vllm-arg=--gpu-memory-utilization=SHARE"
         )
     if config.training.sequence_parallel_from:
-        if config.distributed.shard != "none":
+        if config.divides:
             raise ConfigError(f"sequence_parallel_from is not possible with shard={config.distributed.shard}; leave one of them out")
         if config.models.deterministic:
             raise ConfigError("sequence_parallel_from is not possible with deterministic=True, which computes each sequence on one worker")

@@ -166,10 +166,11 @@ class DistributedConfig:
         1024,
     )
     shard: str = setting(
-        "none",
+        "auto",
         "What is divided over the workers: none, nothing, each holds whole base models; weights, the layers of the base models, of which "
-        "each worker keeps a part, and of models that train all weights: with --sampler vllm or none",
-        choices=("none", "weights"),
+        "each worker keeps a part, and of models that train all weights: with --sampler vllm or none; auto, weights where several GPUs "
+        "train a base model in no other way, else none",
+        choices=("auto", "none", "weights"),
     )
     ray_address: str = setting(
         "",
@@ -385,6 +386,11 @@ class Config:
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
 
     @property
+    def divides(self) -> bool:
+        """Whether workers divide the layers of the base models. `shard_choice.py` says what `auto` means before workers start."""
+        return self.distributed.shard == "weights"
+
+    @property
     def only_compares(self) -> bool:
         """Whether the worker trains and samples nothing itself: vLLM servers sample, and it compares what they compute."""
         return self.sampling.sampler == "vllm" and not self.training.trains
@@ -392,7 +398,7 @@ class Config:
     @property
     def compares_with_copy(self) -> bool:
         """Whether vLLM servers are compared with whole base models on which nothing is trained, because the workers divide theirs."""
-        return self.sampling.sampler == "vllm" and self.distributed.shard != "none" and self.training.trains
+        return self.sampling.sampler == "vllm" and self.divides and self.training.trains
 
     @property
     def vllm_gpus(self) -> int:

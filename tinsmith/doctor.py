@@ -158,7 +158,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
 
 def _parts(config: Config) -> int:
     """Over how many workers each layer is divided."""
-    if config.distributed.shard == "none":
+    if not config.divides:
         return 1
     try:
         return worker_count(config)

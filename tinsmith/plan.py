@@ -145,7 +145,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
 
     ((name, source),) = base_model_sources(config).items()
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, planned_rank=rank))
-    shared = config.distributed.shard == "weights"
+    shared = config.divides
     if memory_gib is None:
         workers = worker_count(config)
         sizes = size_of(source, config.models)

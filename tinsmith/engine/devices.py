@@ -101,7 +101,7 @@ def _automatic(config: Config, gpus: int) -> int:
 def _check_shard(config: Config, workers: int) -> None:
     """Raise ConfigError if the weights are to be divided over so many workers where that does not work."""
     shard, sampler = config.distributed.shard, config.sampling.sampler
-    if shard == "none":
+    if shard != "weights":
         return
     if workers == 1:
         raise ConfigError(f"--shard {shard} divides weights over several workers; add --workers 2 or more, or leave it out")

@@ -143,7 +143,7 @@ class WorkerGroup:
     @property
     def _is_divided(self) -> bool:
         """Whether the workers share the weights, so that all of them take part in everything."""
-        return self.config.distributed.shard != "none"
+        return self.config.divides
 
     @property
     def is_ready(self) -> bool:

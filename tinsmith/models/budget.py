@@ -114,7 +114,7 @@ def longest_trained(budget: Budget, passes: PassMemory, config: Config, max_cont
 
 def computes_together(config: Config, workers: int) -> bool:
     """Whether so many workers compute a sequence together that is too long for one of them."""
-    return workers > 1 and config.training.trains and config.distributed.shard == "none" and not config.models.deterministic
+    return workers > 1 and config.training.trains and not config.divides and not config.models.deterministic
 
 
 def longest_together(

@@ -26,7 +26,7 @@ def stays_on_host(source: str, config: Config) -> bool:
 
     On a GPU that has room, the self-check takes seconds in place of minutes. A CPU has the same memory, where several workers share pages.
     """
-    if config.distributed.shard == "none":
+    if not config.divides:
         return False
     device = pick_device(config.models.device)
     if device.type == "cpu":
@@ -49,7 +49,7 @@ def load_bases(config: Config) -> dict[str, BaseModel]:
         started = time.monotonic()
         log.info("loading %s from %s ...", name, source)
         base = bases[name] = load_base_model(name, source, loading, features, stays_on_host(source, config))
-        if config.distributed.shard == "weights":
+        if config.divides:
             require_divisible(base)
         log.info("loaded %s (%s) on %s in %s, %.1f s", name, base.family.model_type, base.device, base.dtype, time.monotonic() - started)
     for base in bases.values():

@@ -33,7 +33,7 @@ class DeviceMemory:
         """Free memory of the host that is this worker's."""
         total = torch.cuda.mem_get_info(device)[1] if self.on_gpu else 0
         free = (free_memory(device) if self.on_gpu else self.host) - reserve_of(self.on_gpu, total)
-        divided = config.distributed.shard == "weights"
+        divided = config.divides
         self.passes = {name: pass_memory_of(base.layout, base.text_config, base.dtype, divided) for name, base in bases.items()}
         rank = config.training.planned_rank
         models = {name: _model_bytes(base, rank, config, group.count if group and divided else 1) for name, base in bases.items()}

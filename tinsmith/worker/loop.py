@@ -164,7 +164,7 @@ class Worker:
     @property
     def is_needed(self) -> bool:
         """Whether the other workers wait for this one, or will: all have been told to compute the same passes."""
-        return self.config.distributed.shard != "none" and bool(self.due or self.passes.passes)
+        return self.config.divides and bool(self.due or self.passes.passes)
 
     def receive(self, timeout_s: float) -> None:
         """Take in what the engine says, and what threads beside the device have done."""
@@ -308,7 +308,7 @@ class Worker:
 
 def backend_of(base: BaseModel, config: Config, group: ProcessGroup | None) -> LocalBackend:
     """What trains on a base model. With `--shard weights` its layers are divided over the group first."""
-    if group is None or config.distributed.shard == "none":
+    if group is None or not config.divides:
         return LocalBackend(base, config.training, group)
     divide(base, group)
     return DividedBackend(base, config.training, group, gives_snapshots=config.compares_with_copy)

@@ -1,0 +1,97 @@
+"""Whether workers divide the layers of the base models where `--shard auto` leaves that open.
+
+The estimate is that of `tinsmith plan --workers N`. It needs PyTorch, which the server does not load, so a process of its own makes it:
+`python -m tinsmith.shard_choice`, with the configuration as JSON on standard input.
+"""
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tinsmith.config import Config, base_model_sources, from_tree, to_tree
+from tinsmith.engine.devices import visible_gpus
+from tinsmith.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+ESTIMATE_S = 300.0
+"""Longest time for the estimate; importing PyTorch takes most of it."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What each worker has room for, of one base model with the training that is planned (--planned-rank)."""
+
+    name: str
+    whole: bool
+    """Whether it trains with all layers on each worker."""
+    divided: bool
+    """Whether it trains with a part of each layer on each."""
+
+
+def chosen_shard(config: Config, workers: int) -> str:
+    """What `shard` means for so many workers: none or weights. Raises ConfigError as `choose`.
+
+    Without an estimate nothing is divided: a base model that has no room is then refused when it is loaded.
+    """
+    asked = config.distributed.shard
+    if asked != "auto":
+        return asked
+    if workers == 1 or config.distributed.ray_address or config.models.device == "cpu" or not visible_gpus():
+        return "none"
+    program = [sys.executable, "-m", "tinsmith.shard_choice"]
+    try:
+        done = subprocess.run(program, input=json.dumps(to_tree(config)), capture_output=True, text=True, check=True, timeout=ESTIMATE_S)
+        fits = [Fit(**each) for each in json.loads(done.stdout.splitlines()[-1])]
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        said = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+        log.warning("what fits into the GPUs could not be estimated, so nothing is divided (--shard none): %s", said[-1] if said else error)
+        return "none"
+    return choose(fits, config)
+
+
+def choose(fits: Sequence[Fit], config: Config) -> str:
+    """none, unless a base model trains only if its layers are divided; then weights.
+
+    Raises ConfigError if the local sampler is to sample from what is divided.
+    """
+    lacking = [fit.name for fit in fits if not fit.whole]
+    if not lacking or not all(fit.divided for fit in fits):
+        return "none"
+    training = config.training
+    if training.full_state != "float32" or training.sequence_parallel_from or config.models.deterministic:
+        return "none"
+    if config.sampling.sampler == "local":
+        raise ConfigError(
+            f"{lacking[0]} does not train as a whole on each worker's GPU, and the local sampler takes no layers that are divided over the "
+            "workers: add --sampler vllm, with GPUs for it, or --sampler none; `tinsmith plan --workers` says what fits, and --shard none "
+            "starts nevertheless"
+        )
+    return "weights"
+
+
+def estimated(config: Config) -> list[Fit]:
+    """What fits into the GPUs of this machine, of each base model."""
+    from tinsmith.plan import make_plan  # it imports torch
+
+    rank, found = config.training.planned_rank, []
+    trains = f"LoRA of rank {rank}" if rank else "all weights, float32"
+    for name, source in base_model_sources(config).items():
+        alone = dataclasses.replace(config, base_models=[f"{name}={source}"])
+        modes = {each.mode: each.fits for each in make_plan(alone, rank, None).modes if each.trains == trains}
+        found.append(Fit(name, whole=modes.get("replicas", True), divided=modes.get("divided", False)))
+    return found
+
+
+def main() -> None:
+    """Print what fits, as JSON."""
+    fits = estimated(from_tree(json.loads(sys.stdin.read())))
+    print(json.dumps([dataclasses.asdict(fit) for fit in fits]))
+
+
+if __name__ == "__main__":
+    main()
