@@ -70,10 +70,10 @@ def serve(config: Path | None, **options: Any) -> None:
     """
     configuration = _configuration(config, options)
     base_model_sources(configuration)
-    from tinsmith.engine.devices import worker_count
+    from tinsmith.engine.devices import visible_gpus, worker_count
     from tinsmith.sampling.vllm.options import require_vllm
 
-    worker_count(configuration)  # the engine asks again; here what it refuses is said before anything starts
+    worker_count(configuration, usable=visible_gpus())  # the engine asks again; here what it refuses is said before anything starts
     require_vllm(configuration)  # before the next import, which takes a second
     from tinsmith.server.main import run_server
 
