@@ -115,6 +115,8 @@ class Worker:
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
         backends = {name: backend_of(base, config, group) for name, base in self.bases.items()}
         self.memory = DeviceMemory(self.bases, config, group)
+        for backend in backends.values() if group else ():
+            backend.share_host(self.memory.host, list(backends.values()))
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         sampling = config.sampling
         memory, disk, idle_s = sampling.snapshot_gib * 2**30, sampling.snapshot_disk_gib * 2**30, sampling.snapshot_idle_h * 3600
