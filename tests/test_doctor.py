@@ -17,7 +17,7 @@ from tests.running import START_S
 from tinsmith.cli import app
 from tinsmith.config import ModelsConfig, TrainingConfig
 from tinsmith.models.budget import ModelBytes
-from tinsmith.models.machine import SUPPORTED
+from tinsmith.models.machine import SUPPORTED, Gpu, Machine
 from tinsmith.models.sizing import size_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import LocalBackend
@@ -70,12 +70,29 @@ def test_it_says_how_many_workers_would_start(tmp_path: Path, monkeypatch: pytes
     options = ["--data-dir", str(tmp_path)]
     assert re.search(r"^workers +ok +one \(--workers 0, the default\)", doctor(*options, "--device", "cpu")[1], re.M)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    own = r"^workers +ok +2 of the 2 visible GPUs, each with a worker of its own \(--workers 0, the default\)"
+    gpus = [Gpu(index, "a GPU", 2**36, 2**35, (9, 0)) for index in range(2)]
+    monkeypatch.setattr("tinsmith.doctor.look_around", lambda: Machine(4, 2**36, 2**35, gpus, ""))
+    own = r"^workers +ok +2 of the 2 GPUs, each with a worker of its own \(--workers 0, the default\)"
     assert re.search(own, doctor(*options)[1], re.M)
     assert re.search(r"^workers +ok +1 \(--workers\)", doctor(*options, "--workers", "1")[1], re.M)
     code, report = doctor(*options, "--workers", "3")
     assert code == 1
     assert re.search(r"^workers +missing +--workers 3: there are 2 GPUs, and each worker needs its own", report, re.M)
+
+
+def test_gpus_that_pytorch_cannot_use_are_told_and_get_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--data-dir", str(tmp_path)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.setattr("tinsmith.doctor.look_around", lambda: Machine(4, 2**36, 2**35, [], "torch 2 is built without CUDA"))
+    code, report = doctor(*options)
+    assert code == 0
+    fewer = "PyTorch can use 0 of the 2 visible GPUs: torch 2 is built without CUDA"
+    assert re.search(rf"^workers +note +one \(--workers 0, the default\); {fewer}$", report.replace(" \n", "\n"), re.M)
+    assert re.search(r"^CUDA +note +torch 2 is built without CUDA; models run on the CPU", report, re.M)
+    code, report = doctor(*options, "--workers", "2")
+    assert code == 1
+    assert re.search(rf"^workers +missing +--workers 2: {fewer}; ask for 1, or add --device cpu", report, re.M)
+    assert re.search(r"^workers +ok +2 \(--workers\)", doctor(*options, "--workers", "2", "--device", "cpu")[1], re.M)
 
 
 def test_blocks_and_slots_of_a_hybrid_model_are_told(family_dir: Callable[[str], Path], tmp_path: Path) -> None:

@@ -70,10 +70,11 @@ def serve(config: Path | None, **options: Any) -> None:
     """
     configuration = _configuration(config, options)
     base_model_sources(configuration)
-    from tinsmith.engine.devices import worker_count
+    from tinsmith.engine.devices import visible_gpus, worker_count
     from tinsmith.sampling.vllm.options import require_vllm
 
-    workers = worker_count(configuration)  # the engine asks again; here what it refuses is said before anything starts
+    # The engine asks again, and PyTorch too; here what it refuses is said before anything starts.
+    workers = worker_count(configuration, usable=visible_gpus())
     require_vllm(configuration)  # before the next imports, which take a second
     from tinsmith.shard_choice import chosen_shard
 

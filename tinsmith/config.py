@@ -248,7 +248,7 @@ class TrainingConfig:
     kept_copies_gib: float = setting(
         32.0,
         "Disk space for copies of LoRA models and their optimizers, one or two each, from which models come back when a worker has died; a "
-        "model for whose copy there is no room is lost then, unless it was just saved. 0 keeps none",
+        "model for whose copy there is no room is lost then, unless it was just saved. All workers share it. 0 keeps none",
         "GiB",
         0,
     )
@@ -293,11 +293,16 @@ class SamplingConfig:
         0,
     )
     snapshot_gib: float = setting(
-        4.0, "Memory for the weights that are sampled; when it is full, those not sampled for longest are moved to disk", "GiB", 0
+        4.0,
+        "Memory for the weights that are sampled, of each worker that samples; when it is full, those not sampled for longest are moved to "
+        "disk",
+        "GiB",
+        0,
     )
     snapshot_disk_gib: float = setting(
         32.0,
-        "Disk space for snapshots; when it is full, those not sampled for longest are deleted, except each model's newest and those in use",
+        "Disk space for snapshots, of which each worker that samples has an equal part; when it is full, those not sampled for longest are "
+        "deleted, except each model's newest and those in use",
         "GiB",
         0,
     )

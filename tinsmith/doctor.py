@@ -46,7 +46,7 @@ def run_doctor(config: Config, console: Console) -> int:
     """Print the report; the exit code is 0 if the configuration can be served, 1 if something is missing."""
     machine = look_around()
     sections = {
-        "machine": [*_machine(machine), _workers(config)],
+        "machine": [*_machine(machine), _workers(config, machine)],
         "software": list(_software()),
         "storage": list(_storage(Path(config.data_dir))),
     }
@@ -77,16 +77,23 @@ def _machine(machine: Machine) -> Iterator[Finding]:
         yield Finding("CUDA", "note", f"{machine.no_gpu_because}; models run on the CPU")
 
 
-def _workers(config: Config) -> Finding:
-    """How many workers a server would start here."""
+def _workers(config: Config, machine: Machine) -> Finding:
+    """How many workers a server would start here, and whether PyTorch can use a GPU for each."""
+    usable, visible = len(machine.gpus), visible_gpus()
     try:
-        count = worker_count(config)
+        count = worker_count(config, usable=usable)
     except ConfigError as error:
         return Finding("workers", "missing", str(error))
+    fewer = ""
+    if usable < visible and config.models.device != "cpu" and not config.distributed.ray_address:
+        why = f": {machine.no_gpu_because}" if machine.no_gpu_because else ""
+        fewer = f"PyTorch can use {usable} of the {visible} visible GPUs{why}"
     if config.distributed.workers:
+        if fewer and count > max(1, usable):
+            return Finding("workers", "missing", f"--workers {count}: {fewer}; ask for {max(1, usable)}, or add --device cpu")
         return Finding("workers", "ok", f"{count} (--workers)")
-    own = f"{count} of the {visible_gpus()} visible GPUs, each with a worker of its own" if count > 1 else "one"
-    return Finding("workers", "ok", f"{own} (--workers 0, the default)")
+    own = f"{count} of the {usable} GPUs, each with a worker of its own" if count > 1 else "one"
+    return Finding("workers", "note" if fewer else "ok", f"{own} (--workers 0, the default){f'; {fewer}' if fewer else ''}")
 
 
 def _software() -> Iterator[Finding]:
@@ -116,7 +123,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     from tinsmith.sampling.prefix import BLOCK
 
     state = full_state(config.training)
-    workers = _parts(config)
+    workers = _parts(config, machine)
     known: dict[str, Sizes] = {}
     for name, source in base_model_sources(config).items():
         try:
@@ -156,12 +163,12 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     yield from _full_training(known, free - needed, config)
 
 
-def _parts(config: Config) -> int:
+def _parts(config: Config, machine: Machine) -> int:
     """Over how many workers each layer is divided."""
     if not config.divides:
         return 1
     try:
-        return worker_count(config)
+        return worker_count(config, usable=len(machine.gpus))
     except ConfigError:  # which `_workers` says
         return max(1, config.distributed.workers)
 

@@ -147,7 +147,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, planned_rank=rank))
     shared = config.divides
     if memory_gib is None:
-        workers = worker_count(config)
+        workers = worker_count(config, usable=len(look_around().gpus))
         sizes = size_of(source, config.models)
         place = _here(sizes, workers)
     else:

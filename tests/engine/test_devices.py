@@ -1,32 +1,45 @@
 """How many workers an engine starts, on machines with and without GPUs."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig, TrainingConfig, VLLMConfig
 from tinsmith.engine import devices
-from tinsmith.engine.devices import threads_of, visible_gpus, worker_count
+from tinsmith.engine.devices import threads_of, usable_gpus, visible_gpus, worker_count
 from tinsmith.errors import ConfigError
 
-Machine = Callable[..., None]
+Machine = Callable[..., list[int]]
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Make this a machine with so many GPUs, as Linux shows them, of which `CUDA_VISIBLE_DEVICES` names some."""
+    """Make this a machine with so many GPUs, as Linux shows them, of which `CUDA_VISIBLE_DEVICES` names some.
 
-    def make(gpus: int, visible: str | None = None) -> None:
+    PyTorch can use `usable` of them; None means all. What is returned lists what it has answered.
+    """
+
+    def make(gpus: int, visible: str | None = None, usable: int | None = None) -> list[int]:
         for name in ["nvidiactl", "nvidia-uvm", "nvidia-modeset", "null", *(f"nvidia{number}" for number in range(gpus))]:
             (tmp_path / name).touch()
         monkeypatch.setattr(devices, "_DEVICES", tmp_path)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        asked: list[int] = []
+
+        def count() -> int:
+            asked.append(visible_gpus() if usable is None else usable)
+            return asked[-1]
+
+        monkeypatch.setattr(devices, "usable_gpus", count)
+        return asked
 
     return make
 
@@ -45,6 +58,50 @@ def test_one_worker_for_each_visible_gpu_by_default_and_one_on_a_cpu(machine: Ma
     assert worker_count(Config()) == worker_count(config(device="cuda")) == worker_count(config(sampler="none")) == 4
     assert worker_count(config(device="cpu")) == worker_count(config(device="cuda:2")) == 1
     assert worker_count(replace(config(), distributed=DistributedConfig(0, "weights"), sampling=SamplingConfig(sampler="none"))) == 4
+
+
+@pytest.mark.parametrize(("usable", "workers", "beside_vllm"), [(0, 1, 1), (1, 1, 1), (3, 3, 2), (9, 4, 3)])
+def test_by_default_gpus_that_pytorch_cannot_use_get_no_worker(machine: Machine, usable: int, workers: int, beside_vllm: int) -> None:
+    """With a PyTorch without CUDA, or a driver too old, what ran on the CPU still does."""
+    machine(4, usable=usable)
+    assert worker_count(config()) == workers
+    assert worker_count(config(sampler="vllm")) == beside_vllm
+    assert worker_count(config(), usable=2) == 2  # says one who has asked
+
+
+def test_pytorch_is_asked_only_where_the_number_of_workers_depends_on_it(machine: Machine) -> None:
+    """That takes seconds."""
+    asked = machine(4)
+    for numbered in (config(1), config(4), config(device="cpu"), config(device="cuda:1")):
+        worker_count(numbered)
+    assert worker_count(config(), 3) == 3
+    assert worker_count(config(), usable=2) == 2
+    assert asked == []
+    asked = machine(4, "2")
+    assert worker_count(config()) == 1
+    assert asked == []
+    asked = machine(4)
+    worker_count(config())
+    assert asked == [4]
+
+
+def test_a_process_of_its_own_asks_pytorch() -> None:
+    assert usable_gpus() == torch.cuda.device_count()
+
+
+@pytest.mark.parametrize("program", ["echo many", "exit 3", "exec sleep 60"])
+def test_where_pytorch_does_not_say_it_one_has_to_say_how_many_workers_start(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "python"
+    broken.write_text(f"#!/bin/sh\n{program}\n")
+    broken.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(broken))
+    monkeypatch.setattr(devices, "COUNTING_S", 2.0)
+    with pytest.raises(
+        ConfigError, match=r"^--workers 0 starts a worker on each GPU, .* was not found out \(.*--workers 1 or more, or add"
+    ):
+        usable_gpus()
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])

@@ -179,6 +179,30 @@ def test_a_step_that_began_finds_its_memory(family_dir: Callable[[str], Path], m
     assert 4 * 2**14 * 12 < memory.peak <= 4 * 2**14 * STEP_BUFFERS
 
 
+def test_workers_of_a_host_keep_their_shares_of_its_memory(family_dir: Callable[[str], Path]) -> None:
+    """Each could have all that is free at the moment. What models will keep after their first step counts, and that of other bases."""
+    bases = [load(family_dir(family), dtype="bfloat16") for family in ("qwen3", "llama")]
+    config = TrainingConfig(logits_chunk=64, full_state="compact-host")
+    first, second = backends = [LocalBackend(base, config) for base in bases]
+    shape = LoraShape(0, seed=0)
+    sizes = [
+        full_bytes(sum(parameter.numel() for parameter in base.full_targets(shape).values()), base.dtype, "compact-host").host
+        for base in bases
+    ]
+    assert min(sizes) > 0
+    for backend in backends:
+        backend.share_host(sum(sizes), backends)
+    first.create_model("a", shape)
+    second.create_model("b", shape)
+    for backend in backends:
+        with pytest.raises(UserError, match=r"each may take of its host 0 are free; end other models, train with LoRA .* fewer --workers$"):
+            backend.create_model("c", shape)
+    second.restore("b", second.copy_state("b", optimizer=True))  # in the place of what it was
+    first.delete_model("a")
+    first.create_model("c", shape)
+    assert [list(backend.optimizers) for backend in backends] == [["c"], ["b"]]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_not_a_number_stays_visible_in_a_sum(dtype: str) -> None:
     """Rounding by chance works on bits, and some kinds of NaN would become 0 there: the step would not be refused."""

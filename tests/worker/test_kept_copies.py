@@ -1,9 +1,14 @@
 """What several workers know of the kept copies that one of them writes."""
 
+import time
 from pathlib import Path
 
+from tinsmith.config import TrainingConfig
+from tinsmith.models.base import BaseModel
 from tinsmith.protocol.place import Place
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.store.files import kept_copies
+from tinsmith.training.backend import LocalBackend
 from tinsmith.worker.background import Background
 from tinsmith.worker.kept_copies import KeptCopies
 
@@ -24,3 +29,43 @@ def test_models_that_come_back_take_the_room_of_the_worker_that_writes_their_cop
         for model_id in worker.reserved:
             assert Place(worker.place.rank, 2).writes(model_id)
     threads.close()
+
+
+def test_one_model_may_take_all_the_room_of_several_workers_and_others_none_beyond_it(text_base: BaseModel, tmp_path: Path) -> None:
+    """The limit is the server's. A share of it for each worker would have no room for a large model, however empty the disk is."""
+    threads = Background("copies", 1, lambda: None)
+    backend = LocalBackend(text_base, TrainingConfig())
+    for model_id in MODELS[:2]:
+        backend.create_model(model_id, LoraShape(4, seed=0))
+    size = 2 * 3 * 4 * backend.optimizers[MODELS[0]].weights.parameter_count
+    workers = [KeptCopies(tmp_path, 1.5 * size, 1.0, threads, Place(rank, 2)) for rank in range(2)]
+
+    def keeps(worker: KeptCopies, model_id: str, step: int) -> bool:
+        kept: list[bool] = []
+        worker.keep(backend, model_id, kept_copies(tmp_path, model_id) / str(step), "", kept.append)
+        settle(threads)
+        return kept == [True]
+
+    assert keeps(workers[0], MODELS[0], 1)
+    assert not keeps(workers[1], MODELS[1], 1)
+    assert keeps(workers[0], MODELS[0], 2)
+    assert [path.name for path in kept_copies(tmp_path, MODELS[0]).iterdir()] == ["2"]
+    restarted = [KeptCopies(tmp_path, 1.5 * size, 1.0, threads, Place(rank, 2)) for rank in range(2)]
+    assert not keeps(restarted[1], MODELS[1], 2)
+    assert keeps(restarted[0], MODELS[0], 3)
+    for worker in restarted:
+        worker.forget(MODELS[0])
+    settle(threads)
+    assert list(kept_copies(tmp_path, "").parent.iterdir()) == []
+    assert keeps(restarted[1], MODELS[1], 3)
+    assert not keeps(restarted[0], MODELS[0], 4)
+    threads.close()
+
+
+def settle(threads: Background) -> None:
+    """Wait until all that was started has ended, and hand it over."""
+    until = time.monotonic() + 30
+    while threads.running:
+        assert time.monotonic() < until
+        threads.deliver()
+        time.sleep(0.001)

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.engine.here import Here
+from tinsmith.config import Config, SamplingConfig
 from tinsmith.errors import DeviceLostError
 from tinsmith.models.base import BaseModel
-from tinsmith.worker.loop import DISK_THREADS
+from tinsmith.protocol.place import Place
+from tinsmith.worker.loop import DISK_THREADS, disk_for_snapshots
 
 
 def test_a_worker_that_breaks_down_begins_nothing_more(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +36,10 @@ def test_a_worker_that_breaks_down_begins_nothing_more(text_base: BaseModel, tmp
         over.set()
     worker.disk._pool.shutdown(wait=True)
     assert len(begun) == DISK_THREADS
+
+
+@pytest.mark.parametrize(("sampler", "workers", "gib"), [("local", 1, 32), ("local", 8, 4), ("vllm", 8, 32), ("none", 8, 32)])
+def test_workers_that_sample_divide_the_disk_for_snapshots(sampler: str, workers: int, gib: int) -> None:
+    """Each writes those that its memory has no room for, so that the server would take the limit as many times. vLLM has one that does."""
+    config = Config(sampling=SamplingConfig(sampler=sampler, snapshot_disk_gib=32))
+    assert disk_for_snapshots(config, Place(0, workers)) == gib * 2**30

@@ -1,7 +1,13 @@
-"""How many workers an engine starts, and on what. It has no torch to ask, so it counts the devices that the system shows."""
+"""How many workers an engine starts, and on what.
+
+It has no torch to ask, so it counts the devices that the system shows. Where it is to say itself how many of several GPUs get a worker, a
+process of its own asks PyTorch: it may be able to use fewer.
+"""
 
 import os
 import re
+import subprocess
+import sys
 from itertools import takewhile
 from pathlib import Path
 
@@ -11,20 +17,26 @@ from tinsmith.errors import ConfigError
 _DEVICES = Path("/dev")
 _GPU = re.compile(r"\s*(\d+|(GPU|MIG)-.+)\s*")
 """A GPU in CUDA_VISIBLE_DEVICES: its number or its UUID."""
+COUNTING_S = 120.0
+"""How long PyTorch may take to say how many GPUs it can use: seconds, unless its files come from a slow disk."""
 
 
-def worker_count(config: Config, gpus: int | None = None) -> int:
+def worker_count(config: Config, gpus: int | None = None, usable: int | None = None) -> int:
     """How many workers start: as many as are configured, or with --workers 0 as many as have a GPU of their own.
 
     Raises ConfigError if these need more GPUs than there are, are to divide what they cannot, or would have nothing to do. `gpus` is how
-    many there are; None means those of this machine. Ray says itself which GPUs it has.
+    many there are; None means those of this machine. `usable` is how many of them PyTorch can use; None means all that are given, and of
+    this machine's that PyTorch is asked if the number of workers depends on it. Ray says itself which GPUs it has.
     """
     asked = config.distributed.workers
     _check_ray(config)
     if config.distributed.ray_address:
         gpus = asked
-    gpus = visible_gpus() if gpus is None else gpus
-    count = asked or _automatic(config, gpus)
+    if gpus is None:
+        gpus = visible_gpus()
+        if not asked and usable is None and _automatic(config, gpus) > 1:
+            usable = usable_gpus()
+    count = asked or _automatic(config, gpus if usable is None else min(gpus, usable))
     _check_shard(config, count)
     if count == 1:
         _check_servers(config, count, gpus)
@@ -129,8 +141,21 @@ def threads_of(config: Config, count: int) -> dict[str, str]:
 
 
 def visible_gpus() -> int:
-    """How many GPUs this process may use."""
+    """How many GPUs the system shows to this process."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:  # CUDA shows those before the first that is none
         return len(list(takewhile(_GPU.fullmatch, named.split(","))))
     return len(list(_DEVICES.glob("nvidia[0-9]*")))
+
+
+def usable_gpus() -> int:
+    """How many GPUs PyTorch can use. Takes seconds. Raises ConfigError if that cannot be found out."""
+    command = [sys.executable, "-m", "tinsmith.models.usable_gpus"]
+    try:
+        ran = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=COUNTING_S)
+        return int(ran.stdout)
+    except (subprocess.SubprocessError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"--workers 0 starts a worker on each GPU, and how many of these PyTorch can use was not found out ({error}); say how many "
+            "workers start, with --workers 1 or more, or add --device cpu"
+        ) from error

@@ -5,6 +5,7 @@ more of itself (`efforts.py`), and one that fails in any other way, or still, is
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ import torch
 
 from tinsmith.config import TrainingConfig
 from tinsmith.distributed.process_group import ProcessGroup
-from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError
+from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import full_state
 from tinsmith.models.full import FullWeights, Weights, full_bytes, new_compact_weights, new_full_weights, snapshot_bytes
@@ -151,6 +152,18 @@ class LocalBackend:
         memory = pass_memory_of(base.layout, base.text_config, base.dtype)
         self.efforts = Efforts(memory, base.device, config.logits_chunk, self._promised)
         self.sequences = None if group is None else SequenceParallel(base, config.logits_chunk, group, self._promised)
+        self.host_share: float = math.inf
+        """Bytes of the host's memory that may hold what models `beside` keep there (--full-state compact-host)."""
+        self.beside: Sequence[LocalBackend] = [self]
+        """What trains in this process, this one included."""
+
+    def share_host(self, share: int, beside: "Sequence[LocalBackend]") -> None:
+        """Let what models of all the backends `beside` keep in the host's memory take at most `share` bytes: other workers have the rest.
+
+        All workers have the same models and the same share, so all of them refuse a model or none. What is free at the moment is less
+        sure: some may have taken their part by then, and others not.
+        """
+        self.host_share, self.beside = share, beside
 
     def create_model(self, model_id: str, shape: LoraShape) -> None:
         base = self.base
@@ -345,7 +358,20 @@ class LocalBackend:
         purpose = f"full-parameter training of {self.base.name}"
         self._require_memory(purpose, needed.device, self.base.device)
         if needed.host:
-            self._require_memory(f"what {purpose} keeps in host memory (--full-state compact-host)", needed.host, torch.device("cpu"))
+            kept = f"what {purpose} keeps in host memory (--full-state compact-host)"
+            self._require_memory(kept, needed.host, torch.device("cpu"))
+            taken = sum(backend.kept_on_host() for backend in self.beside)
+            if taken + needed.host > self.host_share:
+                raise UserError(
+                    f"{kept} is {needed.host / 2**30:.4g} GiB for each worker, and of the {self.host_share / 2**30:.4g} GiB that each may "
+                    f"take of its host {max(0.0, self.host_share - taken) / 2**30:.4g} are free; end other models, train with LoRA "
+                    "(lora_config.rank of 1 or more), or start fewer --workers"
+                )
+
+    def kept_on_host(self) -> int:
+        """Bytes that its models keep in the host's memory, or will when they have taken a step."""
+        sizes = [model.weights.parameter_count for model in self.optimizers.values() if isinstance(model, CompactOptimizer)]
+        return sum(full_bytes(size, self.base.dtype, self.full_state).host for size in sizes)
 
     def _require_memory(self, purpose: str, needed: int, device: torch.device) -> None:
         """Raise UserError if `device` has not so many bytes free, beside what the models on it will still take when they train."""

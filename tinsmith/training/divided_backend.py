@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.config import TrainingConfig
+from tinsmith.distributed.hosts import workers_beside
 from tinsmith.distributed.joint_work import refuse_together
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError, UserError
@@ -57,7 +58,7 @@ class DividedBackend(LocalBackend):
             raise TypeError(f"the layers of {base.name} are not divided")
         self.together = group
         self.layers = base.decoder.divided
-        self.neighbours = group.texts(group.place.host).count(group.place.host)
+        self.neighbours = workers_beside(group)[group.place.rank]
         """How many workers are on this host."""
         self.efforts.memory = pass_memory_of(base.layout, base.text_config, base.dtype, divided=True)
 

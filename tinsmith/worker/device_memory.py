@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from tinsmith.config import Config
+from tinsmith.distributed.hosts import workers_beside
 from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import ModelBytes, divide_memory, full_state, longest_together, longest_trained, model_bytes, reserve_of
@@ -72,8 +73,7 @@ class DeviceMemory:
 
 def _share_of_host(free: int, group: ProcessGroup) -> int:
     """What each worker has of the free memory of its host, where that is least: all count on the same."""
-    hosts = group.texts(group.place.host)
-    return min(each // hosts.count(host) for each, host in zip(group.gather(free), hosts, strict=True))
+    return min(each // workers for each, workers in zip(group.gather(free), workers_beside(group), strict=True))
 
 
 def _model_bytes(base: BaseModel, rank: int, config: Config, parts: int) -> ModelBytes:

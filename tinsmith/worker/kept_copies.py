@@ -8,6 +8,9 @@ that come before the last copy has paid off leave none.
 
 A copy is a directory named by the seq_id of its step. It appears when it is complete; the one before it stays until the next step, because
 a worker may die between the copy and the answer.
+
+All workers write to the same place, each the copies of other models, and the limit is for all of them together. So beside the directory of
+a model's copies lies an empty file, whose name ends with the number of bytes that were taken for them.
 """
 
 import logging
@@ -36,14 +39,15 @@ class KeptCopies:
     """The copies that this worker writes."""
 
     def __init__(self, data_dir: Path, limit_bytes: float, share: float, threads: Background, place: Place) -> None:
-        """They take at most `limit_bytes` on the disk, and that `share` of each model's time. At other places others write copies."""
+        """They take at most `limit_bytes` on the disk, with those of the workers at other places, and that `share` of each model's time."""
         self.data_dir = data_dir
         self.limit_bytes = limit_bytes
         self.share = share
         self.threads = threads
         self.place = place
         self.reserved: dict[str, int] = {}
-        """Bytes that the copies of each model take on the disk: two of them, because the former stays while the next is written."""
+        """Bytes that the copies of each model take on the disk: two of them, because the former stays while the next is written. Of models
+        whose copies this worker writes."""
         self.paid_off_at: dict[str, float] = {}
         """When the last copy of each model will have taken no more than its share of the time, in monotonic time."""
 
@@ -58,24 +62,42 @@ class KeptCopies:
             return
         model = backend.optimizers[model_id]
         size = _room(model.weights.parameter_count)
-        others = sum(reserved for other, reserved in self.reserved.items() if other != model_id)
-        if others + size > self.limit_bytes:
-            self._not_kept(model_id, f"copies may take {self.limit_bytes / 2**30:.4g} GiB here (--kept-copies-gib)")
-            then(False)
-            return
         try:
+            if not self._takes_room(model_id, size):
+                self._not_kept(model_id, f"copies may take {self.limit_bytes / 2**30:.4g} GiB here (--kept-copies-gib)")
+                then(False)
+                return
             base = backend.base
             about = About(base.name, base.tokenizer_id, base.family.model_type, model.weights.shape, base.known_fingerprint)
             state = backend.copied(model, about, optimizer=True)
-        except (TinsmithError, MemoryError, RuntimeError) as error:
+        except (TinsmithError, OSError, MemoryError, RuntimeError) as error:
             self._not_kept(model_id, error)
             then(False)
             return
-        self.reserved[model_id] = size
         self.threads.run(
             partial(write_copy, state, model_id, directory, before, durable=bool(self.place.host)),
             partial(self._written, model_id, started, then),
         )
+
+    def _takes_room(self, model_id: str, size: int) -> bool:
+        """Take room for the copies of a model, if there is any beside those of all others.
+
+        It is taken before the others are counted: of two workers that take the last at the same time none gets it.
+        """
+        if self.reserved.get(model_id) == size:
+            return True
+        home = kept_copies(self.data_dir, model_id)
+        home.parent.mkdir(exist_ok=True)
+        taken = home.with_name(f"{home.name}.{size}")
+        taken.touch()
+        others = [file for file in home.parent.glob("*.*") if file.stem != home.name]
+        fits = size + sum(int(file.suffix[1:]) for file in others) <= self.limit_bytes
+        for file in _taken(home):
+            if (file != taken) == fits:  # what was taken before, or what was not to be had
+                file.unlink(missing_ok=True)
+        if fits:
+            self.reserved[model_id] = size
+        return fits
 
     def restored(self, model_id: str, directory: str, parameters: int) -> None:
         """A model was loaded from a directory: if that is a kept copy of it, and the next one is written here, the room is taken."""
@@ -84,11 +106,11 @@ class KeptCopies:
 
     def forget(self, model_id: str) -> None:
         """Delete the copies of a model beside the device, whichever worker wrote them."""
-        self.reserved.pop(model_id, None)
+        took = self.reserved.pop(model_id, None)
         self.paid_off_at.pop(model_id, None)
         directory = kept_copies(self.data_dir, model_id)
-        if directory.exists():
-            self.threads.run(partial(shutil.rmtree, directory, ignore_errors=True), lambda ended: None)
+        if took or directory.exists():
+            self.threads.run(partial(_delete, directory), lambda ended: None)
 
     def _written(self, model_id: str, started: float, then: Callable[[bool], None], ended: "Future[None]") -> None:
         if model_id in self.reserved:  # or it was deleted meanwhile
@@ -105,6 +127,17 @@ class KeptCopies:
 def _room(parameters: int) -> int:
     """Bytes on the disk for two copies of a model: weights and two moments each, in float32."""
     return 2 * 3 * 4 * parameters
+
+
+def _taken(home: Path) -> list[Path]:
+    """The files that say how much room the copies in that directory take: one, once it is settled."""
+    return list(home.parent.glob(f"{home.name}.*"))
+
+
+def _delete(home: Path) -> None:
+    shutil.rmtree(home, ignore_errors=True)
+    for file in _taken(home):
+        file.unlink(missing_ok=True)
 
 
 def write_copy(state: SavedState, model_id: str, directory: Path, before: str, durable: bool = False) -> None:

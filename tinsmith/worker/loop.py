@@ -115,9 +115,11 @@ class Worker:
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
         backends = {name: backend_of(base, config, group) for name, base in self.bases.items()}
         self.memory = DeviceMemory(self.bases, config, group)
+        for backend in backends.values() if group else ():
+            backend.share_host(self.memory.host, list(backends.values()))
         files = CheckpointFiles(Path(config.data_dir), config.checkpoint_root, only_read=not config.training.trains)
         sampling = config.sampling
-        memory, disk, idle_s = sampling.snapshot_gib * 2**30, sampling.snapshot_disk_gib * 2**30, sampling.snapshot_idle_h * 3600
+        memory, disk, idle_s = sampling.snapshot_gib * 2**30, disk_for_snapshots(config, place), sampling.snapshot_idle_h * 3600
         spill = Path(config.data_dir) / SNAPSHOTS_DIR / (str(place.rank) if group else "")
         shared = None if config.training.trains else SharedCheckpoints(files)
         self.snapshots = Snapshots(self.sampled_bases, records, files, spill, memory, disk, idle_s, shared)
@@ -127,7 +129,7 @@ class Worker:
         trained = {name: self._trained(backends[name], renderers[name], group) for name in self.bases}
         self.longest_trained = {name: each.longest for name, each in trained.items()}
         self.passes = Passes(trained, self.rendering, self.send, self.due.append, records.find)
-        room = config.training.kept_copies_gib * 2**30 / (group.count if group else 1)
+        room = config.training.kept_copies_gib * 2**30
         kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies, place)
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)
         self.turns = DeviceTurns(self.sleepers, config.vllm.vllm_turn_s, self._give_back_memory)
@@ -304,6 +306,12 @@ class Worker:
             size = size_text(self.memory.budgets[name].cache)
             log.info("%s: the cache of %s (--kv-cache-gib) holds %s", name, size, sampler.capacity())
         return {name: Sampled(sampler, renderers[name]) for name, sampler in samplers.items()}
+
+
+def disk_for_snapshots(config: Config, place: Place) -> float:
+    """Bytes of the disk for a worker's snapshots: its part of what the server may take. Each that samples has files of its own."""
+    samplers = place.count if config.sampling.sampler == "local" else 1
+    return config.sampling.snapshot_disk_gib * 2**30 / samplers
 
 
 def backend_of(base: BaseModel, config: Config, group: ProcessGroup | None) -> LocalBackend:

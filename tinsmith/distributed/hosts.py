@@ -1,0 +1,9 @@
+"""Which workers share a host, and with it the host's memory."""
+
+from tinsmith.distributed.process_group import ProcessGroup
+
+
+def workers_beside(group: ProcessGroup) -> list[int]:
+    """How many workers are on the host of each worker, itself included, by rank. To be called by all at the same time."""
+    hosts = group.texts(group.place.host)
+    return [hosts.count(host) for host in hosts]
