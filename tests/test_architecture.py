@@ -39,7 +39,8 @@ RANKS = {
     "recovery": 13,
     "status": 13,
     "rl": 13,
-    "cli": 14,
+    "shard_choice": 14,
+    "cli": 15,
 }
 """A room imports rooms of a lower rank only, or itself."""
 
