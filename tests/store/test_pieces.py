@@ -73,8 +73,16 @@ def test_what_is_missing_or_changed_is_refused(tmp_path: Path) -> None:
     for lacking, where in ((told[:-1], "5,000 to 14,000"), (told[1:], "0 to 5,000"), ([*told, told[0]], "0 to 5,000")):
         with pytest.raises(TinsmithError, match=f"a does not hold what the workers wrote to its bytes {where}"):
             check_pieces(tmp_path, lacking)
-    with pytest.raises(TinsmithError, match="no worker has told"):
+    with pytest.raises(TinsmithError, match=r"holds a.*, of which no worker has told"):
         check_pieces(tmp_path, [])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TinsmithError, match="no worker has told"):
+        check_pieces(tmp_path / "empty", [])
+    (tmp_path / "empty").rmdir()
+    (tmp_path / "other").touch()
+    with pytest.raises(TinsmithError, match="holds other, of which no worker has told"):
+        check_pieces(tmp_path, told)
+    (tmp_path / "other").unlink()
     file = tmp_path / "a"
     file.write_bytes(WHOLE + b"more")
     with pytest.raises(TinsmithError, match="bytes 19,240 to 19,244"):

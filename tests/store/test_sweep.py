@@ -121,6 +121,21 @@ def test_what_a_crash_left_of_a_save_goes_after_a_day(
     assert found(store, files) == []
 
 
+def test_what_is_left_beside_a_checkpoint_that_is_complete_goes_after_a_day(
+    store: Store, files: CheckpointFiles, tmp_path: Path, later: Callable[[], None]
+) -> None:
+    place = saved(store, files, "tinker://m/weights/a")
+    left = files.joint(place)
+    left.mkdir()
+    (left / "weights").write_bytes(b"012")
+    sweep(store, files)
+    assert left.exists()
+    later()
+    sweep(store, files)
+    assert not left.exists()
+    assert files.sizes(place) == {"a": 10, "b": 0}
+
+
 def test_scratch_that_a_crash_left_goes_after_a_day(
     store: Store, files: CheckpointFiles, tmp_path: Path, later: Callable[[], None]
 ) -> None:

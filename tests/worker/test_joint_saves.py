@@ -2,12 +2,16 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from tests.bases import datum, load, random_tokens, renderer
 from tests.engine.here import LONG_S
@@ -19,13 +23,15 @@ from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.protocol.work import CallFailed, DropFiles, ExportModel, FinishSave, PartWritten, SaveModel
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.manifest import read_manifest, verify_files
+from tinsmith.store.pieces import FilePiece, write_pieces
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import SavedState, write_state
 from tinsmith.training.state_part import ENTRIES, StatePart
+from tinsmith.worker import joint_saves
 from tinsmith.worker.background import Background
 from tinsmith.worker.checkpoint_files import opened_files
 from tinsmith.worker.exports import write_external
-from tinsmith.worker.joint_saves import JointSaves, Save
+from tinsmith.worker.joint_saves import JointSaves, Save, _require_whole
 
 COUNT = 3
 MODEL = "s:train:0"
@@ -180,6 +186,35 @@ def test_a_part_that_is_missing_makes_no_checkpoint(workers: Workers, backend: L
     workers.finish(FinishSave(1, place, told))
     assert "adapter.safetensors does not hold what the workers wrote to its bytes" in str(failures)
     assert (workers.files.remaining_bytes(place), workers.unfinished) == (0, [])
+
+
+def test_a_file_whose_end_nobody_wrote_makes_no_checkpoint(tmp_path: Path) -> None:
+    """All pieces are there, and follow each other: its header alone says what is missing."""
+    save_file({"a": torch.zeros(4, 8)}, tmp_path / "whole.safetensors")
+    data = (tmp_path / "whole.safetensors").read_bytes()
+    for end in (len(data), len(data) - 4):
+        directory = tmp_path / str(end)
+        told = write_pieces(directory, [FilePiece("adapter.safetensors", 0, memoryview(data[:end]))])
+        with nullcontext() if end == len(data) else pytest.raises(SafetensorError):
+            _require_whole(directory, told)
+
+
+def test_an_export_leaves_nothing_unencrypted_or_fails(workers: Workers, backend: LocalBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not there before what it was made of is gone."""
+    place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer=False)
+    told = workers.written(ExportModel(1, "tiny", MODEL, [], row_of(place, "external")), state)
+
+    def kept(directory: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError("the disk keeps it")
+
+    failures: list[BaseException | None] = []
+    for saves in workers.saves:
+        saves.answer = lambda save, work: workers.disk.run(work, lambda ended: failures.append(ended.exception()))
+    monkeypatch.setattr(joint_saves, "shutil", SimpleNamespace(rmtree=kept))
+    workers.finish(FinishSave(1, place, told))
+    assert "the disk keeps it" in str(failures)
+    assert workers.files.finished_places() == []
 
 
 def test_a_directory_that_cannot_be_written_to_is_named_with_the_worker(backend: LocalBackend, tmp_path: Path) -> None:

@@ -378,7 +378,9 @@ class WorkerGroup:
                 return [join(list(parts.values()), self._tokens_per_pass(asked.base_model))]
             case Prepare() as asked:
                 return [self._prepared(asked, awaited)]
-            case FinishSave():
+            case FinishSave() as asked:
+                if awaited.of(Answer):
+                    self._tell_all(ForgetCheckpoint(asked.tinker_path))  # one of this path may have been sampled before
                 return list(awaited.replies.values())
             case SaveModel() | ExportModel() as asked if self._is_divided and len(awaited.of(Answer)) < self.count:
                 self._finish(asked, awaited)
@@ -417,7 +419,8 @@ class WorkerGroup:
         """All have written their parts, or failed to: let one of them make a checkpoint of the parts, or delete them."""
         failure = next(iter(awaited.of(CallFailed).values()), CallFailed(asked.number, "", ""))
         pieces = [piece for part in awaited.of(PartWritten).values() for piece in part.pieces]
-        finish = FinishSave(asked.number, asked.checkpoint["directory"], pieces, failure.error_type, failure.error)
+        row = asked.checkpoint
+        finish = FinishSave(asked.number, row["directory"], pieces, failure.error_type, failure.error, row["tinker_path"])
         self._ask(finish, [self._writer_of(asked.model_id)])
 
     def _called(self, asked: Call, awaited: Awaited) -> list[Message]:

@@ -202,6 +202,8 @@ class FinishSave(Message):
     error_type: str = ""
     """Type and message of an error with which the call is to fail; empty if all went well."""
     error: str = ""
+    tinker_path: str = ""
+    """Of the checkpoint: whoever has sampled one of this path before forgets it when this one is there."""
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ def check_pieces(directory: Path, told: Told) -> None:
         found = _size_of(directory / name)
         if found != end:
             raise _lost(directory / name, min(found, end), max(found, end))
+    if others := sorted({path.name for path in directory.iterdir()} - by_file.keys()):
+        raise TinsmithError(f"{directory} holds {', '.join(others)}, of which no worker has told; save again")
     if not wanted:
         raise TinsmithError(f"no worker has told of anything that it wrote to {directory}; save again")
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(wanted))) as threads:
@@ -96,7 +98,7 @@ def _opened(path: Path, between_hosts: bool) -> Iterator[int]:
     """A file to write to at any position. It may be there already, with pieces of others."""
     # A client of NFS extends a write to the whole page if it believes to know that page, and so puts old bytes in the place of those that
     # other hosts have just written; but not in a file that is opened like this.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_DSYNC if between_hosts else 0), 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_DSYNC if between_hosts else 0), 0o600)
     try:
         yield descriptor
     finally:

@@ -71,10 +71,12 @@ def _expired(store: Store) -> Iterator[Garbage]:
 def _strays(store: Store, files: CheckpointFiles) -> Iterator[Entry]:
     """Directories in the data directory that are not in the database: neither of a checkpoint, nor begun, nor discarded."""
     entries = files.entries()  # listed before the rows are read: a save is noted in the database before it writes
-    known = _known(store)
+    known, living = _known(store), {place.rpartition("/")[2] for place in store.living_directories()}
     before = time.time() - WRITING_S
     for entry in entries:
-        if entry.place not in known and (entry.finished or entry.modified_at < before):
+        # What is left beside a checkpoint that is complete, of the same name, is nobody's either.
+        unknown = entry.place not in known or (entry.place in living and not entry.finished)
+        if unknown and (entry.finished or entry.modified_at < before):
             yield entry
 
 

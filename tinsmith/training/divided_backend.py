@@ -11,6 +11,7 @@ drop what they have added up, and those that did not fail compute the same again
 """
 
 import hashlib
+import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -35,6 +36,8 @@ from tinsmith.training.divided_decoder import DividedDecoder
 from tinsmith.training.divided_optimizer import DividedOptimizer
 from tinsmith.training.divided_weights import DividedWeights, bytes_of, gathered, take_from, take_from_base
 from tinsmith.training.state_part import ENTRIES, StatePart
+
+log = logging.getLogger(__name__)
 
 NOTHING, FROZEN = 0, 1
 """What a worker may want to compute beside models with weights of their own, each of which has a larger number."""
@@ -122,7 +125,8 @@ class DividedBackend(LocalBackend):
         failure: Exception | None = None
         try:
             tensors = self._room_for_snapshot(model)
-        except (TinsmithError, OSError, RuntimeError, MemoryError) as error:
+        except Exception as error:  # of whatever kind: the others wait for what this one says
+            log.warning("there is no room for a snapshot of model %s: %s", model_id, error, exc_info=True)
             failure = error
         refuse_together(self.together, failure)
         self._all_of_them("put a snapshot together", lambda: gathered(model.divided, model.divided.parts, tensors))
@@ -149,7 +153,8 @@ class DividedBackend(LocalBackend):
         failure: Exception | None = None
         try:
             part = self._copied_part(model_id, model, optimizer)
-        except (TinsmithError, OSError, RuntimeError, MemoryError) as error:
+        except Exception as error:  # of whatever kind: the others wait for what this one says
+            log.warning("the copy of model %s failed: %s", model_id, error, exc_info=True)
             failure = error
         refuse_together(self.together, failure)
         return part

@@ -5,11 +5,14 @@
 Nobody waits for another but the engine. As long as one of them may still write, nothing is taken for complete, and nothing is deleted.
 """
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
@@ -17,6 +20,7 @@ from tinsmith.protocol.place import Place
 from tinsmith.protocol.work import CallFailed, DropFiles, ExportModel, FinishSave, PartWritten, SaveModel, type_of
 from tinsmith.store.files import CheckpointFiles, deleted_at_last
 from tinsmith.store.pieces import Told, check_pieces, write_pieces
+from tinsmith.store.sync import sync
 from tinsmith.training.state_part import StatePart
 from tinsmith.worker.background import Background
 from tinsmith.worker.checkpoint_files import refused_by_disk, write_files
@@ -68,19 +72,30 @@ class JointSaves:
         """The checkpoint of a save whose parts are all written. Returns the fields of its row that only the files tell."""
         row = save.checkpoint
         if isinstance(save, SaveModel):
-            return write_files(self.files, row, partial(check_pieces, told=told), joint=True)
+            return write_files(self.files, row, partial(_require_whole, told=told), joint=True)
 
         def write(directory: Path) -> None:
-            check_pieces(written, told)
+            _require_whole(written, told)
             export_files(written, directory, parse_recipients(save.recipients))
+            # Before the export is there, and for good: it may be encrypted, and this is not.
+            shutil.rmtree(written)
+            sync(written.parent)
 
-        with deleted_at_last(self.files.joint(row["directory"])) as written:
+        with deleted_at_last(self.files.joint(row["directory"])) as written:  # also if nothing was written
             return write_files(self.files, row, write)
 
     def drop(self, message: DropFiles) -> None:
         """Delete what is left of saves that ended with their workers. What cannot be deleted is, with all unfinished files, a day later."""
         for directory in message.directories:
             self.disk.run(partial(self.files.remove, directory), _ignored)
+
+
+def _require_whole(directory: Path, told: Told) -> None:
+    """Raise TinsmithError or SafetensorError unless files hold all that was told of, and their own headers ask for no more."""
+    check_pieces(directory, told)
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, "pt"):
+            pass
 
 
 def _ignored(ended: "Future[None]") -> None:
