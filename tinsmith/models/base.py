@@ -319,8 +319,8 @@ def pick_device(wanted: str) -> torch.device:
         device = torch.device("cuda", device.index or 0)  # before 2.12 PyTorch tells no memory of a device without a number
         if device.index >= torch.cuda.device_count():
             raise ConfigError(
-                f"device={wanted!r}: this machine has {torch.cuda.device_count()} CUDA devices that this PyTorch can use; start with "
-                "--workers 1, which takes the first of them or else the CPU, or with --device cpu"
+                f"device={wanted!r}: this machine has {torch.cuda.device_count()} CUDA devices that this PyTorch can use; name "
+                "one of these, or start with --workers 1 or --device cpu"
             )
     return device
 
