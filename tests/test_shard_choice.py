@@ -15,7 +15,13 @@ from tinsmith.errors import ConfigError
 from tinsmith.shard_choice import Fit, choose, chosen_shard
 
 RUN = subprocess.run
-WHOLE, PARTS, NEITHER, ANYHOW = Fit("a", True, False), Fit("b", False, True), Fit("c", False, False), Fit("d", True, True)
+WHOLE, PARTS, NEITHER, ANYHOW = (
+    Fit("a", True, True, False),
+    Fit("b", True, False, True),
+    Fit("c", True, False, False),
+    Fit("d", True, True, True),
+)
+LARGE = Fit("e", False, False, True)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +41,16 @@ def test_layers_are_divided_if_a_model_trains_in_no_other_way(fits: Sequence[Fit
     assert choose(fits, load(options={"sampler": sampler})) == chosen
 
 
-def test_the_local_sampler_needs_the_whole() -> None:
-    with pytest.raises(ConfigError, match=r"b does not train as a whole .*--sampler vllm.*--shard none"):
-        choose([PARTS], load())
+def test_the_local_sampler_needs_the_whole(caplog: pytest.LogCaptureFixture) -> None:
+    """A model that loads is served as before, with less room; one that does not would end in an error of the device."""
     assert choose([WHOLE], load()) == "none"
+    assert caplog.text == ""
+    assert choose([WHOLE, ANYHOW], load()) == "none"
+    assert choose([ANYHOW, PARTS], load()) == "none"
+    assert "b has little room to train as a whole on each GPU. To divide its layers, add --sampler vllm" in caplog.text
+    with pytest.raises(ConfigError, match=r"e is too large for the GPU of a worker.*--sampler vllm.*--shard none"):
+        choose([PARTS, LARGE], load())
+    assert choose([PARTS, LARGE], load(options={"sampler": "none"})) == "weights"
 
 
 @pytest.mark.parametrize("refused", [{"full_state": "compact"}, {"deterministic": True}, {"sequence_parallel_from": 4096}])
@@ -69,7 +81,7 @@ def program(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
 
 
 def test_the_estimate_of_another_process_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = json.dumps([{"name": "large", "whole": False, "divided": True}])
+    told = json.dumps([{"name": "large", "loads": False, "whole": False, "divided": True}])
     program(monkeypatch, f"import sys, json; json.load(sys.stdin); print('a word of a library'); print({told!r})")
     assert chosen_shard(load(options={"sampler": "none"}), 4) == "weights"
 
@@ -89,4 +101,4 @@ def test_the_estimate_is_that_of_the_plan(family_dir: Callable[[str], Path]) -> 
     command = [sys.executable, "-m", "tinsmith.shard_choice"]
     done = subprocess.run(command, input=json.dumps(to_tree(config)), capture_output=True, text=True, check=True)
     fits = [Fit(**each) for each in json.loads(done.stdout.splitlines()[-1])]
-    assert fits == [Fit("small", True, True), Fit("other", True, True)]
+    assert fits == [Fit("small", True, True, True), Fit("other", True, True, True)]

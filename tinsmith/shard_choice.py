@@ -27,6 +27,8 @@ class Fit:
     """What each worker has room for, of one base model with the training that is planned (--planned-rank)."""
 
     name: str
+    loads: bool
+    """Whether all of its layers fit into each worker's memory at all."""
     whole: bool
     """Whether it trains with all layers on each worker."""
     divided: bool
@@ -57,20 +59,24 @@ def chosen_shard(config: Config, workers: int) -> str:
 def choose(fits: Sequence[Fit], config: Config) -> str:
     """none, unless a base model trains only if its layers are divided; then weights.
 
-    Raises ConfigError if the local sampler is to sample from what is divided.
+    The local sampler takes no divided layers: with it ConfigError is raised for a model that not even loads as a whole.
     """
-    lacking = [fit.name for fit in fits if not fit.whole]
+    lacking = [fit for fit in fits if not fit.whole]
     if not lacking or not all(fit.divided for fit in fits):
         return "none"
     training = config.training
     if training.full_state != "float32" or training.sequence_parallel_from or config.models.deterministic:
         return "none"
     if config.sampling.sampler == "local":
-        raise ConfigError(
-            f"{lacking[0]} does not train as a whole on each worker's GPU, and the local sampler takes no layers that are divided over the "
-            "workers: add --sampler vllm, with GPUs for it, or --sampler none; `tinsmith plan --workers` says what fits, and --shard none "
-            "starts nevertheless"
-        )
+        larger = next((fit.name for fit in lacking if not fit.loads), None)
+        remedy = "add --sampler vllm, with GPUs for it, or --sampler none; `tinsmith plan --workers` says what fits"
+        if larger is not None:
+            raise ConfigError(
+                f"{larger} is too large for the GPU of a worker, and the local sampler takes no layers that are divided over the workers: "
+                f"{remedy}, and --shard none loads it nevertheless"
+            )
+        log.warning("%s has little room to train as a whole on each GPU. To divide its layers, %s", lacking[0].name, remedy)
+        return "none"
     return "weights"
 
 
@@ -82,8 +88,10 @@ def estimated(config: Config) -> list[Fit]:
     trains = f"LoRA of rank {rank}" if rank else "all weights, float32"
     for name, source in base_model_sources(config).items():
         alone = dataclasses.replace(config, base_models=[f"{name}={source}"])
-        modes = {each.mode: each.fits for each in make_plan(alone, rank, None).modes if each.trains == trains}
-        found.append(Fit(name, whole=modes.get("replicas", True), divided=modes.get("divided", False)))
+        plan = make_plan(alone, rank, None)
+        modes = {each.mode: each.fits for each in plan.modes if each.trains == trains}
+        loads = plan.weight_bytes < plan.memory_bytes - plan.reserve_bytes
+        found.append(Fit(name, loads, whole=modes.get("replicas", True), divided=modes.get("divided", False)))
     return found
 
 

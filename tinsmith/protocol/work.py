@@ -203,7 +203,7 @@ class FinishSave(Message):
     """Type and message of an error with which the call is to fail; empty if all went well."""
     error: str = ""
     tinker_path: str = ""
-    """Of the checkpoint: whoever has sampled one of this path before forgets it when this one is there."""
+    """Of the checkpoint. A worker that has sampled an earlier one of this path forgets that when this one is there."""
 
 
 @dataclass(frozen=True)
