@@ -21,8 +21,8 @@ from tinsmith.models.with_kernel import WithKernel
 from tinsmith.protocol.shapes import LoraShape
 
 TOKENS, WIDTH, EPS = 5, 6, 1e-3
-ROWS = {"mlp.gate_proj": (0, 3), "mlp.up_proj": (4, 9)}
-"""What adapters cover of the layer's nine outputs: one of them belongs to no target."""
+ROWS = {"attn.q_proj": (0, 3), "attn.k_proj": (4, 6), "attn.v_proj": (6, 8)}
+"""What adapters cover of the layer's nine outputs: two of them belong to no target, and two targets are neighbours of one size."""
 
 
 def random(*size: int, seed: int = 0) -> Tensor:
@@ -82,8 +82,9 @@ SEGMENTS: dict[str, list[Segment]] = {
     "equal slices": [Segment(0, 2, adapter(2, 20)), Segment(2, 4, adapter(2, 30)), Segment(4, 5, None)],
     "other ranks and targets": [
         Segment(0, 2, adapter(2, 40)),
-        Segment(2, 3, adapter(3, 50, ("mlp.up_proj",))),
-        Segment(3, 5, adapter(1, 60)),
+        Segment(2, 3, adapter(3, 50, ("attn.v_proj",))),
+        Segment(3, 4, adapter(1, 60)),
+        Segment(4, 5, adapter(1, 65, ("attn.q_proj", "attn.v_proj"))),
     ],
 }
 

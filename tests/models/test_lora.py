@@ -16,7 +16,7 @@ FAMILIES = ["qwen3", "phi3", "gpt_neox", "qwen3_vl", "qwen3_5"]
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("backwards", [False, True])
-def test_the_a_of_a_projection_are_one_view(family_base: Callable[[str], BaseModel], model_type: str, backwards: bool) -> None:
+def test_the_matrices_of_a_projection_are_views(family_base: Callable[[str], BaseModel], model_type: str, backwards: bool) -> None:
     base = family_base(model_type)
     adapter = random_adapter(base, rank=3)
     if backwards:  # a checkpoint may hold them in any order
@@ -24,9 +24,18 @@ def test_the_a_of_a_projection_are_one_view(family_base: Callable[[str], BaseMod
     for projection in base.layout.projections.values():
         if not projection.targets:
             continue
-        stacked = adapter.stacked_a(projection)
-        assert torch.equal(stacked, torch.cat([adapter.masters[name].a for name in projection.targets]).to(adapter.dtype))
-        assert stacked.untyped_storage().data_ptr() == adapter.flat_working.untyped_storage().data_ptr()
+        stacked = adapter.stacked(projection)
+        assert stacked is not None
+        assert stacked.names == tuple(projection.targets)
+        assert torch.equal(stacked.a, torch.cat([adapter.masters[name].a for name in projection.targets]).to(adapter.dtype))
+        places = [(group.first + i, group.start + i * group.width, group.width) for group in stacked.groups for i in range(group.count)]
+        assert places == [(number, start, end - start) for number, (start, end) in enumerate(projection.targets.values())]
+        of_each = [b for group in stacked.groups for b in group.b.view(group.count, group.width, 3)]
+        for name, b in zip(projection.targets, of_each, strict=True):
+            assert torch.equal(b, adapter.masters[name].b.to(adapter.dtype))
+        for view in (stacked.a, *(group.b for group in stacked.groups)):
+            assert view.untyped_storage().data_ptr() == adapter.flat_working.untyped_storage().data_ptr()
+            assert not view.requires_grad
     grouped = side_by_side(base.layout.targets)
     assert grouped == [list(projection.targets) for projection in base.layout.projections.values() if projection.targets]
 
@@ -35,13 +44,17 @@ def test_the_a_of_a_projection_are_one_view(family_base: Callable[[str], BaseMod
 def test_views_follow_their_buffers(text_base: BaseModel, dtype: torch.dtype) -> None:
     adapter = new_adapter(LoraShape(2, seed=0), text_base.layout, torch.device(DEVICE), dtype)
     frozen = adapter.snapshot(new_ref())
-    stacks = {name: adapter.stacked_a(projection) for name, projection in text_base.layout.projections.items()}
+    stacks = {name: adapter.stacked(projection) for name, projection in text_base.layout.projections.items()}
     before = [leaf.detach().clone() for leaf in (*frozen.tensors(), *frozen.leaves())]
     adapter.flat.copy_(torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(1)))
     adapter.refresh()
     assert all(torch.equal(leaf, master.to(dtype)) for leaf, master in zip(adapter.leaves(), adapter.tensors(), strict=True))
     for name, projection in text_base.layout.projections.items():
-        assert torch.equal(stacks[name], torch.cat([adapter.working[target].a for target in projection.targets]))
+        stacked = stacks[name]
+        assert stacked is not None
+        assert torch.equal(stacked.a, torch.cat([adapter.working[target].a for target in projection.targets]))
+        b = torch.cat([group.b.flatten() for group in stacked.groups])
+        assert torch.equal(b, torch.cat([adapter.working[target].b.flatten() for target in projection.targets]))
     assert all(torch.equal(a, b) for a, b in zip((*frozen.tensors(), *frozen.leaves()), before, strict=True))
     assert adapter.nbytes == adapter.parameter_count * (4 if dtype == torch.float32 else 6)
     assert adapter.parameter_count == sum(tensor.numel() for tensor in adapter.tensors())
@@ -52,8 +65,14 @@ def test_an_adapter_copies_what_it_is_made_of(text_base: BaseModel) -> None:
     adapter = Adapter(LoraShape(2, 0), dict(pairs), torch.float32)
     pairs["up"].a.zero_()
     assert all(tensor.eq(1).all() for tensor in adapter.tensors())
-    with pytest.raises(KeyError, match=r"covers nothing of layers\.0\.mlp\.gate_up"):
-        adapter.stacked_a(text_base.layout.projections["layers.0.mlp.gate_up"])
+    assert adapter.stacked(text_base.layout.projections["layers.0.mlp.gate_up"]) is None
+
+
+def test_neighbours_of_one_size_are_one_group(text_base: BaseModel) -> None:
+    """Gate and up; keys and values, which are narrower than queries here."""
+    stacked = {name: random_adapter(text_base).stacked(own) for name, own in text_base.layout.projections.items()}
+    counts = {name.rpartition(".")[2]: [group.count for group in own.groups] for name, own in stacked.items() if own is not None}
+    assert (counts["qkv"], counts["gate_up"], counts["down_proj"]) == ([1, 2], [2], [1])
 
 
 def test_one_seed_gives_the_numbers_that_it_always_gave(text_base: BaseModel) -> None:

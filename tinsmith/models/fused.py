@@ -289,9 +289,9 @@ class Heads:
         """Views of qkv [tokens, out]: what is rotated, in one piece or as queries and keys; values; gates. Each [tokens, heads, width]."""
         queries = self.heads * self.head_dim * (2 if self.gated else 1)
         keys = self.kv_heads * self.head_dim
-        value = qkv[:, queries + keys :].unflatten(1, (self.kv_heads, self.head_dim))
+        value = qkv.narrow(1, queries + keys, keys).view(-1, self.kv_heads, self.head_dim)
         if not self.gated:
-            return [qkv[:, : queries + keys].unflatten(1, (self.heads + self.kv_heads, self.head_dim))], value, None
+            return [qkv.narrow(1, 0, queries + keys).view(-1, self.heads + self.kv_heads, self.head_dim)], value, None
         both = qkv[:, :queries].unflatten(1, (self.heads, 2 * self.head_dim))
         key = qkv[:, queries : queries + keys].unflatten(1, (self.kv_heads, self.head_dim))
         return [both[..., : self.head_dim], key], value, both[..., self.head_dim :]

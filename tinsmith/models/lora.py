@@ -37,6 +37,34 @@ class LoraPair(NamedTuple):
     """[out_features, rank]"""
 
 
+class TargetGroup(NamedTuple):
+    """Neighbouring targets of a projection with equally many outputs: one multiplication computes what they add to a row."""
+
+    start: int
+    """The first output of the first of them."""
+    width: int
+    """Outputs of each."""
+    first: int
+    """The number of the first of them among the targets that the adapter covers."""
+    count: int
+    """How many targets they are."""
+    b: Tensor
+    """Their B's: [width, rank] of one target, [count, width, rank] of several."""
+
+
+class StackedMatrices(NamedTuple):
+    """The working matrices of what an adapter covers of a projection."""
+
+    names: tuple[str, ...]
+    """The targets, in the order of their rows."""
+    a: Tensor
+    """Their A's, one below the other: [targets · rank, in]. It takes no gradient: gradients are taken of `leaves`."""
+    groups: tuple[TargetGroup, ...]
+    """The targets in groups, in their order; the B's take no gradient either."""
+    leaves: tuple[Tensor, ...]
+    """A and B of each target."""
+
+
 class Adapter:
     """One set of LoRA matrices. `masters` are float32; `working` are the copies in the base's dtype that passes read.
 
@@ -77,7 +105,7 @@ class Adapter:
         # Views are made when they are first asked for: of a snapshot hardly any are.
         self._masters: dict[str, LoraPair] | None = None
         self._working: dict[str, LoraPair] | None = None
-        self._stacks: dict[str, Tensor] = {}
+        self._stacks: dict[str, StackedMatrices | None] = {}
 
     @property
     def masters(self) -> dict[str, LoraPair]:
@@ -112,19 +140,34 @@ class Adapter:
         """What B·A is multiplied by."""
         return LORA_ALPHA / self.shape.rank
 
-    def stacked_a(self, projection: Projection) -> Tensor:
-        """The working A's of what the adapter covers of a projection, in the order of its targets: a view [sum of ranks, in_features].
-
-        It takes no gradient: gradients are taken of `leaves`. Raises KeyError if the adapter covers nothing of the projection.
-        """
+    def stacked(self, projection: Projection) -> StackedMatrices | None:
+        """Its working matrices for a projection, as views of `flat_working` that are made once; None if it covers nothing of it."""
         if projection.name not in self._stacks:
-            covered = [self.working[name].a for name in projection.targets if name in self.working]
-            if not covered:
-                raise KeyError(f"the adapter covers nothing of {projection.name}")
-            rows, start = sum(len(a) for a in covered), covered[0].storage_offset()
-            stack = self.flat_working[start : start + rows * projection.in_features]  # [rows · in_features]
-            self._stacks[projection.name] = stack.view(rows, projection.in_features)
+            names = tuple(name for name in projection.targets if name in self.working)
+            self._stacks[projection.name] = self._stacked(projection, names) if names else None
         return self._stacks[projection.name]
+
+    @torch.no_grad()
+    def _stacked(self, projection: Projection, names: tuple[str, ...]) -> StackedMatrices:
+        pairs = [self.working[name] for name in names]
+        rank, first = len(pairs[0].a), pairs[0]
+        groups: list[TargetGroup] = []
+        for number, (name, pair) in enumerate(zip(names, pairs, strict=True)):
+            start, end = projection.targets[name]
+            before = groups[-1] if groups else None
+            if before and before.width == end - start and before.start + before.count * before.width == start:
+                count = before.count + 1
+                b = self._neighbours(pairs[before.first].b, (count, before.width, rank))
+                groups[-1] = before._replace(count=count, b=b)
+            else:
+                groups.append(TargetGroup(start, end - start, number, 1, pair.b.detach()))
+        a = self._neighbours(first.a, (len(names) * rank, projection.in_features))
+        return StackedMatrices(names, a, tuple(groups), tuple(leaf for pair in pairs for leaf in pair))
+
+    def _neighbours(self, first: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A view of this shape of `flat_working` that begins where `first` does."""
+        start = first.storage_offset()
+        return self.flat_working[start : start + math.prod(shape)].view(shape)
 
     def refresh(self) -> None:
         """Make the working copies equal to the masters again."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.models.joined_linear import JoinedLinear
-from tinsmith.models.lora import Adapter, Segment
+from tinsmith.models.lora import Adapter, Segment, StackedMatrices, TargetGroup
 
 
 class Adapters(Protocol):
@@ -99,111 +99,110 @@ class Part(NamedTuple):
     length: int
     rank: int
     scale: float
-    rows: tuple[tuple[int, int], ...]
-    """Which outputs [start, end) the targets add to."""
+    targets: int
     a: Tensor
     """The A's of the targets one below the other: [targets · rank, in] of a single slice, [slices, targets · rank, in] of several."""
-    b: tuple[Tensor, ...]
-    """The B of each target: [end - start, rank] of a single slice, [slices, end - start, rank] of several."""
+    groups: tuple[TargetGroup, ...]
+    """The targets; of several slices each is a group of its own, with B [slices, width, rank]."""
     leaves: tuple[Tensor, ...]
     """A and B of each target of each slice: what gradients are taken of."""
 
     def of(self, row: Tensor) -> Tensor:
         """Its view of a row [tokens, width]: [length, width] of a single slice, [slices, length, width] of several."""
-        if self.length == len(row):  # one adapter alone: many small operations are saved
+        if self.length == row.shape[0]:  # one adapter alone: many small operations are saved
             return row
-        mine = row[self.start : self.start + self.slices * self.length]
+        mine = row.narrow(0, self.start, self.slices * self.length)
         return mine if self.slices == 1 else mine.unflatten(0, (self.slices, self.length))
-
-    def columns(self, number: int) -> slice:
-        """The columns of x A^T of the target with this number."""
-        return slice(number * self.rank, (number + 1) * self.rank)
 
     def add(self, y: Tensor, x: Tensor) -> Tensor:
         """Add what the adapters make of x [tokens, in] to y [tokens, out]; returns x A^T."""
         reduced, mine = _product(self.of(x), self.a.mT), self.of(y)
-        for number, ((start, end), b) in enumerate(zip(self.rows, self.b, strict=True)):
-            _add_product(mine[..., start:end], reduced[..., self.columns(number)], b.mT, self.scale)
+        for group in self.groups:
+            _add_product(_outputs(mine, group), self._reduced(reduced, group), group.b.mT, self.scale)
         return reduced
 
     def reduce_gradient(self, dy: Tensor) -> Tensor:
         """The gradient of x A^T but for the scale, from that of the output dy [tokens, out]."""
         mine = self.of(dy)
-        if len(self.rows) == 1:
-            (start, end), (b,) = self.rows[0], self.b
-            return _product(mine if end - start == mine.shape[-1] else mine[..., start:end], b)
-        du = mine.new_empty(*mine.shape[:-1], len(self.rows) * self.rank)
-        for number, ((start, end), b) in enumerate(zip(self.rows, self.b, strict=True)):
-            (torch.mm if mine.ndim == 2 else torch.bmm)(mine[..., start:end], b, out=du[..., self.columns(number)])
+        if self.targets == 1:
+            return _product(_outputs(mine, self.groups[0]), self.groups[0].b)
+        du = mine.new_empty(*mine.shape[:-1], self.targets * self.rank)
+        for group in self.groups:
+            outputs = _outputs(mine, group)
+            (torch.mm if outputs.ndim == 2 else torch.bmm)(outputs, group.b, out=self._reduced(du, group))
         return du
 
     def gradients(self, dy: Tensor, x: Tensor, reduced: Tensor, du: Tensor) -> list[Tensor]:
         """Those of the leaves, from x [tokens, in], what `add` and `reduce_gradient` returned, and dy [tokens, out]."""
         da = _scaled_product(du.mT, self.of(x), self.scale, like=self.a)
         mine = self.of(dy)
-        db = [
-            _scaled_product(mine[..., start:end].mT, reduced[..., self.columns(number)], self.scale, like=b)
-            for number, ((start, end), b) in enumerate(zip(self.rows, self.b, strict=True))
-        ]
-        pairs = list(zip(da.split(self.rank, -2), db, strict=True))  # of each target
+        db: list[Tensor] = []
+        for group in self.groups:
+            found = _scaled_product(_outputs(mine, group).mT, self._reduced(reduced, group), self.scale, like=group.b)
+            db += [found] if group.count == 1 else found.unbind()
+        pairs = list(zip([da] if self.targets == 1 else da.split(self.rank, -2), db, strict=True))  # of each target
         if self.slices == 1:
             return [gradient for pair in pairs for gradient in pair]
         return [gradient[index] for index in range(self.slices) for pair in pairs for gradient in pair]
 
+    def _reduced(self, reduced: Tensor, group: TargetGroup) -> Tensor:
+        """The columns of a group in x A^T, or in its gradient: [..., rank] of one target, [count, tokens, rank] of several."""
+        return _columns(reduced, group.first * self.rank, group.count, self.rank)
 
-class _Owned(NamedTuple):
-    """One segment and what its adapter has for a layer."""
 
-    segment: Segment
-    adapter: Adapter
-    names: tuple[str, ...]
-    """The targets that it covers."""
+def _outputs(row: Tensor, group: TargetGroup) -> Tensor:
+    """The outputs of a group in a row [..., out]: [..., width] of one target, [count, tokens, width] of several."""
+    return _columns(row, group.start, group.count, group.width)
+
+
+def _columns(row: Tensor, start: int, count: int, width: int) -> Tensor:
+    """`count` neighbouring stretches of columns, a view: [..., width] of one, [count, tokens, width] of several."""
+    if count > 1:  # a single slice
+        tokens, step = row.stride()
+        return row.as_strided((count, row.shape[0], width), (width * step, tokens, step), row.storage_offset() + start * step)
+    return row if row.shape[-1] == width else row.narrow(-1, start, width)
 
 
 @torch.no_grad()  # the leaves get their gradients from `_Projected`
 def parts_of(linear: JoinedLinear, segments: Sequence[Segment]) -> list[Part]:
     """The parts of the row whose adapters cover the layer or some of it."""
-    groups: list[list[_Owned]] = []
+    neighbours: list[list[tuple[Segment, Adapter, StackedMatrices]]] = []
     for segment in segments:
         adapter = segment.adapter
-        names = () if adapter is None else tuple(name for name in linear.targets if name in adapter.working)
-        if adapter is None or not names:
+        stacked = None if adapter is None else adapter.stacked(linear.projection)
+        if adapter is None or stacked is None:
             continue
-        own = _Owned(segment, adapter, names)
-        if groups and _continues(groups[-1][-1], own):
-            groups[-1].append(own)
+        own = segment, adapter, stacked
+        if neighbours and _continues(neighbours[-1][-1], own):
+            neighbours[-1].append(own)
         else:
-            groups.append([own])
-    return [_part(linear, group) for group in groups]
+            neighbours.append([own])
+    return [_part(own) for own in neighbours]
 
 
-def _continues(one: _Owned, other: _Owned) -> bool:
+def _continues(one: tuple[Segment, Adapter, StackedMatrices], other: tuple[Segment, Adapter, StackedMatrices]) -> bool:
     """Whether `other` lies behind `one` and can be computed with it."""
-    first, second = one.segment, other.segment
+    (first, adapter, stacked), (second, other_adapter, other_stacked) = one, other
     return (
         first.end == second.start
         and first.end - first.start == second.end - second.start
-        and one.adapter.shape.rank == other.adapter.shape.rank
-        and one.names == other.names
+        and adapter.shape.rank == other_adapter.shape.rank
+        and stacked.names == other_stacked.names
     )
 
 
-def _part(linear: JoinedLinear, group: list[_Owned]) -> Part:
-    segment, adapter, names = group[0]
-    pairs = [[own.adapter.working[name] for name in names] for own in group]  # of each slice
-    stacked = [own.adapter.stacked_a(linear.projection) for own in group]
-    columns = [[own[number].b for own in pairs] for number in range(len(names))]  # of each target
-    return Part(
-        start=segment.start,
-        slices=len(group),
-        length=segment.end - segment.start,
-        rank=adapter.shape.rank,
-        scale=adapter.scale,
-        rows=tuple(linear.targets[name] for name in names),
-        a=stacked[0] if len(group) == 1 else torch.stack(stacked),
-        b=tuple(of_target[0] if len(group) == 1 else torch.stack(of_target) for of_target in columns),
-        leaves=tuple(leaf for own in pairs for pair in own for leaf in pair),
-    )
+def _part(own: Sequence[tuple[Segment, Adapter, StackedMatrices]]) -> Part:
+    segment, adapter, stacked = own[0]
+    rank, targets, a, groups, leaves = adapter.shape.rank, len(stacked.names), stacked.a, stacked.groups, stacked.leaves
+    if len(own) > 1:
+        a = torch.stack([matrices.a for _, _, matrices in own])
+        b = [torch.stack([matrices.leaves[2 * number + 1] for _, _, matrices in own]) for number in range(targets)]
+        alone = (
+            (group.start + index * group.width, group.width, group.first + index) for group in groups for index in range(group.count)
+        )
+        groups = tuple(TargetGroup(start, width, number, 1, b[number]) for start, width, number in alone)
+        leaves = tuple(chain.from_iterable(matrices.leaves for _, _, matrices in own))
+    return Part(segment.start, len(own), segment.end - segment.start, rank, adapter.scale, targets, a, groups, leaves)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
@@ -213,7 +212,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> No
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """The product of matrices, or of stacks of them, for which the operator takes half as long again."""
-    return torch.bmm(left, right) if left.ndim == 3 else left @ right
+    return torch.bmm(left, right) if left.ndim == 3 else torch.mm(left, right)
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float, like: Tensor) -> Tensor:
@@ -250,7 +249,10 @@ class _Projected(torch.autograd.Function):
         found: list[Tensor | None] = []
         for index, ((start, end), _, _) in enumerate(linear.pieces):
             wants_weight, wants_bias = needed[count + 2 * index : count + 2 * index + 2]
-            mine = dy[:, start:end]
+            if not (wants_weight or wants_bias):
+                found += (None, None)
+                continue
+            mine = dy.narrow(1, start, end - start)
             found += (mine.t() @ h if wants_weight else None, mine.sum(0) if wants_bias else None)
         for part, u, du in zip(parts, reduced, reduced_gradients, strict=True):
             found += part.gradients(dy, h, u, du)
@@ -264,6 +266,8 @@ def _rows(kept: Sequence[Tensor | None]) -> int:
 def _times_weights(dy: Tensor, linear: JoinedLinear) -> Tensor:
     """The gradient of the input [tokens, in], without what comes through adapters, from that of the output dy [tokens, out]."""
     first, *rest = linear.pieces
+    if not rest:
+        return torch.mm(dy, first.weight)
     dh = dy[:, : first.rows[1]] @ first.weight
     for (start, end), weight, _ in rest:
         dh.addmm_(dy[:, start:end], weight)
