@@ -28,9 +28,9 @@ def test_the_matrices_of_a_projection_are_views(family_base: Callable[[str], Bas
         assert stacked is not None
         assert stacked.names == tuple(projection.targets)
         assert torch.equal(stacked.a, torch.cat([adapter.masters[name].a for name in projection.targets]).to(adapter.dtype))
-        places = [(group.first + i, group.start + i * group.width, group.width) for group in stacked.groups for i in range(group.count)]
+        places = [(group.first + i, group.start + i * group.width, group.width) for group in stacked.groups for i in range(group.targets)]
         assert places == [(number, start, end - start) for number, (start, end) in enumerate(projection.targets.values())]
-        of_each = [b for group in stacked.groups for b in group.b.view(group.count, group.width, 3)]
+        of_each = [b for group in stacked.groups for b in group.b.view(group.targets, group.width, 3)]
         for name, b in zip(projection.targets, of_each, strict=True):
             assert torch.equal(b, adapter.masters[name].b.to(adapter.dtype))
         for view in (stacked.a, *(group.b for group in stacked.groups)):
@@ -71,7 +71,7 @@ def test_an_adapter_copies_what_it_is_made_of(text_base: BaseModel) -> None:
 def test_neighbours_of_one_size_are_one_group(text_base: BaseModel) -> None:
     """Gate and up; keys and values, which are narrower than queries here."""
     stacked = {name: random_adapter(text_base).stacked(own) for name, own in text_base.layout.projections.items()}
-    counts = {name.rpartition(".")[2]: [group.count for group in own.groups] for name, own in stacked.items() if own is not None}
+    counts = {name.rpartition(".")[2]: [group.targets for group in own.groups] for name, own in stacked.items() if own is not None}
     assert (counts["qkv"], counts["gate_up"], counts["down_proj"]) == ([1, 2], [2], [1])
 
 

@@ -20,8 +20,8 @@ def test_sl_loop_learns_the_form_of_an_answer(sl_loop: Outcome) -> None:
 def test_rl_loop_finds_the_price(taught_model: Workshop, loss: str) -> None:
     """Without an option it takes stable_reinforce.
 
-    How fast it learns depends on how well `sl_loop` has taught the form of an answer, and so on how the processor rounds: four of five answers
-    were right after 8 steps with some instruction sets, after 13 with others. 18 steps leave a margin.
+    How fast it learns depends on how well `sl_loop` has taught the form of an answer, and so on how the processor rounds: four of five
+    answers were right after 8 steps with some instruction sets, after 13 with others. 18 steps leave a margin.
     """
     options = (f"loss_fn={loss}",) if loss else ()
     outcome = taught_model.completed("rl_loop", f"log_path=rl_loop_{loss}", *options, "max_steps=18", *RL_OPTIONS)

@@ -46,10 +46,10 @@ class TargetGroup(NamedTuple):
     """Outputs of each."""
     first: int
     """The number of the first of them among the targets that the adapter covers."""
-    count: int
-    """How many targets they are."""
+    targets: int
+    """How many they are."""
     b: Tensor
-    """Their B's: [width, rank] of one target, [count, width, rank] of several."""
+    """Their B's: [width, rank] of one target, [targets, width, rank] of several."""
 
 
 class StackedMatrices(NamedTuple):
@@ -155,10 +155,10 @@ class Adapter:
         for number, (name, pair) in enumerate(zip(names, pairs, strict=True)):
             start, end = projection.targets[name]
             before = groups[-1] if groups else None
-            if before and before.width == end - start and before.start + before.count * before.width == start:
-                count = before.count + 1
-                b = self._neighbours(pairs[before.first].b, (count, before.width, rank))
-                groups[-1] = before._replace(count=count, b=b)
+            if before and before.width == end - start and before.start + before.targets * before.width == start:
+                targets = before.targets + 1
+                b = self._neighbours(pairs[before.first].b, (targets, before.width, rank))
+                groups[-1] = before._replace(targets=targets, b=b)
             else:
                 groups.append(TargetGroup(start, end - start, number, 1, pair.b.detach()))
         a = self._neighbours(first.a, (len(names) * rank, projection.in_features))

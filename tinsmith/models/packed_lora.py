@@ -139,20 +139,20 @@ class Part(NamedTuple):
         db: list[Tensor] = []
         for group in self.groups:
             found = _scaled_product(_outputs(mine, group).mT, self._reduced(reduced, group), self.scale, like=group.b)
-            db += [found] if group.count == 1 else found.unbind()
+            db += [found] if group.targets == 1 else found.unbind()
         pairs = list(zip([da] if self.targets == 1 else da.split(self.rank, -2), db, strict=True))  # of each target
         if self.slices == 1:
             return [gradient for pair in pairs for gradient in pair]
         return [gradient[index] for index in range(self.slices) for pair in pairs for gradient in pair]
 
     def _reduced(self, reduced: Tensor, group: TargetGroup) -> Tensor:
-        """The columns of a group in x A^T, or in its gradient: [..., rank] of one target, [count, tokens, rank] of several."""
-        return _columns(reduced, group.first * self.rank, group.count, self.rank)
+        """The columns of a group in x A^T, or in its gradient: [..., rank] of one target, [targets, tokens, rank] of several."""
+        return _columns(reduced, group.first * self.rank, group.targets, self.rank)
 
 
 def _outputs(row: Tensor, group: TargetGroup) -> Tensor:
-    """The outputs of a group in a row [..., out]: [..., width] of one target, [count, tokens, width] of several."""
-    return _columns(row, group.start, group.count, group.width)
+    """The outputs of a group in a row [..., out]: [..., width] of one target, [targets, tokens, width] of several."""
+    return _columns(row, group.start, group.targets, group.width)
 
 
 def _columns(row: Tensor, start: int, count: int, width: int) -> Tensor:
@@ -198,7 +198,7 @@ def _part(own: Sequence[tuple[Segment, Adapter, StackedMatrices]]) -> Part:
         a = torch.stack([matrices.a for _, _, matrices in own])
         b = [torch.stack([matrices.leaves[2 * number + 1] for _, _, matrices in own]) for number in range(targets)]
         alone = (
-            (group.start + index * group.width, group.width, group.first + index) for group in groups for index in range(group.count)
+            (group.start + index * group.width, group.width, group.first + index) for group in groups for index in range(group.targets)
         )
         groups = tuple(TargetGroup(start, width, number, 1, b[number]) for start, width, number in alone)
         leaves = tuple(chain.from_iterable(matrices.leaves for _, _, matrices in own))
