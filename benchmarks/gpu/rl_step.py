@@ -108,14 +108,14 @@ def _datum(prompt: NDArray[np.int32], result: SampleResult) -> DatumWork:
 
 
 def served(workers: int = 1) -> Figures:
-    """The same through SDK and server, which has so many workers."""
+    """The same through SDK and server, which has so many workers; of several also `step_s_of_more`, a step with as many requests for each."""
     import tinker
     from tinker import types
 
     from benchmarks.servers import API_KEY
     from tests.running import serving
 
-    generator, clock = np.random.default_rng(0), Clock()
+    generator, clocks = np.random.default_rng(0), [Clock() for _ in range(min(workers, 2))]
     params = types.SamplingParams(max_tokens=LOAD.answer, temperature=1.0, stop=[])
     adam = types.AdamParams(learning_rate=1e-4)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
@@ -130,11 +130,13 @@ def served(workers: int = 1) -> Figures:
             server.wait_for_health()
             with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
                 trainer = service.create_lora_training_client("bench", rank=RANK, train_unembed=False).result()
-                for _ in range(STEPS + 2):
+                for number in range(len(clocks) * (STEPS + 2)):
+                    clock = clocks[number // (STEPS + 2)]
+                    rows = LOAD.rows if clock is clocks[0] else workers * LOAD.rows
                     with clock.step():
                         with clock.phase("publishing"):
                             client = trainer.save_weights_and_get_sampling_client().result()
-                        prompts = [generator.integers(0, 1500, LOAD.prompt).astype(np.int32) for _ in range(LOAD.rows)]
+                        prompts = [generator.integers(0, 1500, LOAD.prompt).astype(np.int32) for _ in range(rows)]
                         asked = [types.ModelInput.from_ints(prompt.tolist()) for prompt in prompts]
                         with clock.phase("sampling"):
                             answers = [future.result() for future in [client.sample(prompt, 1, params) for prompt in asked]]
@@ -143,7 +145,8 @@ def served(workers: int = 1) -> Figures:
                             futures = trainer.forward_backward(data, "importance_sampling"), trainer.optim_step(adam)
                             for future in futures:
                                 future.result()
-    return clock.figures()
+    first, *more = (clock.figures() for clock in clocks)
+    return first | {"step_s_of_more": figures["step_s"] for figures in more}
 
 
 def _sdk_datum(prompt: NDArray[np.int32], answer: Any) -> Any:

@@ -16,7 +16,8 @@ Parts:
 - sampling  Qwen3-1.7B, 256 requests of 128 tokens on each GPU, which get 512 tokens each; and 256 in all
 - publish   Qwen3-8B, LoRA of rank 32: a snapshot on every GPU, until a token of it is sampled on all of them
 - save      the same adapter with its optimizer: how long the copy takes from which files are written, while training waits
-- rl        a step of reinforcement learning (`rl_step.py`) through a server with one worker, and with one for each GPU
+- rl        a step of reinforcement learning (`rl_step.py`) through a server with one worker, and with one for each GPU:
+            the same requests, and as many for each
 
 Without `--parts` all but full8b, divided8b and bare8b are measured.
 
@@ -333,6 +334,8 @@ def reinforcement_learning(count: int, budget_s: float) -> None:
     """Through a server, whose workers are processes of its own."""
     one, many = (isolated(f"rl_{workers}", partial(served, workers), budget_s) for workers in (1, count))
     figure("rl_step_scaling", ratio(one, many, "step_s"), "at least 1.8 of 2")
+    if one and "step_s_of_more" in many:
+        figure("rl_step_scaling_same_rows_each", count * one["step_s"] / many["step_s_of_more"], "said")
 
 
 def compute(place: Place, asked: argparse.Namespace) -> None:
