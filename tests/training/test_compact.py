@@ -1,15 +1,17 @@
 """Full-parameter training in little memory: close to the float32 state, and resumed, refused and measured like it."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.bases import DEVICE, datum, load, new_ref, random_tokens, renderer
 from tests.memory import CountedMemory
 from tinsmith.config import TrainingConfig
-from tinsmith.errors import UserError
+from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullState, FullWeights, full_bytes
 from tinsmith.models.split_masters import SplitMasters, join, split
@@ -17,6 +19,7 @@ from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
 from tinsmith.training.compact import PIECE, STEP_BUFFERS, CompactOptimizer, _Sum
+from tinsmith.training.eight_bit import chances
 
 SETTINGS = AdamSettings(lr=2e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
 STATES: list[FullState] = ["compact", "compact-host"]
@@ -177,6 +180,27 @@ def test_a_step_that_began_finds_its_memory(family_dir: Callable[[str], Path], m
     with CountedMemory([*kept, *rests, *model.weights.leaves(), *gradients]) as memory:
         model._update(longest, name, gradients[longest], 1.0, SETTINGS)
     assert 4 * 2**14 * 12 < memory.peak <= 4 * 2**14 * STEP_BUFFERS
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_step_that_fails_halfway_ends_the_worker(
+    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, state: FullState
+) -> None:
+    """Another thread may take the memory. What is left of the model is of no step, and nobody may be told that nothing has changed."""
+    base = load(family_dir("qwen3"), dtype="bfloat16")
+    backend = backend_of(base, state)
+    train(backend, base, 1)
+    backend.run_pass([datum("a", renderer(base).render([random_tokens(0, 9)]))], backward=True)
+    calls = itertools.count(1)
+
+    def fail_the_ninth(values: Tensor, seed: Tensor) -> Tensor:
+        if next(calls) == 9:
+            raise torch.OutOfMemoryError("out of memory")
+        return chances(values, seed)
+
+    monkeypatch.setattr("tinsmith.training.compact.chances", fail_the_ninth)
+    with pytest.raises(DeviceLostError, match="changed some of the weights: OutOfMemoryError"):
+        backend.optim_step("a", SETTINGS)
 
 
 def test_workers_of_a_host_keep_their_shares_of_its_memory(family_dir: Callable[[str], Path]) -> None:

@@ -16,7 +16,7 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
-from tinsmith.errors import UserError
+from tinsmith.errors import DeviceLostError, UserError
 from tinsmith.models.full import FullState, FullWeights, full_bytes, state_device
 from tinsmith.models.split_masters import SplitMasters, join, split
 from tinsmith.protocol.shapes import AdamSettings
@@ -199,7 +199,10 @@ class CompactOptimizer:
         self.totals, self.passes = None, 0
 
     def step(self, settings: AdamSettings) -> dict[str, float]:
-        """Update the weights and clear the accumulators; as `ModelOptimizer.step`."""
+        """Update the weights and clear the accumulators; as `ModelOptimizer.step`.
+
+        Raises DeviceLostError if it fails halfway, because another thread took the memory: then the weights are of no step.
+        """
         totals = self.totals
         self.clear()
         if totals is None:
@@ -219,8 +222,11 @@ class CompactOptimizer:
         del buffers
         self.remembered = remembered
         self.steps += 1
-        for number, (name, total) in enumerate(zip(self.weights.working, totals, strict=True)):
-            self._update(number, name, total, clip, settings)
+        try:
+            for number, (name, total) in enumerate(zip(self.weights.working, totals, strict=True)):
+                self._update(number, name, total, clip, settings)
+        except Exception as error:
+            raise DeviceLostError(f"a step failed when it had changed some of the weights: {error!r}") from error
         self.bounds = bounds
         return {"grad_norm": grad_norm, "learning_rate": settings.lr}
 
