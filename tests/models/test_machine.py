@@ -6,8 +6,11 @@ import subprocess
 import sys
 
 import psutil
+import pytest
+import torch
 
-from tinsmith.models.machine import look_around, memory_held
+from tests.bases import DEVICE
+from tinsmith.models.machine import look_around, memory_held, unused_pinned_memory
 
 LIMITED = """
 import resource
@@ -27,6 +30,15 @@ def test_memory_is_counted_in_bytes() -> None:
     with mmap.mmap(-1, 2**26, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as block:
         block.write(b"1" * len(block))
         assert memory_held()["resident"] - before > len(block) // 2
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="pins memory")
+def test_pinned_memory_that_nobody_uses_is_counted() -> None:
+    size = 2**26
+    held = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    before = unused_pinned_memory()
+    del held
+    assert unused_pinned_memory() - before == size
 
 
 def test_a_limit_on_the_address_space_is_obeyed() -> None:

@@ -115,6 +115,15 @@ def test_after_an_out_of_memory_more_is_recomputed_and_in_the_end_nothing_helps(
     assert Efforts(MEMORY, torch.device("cpu"), 1, lambda: 0).more(Effort(3), 100, alone=True) is None
 
 
+def test_a_sequence_that_waited_in_host_memory_may_do_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps pinned memory, which no other measure counts as free."""
+    decisions, needed = Efforts(MEMORY, torch.device("cuda"), 1, lambda: 0), MEMORY.host_bytes(TOKENS, Effort(4, offload=True))
+    monkeypatch.setattr("tinsmith.training.efforts.free_memory", lambda device: needed // 2)
+    assert decisions.more(Effort(3), TOKENS, alone=True) is None
+    monkeypatch.setattr("tinsmith.training.efforts.unused_pinned_memory", lambda: needed)
+    assert decisions.more(Effort(3), TOKENS, alone=True) == Effort(4, offload=True)
+
+
 def test_passes_grow_again_after_a_while(text_base: BaseModel) -> None:
     backend, render = backend_with(text_base, a=4), renderer(text_base)
     work = [datum("a", render.render([random_tokens(0, 5)]))]

@@ -79,6 +79,14 @@ def free_memory(device: torch.device) -> int:
     return min(free + torch.cuda.memory_reserved(device), ours) - allocated
 
 
+def unused_pinned_memory() -> int:
+    """Bytes of pinned host memory that PyTorch keeps for tensors to come. The next that are pinned take it first."""
+    if not torch.cuda.is_initialized():
+        return 0
+    stats = torch.cuda.host_memory_stats()
+    return stats["allocated_bytes.current"] - stats["active_bytes.current"] if "active_bytes.current" in stats else 0
+
+
 def give_back_memory(device: torch.device) -> None:
     """Let other processes have the memory of a GPU that PyTorch keeps for tensors to come. Waits for what the GPU computes."""
     if device.type == "cuda":
