@@ -78,6 +78,10 @@ def test_what_fits_into_a_gpu_follows_from_its_memory(tmp_path: Path) -> None:
     assert taken <= for_passes < more
 
     huge = planned(directory, "--memory-gib", "4000", "--kv-cache-gib", "2")
+    for plan in (large, huge):
+        assert plan["advertised_context"] == min(plan["longest_sequence"]["together"], plan["cache"]["tokens"])
+    assert huge["advertised_context"] < 262_144
+    assert planned(directory, "--memory-gib", "80", "--sampler", "vllm")["advertised_context"] is None
     assert huge["full_parameters"]["fits"]
     assert huge["recomputed_layers"] == 0
     assert huge["longest_sequence"] == {"tokens": 262_144, "limit": "context", "together": 262_144}

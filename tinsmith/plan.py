@@ -14,6 +14,7 @@ from tinsmith.engine.devices import gpus_needed, worker_count
 from tinsmith.errors import ConfigError
 from tinsmith.models.machine import look_around, size_text
 from tinsmith.modes import ModePlan, Share, can_be_divided, chosen, plan_modes
+from tinsmith.protocol.facts import advertised_context
 
 if TYPE_CHECKING:
     from tinsmith.models.full import FullBytes, FullState
@@ -114,6 +115,8 @@ class Plan:
     adapters: AdaptersPlan
     full_parameters: FullPlan
     longest_sequence: SequencePlan
+    advertised_context: int | None
+    """What a server tells its clients (`max_context_length`): what trains and is sampled. None with vLLM, whose room is not planned."""
     workers: int
     """How many train together (--workers). All sizes are those of one of them."""
     modes: list[ModePlan]
@@ -199,9 +202,17 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         adapters=AdaptersPlan(model.training, model.snapshot, beside // model.training),
         full_parameters=FullPlan(state, sizes.full(state), beside),
         longest_sequence=SequencePlan(longest, "memory" if longest < sizes.max_context else "context", together),
+        advertised_context=_advertised(config, sizes.max_context, cache, together),
         workers=workers,
         modes=modes,
     )
+
+
+def _advertised(config: Config, max_context: int, cache: CachePlan | None, trained: int) -> int | None:
+    """What clients are told, if sequences of `trained` tokens train."""
+    if config.sampling.sampler == "vllm":
+        return None
+    return advertised_context(trained, max_context if cache is None else min(max_context, cache.tokens))
 
 
 @dataclass(frozen=True)
@@ -298,6 +309,13 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "longest sequence", f"{longest.tokens:,} tokens train, then {_LIMITS[longest.limit]} ends"
     if longest.together > longest.tokens:
         yield "", f"{longest.together:,} tokens train on {plan.workers} workers together, each of which computes a slice"
+    if plan.advertised_context is not None:
+        why = ""
+        if longest.together == 0:
+            why = ", to sample alone"
+        elif plan.advertised_context < longest.together:
+            why = ": the cache holds no more (--kv-cache-gib)"
+        yield "told to clients", f"up to {plan.advertised_context:,} tokens{why}"
 
 
 def _full_lines(full: FullPlan) -> Iterator[tuple[str, str]]:

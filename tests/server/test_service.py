@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.serving import served
+from tests.server.serving import FACTS, served
 from tinsmith.config import Config
 
 
@@ -48,6 +48,9 @@ def test_capabilities_list_the_base_models(tmp_path: Path) -> None:
             reply = await server.client.get("/api/v1/get_server_capabilities")
             expected = {"model_name": "tiny", "max_context_length": 24, "trainable": True, "sampleable": True}
             assert reply.json() == {"supported_models": [expected]}
+            server.hub.base_models.replace([FACTS.to_dict() | {"max_trained": 0}])  # the memory has no room to train
+            reply = await server.client.get("/api/v1/get_server_capabilities")
+            assert reply.json() == {"supported_models": [expected | {"max_context_length": 32, "trainable": False}]}
 
     asyncio.run(run())
 

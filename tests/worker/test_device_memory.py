@@ -15,7 +15,7 @@ from tinsmith.models.budget import CPU_CACHE, ModelBytes, divide_memory
 from tinsmith.models.machine import Machine
 from tinsmith.models.sizing import size_of
 from tinsmith.plan import make_plan
-from tinsmith.protocol.facts import ModelFacts
+from tinsmith.protocol.facts import ModelFacts, advertised_context
 from tinsmith.protocol.work import Prepared, PrepareFailed
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.prefix import BLOCK
@@ -46,6 +46,7 @@ def test_plan_and_server_agree(family_dir: Callable[[str], Path], monkeypatch: p
     sampler = LocalSampler(base, sampling, 64, memory.cache_sizes("tiny"))
     assert planned.cache.tokens == sampler.cache.total * BLOCK
     assert sampler.longest == min(1024, planned.cache.tokens)
+    assert planned.advertised_context == advertised_context(longest, sampler.longest)
 
 
 def test_what_the_memory_cannot_train_is_refused_with_both_numbers(text_base: BaseModel, tmp_path: Path) -> None:
@@ -84,4 +85,6 @@ def test_clients_are_told_what_they_can_sample_and_train() -> None:
     facts = ModelFacts("tiny", "/tiny", "qwen3", 100, 32, 24, 28, False, 16)
     assert facts.advertised_context == 24
     assert replace(facts, max_sampled=20).advertised_context == 20
-    assert replace(facts, max_trained=0).advertised_context == 28  # a server that only samples
+    assert facts.trains
+    without_room = replace(facts, max_trained=0)  # or a server that only samples
+    assert (without_room.trains, without_room.advertised_context) == (False, 28)

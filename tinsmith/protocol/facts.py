@@ -28,13 +28,23 @@ class ModelFacts:
     max_lora_rank: int
 
     @property
+    def trains(self) -> bool:
+        """Whether the memory of the device can train any sequence."""
+        return self.max_trained > 0
+
+    @property
     def advertised_context(self) -> int:
-        """How long a sequence may be that a client wants to sample and to train."""
-        return min(self.max_trained or self.max_sampled, self.max_sampled)
+        """What clients are told (`max_context_length`)."""
+        return advertised_context(self.max_trained, self.max_sampled)
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as they travel in `Ready`."""
         return dataclasses.asdict(self)
+
+
+def advertised_context(trained: int, sampled: int) -> int:
+    """How long a sequence may be that a client wants to sample and to train; where none trains, to sample alone."""
+    return min(trained, sampled) if trained else sampled
 
 
 def find_base(asked: str, names: Iterable[str]) -> str:

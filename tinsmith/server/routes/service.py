@@ -71,10 +71,14 @@ async def client_dynamic_config(request: Request) -> Response:
 async def get_server_capabilities(request: Request) -> Response:
     """The base models."""
     hub = hub_of(request)
-    sampleable = hub.config.sampling.sampler != "none"
-    trainable = hub.config.training.trains
+    sampleable, trains = hub.config.sampling.sampler != "none", hub.config.training.trains
     models = [
-        {"model_name": facts.name, "max_context_length": facts.advertised_context, "trainable": trainable, "sampleable": sampleable}
+        {
+            "model_name": facts.name,
+            "max_context_length": facts.advertised_context,
+            "trainable": trains and facts.trains,
+            "sampleable": sampleable,
+        }
         for facts in hub.base_models.all()
     ]
     return json_reply({"supported_models": models})
