@@ -1,10 +1,12 @@
 """flash-linear-attention's kernels for gated delta nets: whether they can be used, and how they are called.
 
 They serve half precision on CUDA. float32 is computed by our own code, as their products of float32 are less exact. flash-linear-attention
-refuses Triton 3.4 to 3.7.0 on Hopper GPUs, where its gradients would be wrong; then our own code serves half precision too.
+refuses Triton 3.4 to 3.7.0 on Hopper GPUs, where its gradients would be wrong; then our own code serves half precision too. So it does
+where the kernels do not agree with it: before they are first used they compute a small row, forward and backward.
 """
 
 import logging
+from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any
@@ -12,10 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
+from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
 from tinsmith.models.device import upload
 
 INSTALL = "pip install 'tinsmith[fast-delta-nets]'"
+MOST_APART = 0.05
+"""How far results of the kernels may lie from ours in float32, as a share of their norm. bfloat16 keeps numbers to 0.4 %."""
+TRIED_LENGTHS, TRIED_HEADS, TRIED_WIDTH = (70, 130), 2, 128
+"""Tokens of each sequence of the row that is tried, heads of queries and keys, and the width of all heads."""
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +89,7 @@ def _bounds(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Ten
 
 def kernels_for(x: Tensor) -> DeltaKernels | None:
     """The kernels, if they serve tensors like `x`."""
-    return _load()[0] if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else None
+    return _load(x.device, x.dtype)[0] if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else None
 
 
 def announce(device: torch.device, dtype: torch.dtype) -> None:
@@ -91,16 +99,46 @@ def announce(device: torch.device, dtype: torch.dtype) -> None:
     if dtype not in (torch.bfloat16, torch.float16):
         log.info("gated delta nets run on our own PyTorch code: flash-linear-attention serves bfloat16, not %s", dtype)
         return
-    kernels, obstacle = _load()
+    kernels, obstacle = _load(device, dtype)
     if kernels is None:
         log.warning("gated delta nets run on our own PyTorch code, which is slower than flash-linear-attention: %s", obstacle)
     else:
         log.info("gated delta nets run on the kernels of flash-linear-attention")
 
 
+@torch.enable_grad()
+def disagreement(rule: Callable[..., tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype) -> str:
+    """What `rule`, called as `DeltaKernels.delta_rule`, computes otherwise than our own code, forward or backward; empty if nothing."""
+    generator, tokens = torch.Generator().manual_seed(0), sum(TRIED_LENGTHS)
+
+    def random(*heads_and_width: int) -> Tensor:
+        return torch.randn(tokens, *heads_and_width, generator=generator)
+
+    inputs = {
+        "query": random(TRIED_HEADS, TRIED_WIDTH),
+        "key": random(TRIED_HEADS, TRIED_WIDTH),
+        "value": random(2 * TRIED_HEADS, TRIED_WIDTH),
+        "decay": logsigmoid(random(2 * TRIED_HEADS)),
+        "beta": torch.sigmoid(random(2 * TRIED_HEADS)),
+    }
+    theirs = [x.to(device, torch.float32 if name == "decay" else dtype).requires_grad_() for name, x in inputs.items()]
+    ours = [x.detach().float().requires_grad_() for x in theirs]
+    d_out = random(2 * TRIED_HEADS, TRIED_WIDTH).to(device, dtype)
+    found = rule(*theirs, TRIED_LENGTHS, None, True)
+    query, key, value, decay, beta = ours
+    expected = delta_rule_in_chunks(query, key, value, decay, beta, chunks_of(TRIED_LENGTHS, TRIED_WIDTH, device), None)
+    gradients = torch.autograd.grad(found[0], theirs, d_out), torch.autograd.grad(expected[0], ours, d_out.float())
+    names = ["outputs", "states", *(f"gradients of {name}" for name in inputs)]
+    for name, one, other in zip(names, (*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
+        apart = float((one.detach().float() - other.detach()).norm() / other.detach().norm())
+        if not apart <= MOST_APART:  # NaN neither
+            return f"its {name} are {apart:.2g} of their norm from those of our own code"
+    return ""
+
+
 @cache
-def _load() -> tuple[DeltaKernels | None, str]:
-    """The kernels, or None and why they cannot be used."""
+def _load(device: torch.device, dtype: torch.dtype) -> tuple[DeltaKernels | None, str]:
+    """The kernels, or None and why they cannot be used for tensors of this kind."""
     try:
         kernels = DeltaKernels()
         utils = import_module("fla.utils")
@@ -109,4 +147,5 @@ def _load() -> tuple[DeltaKernels | None, str]:
     if utils.IS_NVIDIA_HOPPER and utils.TRITON_ABOVE_3_4_0 and not utils.TRITON_ABOVE_3_7_1:
         version = import_module("triton").__version__
         return None, f"it refuses Triton {version} on this GPU, where it would compute wrong gradients; PyTorch 2.13 brings Triton 3.7.1"
-    return kernels, ""
+    wrong = disagreement(kernels.delta_rule, device, dtype)
+    return (None, wrong) if wrong else (kernels, "")
