@@ -1,5 +1,6 @@
 """Packed attention is causal attention of each sequence alone, in values and gradients."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,3 +39,50 @@ def test_packed_equals_each_alone(lengths: list[int], window: int | None, seed: 
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     for one, together in zip(torch.autograd.grad(expected, rows, weights), torch.autograd.grad(got, rows, weights), strict=True):
         torch.testing.assert_close(together, one, rtol=1e-5, atol=1e-5)
+
+
+ROWS = {
+    "equal, cuDNN": ([600, 600], None, True),
+    "one sequence, cuDNN": ([513], None, True),
+    "ragged": ([700, 130, 1], None, False),
+    "equal and short": ([40, 40, 40], None, False),
+    "window": ([600, 600], 100, False),
+}
+"""Lengths, window, and whether a GPU computes them as a batch of equal lengths."""
+
+
+def half_row(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value in bfloat16, whose heads are as wide as those of published models, so that every kernel takes them."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (tokens, HEADS, 64), (tokens, KV_HEADS, 64), (tokens, KV_HEADS, 64)
+    query, key, value = (torch.randn(size, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_() for size in sizes)
+    return query, key, value
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_in_half_precision_packed_is_each_alone_but_for_rounding(name: str) -> None:
+    """Within 1 %: bfloat16 keeps numbers to 0.4 %, and what lies between is rounded too. The reference is float32 on the same numbers."""
+    lengths, window, dense = ROWS[name]
+    rows = half_row(sum(lengths))
+    weights = torch.randn(rows[0].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    plan = PackedPlan(lengths, torch.device(DEVICE), torch.bfloat16)
+    assert plan.is_dense(window) == dense
+    got = plan.attend(0, *rows, 0.3, window)
+    exact = [x.detach().float().requires_grad_() for x in rows]
+    expected = torch.cat([alone(q, k, v, 0.3, window) for q, k, v in zip(*(x.split(lengths) for x in exact), strict=True)])
+    found = torch.autograd.grad(got, rows, weights.bfloat16())
+    for one, other in zip((got, *found), (expected, *torch.autograd.grad(expected, exact, weights)), strict=True):
+        one, other = one.detach().float(), other.detach()
+        assert float((one - other).norm() / other.norm()) < 0.01
+
+
+@pytest.mark.parametrize("name", ["equal, cuDNN", "ragged", "equal and short", "window"])
+def test_in_half_precision_no_nan_reaches_a_neighbour(name: str) -> None:
+    lengths, window, _ = ROWS[name]
+    rows = half_row(sum(lengths))
+    with torch.no_grad():
+        for x in rows:
+            x[: lengths[0]] = torch.nan
+    got = PackedPlan(lengths, torch.device(DEVICE), torch.bfloat16).attend(0, *rows, 0.3, window)
+    for x in (got, *torch.autograd.grad(got, rows, torch.ones_like(got))):
+        assert torch.isfinite(x[lengths[0] :]).all()

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.bases import DEVICE, new_ref, random_adapter, random_tokens, renderer
+from tests.bases import DEVICE, load, new_ref, random_adapter, random_tokens, renderer
 from tests.sampling.local.test_decoding import add_mixed, check_equal
 from tests.sampling.local.test_sampler import PARAMS, ask, forward_logprobs, run, sampler_of
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
+from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.local import decode_graph
 from tinsmith.sampling.local.sampler import LocalSampler
@@ -65,6 +67,46 @@ def test_a_replayed_graph_reads_the_newest_adapter(text_base: BaseModel) -> None
     for span, version in zip(sequence.versions, versions, strict=True):
         _, expected = forward_logprobs(text_base, version, rendered, sequence.tokens)
         np.testing.assert_allclose(sequence.logprobs[span.start : span.end], expected[span.start : span.end], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
+def test_in_half_precision_too_a_replayed_graph_reads_the_newest_weights(family_dir: Callable[[str], Path], family: str) -> None:
+    """On the kernels of half precision, after the columns of adapters have grown, and of full weights. Versions lie nats apart."""
+    base = load(family_dir(family), dtype="bfloat16")
+    sampler, rendered = sampler_of(base), renderer(base).render([random_tokens(0, 20)])
+    backend = LocalBackend(base, TrainingConfig(logits_chunk=16))
+    backend.create_model("full", LoraShape(0, 0))
+    for number, rank in enumerate((4, 40, 0)):
+        versions: list[Weights] = []
+        for seed in range(3):
+            ref = new_ref(f"v{seed}", f"m{number}")
+            if rank:
+                versions.append(random_adapter(base, rank, seed, ref=ref))
+            else:
+                change_all(backend.optimizers["full"].weights, seed)
+                versions.append(backend.snapshot("full", ref))
+        sampler.add("x", ask(replace(PARAMS, max_tokens=30)), rendered, versions[0])
+        for newest in versions[1:]:
+            for _ in range(6):
+                sampler.step()
+            sampler.publish(newest)
+        (sequence,) = run(sampler)["x"].sequences
+        assert [span.version for span in sequence.versions] == ["v0", "v1", "v2"]
+        scored = [forward_logprobs(base, version, rendered, sequence.tokens)[1] for version in versions]
+        for index, span in enumerate(sequence.versions):
+            own = slice(span.start, span.end)
+            apart = [float(np.abs(np.array(sequence.logprobs[own]) - each[own]).mean()) for each in scored]
+            assert apart[index] < 0.3, apart
+            assert min(apart[:index] + apart[index + 1 :]) > 3 * apart[index], apart
+        assert rank == 0 or graphs_of(sampler)
+
+
+def change_all(weights: Weights, seed: int) -> None:
+    """Change all weights so far that other tokens become likely."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in weights.tensors():
+        tensor.data += 0.1 * torch.randn(tensor.shape, generator=generator).to(tensor.device)
+    weights.refresh()
 
 
 def test_graphs_are_captured_again_when_what_they_read_lies_elsewhere(text_base: BaseModel) -> None:
