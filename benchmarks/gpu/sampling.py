@@ -9,6 +9,7 @@ second count the sampled tokens, from the first request to the last answer, prom
 - latency  Qwen3-1.7B with 64 requests running: the time to the first token of a prompt of 2,048 tokens, and between the tokens of the 64
 - publish  Qwen3-1.7B: from a trained adapter of rank 32 to the first token sampled with it
 - served   Qwen3-1.7B, 64 requests as above and publishing, through the SDK and the server
+- deterministic  the 64 of the first part with the option of that name, against those without
 
     python -m benchmarks.gpu.sampling --parts 1.7B,latency --output benchmarks/results/sampling.txt
     TINY=1 python -m benchmarks.gpu.sampling --sides ours
@@ -63,7 +64,7 @@ from tinsmith.wire.chunks import TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
 
-PARTS = ("1.7B", "4B", "hybrid", "latency", "publish", "served")
+PARTS = ("1.7B", "4B", "hybrid", "latency", "publish", "served", "deterministic")
 SIDES = ("ours", "vllm")
 RANK = 32
 PROMPT, ANSWER = (16, 24) if TINY else (128, 512)
@@ -149,9 +150,9 @@ def adapter_of(base: BaseModel) -> Adapter:
     return adapter.snapshot(WeightsRef("bench", "adapter", "adapter"))
 
 
-def ours(shape: str, loads: Sequence[Load]) -> Iterator[tuple[str, Figures]]:
-    """The local sampler: three rounds of each load after a short one, fewer of slow ones."""
-    base, sampler, requests = _begun(shape)
+def ours(shape: str, loads: Sequence[Load], deterministic: bool = False) -> Iterator[tuple[str, Figures]]:
+    """The local sampler: three rounds of each load after a short one, fewer of slow ones; `deterministic` as the server's option."""
+    base, sampler, requests = _begun(shape, deterministic)
     adapter = adapter_of(base) if any(load.with_adapter for load in loads) else None
     for load in loads:
         first_s = sample_all(sampler, requests, load, min(64, load.answer), adapter)
@@ -161,11 +162,11 @@ def ours(shape: str, loads: Sequence[Load]) -> Iterator[tuple[str, Figures]]:
         yield load.name, rates(load, times) | {"first_round_s": first_s} | peak_memory()
 
 
-def _begun(shape: str) -> tuple[BaseModel, LocalSampler, Requests]:
+def _begun(shape: str, deterministic: bool = False) -> tuple[BaseModel, LocalSampler, Requests]:
     config = configuration(shape)
     network = network_of(config)
     release()
-    base = base_of(config, network)
+    base = base_of(config, network, deterministic=deterministic)
     return base, sampler_of(base), Requests()
 
 
@@ -418,6 +419,12 @@ class Script:
                 here, through = self.found.get("1.7B/ours/64", {}), self.found.get("served/ours/64", {})
                 figure("served_64", ratio(through, here), "at least 0.9 of the sampler alone")
                 figure("publish_served_ms", self.found.get("served/ours/publish", {}).get("publish_ms"), "")
+            case "deterministic":
+                if "1.7B/ours/64" not in self.found:
+                    self.case("1.7B", "ours", partial(ours, "1.7B", MANY[:1]))
+                self.case("deterministic", "ours", partial(ours, "1.7B", MANY[:1], deterministic=True))
+                exact, plain = (self.found.get(f"{name}/ours/64", {}) for name in ("deterministic", "1.7B"))
+                figure("deterministic_64", ratio(exact, plain), "said")
 
 
 def _over(found: Figures, one: str, other: str) -> float | None:

@@ -113,15 +113,18 @@ def network_of(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     return network
 
 
-def base_of(config: Any, network: Any = None, dtype: torch.dtype = torch.bfloat16, memory_share: float = 1.0) -> BaseModel:
+def base_of(
+    config: Any, network: Any = None, dtype: torch.dtype = torch.bfloat16, memory_share: float = 1.0, deterministic: bool = False
+) -> BaseModel:
     """A base model of this configuration: of that network of transformers, which it changes, or of a new random one.
 
-    `memory_share` is the part of the GPU's memory that it may take.
+    `memory_share` is the part of the GPU's memory that it may take; `deterministic` as the server's option.
     """
     directory = write_surroundings(config, Path(tempfile.mkdtemp()))
     network = network_of(config, dtype) if network is None else network
     precision: Any = str(dtype).removeprefix("torch.")
-    return base_model_of("bench", str(directory), network, ModelsConfig(device=DEVICE, dtype=precision, memory_share=memory_share), 2**30)
+    models = ModelsConfig(device=DEVICE, dtype=precision, memory_share=memory_share, deterministic=deterministic)
+    return base_model_of("bench", str(directory), network, models, 2**30)
 
 
 def write_surroundings(config: Any, directory: Path) -> Path:

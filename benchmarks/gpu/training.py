@@ -14,6 +14,7 @@ with Liger's kernels, all in bfloat16. Parts:
 - pictures  Qwen3-VL-4B, 8 sequences of a new 512² picture and 256 tokens; the pictures are processed beforehand on both sides
 - full      Qwen3-1.7B, all weights, 8 sequences of 1,024; transformers with bfloat16 weights, and with float32 ones under autocast
 - hybrid    Qwen3.5-4B, LoRA of rank 32, 4 and 8 sequences of 1,024
+- deterministic  the 4 sequences of `lora` with the option of that name, against those without
 
     python -m benchmarks.gpu.training --parts card,lora --output benchmarks/results/training.txt
     TINY=1 python -m benchmarks.gpu.training
@@ -41,7 +42,7 @@ from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.losses import LOSSES
 
-PARTS = ("card", "lora", "warm", "unembed", "recompute", "long", "mixed", "tenants", "pictures", "full", "hybrid")
+PARTS = ("card", "lora", "warm", "unembed", "recompute", "long", "mixed", "tenants", "pictures", "full", "hybrid", "deterministic")
 SIDES = ("ours", "peft", "liger", "transformers")
 LENGTH = 32 if TINY else 1024
 LONG = (64, 256) if TINY else (32768, 131072)
@@ -123,16 +124,18 @@ def ours(
     alone: bool = False,
     memory_gib: float = 0.0,
     unembed: bool = False,
+    deterministic: bool = False,
 ) -> Figures:
     """Our Backend on text; the sequences go to the models in turn.
 
-    `alone` gives each sequence a pass of its own, `memory_gib` limits the memory, `unembed` trains the LM head too.
+    `alone` gives each sequence a pass of its own, `memory_gib` limits the memory, `unembed` trains the LM head too; `deterministic` as the
+    server's option.
     """
     config = configuration(shape)
     network = network_of(config)
     release()
     share = memory_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory if memory_gib else 1.0
-    backend = backend_of(base_of(config, network, memory_share=share), ranks, unembed)
+    backend = backend_of(base_of(config, network, memory_share=share, deterministic=deterministic), ranks, unembed)
     each = len(lengths) // len(ranks)
     work = [text_datum(list(ranks)[i // each], tokens) for i, tokens in enumerate(batch_of(lengths))]
 
@@ -265,6 +268,14 @@ class Script:
             self.compare(f"{name}_over_peft", f"{name}/ours", f"{name}/peft" if found else f"{name}/peft_checkpointing", "")
         mine = self.found.get(f"hybrid_8x{LENGTH}/ours", {}).get("tokens_per_s")
         figure("hybrid_over_before", mine / 7906 if mine else None, "at least 1.3 times the 7,906 tokens per second of an H200 before")
+
+    def deterministic(self) -> None:
+        """What it costs that numbers depend on their own sequence alone."""
+        plain, action = f"lora_4x{LENGTH}/ours", partial(ours, "4B", [LENGTH] * 4, {"m": RANK}, self.matmul)
+        if plain not in self.found:
+            self.case(f"lora_4x{LENGTH}", "ours", action)
+        self.case("deterministic", "ours", partial(action, deterministic=True))
+        self.compare("deterministic_over_plain", "deterministic/ours", plain, "said")
 
 
 def their_full(lengths: Sequence[int], matmul: float, dtype: torch.dtype) -> Figures:
