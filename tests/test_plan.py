@@ -166,18 +166,19 @@ def test_a_pass_that_is_too_large_is_made_smaller(tmp_path: Path) -> None:
 def test_several_workers_have_a_row_for_each_way_to_train(tmp_path: Path) -> None:
     directory = str(SERVED["Qwen/Qwen3.5-4B"].write(tmp_path))
     alone, four = (planned(directory, "--memory-gib", "80", "--workers", count) for count in ("1", "4"))
-    assert [each["mode"] for each in alone["modes"]] == ["one GPU"] * 3
-    assert [each["mode"] for each in four["modes"]] == ["replicas"] * 3 + ["divided"] * 2
+    assert [each["mode"] for each in alone["modes"]] == ["one GPU"] * 4
+    assert [each["mode"] for each in four["modes"]] == ["replicas"] * 4 + ["divided"] * 2
     assert (alone["workers"], four["workers"]) == (1, 4)
     same = {"cache", "adapters", "weight_bytes", "recomputed_layers"}
     assert {name: alone[name] for name in same} == {name: four[name] for name in same}  # what a replica holds is what one GPU would
     assert four["longest_sequence"]["tokens"] == alone["longest_sequence"]["tokens"]
-    for options, row in zip((["32"], ["0"], ["0", "--full-state", "compact"]), four["modes"][:3], strict=True):
+    states = ([], ["--full-state", "compact"], ["--full-state", "compact-host"])
+    for options, row in zip((["32"], *(["0", *state] for state in states)), four["modes"][:4], strict=True):
         whole = planned(directory, "--memory-gib", "80", "--workers", "4", "--rank", *options, code=int(not row["fits"]))
         assert row["longest_sequence"] == whole["longest_sequence"]["tokens"]
         assert row["cache_bytes"] == whole["cache"]["bytes"]
         assert row["model_bytes"] == whole["adapters"]["bytes_each"]
-    assert [row["fits"] for row in four["modes"]] == [True, False, True, True, True]
+    assert [row["fits"] for row in four["modes"]] == [True, False, True, True, True, True]
 
     report = plan(directory, "--memory-gib", "80", "--workers", "4")
     assert "LoRA of rank 32: replicas, because the whole fits on each (--planned-rank 32)" in report

@@ -49,14 +49,14 @@ class ModePlan:
     longest_together: int
     """The longest that trains on all workers together, each of which computes a slice; where that is never done, the same."""
     fits: bool
-    """Whether a full pass (--tokens-per-pass) of one sequence does, or one of the whole context."""
+    """Whether a full pass (--tokens-per-pass) of one sequence does, or one of the whole context, and what waits in host memory."""
 
 
 def plan_modes(sizes: "Sizes", share: Share, config: Config, rank: int, workers: int) -> list[ModePlan]:
     """All that may be trained on so many workers, as the server would with these settings: an adapter of that rank, and all weights."""
     whole: Mode = "replicas" if workers > 1 else "one GPU"
     replicated = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, shard="none"))
-    modes = [_plan_mode(sizes, share, replicated, whole, workers, *training) for training in _trainings(rank)]
+    modes = [_plan_mode(sizes, share, replicated, whole, workers, *training) for training in _trainings(rank, share.on_gpu)]
     if workers > 1 and can_be_divided(sizes):
         sampler = "vllm" if config.sampling.sampler == "vllm" else "none"  # no local one has all weights
         parts, sampling = dataclasses.replace(sizes, parts=workers), dataclasses.replace(config.sampling, sampler=sampler)
@@ -72,11 +72,13 @@ def can_be_divided(sizes: "Sizes") -> bool:
     return sizes.layout.family.model_type in KNOWN_TYPES
 
 
-def _trainings(rank: int) -> "Iterator[tuple[int, FullState]]":
+def _trainings(rank: int, on_gpu: bool) -> "Iterator[tuple[int, FullState]]":
     if rank:
         yield rank, "float32"
     yield 0, "float32"
     yield 0, "compact"
+    if on_gpu:
+        yield 0, "compact-host"
 
 
 def _plan_mode(sizes: "Sizes", share: Share, config: Config, mode: Mode, workers: int, rank: int, state: "FullState") -> ModePlan:
@@ -92,6 +94,7 @@ def _plan_mode(sizes: "Sizes", share: Share, config: Config, mode: Mode, workers
         slices = sizes.passes_of_slices(workers)
         together = max(longest, longest_together(budget, slices, workers, config, sizes.max_context, share.host, share.on_gpu))
     trains = f"LoRA of rank {rank}" if rank else f"all weights, {state}"
+    host_has_room = bool(rank) or sizes.full(state).host <= share.host
     return ModePlan(
         mode=mode,
         trains=trains,
@@ -103,7 +106,7 @@ def _plan_mode(sizes: "Sizes", share: Share, config: Config, mode: Mode, workers
         cache_bytes=budget.cache,
         longest_sequence=longest,
         longest_together=together,
-        fits=longest >= min(training.tokens_per_pass, sizes.max_context),
+        fits=host_has_room and longest >= min(training.tokens_per_pass, sizes.max_context),
     )
 
 
