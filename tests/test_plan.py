@@ -172,7 +172,7 @@ def test_several_workers_have_a_row_for_each_way_to_train(tmp_path: Path) -> Non
     same = {"cache", "adapters", "weight_bytes", "recomputed_layers"}
     assert {name: alone[name] for name in same} == {name: four[name] for name in same}  # what a replica holds is what one GPU would
     assert four["longest_sequence"]["tokens"] == alone["longest_sequence"]["tokens"]
-    states = ([], ["--full-state", "compact"], ["--full-state", "compact-host"])
+    states: list[list[str]] = [[], ["--full-state", "compact"], ["--full-state", "compact-host"]]
     for options, row in zip((["32"], *(["0", *state] for state in states)), four["modes"][:4], strict=True):
         whole = planned(directory, "--memory-gib", "80", "--workers", "4", "--rank", *options, code=int(not row["fits"]))
         assert row["longest_sequence"] == whole["longest_sequence"]["tokens"]

@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.bases import DEVICE
-from tinsmith.models.compiled import Compiled, compilations, compiled, keep_compiled
+from tinsmith.models.compiled import Compiled, compilations, compiled, count_kernels, keep_compiled
 
 
 @compiled
@@ -45,6 +46,25 @@ def test_what_cannot_be_compiled_runs_as_written(caplog: pytest.LogCaptureFixtur
         for _ in range(2):
             assert torch.equal(function._call_compiled([x], x), torch.full((3,), 3.0, device=DEVICE))
     assert [record.message.split(" runs as written")[0] for record in caplog.records] == [function.name]
+
+
+def test_variants_of_kernels_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton calls a hook when one is ready: on a GPU each width is one."""
+    knobs, jit = pytest.importorskip("triton.knobs"), pytest.importorskip("triton.runtime.jit")
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
+    count_kernels()
+    before = compilations()
+    if DEVICE == "cuda":
+        for width in (72, 72, 88):
+            import_module("tinsmith.models.row_kernels").swiglu(torch.zeros(3, 2 * width, dtype=torch.bfloat16, device=DEVICE))
+    else:
+        for _ in range(2):
+            ready = jit.JitFunctionInfo("module", "_swiglu", None)
+            knobs.runtime.jit_post_compile_hook(key="", repr="", fn=ready, compile={}, is_manual_warmup=False, already_compiled=False)
+    assert compilations() == before + 2
+    foreign = knobs.runtime.jit_post_compile_hook = lambda **_: None
+    count_kernels()
+    assert knobs.runtime.jit_post_compile_hook is foreign
 
 
 def test_what_is_compiled_is_kept_in_the_directory_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

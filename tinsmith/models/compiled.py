@@ -6,7 +6,9 @@ once for each operation; compiled, once in all.
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -15,6 +17,8 @@ from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
+
+from tinsmith.models.device import has_triton
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +89,28 @@ def keep_compiled(directory: str) -> None:
         os.environ.setdefault(variable, str(kept / name))
 
 
+_kernels: Counter[str] = Counter()
+"""Variants of our Triton kernels that are ready, by name."""
+
+
+def count_kernels() -> None:
+    """Count the variants of our own Triton kernels too: one for each combination of constants, precisions and alignments."""
+    if not has_triton():
+        return
+    knobs = import_module("triton.knobs")
+    if getattr(knobs.runtime, "jit_post_compile_hook", "not in this version") is None:  # somebody else's stays
+        knobs.runtime.jit_post_compile_hook = _count_kernel
+
+
+def _count_kernel(*, fn: Any, **others: Any) -> None:
+    """What Triton calls when a variant of a kernel is ready, whether it was compiled or found in its cache."""
+    _kernels[fn.name] += 1
+    log.debug("kernel %s: variant number %d is ready", fn.name, _kernels[fn.name])
+
+
 def compilations() -> int:
-    """How many graphs this process has compiled so far; a number that keeps growing means that shapes are compiled again and again."""
-    return int(counters["stats"]["unique_graphs"])
+    """How many graphs and variants of kernels this process has compiled, or found compiled, so far.
+
+    A number that keeps growing means that shapes are compiled again and again.
+    """
+    return int(counters["stats"]["unique_graphs"]) + _kernels.total()
