@@ -150,6 +150,11 @@ def test_a_capture_that_fails_leaves_the_step_as_it_is(
     assert set(failed) == {8}
     assert caplog.text.count("decoding 8 rows runs without a CUDA graph") == len(failed)
     assert {kind.rows for kind in graphs_of(captured)} - {8}
+    monkeypatch.setattr(captured.decoding.step.__class__, "__call__", inner)
+    captured.decoding.run.steps += decode_graph.RETRY
+    add_mixed(captured, text_base, 24)
+    run(captured)
+    assert 8 in {kind.rows for kind in graphs_of(captured)}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])

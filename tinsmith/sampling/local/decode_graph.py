@@ -5,8 +5,9 @@ truncate, whether their logits are needed afterwards. A batch between two rungs 
 writes where the tensors lay when it was captured: what is written into them later, such as newer weights of an adapter, it sees; if one of
 them lies elsewhere, all graphs are dropped.
 
-A graph is captured when its rung is first needed, in the one thread that launches work on this device, so that nothing else is being
-launched meanwhile. On a CPU, and where capturing fails, the same function runs as it is.
+A graph is captured when its rung is first needed, in the thread that computes passes and steps. Other threads launch only copies, which do
+not disturb the capture of this thread. On a CPU, and where capturing fails, the same function runs as it is; what failed
+is tried again later, because memory may have been short.
 """
 
 import logging
@@ -28,6 +29,9 @@ RUNGS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 PATIENCE = 2
 """How many steps in a row must need a rung before it is captured: a batch that grows passes many."""
 
+
+RETRY = 4096
+"""Steps after which a graph that could not be captured is tried again."""
 
 _counts = Counter[str]()
 """Of this process."""
@@ -58,8 +62,10 @@ class StepRunner:
         self.step = step
         self.captures = captures
         self.graphs: dict[Kind, Captured] = {}
-        self.eager: set[Kind] = set()
-        """What could not be captured."""
+        self.steps = 0
+        """How often a graph was looked for."""
+        self.eager: dict[Kind, int] = {}
+        """What could not be captured, and from which number of steps on it is tried again."""
         self.wanted: tuple[Kind | None, int] = (None, 0)
         """The last graph that was missing, and how many steps in a row missed it."""
         self.places: Hashable = None
@@ -90,12 +96,13 @@ class StepRunner:
 
     def _find(self, batch: DeviceBatch, rows: StepRows) -> Captured | None:
         """The graph for these rows, captured now if it is time; until then a larger one. None if the step must run as it is."""
+        self.steps += 1
         rung = rung_of(rows.count, len(batch.state))
         wanted = _kind(rung, rows)
         found = self.graphs.get(wanted)
         if found is not None:
             return found
-        if wanted not in self.eager:
+        if self.steps >= self.eager.get(wanted, 0):
             self.wanted = wanted, (self.wanted[1] + 1 if self.wanted[0] == wanted else 1)
             if self.wanted[1] >= PATIENCE:
                 return self._capture(batch, replace(rows, count=rung), wanted)
@@ -103,7 +110,7 @@ class StepRunner:
         return next((graph for graph in larger if graph is not None), None)
 
     def _capture(self, batch: DeviceBatch, rows: StepRows, kind: Kind) -> Captured | None:
-        """The step as a graph; None if that fails, and from then on. Nothing is computed for the rows of the batch."""
+        """The step as a graph; None if that fails, and for a while from then on. Nothing is computed for the rows of the batch."""
         try:
             # Kernels are compiled and chosen outside of the capture, on rows that nobody has.
             idle = DeviceBatch(rows.count, batch.table.shape[1] - 1, batch.device, batch.scratch_slot, batch.columns)
@@ -115,11 +122,13 @@ class StepRunner:
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 logits = self.step(batch, rows, in_place=True)  # a replay computes all of it or, if the device is lost, nothing that counts
         except (RuntimeError, torch.OutOfMemoryError) as error:
-            self.eager.add(kind)
             reason = str(error).strip().partition("\n")[0]
-            log.warning("decoding %d rows runs without a CUDA graph, which is slower: %s", rows.count, reason)
+            if kind not in self.eager:
+                log.warning("decoding %d rows runs without a CUDA graph, which is slower: %s", rows.count, reason)
+            self.eager[kind] = self.steps + RETRY
             captured = None
         else:
+            self.eager.pop(kind, None)
             captured = self.graphs[kind] = Captured(graph, logits if rows.needs_logits else None)
             _counts["captured"] += 1
         if captured is None:
