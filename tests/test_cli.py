@@ -67,9 +67,13 @@ def test_serve_offers_every_setting_with_help_unit_and_default() -> None:
         (
             ["--base-model", "org/x", "--train", "none", "--sampler", "vllm", "--memory-share", "0.5"],
             (
-                "tinsmith: memory_share=0.5 has no effect with train=none and sampler=vllm, which gives vLLM the GPUs; leave it "
-                "out, and pass --vllm-arg=--gpu-memory-utilization=SHARE\n"
+                "tinsmith: --memory-share 0.5 with --train none is what vLLM servers may take of a GPU's memory, and they would take 0.92; "
+                "add --vllm-arg=--gpu-memory-utilization=0.5 or less\n"
             ),
+        ),
+        (
+            ["--base-model", "org/x", "--train", "none", "--sampler", "vllm", "--memory-share", "0.5", "--vllm-url", "http://127.0.0.1:1"],
+            ("tinsmith: memory_share=0.5 has no effect with train=none and vllm_urls, with which this server uses no GPU; leave it out\n"),
         ),
         (
             ["--base-model", "org/x", "--sampler", "vllm", "--train", "none", "--vllm-turn-s", "5"],

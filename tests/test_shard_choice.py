@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.models.published import SERVED
 from tinsmith import shard_choice
 from tinsmith.config import Config, load, to_tree
+from tinsmith.engine.devices import worker_count
 from tinsmith.errors import ConfigError
-from tinsmith.shard_choice import Fit, choose, chosen_shard
+from tinsmith.models.machine import Gpu, Machine
+from tinsmith.shard_choice import Fit, choose, chosen_shard, estimated
 
+GIB = 2**30
 RUN = subprocess.run
 WHOLE, PARTS, NEITHER, ANYHOW = (
     Fit("a", True, True, False),
@@ -50,6 +55,8 @@ def test_the_local_sampler_needs_the_whole(caplog: pytest.LogCaptureFixture) -> 
     assert "b has little room to train as a whole on each GPU. To divide its layers, add --sampler vllm" in caplog.text
     with pytest.raises(ConfigError, match=r"e is too large for the GPU of a worker.*--sampler vllm.*--shard none"):
         choose([PARTS, LARGE], load())
+    with pytest.raises(ConfigError, match=r"^e and e together are too large for the GPU of a worker.*--shard none loads them"):
+        choose([LARGE, LARGE], load())
     assert choose([PARTS, LARGE], load(options={"sampler": "none"})) == "weights"
 
 
@@ -102,3 +109,71 @@ def test_the_estimate_is_that_of_the_plan(family_dir: Callable[[str], Path]) -> 
     done = subprocess.run(command, input=json.dumps(to_tree(config)), capture_output=True, text=True, check=True)
     fits = [Fit(**each) for each in json.loads(done.stdout.splitlines()[-1])]
     assert fits == [Fit("small", True, True, True), Fit("other", True, True, True)]
+
+
+def gpus_here(monkeypatch: pytest.MonkeyPatch, count: int, gib: float) -> None:
+    """Let this machine have so many GPUs, all usable, of which no process holds anything."""
+    gpus = [Gpu(index, "a GPU", int(gib * GIB), int(gib * GIB), (9, 0)) for index in range(count)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    monkeypatch.setattr("tinsmith.plan.look_around", lambda: Machine(8, 2**40, 2**40, gpus, ""))
+    monkeypatch.setattr("tinsmith.models.usable_gpus.usable_gpus", lambda: count)
+    monkeypatch.setattr("tinsmith.models.sizing.pick_device", lambda wanted: torch.device("cuda", 0))
+
+
+def of_8b(directory: Path, bases: int, **options: object) -> Config:
+    """As many base models of 15.3 GiB."""
+    source = SERVED["Qwen/Qwen3-8B"].write(directory)
+    return load(options={"base_models": [f"{name}={source}" for name in "abc"[:bases]]} | options)
+
+
+def test_base_models_of_one_server_share_each_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each of two fits alone into 25 GiB, and both do not: then only parts of both fit. With 50 GiB both fit as wholes."""
+    one, two = (of_8b(tmp_path, bases, sampler="none") for bases in (1, 2))
+    gpus_here(monkeypatch, 4, 25)
+    assert estimated(one) == [Fit("a", loads=True, whole=True, divided=True)]
+    assert estimated(two) == [Fit(name, loads=False, whole=False, divided=True) for name in "ab"]
+    assert [choose(estimated(config), config) for config in (one, two)] == ["none", "weights"]
+    gpus_here(monkeypatch, 4, 50)
+    assert estimated(two) == [Fit(name, loads=True, whole=True, divided=True) for name in "ab"]
+    gpus_here(monkeypatch, 4, 12)
+    assert [choose(estimated(config), config) for config in (one, two)] == ["weights", "none"]  # nor do parts of both
+
+
+def test_nothing_is_divided_if_one_of_the_base_models_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """--shard is one setting for all."""
+    monkeypatch.setattr("tinsmith.models.decoder.KNOWN_TYPES", {"qwen3"})
+    config = of_8b(tmp_path, 1, sampler="none")
+    config.base_models.append(f"other={family_dir('llama')}")
+    gpus_here(monkeypatch, 4, 15)
+    assert {fit.divided for fit in estimated(config)} == {False}
+    assert choose(estimated(config), config) == "none"
+
+
+def test_each_base_model_has_a_cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Beside weights of 31 GiB and a cache of 10 GiB there is room to train in 49 GiB; beside two of these caches there is not."""
+    gpus_here(monkeypatch, 4, 49)
+    for gib, whole in ((5, True), (10, False)):
+        assert {fit.whole for fit in estimated(of_8b(tmp_path, 2, kv_cache_gib=gib))} == {whole}
+
+
+def test_the_estimate_is_for_the_workers_that_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two base models have a vLLM server each, so that two of four GPUs train; for three workers the parts would be small enough."""
+    fits = {}
+    for gpus, workers in ((4, 2), (5, 3)):
+        gpus_here(monkeypatch, gpus, 22)
+        unsaid, said = (of_8b(tmp_path, 2, sampler="vllm", **options) for options in ({}, {"workers": workers}))
+        assert worker_count(unsaid, usable=gpus) == workers
+        assert estimated(unsaid) == estimated(said)
+        fits[workers] = {fit.divided for fit in estimated(unsaid)}
+    assert fits == {2: {False}, 3: {True}}
+
+
+def test_gpus_that_pytorch_cannot_use_hold_no_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The server counts those that the system shows; the engine starts workers on those that can be used."""
+    gpus_here(monkeypatch, 4, 25)
+    monkeypatch.setattr("tinsmith.models.usable_gpus.usable_gpus", lambda: 1)
+    config = of_8b(tmp_path, 2, sampler="none")
+    assert worker_count(config, usable=1) == 1
+    assert choose(estimated(config), config) == "none"

@@ -132,10 +132,10 @@ def _configuration(file: Path | None, options: dict[str, Any]) -> Config:
         raise ConfigError(f"{', '.join(idle)} has no effect with train=none; leave it out, or let the server train")
     if not config.training.trains and sampler == "none":
         raise ConfigError("train=none is not possible with sampler=none: nothing would be left to serve")
-    if config.only_compares and config.models.memory_share != 1:
+    if config.only_compares and config.vllm.vllm_urls and config.models.memory_share != 1:
         raise ConfigError(
-            f"memory_share={config.models.memory_share:g} has no effect with train=none and sampler=vllm, which gives vLLM the GPUs; "
-            "leave it out, and pass --vllm-arg=--gpu-memory-utilization=SHARE"
+            f"memory_share={config.models.memory_share:g} has no effect with train=none and vllm_urls, with which this server uses no GPU; "
+            "leave it out"
         )
     if config.training.sequence_parallel_from:
         if config.divides:

@@ -118,7 +118,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     """Sizes of each base model, and whether all of them fit together where they would run."""
     from tinsmith.models.base import loading_of  # here, because these import transformers
     from tinsmith.models.budget import divide_memory, full_state, reserve_of
-    from tinsmith.models.sizing import size_of
+    from tinsmith.models.sizing import beside_weights, size_of
     from tinsmith.sampling.local.cache_shape import CacheShape
     from tinsmith.sampling.prefix import BLOCK
 
@@ -133,7 +133,7 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     if not known:
         return
     place, free, total, on_gpu = _place(next(iter(known.values())), machine, config)
-    beside = free - sum(sizes.weight_bytes for sizes in known.values()) - reserve_of(on_gpu, total)
+    beside = beside_weights(free - reserve_of(on_gpu, total), known.values())
     needed = reserve_of(on_gpu, total)
     for name, sizes in known.items():
         budget = divide_memory(beside, len(known), sizes.model(config.training.planned_rank, state), sizes.passes, config, on_gpu)

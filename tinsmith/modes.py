@@ -4,7 +4,7 @@ All numbers come from the functions with which workers divide their memory (`mod
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -52,16 +52,21 @@ class ModePlan:
     """Whether a full pass (--tokens-per-pass) of one sequence does, or one of the whole context, and what waits in host memory."""
 
 
-def plan_modes(sizes: "Sizes", share: Share, config: Config, rank: int, workers: int) -> list[ModePlan]:
-    """All that may be trained on so many workers, as the server would with these settings: an adapter of that rank, and all weights."""
+def plan_modes(sizes: "Sizes", share: Share, config: Config, rank: int, workers: int, others: "Sequence[Sizes]" = ()) -> list[ModePlan]:
+    """All that may be trained on so many workers, as the server would with these settings: an adapter of that rank, and all weights.
+
+    `others` are the base models that the same workers hold beside this one, each with a cache of its own.
+    """
     whole: Mode = "replicas" if workers > 1 else "one GPU"
     replicated = dataclasses.replace(config, distributed=dataclasses.replace(config.distributed, shard="none"))
-    modes = [_plan_mode(sizes, share, replicated, whole, workers, *training) for training in _trainings(rank, share.on_gpu)]
-    if workers > 1 and can_be_divided(sizes):
+    modes = [_plan_mode(sizes, others, share, replicated, whole, workers, *training) for training in _trainings(rank, share.on_gpu)]
+    if workers > 1 and all(can_be_divided(each) for each in (sizes, *others)):  # --shard is one setting for all base models
         sampler = "vllm" if config.sampling.sampler == "vllm" else "none"  # no local one has all weights
-        parts, sampling = dataclasses.replace(sizes, parts=workers), dataclasses.replace(config.sampling, sampler=sampler)
+        parts, *beside = (dataclasses.replace(each, parts=workers) for each in (sizes, *others))
+        sampling = dataclasses.replace(config.sampling, sampler=sampler)
         settings = dataclasses.replace(config, sampling=sampling, distributed=dataclasses.replace(config.distributed, shard="weights"))
-        modes += [_plan_mode(parts, share, settings, "divided", workers, each, "float32") for each in ((rank, 0) if rank else (0,))]
+        ranks = (rank, 0) if rank else (0,)
+        modes += [_plan_mode(parts, beside, share, settings, "divided", workers, each, "float32") for each in ranks]
     return modes
 
 
@@ -81,13 +86,17 @@ def _trainings(rank: int, on_gpu: bool) -> "Iterator[tuple[int, FullState]]":
         yield 0, "compact-host"
 
 
-def _plan_mode(sizes: "Sizes", share: Share, config: Config, mode: Mode, workers: int, rank: int, state: "FullState") -> ModePlan:
+def _plan_mode(
+    sizes: "Sizes", others: "Sequence[Sizes]", share: Share, config: Config, mode: Mode, workers: int, rank: int, state: "FullState"
+) -> ModePlan:
     from tinsmith.models.budget import computes_together, divide_memory, longest_together, longest_trained  # they import transformers
+    from tinsmith.models.sizing import beside_weights
 
     training = dataclasses.replace(config.training, planned_rank=rank, full_state=state)
     config = dataclasses.replace(config, training=training)
     model, passes = sizes.model(rank, state), sizes.passes
-    budget = divide_memory(sizes.beside_weights(share.device), 1, model, passes, config, share.on_gpu)
+    bases = (sizes, *others)
+    budget = divide_memory(beside_weights(share.device, bases), len(bases), model, passes, config, share.on_gpu)
     longest = longest_trained(budget, passes, config, sizes.max_context, share.host, share.on_gpu)
     together = longest
     if computes_together(config, workers):

@@ -142,7 +142,7 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         longest_trained,
         reserve_of,
     )
-    from tinsmith.models.sizing import size_of
+    from tinsmith.models.sizing import beside_weights, size_of
     from tinsmith.sampling.local.cache_shape import CacheShape
     from tinsmith.sampling.prefix import BLOCK
 
@@ -158,14 +158,13 @@ def make_plan(config: Config, rank: int, memory_gib: float | None) -> Plan:
         sizes = size_of(source, _on_a_gpu(config.models))
         memory = int(memory_gib * GIB)
         place = _Place("a GPU (--memory-gib)", True, memory, memory, host_free=memory)
-    memory = min(place.free, int(config.models.memory_share * place.total))
-    reserve = reserve_of(place.on_gpu, place.total)
+    memory, reserve = place.memory(config), reserve_of(place.on_gpu, place.total)
     modes = plan_modes(sizes, Share(memory - reserve, place.host_free, place.on_gpu), config, rank, workers)
     if shared:
         if not can_be_divided(sizes):
             raise ConfigError(f"--shard weights: Tinsmith does not divide the layers of {sizes.layout.family.model_type}; leave it out")
         sizes = dataclasses.replace(sizes, parts=workers)
-    left = sizes.beside_weights(memory - reserve)
+    left = beside_weights(memory - reserve, [sizes])
     state = full_state(config.training)
     model, passes = sizes.model(rank, state), sizes.passes
     budget = divide_memory(left, 1, model, passes, config, place.on_gpu)
@@ -225,6 +224,18 @@ class _Place:
     total: int
     host_free: int
     """This worker's part of it."""
+
+    def memory(self, config: Config) -> int:
+        """What a server may take of the device."""
+        return min(self.free, int(config.models.memory_share * self.total))
+
+
+def share_here(sizes: "Sizes", config: Config, workers: int) -> Share:
+    """What each of so many workers may take of this machine, of the device on which they would serve the model."""
+    from tinsmith.models.budget import reserve_of  # it imports transformers
+
+    place = _here(sizes, workers)
+    return Share(place.memory(config) - reserve_of(place.on_gpu, place.total), place.host_free, place.on_gpu)
 
 
 def _here(sizes: "Sizes", workers: int) -> _Place:

@@ -1,7 +1,7 @@
 """Whether workers divide the layers of the base models where `--shard auto` leaves that open.
 
-The estimate is that of `tinsmith plan --workers N`. It needs PyTorch, which the server does not load, so a process of its own makes it:
-`python -m tinsmith.shard_choice`, with the configuration as JSON on standard input.
+The estimate is that of `tinsmith plan --workers N`, but with all base models on each worker. It needs PyTorch, which the server does not
+load, so a process of its own makes it: `python -m tinsmith.shard_choice`, with the configuration as JSON on standard input.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinsmith.config import Config, base_model_sources, from_tree, to_tree
-from tinsmith.engine.devices import visible_gpus
+from tinsmith.engine.devices import visible_gpus, worker_count
 from tinsmith.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -24,15 +24,15 @@ ESTIMATE_S = 300.0
 
 @dataclass(frozen=True)
 class Fit:
-    """What each worker has room for, of one base model with the training that is planned (--planned-rank)."""
+    """What each worker has room for, of one base model beside all others, with the training that is planned (--planned-rank)."""
 
     name: str
     loads: bool
-    """Whether all of its layers fit into each worker's memory at all."""
+    """Whether all of its layers, and all of the others', fit into each worker's memory at all."""
     whole: bool
-    """Whether it trains with all layers on each worker."""
+    """Whether it trains with all layers of all of them on each worker."""
     divided: bool
-    """Whether it trains with a part of each layer on each."""
+    """Whether it trains with a part of each layer of all of them on each."""
 
 
 def chosen_shard(config: Config, workers: int) -> str:
@@ -68,12 +68,13 @@ def choose(fits: Sequence[Fit], config: Config) -> str:
     if training.full_state != "float32" or training.sequence_parallel_from or config.models.deterministic:
         return "none"
     if config.sampling.sampler == "local":
-        larger = next((fit.name for fit in lacking if not fit.loads), None)
+        larger = [fit.name for fit in lacking if not fit.loads]
         remedy = "add --sampler vllm, with GPUs for it, or --sampler none; `tinsmith plan --workers` says what fits"
-        if larger is not None:
+        if larger:
+            are, them = ("is", "it") if len(larger) == 1 else ("together are", "them")
             raise ConfigError(
-                f"{larger} is too large for the GPU of a worker, and the local sampler takes no layers that are divided over the workers: "
-                f"{remedy}, and --shard none loads it nevertheless"
+                f"{' and '.join(larger)} {are} too large for the GPU of a worker, and the local sampler takes no layers that are divided "
+                f"over the workers: {remedy}, and --shard none loads {them} nevertheless"
             )
         log.warning("%s has little room to train as a whole on each GPU. To divide its layers, %s", lacking[0].name, remedy)
         return "none"
@@ -81,16 +82,21 @@ def choose(fits: Sequence[Fit], config: Config) -> str:
 
 
 def estimated(config: Config) -> list[Fit]:
-    """What fits into the GPUs of this machine, of each base model."""
-    from tinsmith.plan import make_plan  # it imports torch
+    """What fits into the GPUs of this machine, of each base model, on as many workers as the engine will start."""
+    from tinsmith.models.sizing import beside_weights, size_of  # these import torch
+    from tinsmith.models.usable_gpus import usable_gpus
+    from tinsmith.modes import plan_modes
+    from tinsmith.plan import share_here
 
+    workers = worker_count(config, usable=usable_gpus())
+    bases = {name: size_of(source, config.models) for name, source in base_model_sources(config).items()}
+    share = share_here(next(iter(bases.values())), config, workers)
+    loads = beside_weights(share.device, bases.values()) > 0
     rank, found = config.training.planned_rank, []
     trains = f"LoRA of rank {rank}" if rank else "all weights, float32"
-    for name, source in base_model_sources(config).items():
-        alone = dataclasses.replace(config, base_models=[f"{name}={source}"])
-        plan = make_plan(alone, rank, None)
-        modes = {each.mode: each.fits for each in plan.modes if each.trains == trains}
-        loads = plan.weight_bytes < plan.memory_bytes - plan.reserve_bytes
+    for name, sizes in bases.items():
+        others = [other for each, other in bases.items() if each != name]
+        modes = {each.mode: each.fits for each in plan_modes(sizes, share, config, rank, workers, others) if each.trains == trains}
         found.append(Fit(name, loads, whole=modes.get("replicas", True), divided=modes.get("divided", False)))
     return found
 

@@ -23,7 +23,8 @@ READY_S = 1000.0
 def sampling_with_vllm(directory: Path, *options: str) -> AbstractContextManager[Server]:
     """A server with vLLM servers in small."""
     small = ("--max-context", "1024", "--kv-cache-gib", "1", "--max-lora-rank", "32", "--max-running", "64")
-    where = ("--device", "cuda", "--vllm-arg=--gpu-memory-utilization=0.3") if ON_GPU else ("--device", "cpu")
+    shares = ("--memory-share", "0.4", "--vllm-arg=--gpu-memory-utilization=0.3")  # some tests start a second server on the same GPU
+    where = ("--device", "cuda", *shares) if ON_GPU else ("--device", "cpu")
     return serving(directory, "--sampler", "vllm", "--vllm-python", str(PYTHON), *small, *where, *options)
 
 

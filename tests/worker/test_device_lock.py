@@ -6,15 +6,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.running import START_S
-from tinsmith.config import ModelsConfig
+from tinsmith.config import Config, load
 from tinsmith.errors import ConfigError
-from tinsmith.worker.device_lock import lock, lock_device
+from tinsmith.worker.device_lock import lock, lock_devices
 
 HOLDER = """
 import sys
@@ -24,8 +26,12 @@ print("held", flush=True)
 sys.stdin.read()
 """
 GPU = "GPU-1-2"
-
 Hold = Callable[..., subprocess.Popen[str]]
+
+
+def config_of(**options: object) -> Config:
+    """Of a worker with one base model."""
+    return load(options={"base_models": ["a=x/a"]} | options)
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +59,15 @@ def hold() -> Iterator[Hold]:
         yield start
 
 
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let PyTorch tell of them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid=f"GPU-{gpu}", name="a GPU"))
+
+
 def refused(shared: bool) -> str:
     """The error for a server that would use the GPU too."""
     with pytest.raises(ConfigError) as error:
@@ -60,10 +75,28 @@ def refused(shared: bool) -> str:
     return str(error.value)
 
 
-def is_free() -> bool:
+def is_free(gpu: str = GPU) -> bool:
     """Whether a server may have the GPU for itself; it waits for one that ends just now."""
-    lock(GPU, "cuda:0", shared=False, patience_s=START_S).close()
+    lock(gpu, "cuda:0", shared=False, patience_s=START_S).close()
     return True
+
+
+@contextmanager
+def working(**options: object) -> Iterator[int]:
+    """A worker with these settings has all locks at once, as many as are returned. Here it is no process: locks exclude each other too."""
+    held = lock_devices(config_of(**options), patience_s=0.0)
+    try:
+        yield len(held)
+    finally:
+        for each in held:
+            each.close()
+
+
+def is_refused(**options: object) -> str:
+    """The error for another worker with these settings."""
+    with pytest.raises(ConfigError) as error, working(**options):
+        pass
+    return str(error.value)
 
 
 @pytest.mark.parametrize("how", ["alone", "shared"])
@@ -113,8 +146,77 @@ def test_a_holder_hands_its_lock_to_no_program_that_it_starts() -> None:
 
 
 def test_a_cpu_is_everybodys(place: Path) -> None:
-    assert lock_device(ModelsConfig(device="cpu")) is None
+    assert lock_devices(config_of(device="cpu")) == []
+    assert lock_devices(config_of(device="cpu", sampler="vllm", train="none")) == []
     assert not place.exists()
+    with pytest.raises(ConfigError, match=r"memory_share=0.5 limits the memory of a GPU, and the models run on cpu"):
+        lock_devices(config_of(device="cpu", sampler="vllm", train="none", memory_share=0.5))
+
+
+VLLM = {"sampler": "vllm"}
+ONLY = {"sampler": "vllm", "train": "none"}
+
+
+@pytest.mark.parametrize(
+    ("options", "locked"),
+    [
+        ({}, [0]),
+        ({"device": "cuda:2"}, [2]),
+        (VLLM, [0, 1]),
+        (VLLM | {"vllm_servers": 3}, [0, 1, 2, 3]),
+        (VLLM | {"vllm_servers": 4}, [0, 1, 2, 3]),  # the last one shares the trainer's
+        (VLLM | {"device": "cuda:2"}, [2, 3]),
+        (VLLM | {"base_models": ["a=x/a", "b=x/b"]}, [0, 1, 2]),
+        (VLLM | {"vllm_tensor_parallel": 2}, [0, 1, 2]),
+        (VLLM | {"vllm_turn_s": 5}, [0]),
+        (VLLM | {"vllm_urls": ["unix:x"]}, [0]),
+        (VLLM | {"workers": 2, "device": "cuda:0"}, [0, 2]),  # the first of two workers, and the second
+        ({"sampler": "none", "workers": 2, "device": "cuda:1"}, [1]),
+        (ONLY, [0]),
+        (ONLY | {"device": "cuda:1", "vllm_tensor_parallel": 2}, [1, 2]),
+        (ONLY | {"vllm_urls": ["unix:x"]}, []),
+    ],
+)
+def test_a_worker_locks_its_own_gpu_and_those_of_the_servers_that_it_starts(
+    four_gpus: None, options: dict[str, object], locked: list[int], place: Path
+) -> None:
+    """Once each: a server that shares the worker's does not wait for it."""
+    with working(**options) as count:
+        assert sorted(int(file.stem.removeprefix("GPU-")) for file in place.glob("*.lock")) == locked
+        assert count == len(locked)
+        for gpu in locked:
+            with pytest.raises(ConfigError, match=f"cuda:{gpu} is used by another server"):
+                lock(f"GPU-{gpu}", f"cuda:{gpu}", shared=True, patience_s=0.0)
+    with working(**options) as count:
+        assert count == len(locked)
+
+
+@pytest.mark.parametrize("first", [VLLM | {"vllm_servers": 3}, ONLY | {"device": "cuda:2"}])
+def test_a_gpu_of_a_vllm_server_is_refused_to_other_servers(four_gpus: None, first: dict[str, object]) -> None:
+    """To their trainers and to their vLLM servers."""
+    others = [{"device": "cuda:2"}, VLLM | {"device": "cuda:1"}, ONLY | {"device": "cuda:2"}]
+    with working(**first):
+        for text in (is_refused(**other) for other in others):
+            assert re.match(r"cuda:[12] \(a GPU\) is used by another server", text)
+            assert "start both with --memory-share, such as --memory-share 0.5, or give each a GPU of its own" in text
+            if Path("/proc/locks").is_file():
+                assert f"(process {os.getpid()})" in text
+    for other in others:
+        with working(**other) as count:
+            assert count > 0
+
+
+def test_vllm_servers_share_a_gpu_with_another_server_if_both_have_a_share(four_gpus: None) -> None:
+    trainer, alone = {"device": "cuda:1"}, ONLY | {"device": "cuda:1"}
+    with working(**VLLM, memory_share=0.4), working(**trainer, memory_share=0.5), working(**alone, memory_share=0.4) as count:
+        assert count == 1
+        assert all("cuda:1 (a GPU) is used by another server" in is_refused(**other) for other in (trainer, alone))
+
+
+def test_a_worker_that_is_refused_one_of_its_gpus_keeps_none(four_gpus: None) -> None:
+    with working(device="cuda:2"):
+        assert "cuda:2 (a GPU) is used by another server" in is_refused(**VLLM, vllm_servers=3)
+        assert all(is_free(f"GPU-{gpu}") for gpu in (0, 1, 3))
 
 
 def test_nobody_else_reads_or_writes_where_locks_lie(place: Path) -> None:

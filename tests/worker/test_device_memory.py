@@ -14,6 +14,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import CPU_CACHE, ModelBytes, divide_memory
 from tinsmith.models.machine import Machine
 from tinsmith.models.sizing import size_of
+from tinsmith.modes import Share, plan_modes
 from tinsmith.plan import make_plan
 from tinsmith.protocol.facts import ModelFacts, advertised_context
 from tinsmith.protocol.work import Prepared, PrepareFailed
@@ -47,6 +48,24 @@ def test_plan_and_server_agree(family_dir: Callable[[str], Path], monkeypatch: p
     assert planned.cache.tokens == sampler.cache.total * BLOCK
     assert sampler.longest == min(1024, planned.cache.tokens)
     assert planned.advertised_context == advertised_context(longest, sampler.longest)
+
+
+def test_plan_and_server_agree_on_what_two_base_models_leave_each_other(
+    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families = ("qwen3", "qwen3_5")
+    models = ModelsConfig(device="cpu", dtype="float32", max_context=1024)
+    config = Config(models=models, sampling=SamplingConfig(kv_cache_gib=8 / 1024), training=TrainingConfig(logits_chunk=64))
+    bases = {family: load(family_dir(family), device="cpu", max_context=1024) for family in families}
+    sizes = {family: size_of(str(family_dir(family)), models) for family in families}
+    weights = sum(parameter.nbytes for base in bases.values() for parameter in base.network.parameters())
+    monkeypatch.setattr("tinsmith.worker.device_memory.free_memory", lambda device: 25 * MIB)
+    memory = DeviceMemory(bases, config)
+    for family, other in (families, families[::-1]):
+        share = Share(25 * MIB + weights, 25 * MIB, on_gpu=False)
+        beside, alone = (plan_modes(sizes[family], share, config, 32, 1, others)[0] for others in ([sizes[other]], []))
+        assert beside.cache_bytes == memory.budgets[family].cache
+        assert 0 < beside.longest_sequence == memory.longest_trained(family) < alone.longest_sequence
 
 
 def test_what_the_memory_cannot_train_is_refused_with_both_numbers(text_base: BaseModel, tmp_path: Path) -> None:

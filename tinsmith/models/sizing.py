@@ -1,5 +1,6 @@
 """How much memory a base model and what is trained on it take, from its configuration alone: no weight is read."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,13 +45,6 @@ class Sizes:
         held = self.parameters - layers + -(-layers // self.parts) + 2 * max(self.layer_parameters)
         return held * self.dtype.itemsize
 
-    def beside_weights(self, free: int) -> int:
-        """What `free` bytes of a worker's device leave beside the weights; negative if they do not fit.
-
-        Layers that are divided come to the device one at a time before, so that a worker needs no more to start.
-        """
-        return free - self.weight_bytes
-
     def model(self, rank: int, state: FullState = "float32") -> ModelBytes:
         """What one trained model of that LoRA rank takes; of rank 0, one that is trained with all its parameters and such a state."""
         return model_bytes(self.layout, self.dtype, rank, self.language_parameters, self.full(state))
@@ -70,6 +64,14 @@ class Sizes:
     def passes_of_slices(self, workers: int) -> PassMemory:
         """What each of several workers takes of a sequence that they compute together."""
         return sliced_pass_memory_of(self.layout, self.text_config, self.dtype, workers)
+
+
+def beside_weights(free: int, bases: Iterable[Sizes]) -> int:
+    """What `free` bytes of a worker's device leave beside the weights of all base models; negative if they do not fit.
+
+    Layers that are divided come to the device one at a time before, so that a worker needs no more to start.
+    """
+    return free - sum(sizes.weight_bytes for sizes in bases)
 
 
 def size_of(source: str, config: ModelsConfig) -> Sizes:

@@ -36,9 +36,8 @@ def main() -> int:
     heartbeat.start()
     gc.disable()  # torch and transformers come to stay: looking for garbage among them takes a sixth of their import
     from tinsmith.distributed.process_group import ProcessGroup
-    from tinsmith.models.base import loading_of
     from tinsmith.worker.bases import load_bases, load_compared
-    from tinsmith.worker.device_lock import lock_device
+    from tinsmith.worker.device_lock import lock_devices
     from tinsmith.worker.loop import Worker
     from tinsmith.worker.records import AskedRecords
     from tinsmith.worker.sameness import require_same
@@ -47,7 +46,7 @@ def main() -> int:
     gc.enable()
     try:
         start_logging(name, config.log_level)
-        lock_device(loading_of(config))  # nobody closes it: the process holds it to its end
+        lock_devices(config)  # nobody closes them: the process holds them to its end
         bases = load_bases(config)
         compared = load_compared(config, bases)
         questions = Questions(sys.argv[1], keys)

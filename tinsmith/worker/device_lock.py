@@ -3,6 +3,9 @@
 Each GPU has a file, named by the GPU's UUID, in a directory of the user's. A worker with a `memory_share` below 1 locks it together with
 others that have one, any other worker alone. The kernel lets go of the lock when the process ends, however it ends.
 
+The GPUs of vLLM servers are locked by the worker that starts these, once for its life: not by the servers, which come and go, and may
+share the worker's own GPU. Servers of --vllm-url are not ours, and lock nothing.
+
 Not seen are servers of other users, and those in containers that do not share the directory for temporary files.
 """
 
@@ -13,11 +16,12 @@ import re
 import stat
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 
-from tinsmith.config import ModelsConfig
+from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -41,21 +45,48 @@ class DeviceLock:
         self._descriptors.clear()
 
 
-def lock_device(config: ModelsConfig) -> DeviceLock | None:
-    """The lock of the device that `config` names; None for a CPU, which everybody shares.
+def lock_devices(config: Config, patience_s: float = PATIENCE_S) -> list[DeviceLock]:
+    """The locks of all GPUs that a worker and its vLLM servers use. There are none for a CPU, which everybody shares.
 
-    Raises ConfigError if another server holds it.
+    Raises ConfigError if one of them cannot be had within `patience_s`, or if there is no GPU of which `memory_share` could be a share.
     """
     import torch  # here, because these take seconds
 
-    from tinsmith.models.base import pick_device
+    from tinsmith.models.base import loading_of, pick_device
+    from tinsmith.models.machine import limit_memory
 
-    device = pick_device(config.device)
-    if device.type != "cuda":
-        return None
-    torch.cuda.set_device(device)
-    properties = torch.cuda.get_device_properties(device)
-    return lock(str(properties.uuid), f"{device} ({properties.name})", shared=config.memory_share < 1)
+    own = pick_device(loading_of(config).device)
+    used = _gpus_of_servers(config)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+        used.add(own.index)
+    named: dict[str, str] = {}
+    for gpu in used:
+        properties = torch.cuda.get_device_properties(gpu)
+        named[str(properties.uuid)] = f"cuda:{gpu} ({properties.name})"
+    if not named:
+        limit_memory(torch.device("cpu"), config.models.memory_share)
+    held: list[DeviceLock] = []
+    with ExitStack() as refused:
+        for uuid in sorted(named):  # in one order for all: of two servers that start together, one gets all
+            got = lock(uuid, named[uuid], config.models.memory_share < 1, patience_s)
+            refused.callback(got.close)
+            held.append(got)
+        refused.pop_all()
+    return held
+
+
+def _gpus_of_servers(config: Config) -> set[int]:
+    """Those of the vLLM servers that a worker with this configuration starts, of all base models."""
+    if config.sampling.sampler != "vllm" or config.vllm.vllm_urls:
+        return set()
+    import torch
+
+    from tinsmith.models.base import pick_device
+    from tinsmith.sampling.vllm.launch import gpus_of  # needs packages that are not there without vLLM
+
+    device, seen = pick_device(config.models.device), torch.cuda.device_count()
+    return {gpu for name in base_model_sources(config) for server in gpus_of(name, config, device, seen) for gpu in server}
 
 
 def lock(uuid: str, name: str, shared: bool, patience_s: float = PATIENCE_S) -> DeviceLock:

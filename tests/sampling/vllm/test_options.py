@@ -43,6 +43,19 @@ def test_it_is_refused_before_models_are_loaded() -> None:
         require_vllm(config)
 
 
+def test_servers_of_a_server_that_only_samples_take_no_more_than_its_share() -> None:
+    """It shares its GPUs with another server, which trains there for instance."""
+    options = {"sampler": "vllm", "train": "none", "vllm_python": sys.executable}
+    for share, taken in ((0.4, 0.4), (1, 0.92), (1, 1)):
+        require_vllm(load(options=options | {"memory_share": share, "vllm_args": [f"--gpu-memory-utilization={taken}"]}))
+    require_vllm(load(options=options | {"train": "any", "memory_share": 0.4}))  # that is the trainer's part of it, beside its own servers
+    refused = load(options=options | {"memory_share": 0.4, "vllm_args": ["--gpu-memory-utilization=0.5"]})
+    with pytest.raises(
+        ConfigError, match=r"--memory-share 0.4 .* they would take 0.5; add --vllm-arg=--gpu-memory-utilization=0.4 or less"
+    ):
+        require_vllm(refused)
+
+
 @pytest.mark.parametrize(
     "options", [["--tensor-parallel-size=1"], ["-tp", "1"], ["--max-loras=8", "--config-format=auto"], ["--gpu-memory-utilization=0.4"]]
 )

@@ -50,7 +50,12 @@ def require_vllm(config: Config) -> None:
             raise ConfigError("--vllm-tensor-parallel has no effect with --vllm-url: start that server with vLLM's --tensor-parallel-size")
         return
     check_options(config.vllm.vllm_args)
-    share_of(config.vllm.vllm_args)
+    share, allowed = share_of(config.vllm.vllm_args), config.models.memory_share
+    if config.only_compares and share > allowed:  # nothing else of this server is on these GPUs
+        raise ConfigError(
+            f"--memory-share {allowed:g} with --train none is what vLLM servers may take of a GPU's memory, and they would take {share:g}; "
+            f"add --vllm-arg=--gpu-memory-utilization={allowed:g} or less"
+        )
     if python and not os.access(python, os.X_OK):
         raise ConfigError(
             f"vllm_python={python!r} is no Python that can be run; name the one of the environment with vLLM, such as DIR/bin/python"

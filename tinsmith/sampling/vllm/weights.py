@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-import psutil
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -34,10 +33,10 @@ from tinsmith.sampling.inside_vllm import DELTA_NET_PARTS, TransferKind
 from tinsmith.sampling.inside_vllm.identity import Identity
 from tinsmith.sampling.inside_vllm.transfer_group import TRAINER, TransferGroup
 from tinsmith.sampling.vllm.connection import Connection
+from tinsmith.sampling.vllm.own_directory import OwnDirectory
 from tinsmith.training.peft_format import write_adapter
 
 _MEMORY = Path("/dev/shm")
-_PREFIX = "tinsmith-weights-"
 
 Tensors = Mapping[str, Tensor]
 """By their names in the model's checkpoint. They must not change before `Transfer.send` has returned."""
@@ -47,13 +46,13 @@ class WeightFiles:
     """The files of one base model's weights. Used from several threads."""
 
     def __init__(self, base: BaseModel, directory: str) -> None:
-        """Files go below `directory`; an empty text chooses one in memory. What dead processes have left there is deleted."""
+        """Files go below `directory`; an empty text chooses one in memory. What dead processes of this machine have left is deleted."""
         self.base = base
         # Read now: while a pass with full weights runs, in another thread, these stand where the base's parameters are looked up.
         self.parameters = base.full_targets(LoraShape(rank=0, seed=0))
         parent = Path(directory or (_MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()))
-        _delete_leftovers(parent)
-        self.root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+        self._own = OwnDirectory(parent)
+        self.root = self._own.path
         self._count = itertools.count(1)
 
     def write(self, adapter: Adapter) -> Path:
@@ -124,15 +123,7 @@ class WeightFiles:
 
     def close(self) -> None:
         """Delete everything."""
-        shutil.rmtree(self.root, ignore_errors=True)
-
-
-def _delete_leftovers(parent: Path) -> None:
-    """Delete the directories of processes that have ended. A directory whose name has no process id is not ours."""
-    for directory in parent.glob(f"{_PREFIX}*"):
-        pid = directory.name.removeprefix(_PREFIX).partition("-")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(directory, ignore_errors=True)
+        self._own.close()
 
 
 # Full weights into a running server

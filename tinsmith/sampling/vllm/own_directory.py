@@ -1,0 +1,97 @@
+"""The directory of one process for what its vLLM servers read, and those that dead processes have left beside it.
+
+Containers of a machine may share the place (`/dev/shm`), and with --vllm-dir several machines (NFS). So the number of a process says
+nothing: another container or machine counts its own. Each directory is named by the start of the machine's kernel (its boot id) instead,
+and holds a file that its process locks to its end. The kernel lets go of the lock, however the process ends. All processes of this kernel
+see the lock, in whatever container; those of others may not, as some mounts of NFS have locks of their own. Therefore:
+
+- what this kernel has started and nobody locks is a leftover, and deleted;
+- what another machine has made, or this one before it was last started, is never deleted, because it may be in use. The log names the
+  place.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+PREFIX = "tinsmith-weights-"
+OWNER = "owner"
+"""The file that the process locks. It says for a person which one that is."""
+_BEING_MADE = ".tinsmith-new-"
+"""How the name of a directory begins until its file is locked, so that nobody takes it for a leftover."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class OwnDirectory:
+    """A new directory that only the user can enter, until `close` or the end of the process."""
+
+    def __init__(self, parent: Path) -> None:
+        """Leftovers in `parent` are deleted first."""
+        boot = boot_name()
+        _delete_leftovers(parent, boot)
+        made = Path(tempfile.mkdtemp(prefix=_BEING_MADE, dir=parent))
+        self._lock = os.open(made / OWNER, os.O_RDWR | os.O_CREAT, 0o600)
+        os.write(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        # A name without a boot id is nobody's leftover: where files cannot be locked, nobody could tell that it is in use.
+        named = f"{boot}-" if boot and _locked(self._lock) else ""
+        self.path = made.rename(parent / f"{PREFIX}{named}{made.name.removeprefix(_BEING_MADE)}")
+
+    def close(self) -> None:
+        """Delete it with all that is in it."""
+        if self._lock >= 0:
+            os.close(self._lock)  # before the file goes: NFS keeps a file that is open, and so the directory
+            self._lock = -1
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def boot_name() -> str:
+    """How names call this start of the machine; empty if the system does not tell it from others."""
+    try:
+        # Begins with a letter: earlier versions of Tinsmith delete what is named by the number of a process that they do not know.
+        return "b" + _BOOT_ID.read_text().strip().replace("-", "")[:12]
+    except OSError:
+        return ""
+
+
+def _delete_leftovers(parent: Path, boot: str) -> None:
+    others = 0
+    for directory in parent.glob(f"{PREFIX}*"):
+        if not boot or not directory.name.startswith(f"{PREFIX}{boot}-"):
+            others += 1
+        elif _is_left(directory):
+            shutil.rmtree(directory, ignore_errors=True)
+    if others:
+        log.info(
+            "%d directories %s* in %s are of other machines, or were made before this one was last started: they are not deleted. The file "
+            "%r in each names its process; delete what is used no more",
+            *(others, PREFIX, parent, OWNER),
+        )
+
+
+def _is_left(directory: Path) -> bool:
+    """Whether nobody uses a directory that this start of the machine has made."""
+    try:
+        file = os.open(directory / OWNER, os.O_RDWR)
+    except FileNotFoundError:  # it was there before the directory got its name: somebody has begun to delete all of it
+        return True
+    except OSError:  # of another user
+        return False
+    try:
+        return _locked(file)
+    finally:
+        os.close(file)  # nobody locks it again: each process makes a directory of its own
+
+
+def _locked(file: int) -> bool:
+    """Lock a file; returns whether that was possible."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # another process has it, or the file system has no locks
+        return False
+    return True
