@@ -125,8 +125,8 @@ class ChildProcess(subprocess.Popen[bytes]):
     def _give_up(self) -> int:
         if not self._was_given_up:
             log.error(
-                "process %d does not end %.0f s after it was killed (SIGKILL), because the kernel holds it: it is left behind, with what it "
-                "has of GPUs and memory",
+                "process %d does not end %.0f s after it was killed, because the kernel holds it: it is left behind, with what it has of "
+                "GPUs and memory",
                 self.pid,
                 KILL_S,
             )
