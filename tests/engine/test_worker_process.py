@@ -201,6 +201,15 @@ def test_a_worker_that_shows_no_sign_of_life_is_killed(watch: Callable[..., Watc
     assert worker.ends == ["the worker process ended unexpectedly (it had shown no sign of life for 4 s (worker_hung_s) and was killed)"]
 
 
+def test_a_worker_that_is_frozen_while_it_starts_is_not_waited_for_as_long_as_one_that_loads(watch: Callable[..., Watched]) -> None:
+    worker = watch("loading", worker_still_s=4.0)
+    worker.process.start_if_due()
+    assert worker.process.pid is not None
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    worker.until(lambda: worker.ends)
+    assert worker.ends == ["the worker process ended unexpectedly (it had shown no sign of life for 4 s (worker_still_s) and was killed)"]
+
+
 def test_a_worker_that_beats_and_makes_no_progress_is_killed(watch: Callable[..., Watched]) -> None:
     """As one whose device's thread hangs in a driver, while its heartbeats go on."""
     worker = watch("ready", worker_still_s=4.0)

@@ -22,6 +22,8 @@ class Signs:
         """Whether it was ready for work. One that is starting may be silent and still for longer: it loads libraries and models."""
         self.beaten = True
         """Whether a heartbeat came since the last look."""
+        self.is_stopped = False
+        """Whether the system says that it does not run: then it loads nothing either."""
 
     @property
     def busy_s(self) -> float:
@@ -45,7 +47,7 @@ class Signs:
     @property
     def silence(self) -> str:
         """That it has shown no sign of life for too long; else empty."""
-        limit_s, name = self._patience
+        limit_s, name = self._shorter if self.is_stopped else self._patience
         return f"shown no sign of life for {self._silent_s:.0f} s ({name})" if self._silent_s >= limit_s else ""
 
     @property
@@ -73,8 +75,11 @@ class Signs:
     @property
     def _patience(self) -> tuple[float, str]:
         """Seconds without a sign, and the setting that says so."""
-        hung, still = (self._config.worker_hung_s, "worker_hung_s"), (self._config.worker_still_s, "worker_still_s")
-        return min(hung, still) if self.is_ready else hung
+        return self._shorter if self.is_ready else (self._config.worker_hung_s, "worker_hung_s")
+
+    @property
+    def _shorter(self) -> tuple[float, str]:
+        return min((self._config.worker_hung_s, "worker_hung_s"), (self._config.worker_still_s, "worker_still_s"))
 
 
 def hanging(workers: Sequence[Signs]) -> Sequence[Signs]:

@@ -5,7 +5,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Literal
+
+import psutil
 
 from tinsmith.config import Config
 from tinsmith.engine.launching import ChildProcesses, Launcher, WorkerProgram, WorkerStart
@@ -154,6 +157,7 @@ class WorkerProcess:
             return
         self._looked_at = now
         self.signs.look(WATCH_S)
+        self.signs.is_stopped = self.launcher.host is None and _is_stopped(self.pid)
         if self.signs.fault:
             self.kill_hung(f"it had {self.signs.fault} and was killed")
 
@@ -219,6 +223,13 @@ class WorkerProcess:
             self.answering.close()
         self.link.close()
         self.link = self.process = self.answering = None
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Whether a process of this host is stopped, by SIGSTOP for example."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 def _describe(exit_code: int) -> str:
