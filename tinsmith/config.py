@@ -100,6 +100,13 @@ class ServerConfig:
         "seconds",
         2,
     )
+    worker_stuck_s: float = setting(
+        1800.0,
+        "After this long in one and the same call, whatever it uses of processors and disks, a worker is killed and restarted; must be "
+        "longer than the longest wait for a GPU",
+        "seconds",
+        2,
+    )
     shutdown_s: float = setting(
         120.0, "After Ctrl-C, maximum time for the pass under way, and the same again for saving each model", "seconds", 0.1
     )

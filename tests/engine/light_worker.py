@@ -4,14 +4,15 @@ It is run as a worker is, with the link's address and the engine's process id as
 an argument before them says how it behaves:
 
 ready     it is ready at once, and answers each ForgetCheckpoint with the path; for the path `lost` it ends itself, with a
-          reason, for `hang` it hangs, and for `compute` it answers after a long turn
+          reason, for `hang` it hangs, for `spin` it does so and uses its processor, and for `compute` it answers after a long turn
 stubborn  the same, but it does not end when it is told to
-loading   it is never ready
+loading   it is never ready; with a word of these behind it, it does that while it starts
 broken    it ends before it is ready, without a word
 lost      it ends before it is ready, with a reason
 member    one of several, which answers everything; what it is asked for says how (`Member`)
 """
 
+import hashlib
 import os
 import sys
 import threading
@@ -146,7 +147,7 @@ class Member:
                 self.link.send(WorkerStatus(ten, ten + 1, ten + 2, ten + 3, ten + 4, {"weights": 7, str(self.rank): 1}, {}))
             case "exchange":
                 assert self.heartbeat is not None
-                self.heartbeat.waits = lambda: self.rank == 0
+                self.heartbeat.exchanges.waits = self.rank == 0
                 hang(self.heartbeat)
             case "follow" if self.rank == 0:
                 self.link.send(Bye("the others are gone", follows=True))
@@ -192,13 +193,24 @@ def hang(heartbeat: Heartbeat) -> None:
     threading.Event().wait()
 
 
+def spin(heartbeat: Heartbeat) -> None:
+    """Never come back from a turn, as from a driver that asks a device again and again."""
+    heartbeat.busy()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # hours, without Python's lock
+
+
 def compute(heartbeat: Heartbeat) -> None:
-    """A long turn that is all work."""
+    """A long turn that is all work, in one call after the other."""
     heartbeat.busy()
     begun = time.process_time()
     while time.process_time() - begun < COMPUTES_S:
-        pass
+        for rounds in range(1, 1000):
+            hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
     heartbeat.idle()
+
+
+DOES = {"hang": hang, "spin": spin, "compute": compute}
+"""Turns, by their name."""
 
 
 def threads() -> str | None:
@@ -241,11 +253,9 @@ def take(message: Message, how: str, link: ChildLink, heartbeat: Heartbeat) -> N
     match message:
         case ForgetCheckpoint(path="lost"):
             end(link, REASON, 3)
-        case ForgetCheckpoint(path="hang"):
-            hang(heartbeat)
-        case ForgetCheckpoint(path="compute"):
-            compute(heartbeat)
-            link.send(Answer(0, {"path": "computed"}))
+        case ForgetCheckpoint(path=path) if path in DOES:
+            DOES[path](heartbeat)
+            link.send(Answer(0, {"path": path}))
         case ForgetCheckpoint(path=path):
             link.send(Answer(0, {"path": path}))
         case Shutdown() if how != "stubborn":
@@ -268,7 +278,9 @@ def main() -> None:
         sys.exit(2)
     if how == "lost":
         end(link, REASON, 3)
-    if how != "loading":
+    if how.startswith("loading "):
+        DOES[how.split()[1]](heartbeat)
+    if not how.startswith("loading"):
         link.send(WorkerReady([FACTS.to_dict()], "cpu"))
     while os.getppid() == int(engine_pid):
         for message in link.receive(0.5):

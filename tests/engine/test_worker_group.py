@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.light_worker import FACTS
+from tests.engine.exchanging_worker import TURNS
+from tests.engine.light_worker import COMPUTES_S, FACTS
 from tests.engine.test_worker_process import LONG_S, engine_with, light, link_of_an_engine
 from tinsmith.config import Config, DistributedConfig, SamplingConfig, ServerConfig
 from tinsmith.engine import worker_process
@@ -697,6 +699,48 @@ def test_a_worker_that_hangs_while_others_wait_for_it_is_named(watch: Callable[.
     watched.until(lambda: watched.ends)
     why = r"it had made no progress in its work for \d+ s \(worker_still_s\) and was killed"
     assert re.fullmatch(rf"worker 1 of 2: the worker process ended unexpectedly \({why}\)", watched.ends[0])
+
+
+STARTS_S = TURNS * COMPUTES_S - 5
+"""How long a worker may be without a sign while it starts: longer than its first heartbeat takes on a busy machine."""
+
+
+def exchanging(watch: Callable[..., Watched], how: str, **settings: float) -> Watched:
+    """Three workers that exchange over gloo."""
+    watched = watch(3, **settings)
+    for worker in watched.group.workers:
+        worker.program = (sys.executable, "-m", "tests.engine.exchanging_worker", how)
+    return watched
+
+
+@pytest.mark.parametrize("how", ["apart", "early"])
+def test_workers_that_all_wait_for_each_other_are_ended(watch: Callable[..., Watched], how: str) -> None:
+    """As where the network between them is lost and that to the engine is not: none hangs, and nobody computes."""
+    watched = exchanging(watch, how, worker_still_s=4.0, worker_hung_s=STARTS_S)
+    if how == "apart":
+        watched.start()
+        watched.group.send(ForgetCheckpoint("apart"))
+    else:
+        watched.group.start_if_due()
+    watched.until(lambda: watched.ends)
+    name = "worker_still_s" if how == "apart" else "worker_hung_s"
+    why = rf"all wait for each other in an exchange, and nothing comes: it had made no progress in its work for \d+ s \({name}\)"
+    assert re.fullmatch(rf"worker \d of 3: the worker process ended unexpectedly \({why} and was killed\)", watched.ends[0])
+    assert watched.pids == []
+
+
+def test_a_worker_that_hangs_while_it_starts_is_named_when_the_others_wait_for_it(watch: Callable[..., Watched]) -> None:
+    watched = exchanging(watch, "hang", worker_hung_s=STARTS_S)
+    watched.group.start_if_due()
+    watched.until(lambda: watched.ends)
+    why = r"it had made no progress in its work for \d+ s \(worker_hung_s\) and was killed"
+    assert re.fullmatch(rf"worker 1 of 3: the worker process ended unexpectedly \({why}\)", watched.ends[0])
+
+
+def test_a_worker_that_needs_long_to_start_is_waited_for(watch: Callable[..., Watched]) -> None:
+    watched = exchanging(watch, "compute", worker_hung_s=STARTS_S)
+    watched.start()
+    assert watched.ends == []
 
 
 def test_workers_that_do_not_end_share_the_time_that_they_are_given(watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> None:

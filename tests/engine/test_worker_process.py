@@ -15,7 +15,7 @@ import pytest
 from tests.engine.here import Beat
 from tests.engine.light_worker import COMPUTES_S, FACTS, REASON
 from tinsmith.config import Config, ServerConfig
-from tinsmith.engine import worker_process
+from tinsmith.engine import launching, worker_process
 from tinsmith.engine.launching import Launcher
 from tinsmith.engine.loop import Engine
 from tinsmith.engine.worker_group import WorkerGroup
@@ -201,6 +201,15 @@ def test_a_worker_that_shows_no_sign_of_life_is_killed(watch: Callable[..., Watc
     assert worker.ends == ["the worker process ended unexpectedly (it had shown no sign of life for 4 s (worker_hung_s) and was killed)"]
 
 
+def test_a_worker_that_is_frozen_while_it_starts_is_not_waited_for_as_long_as_one_that_loads(watch: Callable[..., Watched]) -> None:
+    worker = watch("loading", worker_still_s=4.0)
+    worker.process.start_if_due()
+    assert worker.process.pid is not None
+    os.kill(worker.process.pid, signal.SIGSTOP)
+    worker.until(lambda: worker.ends)
+    assert worker.ends == ["the worker process ended unexpectedly (it had shown no sign of life for 4 s (worker_still_s) and was killed)"]
+
+
 def test_a_worker_that_beats_and_makes_no_progress_is_killed(watch: Callable[..., Watched]) -> None:
     """As one whose device's thread hangs in a driver, while its heartbeats go on."""
     worker = watch("ready", worker_still_s=4.0)
@@ -210,8 +219,21 @@ def test_a_worker_that_beats_and_makes_no_progress_is_killed(watch: Callable[...
     assert re.search(r"\(it had made no progress in its work for \d+ s \(worker_still_s\) and was killed\)$", worker.ends[0])
 
 
-def test_a_worker_that_computes_for_longer_than_it_may_be_still_is_not_killed(watch: Callable[..., Watched]) -> None:
-    worker = watch("ready", worker_still_s=COMPUTES_S - 1)
+@pytest.mark.parametrize("how", ["ready", "loading"])
+def test_a_worker_that_spins_in_one_call_is_killed(watch: Callable[..., Watched], how: str) -> None:
+    """As one that waits for a kernel that never ends. It uses its processor all the time."""
+    worker = watch(f"{how} spin" if how == "loading" else how, worker_still_s=4.0, worker_hung_s=4.0, worker_stuck_s=6.0)
+    worker.process.start_if_due()
+    if how == "ready":
+        worker.start()
+        worker.ask("spin")
+    worker.until(lambda: worker.ends)
+    assert re.search(r"\(it had been in one and the same call for \d+ s \(worker_stuck_s\) and was killed\)$", worker.ends[0])
+
+
+@pytest.mark.parametrize("limit", ["worker_still_s", "worker_stuck_s"])
+def test_a_worker_that_computes_for_longer_than_it_may_be_still_is_not_killed(watch: Callable[..., Watched], limit: str) -> None:
+    worker = watch("ready", **{limit: COMPUTES_S - 1})
     pid = worker.start()
     worker.ask("compute")
     worker.until(lambda: worker.messages)
@@ -227,8 +249,56 @@ def test_an_engine_that_could_not_listen_itself_takes_nobody_for_silent(
     for _ in range(3):
         clock.passed_s += 1000.0  # the machine slept
         worker.process.watch()
-        worker.until(lambda: worker.process._beaten)
+        worker.until(lambda: worker.process.signs.beaten)
     assert (worker.ends, worker.process.pid) == ([], pid)
+
+
+class Unkillable:
+    """Processes that SIGKILL does not end, as where the kernel waits for a driver: it is not sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spared: list[int] = []
+        monkeypatch.setattr("subprocess.Popen.kill", lambda process: self.spared.append(process.pid))
+        monkeypatch.setattr(launching, "KILL_S", 0.5)
+
+    def end(self) -> None:
+        """What the kernel does in the end, perhaps."""
+        for pid in {*self.spared}:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def unkillable(watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> Iterator[Unkillable]:
+    processes = Unkillable(monkeypatch)
+    yield processes
+    processes.end()
+
+
+def test_a_worker_that_nothing_can_end_is_named_when_it_is_killed_and_left_behind(
+    watch: Callable[..., Watched], unkillable: Unkillable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.0)
+    worker = watch("ready", worker_still_s=4.0)
+    first = worker.start()
+    worker.ask("hang")
+    worker.until(lambda: unkillable.spared)
+    assert f"worker (process {first}) is ended: it had made no progress in its work for" in caplog.text
+    worker.until(lambda: worker.ends)
+    assert re.search(r"\(it had made no progress in its work for \d+ s \(worker_still_s\) and was killed\)$", worker.ends[0])
+    assert caplog.text.count(f"process {first} does not end 0 s after it was killed") == 1
+    assert worker.start() != first
+
+
+@pytest.mark.parametrize("end", [WorkerProcess.kill, lambda process: process.stop(0.0)], ids=["killed", "stopped"])
+def test_nobody_waits_for_ever_for_a_worker_that_nothing_can_end(
+    watch: Callable[..., Watched], unkillable: Unkillable, end: Callable[[WorkerProcess], None]
+) -> None:
+    worker = watch("stubborn")
+    pid = worker.start()
+    end(worker.process)
+    worker.until(lambda: worker.process.pid is None)
+    assert pid in unkillable.spared
+    assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None  # it still runs
 
 
 @pytest.mark.parametrize("how", ["ready", "stubborn", "loading"])

@@ -1,14 +1,22 @@
-"""Cases of `test_progress.py`: signs that a process gets on are its own work, that of what it has started, and waiting for others."""
+"""Cases of `test_progress.py`: signs that a process gets on are its own work and that of what it has started and waits for."""
 
+import hashlib
+import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import psutil
+import pytest
 
 from tests.running import START_S
-from tinsmith.protocol.progress import Progress
+from tinsmith.protocol.progress import Exchanges, Progress
+
+WORK = "at work"
+"""What a process is doing that has something to do."""
 
 
 def of_others() -> float:
@@ -16,53 +24,128 @@ def of_others() -> float:
     return time.process_time() - time.thread_time()
 
 
-def test_a_process_that_only_looks_is_still_until_it_waits() -> None:
-    progress = Progress()
-    progress.look(1.0, waits=True)
-    for expected in (10.0, 20.0):
-        progress.look(10.0, waits=False)
-        assert progress.still_s == expected
-    progress.look(10.0, waits=True)
-    assert progress.still_s == 0.0
+def spin(ended: threading.Event) -> None:
+    """Use a processor in one and the same call, for hours."""
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+
+def compute(ended: threading.Event) -> None:
+    """Use a processor in one call after the other."""
+    rounds = 0
+    while not ended.is_set():
+        rounds = rounds % 1000 + 1
+        hashlib.pbkdf2_hmac("sha256", b"", b"", rounds)
+
+
+def come_on(ended: threading.Event) -> None:
+    """Use next to nothing, and go on all the time."""
+    while not ended.wait(0.01):
+        for _ in range(3):
+            time.sleep(0.01)
+
+
+@contextmanager
+def thread(work: Callable[[threading.Event], None], name: str = "work") -> Iterator[None]:
+    """A thread that does that beside this one. One that spins is the process's last: nothing can end it."""
+    ended = threading.Event()
+    beside = threading.Thread(target=work, args=(ended,), name=name, daemon=True)
+    beside.start()
+    yield
+    ended.set()
+    if work is not spin:
+        beside.join()
+
+
+def looks(progress: Progress, count: int, used_s: float) -> tuple[float, float]:
+    """The least of `still_s` and `stuck_s` in so many looks, 10 s apart, between which other threads use that much of a processor."""
+    found = []
+    for _ in range(count):
+        before, deadline = of_others(), time.monotonic() + START_S
+        while of_others() - before < used_s:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.02)
+        progress.look(10.0, WORK)
+        found.append((progress.still_s, progress.stuck_s))
+    return min(still_s for still_s, _ in found), min(stuck_s for _, stuck_s in found)
+
+
+def test_a_process_that_only_looks_is_still_until_it_does_something_else() -> None:
+    progress, exchanges = Progress(), Exchanges()
+
+    def look() -> tuple[float, float]:
+        progress.look(10.0, (WORK, exchanges.waits, exchanges.begun))
+        return progress.still_s, progress.stuck_s
+
+    assert [look(), look(), look()] == [(0.0, 0.0), (10.0, 10.0), (20.0, 20.0)]
+    with exchanges.one():
+        assert [look(), look()] == [(0.0, 0.0), (10.0, 10.0)]
+    with exchanges.one():  # nobody has looked in between
+        assert [look(), look()] == [(0.0, 0.0), (10.0, 10.0)]
+    assert [look(), look()] == [(0.0, 0.0), (10.0, 10.0)]
+    progress.look(10.0, None)
+    assert (progress.still_s, progress.stuck_s) == (0.0, 0.0)  # without work nothing has to move
 
 
 def test_a_thread_that_computes_is_a_sign() -> None:
     progress = Progress()
-    progress.look(1.0, waits=False)
-    ended = threading.Event()
-
-    def compute() -> None:
-        while not ended.is_set():
-            pass
-
-    threading.Thread(target=compute, daemon=True).start()
-    try:
-        before, deadline = of_others(), time.monotonic() + START_S
-        while of_others() - before < 0.05:
-            assert time.monotonic() < deadline
-        progress.look(1.0, waits=False)
-        assert progress.still_s == 0.0
-    finally:
-        ended.set()
+    with thread(compute):
+        looks(progress, 1, 0.1)
+        assert looks(progress, 3, 0.1)[0] == 0.0
 
 
-def test_a_process_that_was_started_is_a_sign_while_it_computes() -> None:
-    """As a compiler whose result is waited for."""
+def test_a_thread_that_comes_on_in_its_code_is_a_sign_however_little_it_uses() -> None:
     progress = Progress()
-    progress.look(10.0, waits=False)
-    for code, still_s in (("while True: pass", 0.0), ("import time; print(flush=True); time.sleep(1000)", 10.0)):
-        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+    with thread(come_on):
+        found = [looks(progress, 1, 0.0) for _ in range(50)]
+    assert found.count((0.0, 0.0)) > 10
+
+
+@pytest.mark.parametrize("name", ["vllm", "heartbeat"])
+def test_work_for_which_nobody_waits_is_no_sign(name: str) -> None:
+    progress = Progress()
+    with thread(compute, name):
+        looks(progress, 1, 0.1)
+        assert looks(progress, 3, 0.1) == (10.0, 10.0)
+
+
+@pytest.mark.parametrize("own_group", [False, True], ids=["compiler", "server"])
+def test_a_process_that_was_started_is_a_sign_while_it_computes(own_group: bool) -> None:
+    """As a compiler whose result is waited for, but not as a server, which has a process group of its own."""
+    progress = Progress()
+    progress.look(10.0, WORK)
+    progress.look(10.0, WORK)
+    assert progress.still_s == 10.0
+    begin = "import os; os.setpgrp(); " if own_group else ""
+    for code, computes in (("print(flush=True)\nwhile True: pass", True), ("import time; print(flush=True); time.sleep(1000)", False)):
+        with subprocess.Popen([sys.executable, "-c", begin + code], stdout=subprocess.PIPE) as child:
             try:
-                if still_s:
-                    assert child.stdout is not None
-                    child.stdout.readline()  # it sleeps from now on
-                progress.look(10.0, waits=False)
-                assert progress.still_s == 0.0  # it has just come
+                assert child.stdout is not None
+                child.stdout.readline()  # it computes or sleeps from now on
+                progress.look(10.0, WORK)
+                assert (progress.still_s == 0.0) == (not own_group)  # it has just come
                 before, deadline = psutil.Process(child.pid).cpu_times().user, time.monotonic() + START_S
-                while not still_s and psutil.Process(child.pid).cpu_times().user - before < 0.5:
+                while computes and psutil.Process(child.pid).cpu_times().user - before < 0.5:
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
-                progress.look(10.0, waits=False)
-                assert progress.still_s == still_s
+                progress.look(10.0, WORK)
+                assert (progress.still_s == 0.0) == (computes and not own_group)
+                assert progress.stuck_s >= 10.0  # whatever it computes: a sign, but not for ever
             finally:
                 child.kill()
+        progress.look(10.0, WORK)
+
+
+def test_a_thread_that_spins_in_one_call_moves_and_does_not_come_on() -> None:
+    """The last: it cannot be ended."""
+    progress = Progress()
+    with thread(spin):
+        looks(progress, 1, 0.1)
+        found = looks(progress, 3, 0.1)
+    assert found == (0.0, 10.0)
+
+
+if __name__ == "__main__":
+    ended = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__])
+    sys.stdout.flush()
+    os._exit(ended)  # a thread spins

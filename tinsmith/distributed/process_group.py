@@ -17,12 +17,13 @@ from torch import Tensor
 from tinsmith.distributed.meeting import LOOPBACK, meet, use_interface
 from tinsmith.errors import DeviceLostError, WorkersLostError
 from tinsmith.protocol.place import Place
+from tinsmith.protocol.progress import Exchanges
 from tinsmith.protocol.questions import Answers
 
 log = logging.getLogger(__name__)
 
 LONGEST_WAIT = timedelta(hours=2)
-"""For a worker that still computes. One that has ended is noticed by the engine, long before."""
+"""For a worker that still computes. One that has ended, and all that wait for each other, are noticed by the engine, long before."""
 _join = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 """Of one tensor of each worker. torch 2.13 has given it another name."""
 _sum_parts = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
@@ -34,15 +35,14 @@ _FIRST_SIZES = {"cuda": (64, 2**22), "cpu": (64,)}
 class ProcessGroup:
     """All workers, seen from one of them. For the thread of its device."""
 
-    def __init__(self, place: Place, device: torch.device, ask: Answers | None = None) -> None:
-        """Meet the others; returns when all are there. Workers of several hosts `ask` the engine where.
+    def __init__(self, place: Place, device: torch.device, ask: Answers | None = None, exchanges: Exchanges | None = None) -> None:
+        """Meet the others; returns when all are there. Workers of several hosts `ask` the engine where. `exchanges` shows what it does.
 
         Raises ConfigError if this host has not the address that others are told.
         """
         self.place = place
         self.device = device
-        self.waits = False
-        """Whether this worker is in an exchange: what keeps it is another, or the network between them. Any thread may look."""
+        self._exchanges = exchanges or Exchanges()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         with self._not_alone():
             if place.host:
@@ -144,10 +144,8 @@ class ProcessGroup:
     @contextmanager
     def _not_alone(self) -> Iterator[None]:
         """Raises WorkersLostError where the others cannot be reached: nothing more can be computed with them."""
-        self.waits = True
         try:
-            yield
+            with self._exchanges.one():
+                yield
         except (RuntimeError, ValueError) as error:
             raise WorkersLostError(f"{self.place.name} cannot reach the others: {error}") from error
-        finally:
-            self.waits = False

@@ -1,8 +1,12 @@
 """How the program of a worker is started: as a child process of the engine. `ray_workers.py` has the other way, by the same interface."""
 
 import contextlib
+import logging
+import math
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -12,6 +16,11 @@ import orjson
 from tinsmith.config import Config, to_tree
 from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.place import Place
+
+log = logging.getLogger(__name__)
+
+KILL_S = 30.0
+"""How long a process may take to end that is killed. To give back a GPU and hundreds of gigabytes takes it seconds."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class WorkerProgram(Protocol):
         ...
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once. If it does not within a time, because nothing can end it, it is taken to have ended."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
@@ -83,9 +92,46 @@ class Launcher(Protocol):
 
 
 class ChildProcess(subprocess.Popen[bytes]):
-    """A program that this process has started."""
+    """A program that this process has started.
+
+    One that is killed and does not end is in the hands of the kernel, of a driver or a disk perhaps, and computes nothing any more. It is
+    taken to have ended: nobody waits for it for ever.
+    """
 
     fault = ""
+    _given_up_at = math.inf
+    """When it is taken to have ended though it has not (monotonic time)."""
+    _was_given_up = False
+
+    def kill(self) -> None:
+        """As Popen's; the time that it may take begins."""
+        self._given_up_at = min(self._given_up_at, time.monotonic() + KILL_S)
+        super().kill()
+
+    def poll(self) -> int | None:
+        """As Popen's, or as if it had ended if it was killed and does not."""
+        code = super().poll()
+        return self._give_up() if code is None and time.monotonic() >= self._given_up_at else code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As Popen's, and no longer than until it is given up."""
+        left_s = max(0.0, self._given_up_at - time.monotonic())
+        if left_s > (math.inf if timeout is None else timeout) or left_s == math.inf:
+            return super().wait(timeout)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return super().wait(left_s)
+        return self._give_up()
+
+    def _give_up(self) -> int:
+        if not self._was_given_up:
+            log.error(
+                "process %d does not end %.0f s after it was killed, because the kernel holds it: it is left behind, with what it has of "
+                "GPUs and memory",
+                self.pid,
+                KILL_S,
+            )
+        self._was_given_up = True
+        return -int(signal.SIGKILL)
 
 
 class ChildProcesses:

@@ -23,6 +23,7 @@ from tinsmith.engine.launching import ChildProcesses, Launcher
 from tinsmith.engine.records import Records
 from tinsmith.engine.routing import Routing
 from tinsmith.engine.shares import divide, join, same_outcome
+from tinsmith.engine.watching import hanging
 from tinsmith.engine.worker_process import LAST_WORDS_S, WORKER, WorkerProcess
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
@@ -220,9 +221,13 @@ class WorkerGroup:
             worker.start_if_due()
 
     def watch(self) -> None:
-        """Kill a worker that shows no sign of life."""
+        """Kill a worker that hangs, and all if each waits for the others in an exchange: then nothing can come of it any more."""
         for worker in self.workers:
             worker.watch()
+        found = hanging([worker.signs for worker in self.workers])
+        for worker, signs in [(worker, worker.signs) for worker in self.workers if worker.signs in found]:
+            why = "all wait for each other in an exchange, and nothing comes: " if signs.waits else ""
+            worker.kill_hung(f"{why}it had {signs.stillness or signs.standstill} and was killed")
 
     def ended(self) -> str | None:
         """Why the workers have ended, told once; None while they run, or if none does."""

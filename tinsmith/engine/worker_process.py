@@ -5,10 +5,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Literal
+
+import psutil
 
 from tinsmith.config import Config
 from tinsmith.engine.launching import ChildProcesses, Launcher, WorkerProgram, WorkerStart
+from tinsmith.engine.watching import Signs
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.protocol.messages import Message
@@ -67,8 +71,8 @@ class WorkerProcess:
         self.status = NO_STATUS
         self.sampled_before = 0
         """Tokens that its predecessors have sampled."""
-        self.busy_s = 0.0
-        """How long it had been in its current turn at the last heartbeat; 0 while it waits for work."""
+        self.signs = Signs(config.server)
+        """What the heartbeats of the worker that runs have told."""
         self.was_ever_ready = False
         self.fault = ""
         """Why the worker that runs, or has just ended, was to end; empty if nobody knows."""
@@ -80,14 +84,16 @@ class WorkerProcess:
         self._delay_s = 0.0
         self._start_at = 0.0
         self._looked_at = 0.0
-        self._beaten = False
-        self._silent_s = 0.0
-        self._still_s = 0.0
 
     @property
     def is_ready(self) -> bool:
         """Whether it can take work."""
         return self.state == "ready"
+
+    @property
+    def busy_s(self) -> float:
+        """How long it had been in its current turn at the last heartbeat; 0 while it waits for work."""
+        return self.signs.busy_s
 
     @property
     def pid(self) -> int | None:
@@ -115,7 +121,7 @@ class WorkerProcess:
         launch = WorkerStart(self.program, self.place, self.link.address, self.link.keys, self.config, self.environment)
         self.process = self.launcher.launch(launch)
         self.state, self.fault, self.follows, self._was_ready = "starting", "", False, False
-        self._looked_at, self._silent_s, self._still_s, self._beaten = time.monotonic(), 0.0, 0.0, True
+        self._looked_at, self.signs = time.monotonic(), Signs(self.config.server)
 
     def send(self, message: Message) -> None:
         """Tell a worker that is ready. What is meant for one that is not is dropped: it has nothing that it would concern."""
@@ -127,12 +133,12 @@ class WorkerProcess:
         if self.link is None:
             return []
         for beat in self.link.heartbeats():
-            self.busy_s, self._still_s, self._beaten = beat.busy_s, beat.still_s, True
+            self.signs.beat(beat)
         messages: list[Message] = []
         for message in self.link.receive():
             match message:
                 case WorkerReady():
-                    self.state, self._was_ready, self.was_ever_ready = "ready", True, True
+                    self.state, self._was_ready, self.was_ever_ready, self.signs.is_ready = "ready", True, True, True
                     self.device = message.device
                     self.models = {facts.name: facts for facts in (ModelFacts(**model) for model in message.models)}
                     messages.append(message)
@@ -145,31 +151,23 @@ class WorkerProcess:
         return messages
 
     def watch(self) -> None:
-        """Kill a worker that has shown no sign of life, or of progress in its work, for too long.
-
-        Silence is counted in looks, not by the clock: an engine that could not run itself, because it was stopped or its machine slept,
-        has heard nothing either. One that is starting may be silent for longer, and wait for anything.
-        """
+        """Kill a worker that has shown no sign of life, or of progress in its work, for too long."""
         now = time.monotonic()
         if self.process is None or now - self._looked_at < WATCH_S:
             return
         self._looked_at = now
-        self._silent_s = 0.0 if self._beaten else self._silent_s + WATCH_S
-        self._beaten = False
-        server = self.config.server
-        limit, name = server.worker_hung_s, "worker_hung_s"
-        if self.is_ready:
-            limit, name = min((limit, name), (server.worker_still_s, "worker_still_s"))
-        if self._silent_s >= limit:
-            self._kill_hung(f"it had shown no sign of life for {self._silent_s:.0f} s ({name}) and was killed")
-        elif self.is_ready and self._still_s >= server.worker_still_s:
-            self._kill_hung(f"it had made no progress in its work for {self._still_s:.0f} s (worker_still_s) and was killed")
+        self.signs.look(WATCH_S)
+        self.signs.is_stopped = self.launcher.host is None and _is_stopped(self.pid)
+        if self.signs.fault:
+            self.kill_hung(f"it had {self.signs.fault} and was killed")
 
-    def _kill_hung(self, fault: str) -> None:
+    def kill_hung(self, fault: str) -> None:
+        """End a worker for this reason, without waiting for it; the log is told at once."""
         assert self.process is not None
         self.fault = fault
+        log.error("%s (process %s) is ended: %s", self.place.name, self.pid, fault)
         self.process.kill()
-        self._silent_s = self._still_s = 0.0
+        self.signs = Signs(self.config.server)
 
     def ended(self) -> str | None:
         """Why the worker has ended, told once; None while it runs, or if none does. What else it had said is in `last_messages`."""
@@ -183,7 +181,7 @@ class WorkerProcess:
             self.last_messages += self.receive()
         reason = f"the worker process ended unexpectedly ({self.fault or self.process.fault or _describe(exit_code)})"
         self._close_link()
-        self.state, self.busy_s = "down", 0.0
+        self.state, self.signs = "down", Signs(self.config.server)
         self.sampled_before, self.status = self.sampled_tokens, NO_STATUS
         self._delay_s = FIRST_DELAY_S if self._was_ready else min(max(FIRST_DELAY_S, 2 * self._delay_s), LONGEST_DELAY_S)
         self._start_at = time.monotonic() + self._delay_s
@@ -225,6 +223,13 @@ class WorkerProcess:
             self.answering.close()
         self.link.close()
         self.link = self.process = self.answering = None
+
+
+def _is_stopped(pid: int | None) -> bool:
+    """Whether a process of this host is stopped, by SIGSTOP for example."""
+    with suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 def _describe(exit_code: int) -> str:

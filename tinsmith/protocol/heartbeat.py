@@ -1,21 +1,20 @@
 """A thread that tells the parent, twice a second, that this process runs.
 
 How long a worker has been busy with its current turn travels along, for people who look at the server: a pass may take a minute on a CPU,
-and that is no fault. So does for how long it has shown no sign of progress (`progress.py`), which is one. A process that is frozen, or
-whose machine is, sends nothing.
+and that is no fault. So does for how long it has shown no sign of progress (`progress.py`), and whether it waits for others. A process that
+is frozen, or whose machine is, sends nothing.
 """
 
 import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
 
 import zmq
 
 from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.link import heartbeat_address
-from tinsmith.protocol.progress import Progress
+from tinsmith.protocol.progress import Exchanges, Progress
 from tinsmith.protocol.serving import Alive
 
 BEAT_S = 0.5
@@ -40,8 +39,8 @@ class Heartbeat:
         self._busy_since: float | None = time.monotonic()
         self.worker_busy_s: float | None = None
         """What an engine tells in the place of its own time: how long its worker has been busy."""
-        self.waits: Callable[[], bool] = bool
-        """Whether a worker waits for others now."""
+        self.exchanges = Exchanges()
+        """Those of a worker with others."""
 
     def start(self) -> None:
         """Begin. The thread has a socket of its own: ZeroMQ's sockets belong to one thread."""
@@ -63,15 +62,16 @@ class Heartbeat:
             self._keys.show(socket)
         socket.connect(self._address)
         progress = Progress()
-        seen: float | None = None
         while True:
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 os._exit(1)
-            before, seen = seen, self._busy_since
-            has_other_turn = seen is None or seen != before or self.worker_busy_s is not None
-            progress.look(BEAT_S, waits=has_other_turn or self.waits())
+            # Whether it waits is read once, and first: when an exchange has ended, that it lasted long says nothing any more.
+            waits, turn = self.exchanges.waits, self._busy_since
+            is_idle = turn is None or self.worker_busy_s is not None
+            progress.look(BEAT_S, None if is_idle else (turn, waits, self.exchanges.begun))
+            alive = Alive(self._busy_s(), progress.still_s, progress.stuck_s, waits)
             with contextlib.suppress(zmq.Again):
-                socket.send_multipart(Alive(self._busy_s(), progress.still_s).to_frames(), flags=zmq.NOBLOCK)
+                socket.send_multipart(alive.to_frames(), flags=zmq.NOBLOCK)
             time.sleep(BEAT_S)
 
     def _busy_s(self) -> float:

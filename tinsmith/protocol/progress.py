@@ -1,22 +1,58 @@
 """Whether a process that is busy gets on, judged from beside by one of its threads: for how long there was no sign of it.
 
-A thread that hangs in a driver or waits for what never comes uses no processor. One that computes does, however long it takes, and so do
-the compilers and servers that it starts and waits for. Reading a slow disk is a sign too. Of doubt nothing is concluded: a thread that
-hangs and spins is not noticed.
+There are two measures, because of doubt nothing is concluded soon:
+
+still_s   nothing has moved: no thread came on in its Python code, none used a processor or waits for a disk, nor does what was started.
+          A thread that hangs in a driver, or waits for what never comes, is so. Tens of seconds are too long.
+stuck_s   no thread came on in its Python code, whatever processors and disks do: all are in one and the same call. A thread that waits
+          for a kernel of a GPU which never ends is so, because it spins. But a long call is so too, until it returns: only many minutes
+          are too long. The longest is the wait for what a GPU was given ahead, at most a thousand launches.
 """
 
+import os
+import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
-SIGN = 0.01
-"""Part of a processor that has to be used between two looks to be a sign, beside what the looking thread uses."""
+SIGN = 0.005
+"""Part of a processor that has to be used between two looks to be a sign, beside what threads use that are no sign. What moves a slow
+network's bytes uses more, and a process that only sends heartbeats less."""
 
+APART = ("heartbeat", "vllm")
+"""Names of threads whose work is no sign: the one that looks, and the one that talks to vLLM servers, for which nobody waits."""
 
 _THREADS = Path("/proc/self/task")
 """Of this process, on Linux."""
+
+_Position = tuple[tuple[int, int], ...]
+"""Where a thread is in its Python code: each call that it is in, and the instruction there. Numbers only, so that nothing is kept alive."""
+
+
+class Exchanges:
+    """Those of a worker with the others, as its device's thread goes through them. Any thread may look."""
+
+    def __init__(self) -> None:
+        """In none."""
+        self.waits = False
+        """Whether it is in one: what keeps it is another worker, or the network between them."""
+        self.begun = 0
+        """How many it has begun: two that follow each other are not one that lasts."""
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """The body is an exchange."""
+        self.begun += 1
+        self.waits = True
+        try:
+            yield
+        finally:
+            self.waits = False
 
 
 class Progress:
@@ -27,34 +63,75 @@ class Progress:
         self._process = psutil.Process()
         self._used_s = 0.0
         self._others_s: dict[int, float] = {}
+        self._at: object = None
         self.still_s = 0.0
-        """How long there has been no sign. It is counted in looks: a process that was stopped itself has not looked."""
+        """How long nothing has moved. It is counted in looks: a process that was stopped itself has not looked."""
+        self.stuck_s = 0.0
+        """How long no thread came on in its Python code; at least `still_s`."""
 
-    def look(self, since_s: float, waits: bool) -> None:
-        """Look again, `since_s` seconds after the last time. `waits`: it has no work, or waits for another process, which is judged itself.
+    def look(self, since_s: float, at: object) -> None:
+        """Look again, `since_s` seconds after the last time. `at` tells what the process is doing, None if it has no work.
 
         Always from the same thread.
         """
-        used_s = time.process_time() - time.thread_time()
+        now = None if at is None else (at, _positions())
+        came_on = now is None or now != self._at
+        self._at = now
+        used_s = _used_s()
         used, self._used_s = used_s - self._used_s, used_s
-        signs = waits or used >= SIGN * since_s or self._waits_for_disk() or self._children_work(since_s)
-        self.still_s = 0.0 if signs else self.still_s + since_s
-
-    def _waits_for_disk(self) -> bool:
-        """Whether a thread is in the middle of reading or writing (state D): the one that works may wait for it."""
-        return any(_state_of(thread) == "D" for thread in _THREADS.glob("*/stat"))
+        children_work = self._children_work(since_s)
+        moved = came_on or used >= SIGN * since_s or children_work or _waits_for_disk()
+        self.still_s = 0.0 if moved else self.still_s + since_s
+        self.stuck_s = 0.0 if came_on else self.stuck_s + since_s
 
     def _children_work(self, since_s: float) -> bool:
-        """Whether processes that it has started, and theirs, use a processor, or come and go."""
+        """Whether processes that it has started, and theirs, use a processor, or come and go: compilers, which are waited for.
+
+        Servers have process groups of their own, and nobody waits for what they compute.
+        """
         before, self._others_s = self._others_s, {}
+        own_group = os.getpgrp()
         for child in self._process.children(recursive=True):
             try:
-                self._others_s[child.pid] = sum(child.cpu_times()[:2])
-            except psutil.Error:  # it has just ended
+                if os.getpgid(child.pid) == own_group:
+                    self._others_s[child.pid] = sum(child.cpu_times()[:2])
+            except (psutil.Error, OSError):  # it has just ended
                 return True
         if before.keys() != self._others_s.keys():
             return True
         return sum(self._others_s.values()) - sum(before.values()) >= SIGN * since_s
+
+
+def _used_s() -> float:
+    """Seconds of a processor that this process has used so far, but for the threads whose work is no sign."""
+    apart = (thread.native_id for thread in threading.enumerate() if thread.name in APART and thread is not threading.current_thread())
+    return time.process_time() - time.thread_time() - sum(_used_by(native_id) for native_id in apart)
+
+
+def _used_by(native_id: int | None) -> float:
+    """Seconds that a thread has used; 0 if it has just ended, or the system does not tell."""
+    with suppress(OSError):
+        return int((_THREADS / str(native_id) / "schedstat").read_text().split()[0]) / 1e9
+    return 0.0
+
+
+def _positions() -> dict[int, _Position]:
+    """Where each thread is, but for those whose work is no sign. One that computes without Python is where it was."""
+    apart = {thread.ident for thread in threading.enumerate() if thread.name in APART} | {threading.get_ident()}
+    return {ident: _position(frame) for ident, frame in sys._current_frames().items() if ident not in apart}
+
+
+def _position(frame: FrameType | None) -> _Position:
+    calls = []
+    while frame is not None:
+        calls.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(calls)
+
+
+def _waits_for_disk() -> bool:
+    """Whether a thread is in the middle of reading or writing (state D): the one that works may wait for it."""
+    return any(_state_of(thread) == "D" for thread in _THREADS.glob("*/stat"))
 
 
 def _state_of(stat: Path) -> str:

@@ -87,7 +87,11 @@ class Alive(Message):
     busy_s: float
     """Seconds that the loop has been in its current turn; 0 while it waits for work."""
     still_s: float = 0.0
-    """Seconds for which a worker that is busy has shown no sign of progress (`progress.py`), but for waiting for other workers."""
+    """Seconds for which nothing has moved in a worker that is busy (`progress.py`)."""
+    stuck_s: float = 0.0
+    """Seconds for which a worker that is busy has been in one and the same call, whatever it computes there."""
+    waits: bool = False
+    """Whether a worker is in an exchange with others: they, or the network, are what keeps it."""
 
 
 @dataclass(frozen=True)

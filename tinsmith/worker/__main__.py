@@ -50,15 +50,12 @@ def main() -> int:
         bases = load_bases(config)
         compared = load_compared(config, bases)
         questions = Questions(sys.argv[1], keys)
-        group = ProcessGroup(place, next(iter(bases.values())).device, questions.ask) if place.count > 1 else None
+        device = next(iter(bases.values())).device
+        group = ProcessGroup(place, device, questions.ask, heartbeat.exchanges) if place.count > 1 else None
         if group is not None and place.host:
             require_same(group, bases)  # over the hosts' memory: other versions may not understand each other's GPUs
         if group is not None:
             group.connect()
-            # One that hangs must be told from those that wait for it, also if it has vLLM servers.
-            heartbeat.waits = lambda: group.waits
-        elif config.sampling.sampler == "vllm":  # it watches these servers itself, and may wait long for them
-            heartbeat.waits = lambda: True
         records = AskedRecords(questions.ask)
         worker = Worker(config, bases, link, heartbeat, records, group, place, compared)
         worker.run(int(sys.argv[2]))

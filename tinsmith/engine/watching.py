@@ -1,0 +1,94 @@
+"""Whether a worker hangs: judged by the heartbeats that come from it, and by those that do not."""
+
+from collections.abc import Sequence
+
+from tinsmith.config import ServerConfig
+from tinsmith.protocol.serving import Alive
+
+
+class Signs:
+    """Signs of life and of progress of one worker.
+
+    Silence is counted in looks, not by the clock: an engine that could not run itself, because it was stopped or its machine slept, has
+    heard nothing either.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Of a worker that has just been started."""
+        self._config = config
+        self._last = Alive(0.0)
+        self._silent_s = 0.0
+        self.is_ready = False
+        """Whether it was ready for work. One that is starting may be silent and still for longer: it loads libraries and models."""
+        self.beaten = True
+        """Whether a heartbeat came since the last look."""
+        self.is_stopped = False
+        """Whether the system says that it does not run: then it loads nothing either."""
+
+    @property
+    def busy_s(self) -> float:
+        """How long it had been in its current turn at the last heartbeat; 0 while it waits for work."""
+        return self._last.busy_s
+
+    @property
+    def waits(self) -> bool:
+        """Whether it was in an exchange with others at the last heartbeat."""
+        return self._last.waits
+
+    def beat(self, alive: Alive) -> None:
+        """A heartbeat has come."""
+        self._last, self.beaten = alive, True
+
+    def look(self, since_s: float) -> None:
+        """Count a look, `since_s` seconds after the last."""
+        self._silent_s = 0.0 if self.beaten else self._silent_s + since_s
+        self.beaten = False
+
+    @property
+    def silence(self) -> str:
+        """That it has shown no sign of life for too long; else empty."""
+        limit_s, name = self._shorter if self.is_stopped else self._patience
+        return f"shown no sign of life for {self._silent_s:.0f} s ({name})" if self._silent_s >= limit_s else ""
+
+    @property
+    def stillness(self) -> str:
+        """That it beats, and nothing has moved there for too long, be it that it waits for others; else empty."""
+        limit_s, name = self._patience
+        return f"made no progress in its work for {self._last.still_s:.0f} s ({name})" if self._last.still_s >= limit_s else ""
+
+    @property
+    def standstill(self) -> str:
+        """That it beats, and has been in one call for so long that it will not come back, whatever moves; else empty."""
+        stuck_s = self._last.stuck_s
+        return f"been in one and the same call for {stuck_s:.0f} s (worker_stuck_s)" if stuck_s >= self._config.worker_stuck_s else ""
+
+    @property
+    def fault(self) -> str:
+        """Why it hangs by itself; empty if it does not. While it waits for others, they are the reason.
+
+        Of one that is starting only a standstill says so: what it waits for may be another that downloads the same model.
+        """
+        if self.waits:
+            return self.silence
+        return self.silence or (self.stillness if self.is_ready else "") or self.standstill
+
+    @property
+    def _patience(self) -> tuple[float, str]:
+        """Seconds without a sign, and the setting that says so."""
+        return self._shorter if self.is_ready else (self._config.worker_hung_s, "worker_hung_s")
+
+    @property
+    def _shorter(self) -> tuple[float, str]:
+        return min((self._config.worker_hung_s, "worker_hung_s"), (self._config.worker_still_s, "worker_still_s"))
+
+
+def hanging(workers: Sequence[Signs]) -> Sequence[Signs]:
+    """Those of a group that keep the others from going on, or all if each waits for the others in an exchange: nothing can come of it then.
+
+    Empty if one of them moves, or may be given work. Those that are ready wait for those that are starting, and are not what keeps them.
+    """
+    starting = [signs for signs in workers if not signs.is_ready]
+    concerned = starting or workers
+    if not any(signs.waits for signs in concerned) or not all(signs.stillness or signs.standstill for signs in concerned):
+        return ()
+    return [signs for signs in concerned if not signs.waits] or concerned
