@@ -22,7 +22,7 @@ def test_names_are_no_markup_and_no_emoji() -> None:
     base = {"name": "org/[bold]x:car:", "architecture": "qwen3", "max_context": 4096, "takes_images": False}
     model = {"model_id": f"{SESSION}:train:0", "base_model": base["name"], "queued": 1, "trained_tokens": 2000}
     status = {
-        "workers": [{"pid": 4711, "device": "cuda:0", "state": "ready"}],
+        "workers": [{"pid": 4711, "device": "cuda:0", "state": "ready", "pass_tokens": 54321}],
         "version": "0.1",
         "engine": {"state": "starting", "reason": "loading org/[bold]x:car:", "busy_s": 72.4},
         "base_models": [base],
@@ -36,8 +36,8 @@ def test_names_are_no_markup_and_no_emoji() -> None:
     assert [line.rstrip() for line in console.export_text().splitlines()] == [
         "Tinsmith 0.1, engine starting: loading org/[bold]x:car:, busy with one task for 72 s",
         "workers",
-        "process  device  state",
-        "4711     cuda:0  ready",
+        "process  device  state  tokens of passes",
+        "4711     cuda:0  ready  54,321",
         "base models",
         "name              architecture  context  images",
         "org/[bold]x:car:  qwen3         4,096    no",

@@ -41,8 +41,8 @@ def print_status(status: dict[str, Any], console: Console) -> None:
     busy = f", busy with one task for {engine['busy_s']:,.0f} s" if engine["busy_s"] >= 1 else ""
     console.print(Text(f"Tinsmith {status['version']}, engine {engine['state']}{reason}{busy}"))
     if workers := status.get("workers"):  # an engine that has not reported yet names none
-        processes = [(str(worker["pid"]), worker["device"], worker["state"]) for worker in workers]
-        console.print(_table("workers", ("process", "device", "state"), processes))
+        processes = [(str(worker["pid"]), worker["device"], worker["state"], f"{worker.get('pass_tokens', 0):,}") for worker in workers]
+        console.print(_table("workers", ("process", "device", "state", "tokens of passes"), processes))
     console.print(_table("base models", ("name", "architecture", "context", "images"), [_base(base) for base in status["base_models"]]))
     rows = [(m["model_id"], m["base_model"], f"{m['queued']:,}", f"{m['trained_tokens']:,}") for m in status["models"]]
     if status.get("trains", True):

@@ -1,6 +1,7 @@
-"""One of several processes that divide the layers of base models: `python -m tests.distributed.dividing RANK COUNT DIRECTORY`.
+"""One of several processes that train the same models: `python -m tests.distributed.dividing RANK COUNT DIRECTORY`.
 
-It goes through all cases, in the same order as the others, and leaves in DIRECTORY/RANK.pt what each came to. The tiny models lie below
+They divide the layers of base models, or are replicas, of which each has all of them. It goes through all cases, in the same order as the
+others, and leaves in DIRECTORY/RANK.pt what each came to; four processes go through a few of them. The tiny models lie below
 DIRECTORY/bases, and a checkpoint that a process alone has written is DIRECTORY/alone.
 """
 
@@ -8,7 +9,7 @@ import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,27 +29,35 @@ from tinsmith.training.divided_backend import DividedBackend
 from tinsmith.training.divided_decoder import DividedDecoder, divide
 from tinsmith.wire.chunks import Chunk
 
+T = TypeVar("T")
+
 TRAINING = TrainingConfig(logits_chunk=64)
 SETTINGS = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1.0, weight_decay=0.1, grad_clip_norm=50.0)
 """eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""
 SHAPES = {"four": LoraShape(4, 0), "two": LoraShape(2, 1, train_unembed=False)}
 """Two models of other ranks, which share the rows of a pass."""
-STEPS = 3
-OWNERS = [(0, 1, 2, 0, 1, 2), (1, 1, 1, 1, 1, 1), (0, 0, 2, 2, 2, 0)]
+OWNERS = [(0, 1, 2, 0, 1, 2), (1, 1, 1, 1, 1, 1), (0, 0, 2, 2, 2, 0), (3, 2, 0, 3, 3, 3), (2, 1, 1, 0, 1, 3)]
 """Which worker computes each datum of a step, counted round the workers there are: at the second step all others have none."""
+STEPS = len(OWNERS)
+PICTURES = [{4: (320, 64), 5: (384, 64)}] * 4 + [{1: (64, 64), 2: (96, 64), 3: (448, 448), 4: (64, 96)}]
+"""Which datums of a step have pictures, and of which width and height, if the base takes them.
+
+At the last step one worker has several small ones and another one of 196 tokens; of three or four workers others have text alone.
+"""
 FAULTS = [(kind, where) for kind in ("memory", "other") for where in ("forward", "backward")]
 
 
 def work_of(base: BaseModel, step: int) -> list[DatumWork]:
-    """Texts of both models in turns; the last two with pictures, if the base takes them."""
+    """Datums of both models in turns: texts, and pictures if the base takes them."""
     make = renderer(base)
     inputs: list[list[Chunk]] = [[random_tokens(10 * step + i, 9 + 5 * i)] for i in range(6)]
     if base.family.takes_images:
-        inputs[4:] = [picture_chunks(base, 10 * step + i, 8, width=64 + 64 * i, height=64) for i in range(2)]
+        for i, (width, height) in PICTURES[step].items():
+            inputs[i] = picture_chunks(base, 10 * step + i, 8, width=width, height=height)
     return [datum(("four", "two")[i % 2], make.render(chunks), seed=i) for i, chunks in enumerate(inputs)]
 
 
-def share_of(work: Sequence[DatumWork], step: int, rank: int, count: int) -> list[DatumWork]:
+def share_of(work: Sequence[T], step: int, rank: int, count: int) -> list[T]:
     """What a worker computes of a step."""
     return [each for each, owner in zip(work, OWNERS[step], strict=True) if owner % count == rank]
 
@@ -118,6 +127,12 @@ class Dividing:
         self.found[f"{name} {dtype}"] = [step_of(backend, step, self.rank, self.count) for step in range(STEPS)]
         return backend
 
+    def replicates(self, name: str) -> None:
+        """The same steps with all weights here."""
+        backend = LocalBackend(load(self.directory / "bases" / name, device=str(here())), TRAINING, self.group)
+        create_models(backend)
+        self.found[f"{name} replicas"] = [step_of(backend, step, self.rank, self.count) for step in range(STEPS)]
+
     def fails_alone(self, backend: DividedBackend) -> None:
         """Passes of which one attempt fails in the middle, on the second worker alone."""
         mine = self.share(work_of(backend.base, 7), 0)
@@ -176,16 +191,20 @@ def main() -> None:
     """Go through all cases."""
     rank, count, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     dividing = Dividing(ProcessGroup(Place(rank, count, f"file://{directory}/meeting"), begin(rank)), directory)
-    dividing.keeps()
-    text = dividing.trains("text")
-    dividing.fails_alone(text)
-    dividing.refuses(text)
-    dividing.loads_and_saves(text)
-    if count == 2:
+    if count < 4:
+        dividing.keeps()
+        text = dividing.trains("text")
+        dividing.fails_alone(text)
+        dividing.refuses(text)
+        dividing.loads_and_saves(text)
+        if count == 2:
+            dividing.trains("text", "bfloat16")
+        dividing.trains("hybrid")
+        dividing.another_pass(text)
+    if count != 3:
         dividing.trains("image")
-        dividing.trains("text", "bfloat16")
-    dividing.trains("hybrid")
-    dividing.another_pass(text)
+        dividing.replicates("image")
+    dividing.replicates("text")
     torch.save(dividing.found, directory / f"{rank}.pt")
     dividing.group.close()
 

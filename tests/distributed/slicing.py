@@ -30,9 +30,9 @@ from tinsmith.wire.chunks import Chunk
 
 SETTINGS = AdamSettings(lr=1e-3, betas=(0.9, 0.95), eps=1.0, weight_decay=0.1, grad_clip_norm=0.0)
 """eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""
-STEPS = 3
-LENGTHS = (97, 64, 131)
+LENGTHS = (97, 64, 131, 75, 110)
 """Tokens of the long sequence of each step, or about as many where it has pictures; two or three workers do not divide all of them."""
+STEPS = len(LENGTHS)
 FAMILIES = ("qwen3", "qwen3_vl", "qwen3_5", "mistral")
 CASES = {
     "text": ("qwen3", "text", (4, 8)),

@@ -42,6 +42,15 @@ def weights_at(running: Running, path: str) -> dict[str, np.ndarray]:
     return {f"{file.name}:{name}": tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
+def shares_of(running: Running, clients: Sequence[tinker.TrainingClient], trained: int) -> list[int]:
+    """Tokens of passes that each worker was given, by rank, once each of these models has trained on so many."""
+    wanted = {client.model_id: trained for client in clients}
+    status = running.server.wait_for_status(
+        lambda seen: wanted.items() <= {model["model_id"]: model["trained_tokens"] for model in seen["models"]}.items()
+    )
+    return [worker["pass_tokens"] for worker in status["workers"]]
+
+
 def batch(client: tinker.TrainingClient, what: str, step: int) -> list[types.Datum]:
     """Texts of very different lengths, pictures, both, or a single datum, which leaves a worker without a share."""
     texts = [text_input(10 * step + number, length) for number, length in enumerate((3, 40, 7, 60, 11))]
@@ -72,11 +81,16 @@ CASES = [
 
 @pytest.mark.parametrize(("base", "what", "ranks"), CASES)
 def test_losses_and_weights_are_those_of_one_worker(alone_and_together: list[Running], base: str, what: str, ranks: list[int]) -> None:
-    """Models of several ranks train at the same time, and share passes. After five steps everything is as it would be with one worker."""
+    """Models of several ranks train at the same time, and share passes. After five steps everything is as it would be with one worker.
+
+    Of two workers each has computed at least a quarter of the tokens, where there is more than one datum.
+    """
     losses: list[list[float]] = []
     tensors: list[dict[str, np.ndarray]] = []
-    for running in alone_and_together:
+    for count, running in enumerate(alone_and_together, 1):
         clients = [train(running.service, base, rank=rank) for rank in ranks]
+        tokens = sum(each.model_input.length for step in range(STEPS) for each in batch(clients[0], what, step))
+        before = shares_of(running, clients, 0)
         own: list[float] = []
         for step in range(STEPS):
             done = [client.forward_backward(batch(client, what, step), "cross_entropy") for client in clients]
@@ -88,6 +102,13 @@ def test_losses_and_weights_are_those_of_one_worker(alone_and_together: list[Run
         tensors.append(
             {f"{number}:{name}": tensor for number, path in enumerate(paths) for name, tensor in weights_at(running, path).items()}
         )
+        shares = [after - one for after, one in zip(shares_of(running, clients, tokens), before, strict=True)]
+        assert (len(shares), sum(shares)) == (count, tokens * len(ranks))
+        if what == "single":
+            assert shares[1:] == [0] * (count - 1)
+        else:
+            assert min(shares) > sum(shares) / (4 if count > 1 else 2)
+    assert "are divided over" not in alone_and_together[1].server.log.read_text()  # replicas
     assert losses[1] == pytest.approx(losses[0], rel=WITHIN, abs=WITHIN)
     alone, together = tensors
     assert together.keys() == alone.keys()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tinsmith.engine.forward_work import ForwardWork
-from tinsmith.engine.shares import QUADRATIC_TOKENS, cost, divide, join
+from tinsmith.engine.shares import PIXELS_OF_A_TOKEN, QUADRATIC_PIXELS, QUADRATIC_TOKENS, TOWER_COST, cost, divide, join, picture_cost
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import Drop, PassDone, Prepare, Prepared, RunPass
@@ -21,6 +21,15 @@ ENOUGH = 2**40
 def a_pass(*lengths: int) -> RunPass:
     """A pass of datums of three operations."""
     return RunPass(7, "tiny", True, [(f"operation {place % 3}", place) for place in range(len(lengths))], list(lengths))
+
+
+def with_pictures(*datums: tuple[int, dict[str, int]]) -> RunPass:
+    """A pass of datums of these lengths, and pixels of the pictures in them."""
+    return replace(a_pass(*(length for length, _ in datums)), pixels=[pictures for _, pictures in datums])
+
+
+def places_of(shares: list[RunPass | None]) -> list[list[int]]:
+    return [[] if share is None else [place for _, place in share.pieces] for share in shares]
 
 
 def lengths_of(shares: list[RunPass | None]) -> list[list[int]]:
@@ -53,6 +62,16 @@ def test_no_worker_has_more_than_one_datum_over_an_even_share(lengths: list[int]
     mean = sum(map(cost, lengths)) / count
     for share in lengths_of(divide(a_pass(*lengths), count, ENOUGH)):
         assert sum(map(cost, share)) <= (mean + min(map(cost, share), default=0.0)) * (1 + 1e-9)  # sums of floats in another order
+
+
+@given(st.lists(st.tuples(st.integers(1, 2**14), st.integers(0, 2**24)), min_size=1, max_size=40), st.integers(2, 9))
+def test_pictures_count_for_an_even_share(datums: list[tuple[int, int]], count: int) -> None:
+    """As above, where each datum has a picture of its own, or none."""
+    whole = with_pictures(*((length, {f"{place}": pixels} if pixels else {}) for place, (length, pixels) in enumerate(datums)))
+    costs = [cost(length) + picture_cost(pixels, length) for length, pixels in datums]
+    for share in divide(whole, count, ENOUGH):
+        own = [costs[place] for _, place in share.pieces] if share else []
+        assert sum(own) <= (sum(costs) / count + min(own, default=0.0)) * (1 + 1e-9)
 
 
 def test_a_worker_alone_gets_the_pass_as_it_is() -> None:
@@ -92,6 +111,54 @@ def test_what_costs_little_does_not_go_beyond_the_memory_of_a_worker() -> None:
     assert [sum(share) for share in lengths_of(divide(whole, 2, most))] == [most, most]
 
 
+def test_a_picture_costs_a_fifth_of_its_tokens_and_more_if_it_is_large() -> None:
+    assert picture_cost(100 * PIXELS_OF_A_TOKEN, 1000) == TOWER_COST * 100 * (1 + 100 * PIXELS_OF_A_TOKEN / QUADRATIC_PIXELS)
+    assert picture_cost(QUADRATIC_PIXELS, 2000) == 2 * TOWER_COST * QUADRATIC_PIXELS / PIXELS_OF_A_TOKEN
+
+
+def test_a_picture_costs_no_more_than_its_sequence_has_tokens_for() -> None:
+    """A model that takes pictures of 64 tokens makes a photograph of 12 million pixels as small."""
+    assert picture_cost(12_000_000, 64) == picture_cost(64 * PIXELS_OF_A_TOKEN, 64)
+
+
+def test_no_worker_gets_all_new_pictures() -> None:
+    """Sequences of one length in turns: by their tokens alone each second one would go to the first worker."""
+    whole = with_pictures(*(pair for number in range(4) for pair in ((300, {f"{number}": 256 * PIXELS_OF_A_TOKEN}), (300, {}))))
+    assert places_of(divide(whole, 2, ENOUGH)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert places_of(divide(replace(whole, pixels=[]), 2, ENOUGH)) == [
+        [0, 2, 4, 6],
+        [1, 3, 5, 7],
+    ]
+
+
+def test_a_huge_picture_stands_against_many_small_ones() -> None:
+    """It costs 2.3 times its pixels, and they hardly more than theirs: 3,181 against 168 each. Of their tokens alone 15.9 were as much."""
+    huge = (2100, {"huge": 2048 * PIXELS_OF_A_TOKEN})
+    small = [(140, {f"small {number}": 128 * PIXELS_OF_A_TOKEN}) for number in range(20)]
+    assert lengths_of(divide(with_pictures(*small, huge), 2, ENOUGH)) == [[140, 2100], [140] * 19]
+
+
+def test_a_picture_of_several_sequences_costs_a_worker_once() -> None:
+    """A text of 80,415, and three answers about one picture: 24,576 each, and 37,635 for the picture."""
+    answer = (2**14, {"large": 2**24})
+    whole = with_pictures((37_500, {}), answer, answer, answer)
+    assert places_of(divide(whole, 2, ENOUGH)) == [[0], [1, 2, 3]]
+    others = [(2**14, {f"large {number}": 2**24}) for number in range(3)]
+    whole = with_pictures((37_500, {}), *others)
+    assert places_of(divide(whole, 2, ENOUGH)) == [[0, 3], [1, 2]]
+
+
+def test_a_share_with_pictures_stays_within_the_memory_of_a_worker() -> None:
+    """The picture makes the first one's share the dearest by far, yet the second has no room for more than two of the texts."""
+    whole = with_pictures((100, {"huge": 10**7}), (60, {}), (60, {}), (60, {}))
+    assert lengths_of(divide(whole, 2, 160)) == [[100, 60], [60, 60]]
+
+
+def test_workers_are_not_told_of_pixels() -> None:
+    shares = divide(with_pictures((9, {"one": 5}), (8, {})), 2, ENOUGH)
+    assert [share and share.pixels for share in shares] == [[], []]
+
+
 def test_what_has_no_room_anywhere_goes_to_the_worker_with_most_room() -> None:
     assert lengths_of(divide(a_pass(90, 60, 50), 2, 100)) == [[90], [60, 50]]
     assert lengths_of(divide(a_pass(300, 200), 2, 100)) == [[300], [200]]
@@ -128,8 +195,11 @@ def failed(*pieces: tuple[str, int]) -> PassDone:
 class Asked:
     """Forward work whose worker is this test."""
 
-    def __init__(self, lengths: dict[int, list[int]]) -> None:
-        """Operations of the model `s:train:a` by seq_id, with the tokens of their datums, all prepared and in one pass."""
+    def __init__(self, lengths: dict[int, list[int]], pixels: list[dict[str, int]] | None = None) -> None:
+        """Operations of the model `s:train:a` by seq_id, with the tokens of their datums, all prepared and in one pass.
+
+        `pixels` are those of the datums of each operation; None for texts.
+        """
         self.sent: list[Message] = []
         self.failed: list[tuple[int, TinsmithError]] = []
         numbers = iter(range(1, 100))
@@ -147,7 +217,7 @@ class Asked:
             self.work.add(command, "tiny", b"")
             asked = self.sent[-1]
             assert isinstance(asked, Prepare)
-            self.work.take(Prepared(asked.number, command.request_id, True, of_datums, [{} for _ in of_datums]))
+            self.work.take(Prepared(asked.number, command.request_id, True, of_datums, pixels or [{} for _ in of_datums]))
         self.work.send_passes(set())
         (self.run,) = (message for message in self.sent if isinstance(message, RunPass))
 
@@ -179,6 +249,11 @@ def test_the_results_of_shares_are_read_as_those_of_one_worker() -> None:
     assert asked.failed == []
     assert asked.work.tokens_per_pass["tiny"] == 25
     assert asked.sent[-1] == Drop(["s:train:a/1", "s:train:a/2", "s:train:a/3"])  # others hold the datums that a worker has computed
+
+
+def test_a_pass_says_which_pictures_are_new() -> None:
+    assert Asked({1: [3, 5]}, [{}, {"one": 7, "two": 8}]).run.pixels == [{}, {"one": 7, "two": 8}]
+    assert Asked({1: [3, 5]}).run.pixels == []
 
 
 def test_a_share_that_failed_fails_its_operations_and_no_other() -> None:

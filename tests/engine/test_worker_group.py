@@ -456,6 +456,7 @@ def test_a_pass_is_computed_by_all_and_told_as_one(pair: Watched) -> None:
     assert pair.said() == []
     first, second = pair.heard()
     assert (first, second) == ([("RunPass", "m/hold@1/0")], [("RunPass", "m/hold@1/1 n/1/0 n/1/1")])
+    assert [each["pass_tokens"] for each in pair.group.shown] == [9, 9]
     (done,) = pair.release()
     assert isinstance(done, PassDone)
     assert (done.number, results(done), done.failures, done.metrics) == (1, [(*piece, [1]) for piece in pieces], [], [[]] * 4)
@@ -471,6 +472,7 @@ def test_a_worker_without_a_share_of_a_pass_is_not_waited_for(pair: Watched) -> 
     assert isinstance(done, PassDone)
     assert results(done) == [("hold@1", 0, [1])]
     assert pair.heard() == [[("RunPass", "hold@1/0")], []]
+    assert [each["pass_tokens"] for each in pair.group.shown] == [9, 0]
 
 
 def test_a_share_that_fails_leaves_the_others_their_results(pair: Watched) -> None:
@@ -486,6 +488,7 @@ def test_a_sequence_of_all_workers_is_given_to_all_and_told_once(pair: Watched) 
     pair.group.send(RunPass(1, "less@1", True, [("m/hold@1", 0)], [9], together=True))
     assert pair.said() == []
     assert pair.heard() == [[("RunPass", "m/hold@1/0")], [("RunPass", "m/hold@1/0")]]
+    assert [each["pass_tokens"] for each in pair.group.shown] == [4, 4]
     (done,) = pair.release()
     assert isinstance(done, PassDone)
     assert (done.number, results(done), done.failures) == (1, [("m/hold@1", 0, [1])], [])

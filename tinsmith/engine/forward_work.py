@@ -115,7 +115,8 @@ class ForwardWork:
             self.served_bases[first.base_model] = number
             named = [(piece.operation.command.request_id, piece.index) for piece in pieces]
             lengths = [piece.tokens for piece in pieces]
-            self.send(RunPass(number, first.base_model, first.backward, named, lengths, pieces[0].together))
+            pixels = [piece.pixels for piece in pieces] if any(piece.pixels for piece in pieces) else []
+            self.send(RunPass(number, first.base_model, first.backward, named, lengths, pieces[0].together, pixels))
 
     def _is_worth_waiting(self, pieces: list[Piece]) -> bool:
         """Whether a pass is to wait at the worker for the one before: half full it gains little from what may still come."""

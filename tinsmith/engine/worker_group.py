@@ -124,6 +124,8 @@ class WorkerGroup:
         self._awaited: dict[int, Awaited] = {}
         self._passes_of: dict[tuple[str, int], int] = {}
         """Most tokens of a pass on a base model that a worker has told, by name and rank."""
+        self._pass_tokens = [0] * count
+        """Tokens of passes that were given to each, by rank, those before it included."""
         self._loaded: set[str] = set()
         """Models that all workers have."""
         self._routing = Routing(len(self.samplers))
@@ -189,8 +191,11 @@ class WorkerGroup:
 
     @property
     def shown(self) -> list[dict[str, object]]:
-        """Process, device and state of each, for `tinsmith status`."""
-        return [{"pid": each.pid, "device": _device_of(each), "state": each.state} for each in self.workers]
+        """Process, device and state of each, and the tokens of its shares of passes, for `tinsmith status`."""
+        return [
+            {"pid": each.pid, "device": _device_of(each), "state": each.state, "pass_tokens": tokens}
+            for each, tokens in zip(self.workers, self._pass_tokens, strict=True)
+        ]
 
     # ---- Processes
 
@@ -281,14 +286,9 @@ class WorkerGroup:
         if not self.is_ready:
             return
         match message:
-            case RunPass(together=False):
-                most = self._tokens_per_pass(message.base_model) // self.count
-                divided = divide(message, self.count, most, self._is_divided)
-                shares = {rank: share for rank, share in enumerate(divided) if share is not None}
-                self._awaited[message.number] = Awaited(message, list(shares))
-                for rank, share in shares.items():
-                    self.workers[rank].send(share)
-            case Prepare() | RunPass() | CreateModel() | LoadModel() | OptimStep():
+            case RunPass():
+                self._send_pass(message)
+            case Prepare() | CreateModel() | LoadModel() | OptimStep():
                 self._ask(message, range(self.count))
             case TakeSnapshot():
                 self._ask(message, range(self.count) if self.config.compares_with_copy else self.samplers)
@@ -303,6 +303,20 @@ class WorkerGroup:
                     self.workers[holder].send(message)
             case _:
                 self._tell_all(message)
+
+    def _send_pass(self, message: RunPass) -> None:
+        """Give each worker its share, or its slice of a sequence of all."""
+        if message.together:
+            self._pass_tokens = [tokens + sum(message.lengths) // self.count for tokens in self._pass_tokens]
+            self._ask(message, range(self.count))
+            return
+        most = self._tokens_per_pass(message.base_model) // self.count
+        divided = divide(message, self.count, most, self._is_divided)
+        shares = {rank: share for rank, share in enumerate(divided) if share is not None}
+        self._awaited[message.number] = Awaited(message, list(shares))
+        for rank, share in shares.items():
+            self._pass_tokens[rank] += sum(share.lengths)
+            self.workers[rank].send(share)
 
     def _writer_of(self, model_id: str) -> int:
         """The worker that writes what is saved of a model."""

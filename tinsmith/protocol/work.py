@@ -91,6 +91,8 @@ class RunPass(Message):
     """Tokens of each of them."""
     together: bool = False
     """Whether all workers compute the one datum that it holds, each a slice of it."""
+    pixels: list[dict[str, int]] = field(default_factory=list)
+    """For each datum what `Prepared.pixels` says of it, by which the pass is divided; empty if no picture is still to be decoded."""
 
 
 @dataclass(frozen=True)
