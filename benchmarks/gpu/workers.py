@@ -15,7 +15,7 @@ Parts:
 - bare8b    the same with FSDP2, with recomputation
 - sampling  Qwen3-1.7B, 256 requests of 128 tokens on each GPU, which get 512 tokens each; and 256 in all
 - publish   Qwen3-8B, LoRA of rank 32: a snapshot on every GPU, until a token of it is sampled on all of them
-- save      the same adapter with its optimizer: how long the copy takes from which files are written, while training waits
+- save      the same adapter with its optimizer: how long one worker copies it on its device, for which training waits; no file is written
 - rl        a step of reinforcement learning (`rl_step.py`) through a server with one worker, and with one for each GPU:
             the same requests, and as many for each
 
@@ -274,7 +274,7 @@ class Measured:
                 figure("divided8b_matmul_share", share, "at least 0.45 on 4; bare FSDP2 0.36")
 
     def save(self) -> None:
-        """One worker copies the model; files are written from the copy, beside training."""
+        """One worker copies the model. What comes after is not measured: the copy is written while training goes on."""
         base = base_of(configuration("8B"))
         base.computed_fingerprint = Future()  # there are no files of weights to compute it of
         base.computed_fingerprint.set_result("")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import numpy as np
 import pytest
 import tinker
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
@@ -13,7 +14,7 @@ from tinker import types
 from werkzeug.serving import make_server
 
 from tests.acceptance.conftest import API_KEY
-from tests.acceptance.talking import RAW_STEP, datum, text_input, train
+from tests.acceptance.talking import RAW_STEP, assert_close, datum, logprobs, scores, text_input, train
 from tests.running import Server, serving
 
 WITHIN_S = 120.0
@@ -101,3 +102,36 @@ def test_a_save_that_takes_its_time_stalls_nobody_else(
         finally:
             gate.open.set()
             saved.result()
+
+
+@pytest.mark.parametrize("save", [save_state, save_external])
+def test_a_save_that_takes_its_time_stalls_its_own_model_no_longer_than_its_copy(
+    slow_server: Server, gate: Gate, save: Callable[[tinker.TrainingClient], Any]
+) -> None:
+    """It trains and is sampled meanwhile, and what is saved is what it was. Its next save waits for the one before."""
+    data = [datum(text_input(1, 12))]
+    with tinker.ServiceClient(base_url=slow_server.url, api_key=API_KEY) as service:
+        client = train(service, "text")
+        client.forward_backward(data, "cross_entropy").result()
+        client.optim_step(RAW_STEP).result()
+        before = scores(client, data)
+        gate.waited_for.clear()
+        gate.open.clear()
+        saved = save(client)
+        try:
+            assert gate.waited_for.wait(timeout=60), "nothing was uploaded"
+            client.forward_backward(data, "cross_entropy").result(timeout=WITHIN_S)
+            client.optim_step(RAW_STEP).result(timeout=WITHIN_S)
+            after = client.forward(data, "cross_entropy").result(timeout=WITHIN_S)
+            sampler = client.save_weights_and_get_sampling_client()
+            sampled = sampler.sample(text_input(0, 5), 1, types.SamplingParams(max_tokens=4, stop=[]))
+            assert len(sampled.result(timeout=WITHIN_S).sequences[0].tokens) == 4
+            again = client.save_state("behind")
+            assert not saved.future().done()
+        finally:
+            gate.open.set()
+        path = saved.result().path
+        assert np.abs(logprobs(after)[0] - before[0]).max() > 1e-3
+        assert_close(scores(service.create_training_client_from_state(again.result().path), data), logprobs(after))
+        if save is save_state:
+            assert_close(scores(service.create_training_client_from_state(path), data), before)

@@ -33,6 +33,7 @@ from tinsmith.protocol.work import (
     Answer,
     CallFailed,
     ClearGradients,
+    Copied,
     CreateModel,
     DeleteModel,
     Drop,
@@ -88,6 +89,7 @@ class Member:
     gone@RANK    it has dropped the weights of a sample
     long@RANK    the first datum is too long for it alone
     part         all have a part of what is saved
+    copy@RANK    it says first that it has its copy of what is saved
 
     Told to forget the checkpoint `exchange`, the second one hangs, and the first waits for it. A worker tells what it has heard when it
     is told to forget the checkpoint `heard`, and what it does for `status`.
@@ -127,6 +129,8 @@ class Member:
             sys.exit(9)
         if not answers(message, self.rank):
             return
+        if f"copy@{self.rank}" in name and isinstance(message, SaveModel | ExportModel):
+            self.link.send(Copied(message.number))
         if f"hold@{self.rank}" in name:
             self.held.append(message)
         else:

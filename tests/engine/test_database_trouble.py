@@ -256,9 +256,9 @@ def test_a_checkpoint_whose_files_are_written_waits_for_its_row_and_is_not_writt
     here.until(lambda: here.engine.trainer.running)
     here.process.is_stuck = False
     with locked(here):
-        here.until(lambda: here.engine.trainer.put_off)
+        here.until(lambda: here.engine.trainer.saves.unrecorded)
         here.until(lambda: attempts >= 3)
-        assert here.engine.recorder.waiting == []  # it has neither failed nor succeeded
+        assert [outcome.request_id for outcome in here.engine.recorder.waiting] == [f"{MODEL}/2"]  # it has neither failed nor succeeded
         assert here.store.status(f"{MODEL}/1") == "queued"
         assert len(files_of_checkpoints(here)) == 1
     here.settle()

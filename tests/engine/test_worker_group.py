@@ -30,6 +30,7 @@ from tinsmith.protocol.work import (
     Answer,
     CallFailed,
     ClearGradients,
+    Copied,
     CreateModel,
     DeleteModel,
     Drop,
@@ -356,6 +357,28 @@ def test_a_save_that_one_fails_at_is_deleted_by_one_when_nobody_writes_any_more(
     assert came_to(sharing) == [CallFailed(1, "TinsmithError", f"worker {0 if 'fail@0' in marks else 1} cannot")]
     writes = [rank == writer_of(save.model_id, 2) for rank in range(2)]
     assert sharing.heard() == [[("FinishSave", "there")] if writer else [] for writer in writes]
+
+
+@pytest.mark.parametrize("marks", ["part copy@0 copy@1 hold@0 hold@1", "part copy@0 copy@1 hold@1"])
+def test_the_copy_of_a_model_that_is_divided_is_told_when_all_have_theirs(sharing: Watched, marks: str) -> None:
+    """Also if some have written it already."""
+    sharing.group.send(saved_to(marks, "there"))
+    assert sharing.said() == [Copied(1)]
+    assert [type(message) for message in sharing.release()] in ([], [Answer])
+    assert [type(message) for message in came_to(sharing)] in ([], [Answer])
+
+
+def test_the_copy_of_a_model_that_one_cannot_copy_is_never_told(sharing: Watched) -> None:
+    """Nothing behind the save begins before it has failed."""
+    sharing.group.send(saved_to("part copy@0 fail@1", "there"))
+    assert came_to(sharing) == [CallFailed(1, "TinsmithError", "worker 1 cannot")]
+
+
+def test_the_copy_that_one_worker_takes_for_all_is_told_at_once(pair: Watched) -> None:
+    save = saved_to("copy@0 copy@1 hold@0 hold@1", "there")
+    pair.group.send(save)
+    assert pair.said() == [Copied(1)]
+    assert pair.release() == [Answer(1, {"rank": writer_of(save.model_id, 2)})]
 
 
 def test_what_one_alone_saves_while_others_share_the_weights_is_answered_by_that_one(sharing: Watched) -> None:

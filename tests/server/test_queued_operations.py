@@ -75,6 +75,20 @@ def test_what_others_wait_for_is_always_taken() -> None:
         operations.admit(A, 3, 2 * MIB)
 
 
+def test_a_save_that_is_still_written_changes_nothing_for_the_operations_behind_it() -> None:
+    """They begin when its copy is there, and may end before it."""
+    operations = queued(3, 3)
+    taken(operations, A, last=0)
+    assert operations.admit(A, 1, 1)
+    assert operations.admit(A, 2, 1)
+    operations.end(f"{A}/2")
+    for seq_id in (5, 4, 3):  # a call in parts, of which the first comes last
+        assert operations.admit(A, seq_id, MIB)
+    operations.end(f"{A}/1")
+    with pytest.raises(BackpressureError):
+        operations.admit(A, 6, 1)
+
+
 def test_one_operation_may_be_larger_than_the_limit() -> None:
     operations = queued(1, 1)
     assert operations.admit(A, 1, 5 * MIB)

@@ -58,15 +58,14 @@ def test_another_client_trains_while_a_save_is_written(here: Here, disk: SlowDis
     assert here.error("a", 3) is None
 
 
-def test_the_model_that_is_saved_goes_on_when_its_save_is_written(here: Here, disk: SlowDisk) -> None:
-    """Its operations are answered in their order."""
+def test_the_engine_is_told_of_the_copy_before_the_files_are_written(here: Here, disk: SlowDisk) -> None:
+    """So the model that is saved goes on too (`tests/engine/test_saves.py`)."""
     here.optim("a", 4)
-    for _ in range(5):
-        here.turn()
-    assert "s:train:a/4" not in here.told
+    here.until(lambda: "s:train:a/4" in here.told)
+    assert here.store.status("s:train:a/3") == "queued"
     disk.released.set()
     here.settle()
-    assert here.told[-2:] == ["s:train:a/3", "s:train:a/4"]
+    assert here.told[-2:] == ["s:train:a/4", "s:train:a/3"]
 
 
 def test_what_is_written_is_the_state_at_the_copy(here: Here, disk: SlowDisk) -> None:

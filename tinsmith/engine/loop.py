@@ -287,7 +287,7 @@ class Engine:
             if self.workers.is_ready:
                 self.trainer.finish(give_up=time.monotonic() >= deadline)
             saving = self.trainer.saving
-            if saving != told or self.recorder.waiting or self.trainer.put_off:
+            if saving != told or self.recorder.waiting or self.trainer.waits_for_database:
                 told = saving
                 self.link.send(Saving())
             self.receive(min(self.patience(), DATABASE_BUSY_S))

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.engine.origin import Fresh, Origin, Saved
 from tinsmith.engine.steps import Steps, until_stored
@@ -56,6 +58,8 @@ class LoadedModel:
     """seq_id of the newest operation that is finished and has added gradients."""
     stepped_seq: int = -1
     """seq_id of the newest optim_step that is finished, whether it was applied or has failed."""
+    state: int = 0
+    """The number of the state that the last finished step, or load, has left: each leaves another."""
 
     @property
     def has_gradients(self) -> bool:
@@ -110,11 +114,16 @@ class Operations:
         """A number for a call or a pass, never given twice."""
         return next(self._numbers)
 
-    def start(self, command: Command) -> Steps[Ended]:
-        """The steps of a command. Raises TinsmithError: now, or from one of its steps."""
+    def read(self, command: Command) -> BaseModel:
+        """What a command asks for. Raises TinsmithError."""
+        payload = self.read_payload(command)
         if command.kind == REJECTED:
-            raise UserError(self.read_payload(command).decode())
-        match parse_json(OPERATIONS[command.kind], self.read_payload(command)):
+            raise UserError(payload.decode())
+        return parse_json(OPERATIONS[command.kind], payload)
+
+    def start(self, command: Command, request: BaseModel) -> Steps[Ended]:
+        """The steps of a command, which asks for that. Raises TinsmithError: now, or from one of its steps."""
+        match request:
             case CreateModelRequest() as request:
                 return self._create_model(command.model_id, request)
             case OptimStepRequest() as request:
@@ -199,6 +208,7 @@ class Operations:
         copy, before = self._copy_after(model, command.seq_id)
         answer = yield OptimStep(self.next_number(), model.base_model, model.model_id, asdict(settings), copy, before)
         model.origin = Saved(f"the kept copy of model {model.model_id}", copy, optimizer=True, lasts=True) if answer["kept"] else None
+        model.state += 1
         model.stepped_seq = command.seq_id
         return Ended({"metrics": answer["metrics"]})
 
@@ -219,8 +229,10 @@ class Operations:
         model = self.model(request.model_id)
         if not request.overwrite:
             self.checkpoints.check_free(CheckpointPath(model.model_id, "training", request.path))
+        copied_state = model.state
         saved = yield from self._written(model, "training", request.path, request.ttl_seconds, request.user_metadata)
-        if model.origin is None or not model.origin.lasts:  # both hold the same: no step came between
+        # A step may have been taken while the files were written: its state is not in them, and a model never goes further back.
+        if model.state == copied_state and (model.origin is None or not model.origin.lasts):
             model.origin = Saved(saved.tinker_path, saved.directory, optimizer=True)
         return Ended({"path": saved.tinker_path, "type": "save_weights"}, {"directory": saved.directory})
 
@@ -279,6 +291,7 @@ class Operations:
             raise UserError(f"{request.path} was saved with {saved}, the model was created with {model.shape}; their sizes must agree")
         yield from self._restored(model.base_model, model.model_id, checkpoint, request.optimizer)
         model.origin = Saved(checkpoint.tinker_path, checkpoint.directory, request.optimizer)
+        model.state += 1
         result = {"path": request.path, "model_id": request.model_id, "type": "load_weights"}
         return Ended(result, {"directory": checkpoint.directory})
 
@@ -288,6 +301,14 @@ class Operations:
             yield LoadModel(self.next_number(), base_model, model_id, path, checkpoint.directory, optimizer)
         except TinsmithError as error:
             raise self.checkpoints.why_not_read(path, error) from error
+
+
+def writes_files(request: BaseModel) -> bool:
+    """Whether it is a save whose copy of the model is written to files."""
+    match request:
+        case SaveWeightsForSamplerRequest():
+            return request.path is not None
+    return isinstance(request, SaveWeightsRequest | SaveWeightsExternalRequest)
 
 
 def _seed_of(model_id: str) -> int:

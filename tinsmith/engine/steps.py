@@ -1,6 +1,6 @@
 """How an operation is told that waits for its worker: as a generator that yields what it waits for.
 
-    steps = operations.start(command)       # nothing has happened yet
+    steps = operations.start(command, ...)  # nothing has happened yet
     next(steps)  -> a call                  # the engine sends it to the worker, and goes on with other work
     steps.send({"metrics": ...})            # the answer; or steps.throw(error)
     StopIteration(value)                    # what the operation came to

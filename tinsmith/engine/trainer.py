@@ -10,7 +10,6 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import orjson
@@ -19,13 +18,15 @@ from tinsmith.engine.backoff import Backoff
 from tinsmith.engine.comeback import Comeback
 from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.engine.forward_work import ForwardWork
-from tinsmith.engine.operations import Ended, Operations
+from tinsmith.engine.operations import Ended, Operations, writes_files
 from tinsmith.engine.passes import ForwardOperation
-from tinsmith.engine.steps import Steps, Wait
+from tinsmith.engine.running import Running, log_finished
+from tinsmith.engine.saves import Saves
+from tinsmith.engine.steps import Wait
 from tinsmith.errors import StoreUnavailableError, TinsmithError, UserError
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.work import Answer, CallFailed, PassDone, Prepared, PrepareFailed, error_of
+from tinsmith.protocol.work import Answer, CallFailed, Copied, PassDone, Prepared, PrepareFailed, error_of
 from tinsmith.store.records import Command, Outcome
 from tinsmith.wire.forward_backward import encode_output
 
@@ -33,22 +34,6 @@ log = logging.getLogger(__name__)
 
 SAVE_AGAIN_S = 60.0
 """Time between two attempts to save a model whose session has ended: each writes until the disk is full."""
-
-
-@dataclass(eq=False)
-class Running:
-    """An operation that waits for its worker, or for the database."""
-
-    model_id: str
-    steps: Steps[Ended]
-    command: Command | None
-    """None if the server saves a model that it is going to unload."""
-    started_at: float = field(default_factory=time.monotonic)
-    """Monotonic time."""
-    in_call: int | None = None
-    """The number of the call that it waits for; None if it waits for the database."""
-    has_begun: bool = False
-    """Whether it has come to its first call: before that nothing of it has happened."""
 
 
 class Trainer:
@@ -74,6 +59,8 @@ class Trainer:
         self.forward = ForwardWork(tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off)
         self.running: dict[str, Running] = {}
         """The operation of each model that runs and is no forward work."""
+        self.saves = Saves()
+        """Saves that are written while their models go on."""
         self.ending: dict[str, bool] = {}
         """Models to unload as soon as what they have begun has ended, and whether to save them first."""
         self.unsaved: dict[str, float] = {}
@@ -91,21 +78,26 @@ class Trainer:
         queue = self.queue.models.get(model_id)
         running = self.running.get(model_id)
         here = len(self.forward.operations.get(model_id, ())) + (running is not None and running.command is not None)
-        return here + (len(queue.held) if queue else 0)
+        return here + (model_id in self.saves.writing) + (len(queue.held) if queue else 0)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is being computed, and nothing will be before a new command comes."""
-        forward = self.forward.operations or self.forward.complete
-        return not (forward or self.running or self.put_off or self.comeback.waiting or self.queue.ready() or self._to_unload())
+        begun = self.forward.operations or self.forward.complete or self.running or self.saves.writing
+        return not (begun or self.put_off or self.comeback.waiting or self.queue.ready() or self._to_unload())
 
     @property
     def wait_s(self) -> float:
         """Seconds until a `turn` has something to do that no message announces."""
-        waits = [self.backoff.wait_s] if self.put_off else []
-        busy = self.put_off | self._begun
+        waits = [self.backoff.wait_s] if self.waits_for_database else []
+        busy = self.put_off.union(self._begun, self.saves.writing)
         waits += [max(0.0, due_at - time.monotonic()) for model_id, due_at in self.unsaved.items() if model_id not in busy]
         return min(waits, default=float("inf"))
+
+    @property
+    def waits_for_database(self) -> bool:
+        """Whether a model, or a checkpoint whose files are written, waits for the database."""
+        return bool(self.put_off or self.saves.unrecorded)
 
     @property
     def overdue_at(self) -> float | None:
@@ -121,7 +113,7 @@ class Trainer:
         """The models that can be unloaded now."""
         now = time.monotonic()
         unsaved = (model_id for model_id, due_at in self.unsaved.items() if due_at > now)
-        busy = self.put_off.union(self._begun, unsaved)
+        busy = self.put_off.union(self._begun, self.saves.writing, unsaved)
         return [model_id for model_id in self.ending if model_id not in busy]
 
     def add(self, command: Command) -> None:
@@ -147,17 +139,19 @@ class Trainer:
     def turn(self) -> None:
         """Send the worker what is due, then record what it has computed."""
         self.comeback.turn()
-        tried_again = self.put_off if self.backoff.wait_s == 0 else set()
+        is_due = self.backoff.wait_s == 0
+        unrecorded = self.saves.unrecorded if is_due else []
+        tried_again = self.put_off if is_due else set()
         self.put_off = self.put_off - tried_again
-        for model_id in tried_again & self.running.keys():
-            self._go_on(self.running[model_id], None)
+        for running in [*unrecorded, *(self.running[model_id] for model_id in tried_again & self.running.keys())]:
+            self._go_on(running, None)
         for model_id in self.queue.ready():
             if model_id not in self.put_off and model_id not in self.comeback.waiting:
                 self._advance(model_id)
         self.forward.send_passes(self.put_off)
         self._record_complete()
         self._unload_due()
-        if tried_again and not tried_again & self.put_off:
+        if (tried_again or unrecorded) and not tried_again & self.put_off and not self.saves.unrecorded:
             self.backoff.succeeded()
 
     def _unload_due(self) -> None:
@@ -186,7 +180,7 @@ class Trainer:
     @property
     def is_stopped(self) -> bool:
         """Whether nothing is being computed or saved, and no model is left to be saved."""
-        return not (self.forward.passes or self.running or self.forward.complete or self.operations.models)
+        return not (self.forward.passes or self.running or self.saves.writing or self.forward.complete or self.operations.models)
 
     @property
     def saving(self) -> str | None:
@@ -204,15 +198,19 @@ class Trainer:
         waiting = set[str]()
         if self.backoff.wait_s == 0 or give_up:
             waiting, self.put_off = self.put_off, waiting
-            for model_id in waiting & self.running.keys():
-                self._go_on(self.running[model_id], None)
+            for running in [*self.saves.unrecorded, *(self.running[model_id] for model_id in waiting & self.running.keys())]:
+                self._go_on(running, None)
         if self.forward.passes:
             return
         self.forward.operations.clear()  # what is computed in part stays in the log, and fails with what is queued there
-        without_database = (waiting | self.put_off) & self.operations.models.keys() if give_up else set[str]()
+        without_database = set[str]()
+        if give_up:
+            unrecorded = [saving.model_id for saving in self.saves.unrecorded]
+            without_database = waiting.union(self.put_off, unrecorded) & self.operations.models.keys()
         for model_id in {*self.unsaved, *without_database}:
             log.error("model %s could not be saved and is lost", model_id)
             self.running.pop(model_id, None)
+            self.saves.forget(model_id)
             self.ending[model_id] = False
         self.unsaved.clear()
         self.put_off -= {model_id for model_id in self.put_off if not self.ending.get(model_id, True)}
@@ -225,7 +223,7 @@ class Trainer:
     def _advance(self, model_id: str) -> None:
         """Take this model's commands in order: forward work until a pass is full, others only when nothing is before them."""
         queue = self.queue.models[model_id]
-        while (command := queue.head()) is not None and model_id not in self.running:
+        while (command := queue.head()) is not None and model_id not in self.running and model_id not in self.saves.next:
             is_forward = command.kind == "forward_backward"
             if self.forward.has_enough(model_id) if is_forward else model_id in self.forward.operations:
                 return
@@ -240,6 +238,9 @@ class Trainer:
     def _put_off(self, model_id: str, error: StoreUnavailableError) -> None:
         log.warning("model %s waits for the database: %s", model_id, error)
         self.put_off.add(model_id)
+        self._try_later()
+
+    def _try_later(self) -> None:
         if self.backoff.wait_s == 0:  # several models that are tried together are one attempt
             self.backoff.failed()
 
@@ -254,7 +255,12 @@ class Trainer:
     def _begin(self, command: Command) -> None:
         """Begin a command. Raises StoreUnavailableError if it could not."""
         with failing_into(partial(self._fail, command), StoreUnavailableError):
-            steps = self.operations.start(command)
+            request = self.operations.read(command)
+            if writes_files(request) and command.model_id in self.saves.writing:
+                self.queue.models[command.model_id].put_back(command)
+                self.saves.next.add(command.model_id)
+                return
+            steps = self.operations.start(command, request)
             self.running[command.model_id] = Running(command.model_id, steps, command)
         if command.model_id in self.running:
             self._go_on(self.running[command.model_id], None)
@@ -270,7 +276,10 @@ class Trainer:
                     self._end_running(running, end.value)
                     return
                 running.has_begun = True
-                if isinstance(step, Wait):
+                if isinstance(step, Wait) and running.copied_state is not None:
+                    log.warning("a checkpoint of model %s waits for the database: %s", running.model_id, step.reason)
+                    self._try_later()
+                elif isinstance(step, Wait):
                     self._put_off(running.model_id, step.reason)
                 else:
                     running.in_call = step.number
@@ -284,8 +293,22 @@ class Trainer:
                 raise
             self._put_off(running.model_id, error)
 
+    def _copied(self, number: int) -> None:
+        """The copy that a save writes is there, and its model goes on. One that the server is going to unload has nothing to go on with."""
+        running = next((running for running in self.running.values() if running.in_call == number), None)
+        if running is not None and running.command is not None:
+            del self.running[running.model_id]
+            self.saves.begin(running, self.operations.models[running.model_id].state)
+
+    def _remove(self, running: Running) -> None:
+        """An operation has ended."""
+        if running.copied_state is None:
+            del self.running[running.model_id]
+        else:
+            self.saves.forget(running.model_id)
+
     def _end_running(self, running: Running, ended: Ended) -> None:
-        del self.running[running.model_id]
+        self._remove(running)
         if running.command is None:
             self.unsaved.pop(running.model_id, None)
             self._unload(running.model_id)
@@ -297,7 +320,7 @@ class Trainer:
         log_finished(command, running.started_at, tokens=0, detail=metrics)
 
     def _failed_running(self, running: Running, error: TinsmithError) -> None:
-        del self.running[running.model_id]
+        self._remove(running)
         if running.command is not None:
             self._fail(running.command, error)
             return
@@ -318,6 +341,8 @@ class Trainer:
         match message:
             case Prepared() | PrepareFailed() | PassDone():
                 self.forward.take(message)
+            case Copied():
+                self._copied(message.number)
             case Answer():
                 self._answered(message.number, message.result)
             case CallFailed():
@@ -326,7 +351,8 @@ class Trainer:
     def _answered(self, number: int, answer: "dict[str, object] | TinsmithError") -> None:
         if self.comeback.answered(number, answer):
             return
-        running = next((running for running in self.running.values() if running.in_call == number), None)
+        begun = *self.running.values(), *self.saves.writing.values()
+        running = next((running for running in begun if running.in_call == number), None)
         if running is not None:
             self._go_on(running, answer)
 
@@ -377,6 +403,7 @@ class Trainer:
     def _forget(self, model_id: str) -> None:
         self.queue.drop(model_id)
         self.forward.forget(model_id)
+        self.saves.forget(model_id)  # of a model that is lost, with which it has failed
         self.suspects = {each for each in self.suspects if not each.startswith(f"{model_id}/")}
         self.trained_before += self.trained_tokens.pop(model_id, 0)
 
@@ -390,7 +417,12 @@ class Trainer:
         self._record_complete()
         self.comeback.workers_ended(reason)
         begun = [(each.command, each.is_at_worker) for queue in self.forward.operations.values() for each in queue]
-        begun += [(each.command, each.in_call is not None) for each in self.running.values() if each.command is not None]
+        anew, gone = self.saves.cut_short(self.operations.models)
+        begun += [(each.command, each.in_call is not None) for each in (*anew, *self.running.values()) if each.command is not None]
+        for saving in gone:
+            assert saving.command is not None
+            what = "while the save was written; its model has gone on since, and what was to be saved is gone: save again"
+            self._fail(saving.command, TinsmithError(f"{reason} {what}"))
         self.running.clear()
         self.unsaved.clear()
         self.put_off.clear()
@@ -403,7 +435,7 @@ class Trainer:
                 again[command.model_id].append(command)
                 self.suspects |= {command.request_id} if is_under_way else set()
         for model_id, commands in again.items():
-            self.queue.models[model_id].rewind(commands)
+            self.queue.models[model_id].rewind(sorted(commands, key=lambda command: command.seq_id))
 
     def _take_back_complete(self) -> None:
         """Run again what is computed and not recorded, where that keeps the model's open step whole. Recorded, it would lose gradients."""
@@ -428,21 +460,3 @@ def _outcome(operation: ForwardOperation) -> Outcome:
     outputs = [{"logprobs": result.logprobs} for result in operation.in_order]
     result = encode_output(outputs, operation.metrics)
     return Outcome(operation.command.request_id, result, "protobuf", None, None)
-
-
-def log_finished(command: Command, started_at: float, tokens: int, detail: str) -> None:
-    """One line for each finished operation: how much it was, what came out, how long it took, how long it had waited.
-
-    `started_at` is monotonic time. How long it waited is counted by the clock, which two processes share and somebody may have set.
-    """
-    seconds = time.monotonic() - started_at
-    log.info(
-        "model=%s seq_id=%d kind=%s tokens=%d %s seconds=%.3f queued=%.3f",
-        command.model_id,
-        command.seq_id,
-        command.kind,
-        tokens,
-        detail,
-        seconds,
-        max(0.0, time.time() - seconds - command.created_at),
-    )

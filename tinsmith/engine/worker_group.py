@@ -35,6 +35,7 @@ from tinsmith.protocol.work import (
     Answer,
     Call,
     CallFailed,
+    Copied,
     CreateModel,
     DeleteModel,
     Drop,
@@ -74,6 +75,8 @@ class Awaited:
         self.message = message
         self.ranks = list(ranks)
         self.replies: dict[int, Reply] = {}
+        self.copied: set[int] = set()
+        """Those that have their copy of what is to be saved."""
 
     def of(self, kind: type[R]) -> dict[int, R]:
         """The replies of one kind, by worker."""
@@ -365,6 +368,8 @@ class WorkerGroup:
             case SampleDone() | SampleFailed():
                 self._routing.ended(message.request_id, message.run)
                 return [message]
+            case Copied():
+                return self._copied(rank, message)
             case PassDone() | Prepared() | PrepareFailed() | PartWritten() | Answer() | CallFailed():
                 return self._replied(rank, message)
         return [message]
@@ -379,6 +384,12 @@ class WorkerGroup:
         facts = [worker.models for worker in self.workers]
         self.models = {name: _common([of_worker[name] for of_worker in facts]) for name in facts[0]}
         return [WorkerReady([each.to_dict() for each in self.models.values()], self.workers[0].device)]
+
+    def _copied(self, rank: int, message: Copied) -> list[Message]:
+        """The model can go on when all have copied their parts. Where one fails to, it waits for the failure."""
+        awaited = self._awaited[message.number]
+        awaited.copied.add(rank)
+        return [message] if len(awaited.copied) == len(awaited.ranks) else []
 
     def _replied(self, rank: int, message: Reply) -> list[Message]:
         awaited = self._awaited.get(message.number)

@@ -3,8 +3,8 @@
 Engine to worker: Prepare, Drop, RunPass, the calls (CreateModel, OptimStep, TakeSnapshot, SaveModel, ExportModel, LoadModel), what goes on
 with a call (FinishSave), the orders that need no answer (ClearGradients, DeleteModel, DropFiles), and of what the server says: Sample,
 CancelSample, EndSession, ForgetCheckpoint, Shutdown.
-Worker to engine: WorkerReady, Alive, Prepared, PrepareFailed, PassDone, PartWritten, Answer, CallFailed, WorkerStatus, Bye, and what is
-meant for the server: SampleDone, SampleFailed, SampleEvents.
+Worker to engine: WorkerReady, Alive, Prepared, PrepareFailed, PassDone, Copied, PartWritten, Answer, CallFailed, WorkerStatus, Bye, and
+what is meant for the server: SampleDone, SampleFailed, SampleEvents.
 
 A worker answers a call once, under the number that the engine gave it. Numbers are never used twice. Errors travel as the name of their
 class in `errors.py` and their message.
@@ -159,7 +159,10 @@ class TakeSnapshot(Message):
 
 @dataclass(frozen=True)
 class SaveModel(Message):
-    """Copy a model as it is now, and write the copy beside the device. The answer holds `size_bytes` and `has_optimizer`."""
+    """Copy a model as it is now, and write the copy beside the device.
+
+    `Copied` is told before the answer, which holds `size_bytes` and `has_optimizer`.
+    """
 
     number: int
     base_model: str
@@ -179,6 +182,14 @@ class ExportModel(Message):
     recipients: list[str]
     """Keys of age to encrypt the files for; empty leaves them in plain."""
     checkpoint: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Copied(Message):
+    """A worker has the copy that SaveModel or ExportModel asks for: what it does to the model from now on is not in it."""
+
+    number: int
+    """Of the call, which is answered when the copy is written."""
 
 
 @dataclass(frozen=True)

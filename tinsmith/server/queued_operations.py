@@ -43,10 +43,12 @@ class QueuedOperations:
         request_id, session_id = ids.request_id(model_id, seq_id), ids.session_of(model_id)
         if request_id in self._sizes:
             return False
-        first = min(self._of_model.get(model_id, ()), default=0)
+        ended = self._ended.get(model_id, -1)
+        # A save may end after what comes behind it, which does not wait for it.
+        first = min((queued for queued in self._of_model.get(model_id, ()) if queued > ended), default=0)
         if seq_id >= first:
             self._check("all sessions have", self._of_session.total(), size, self._limits[0], "max_queued_mib")
-        if seq_id >= first and first <= self._ended.get(model_id, -1) + 1:
+        if seq_id >= first and first <= ended + 1:
             self._check(f"session {session_id} has", self._of_session[session_id], size, self._limits[1], "max_queued_session_mib")
         self._sizes[request_id] = size
         self._of_session[session_id] += size

@@ -1,7 +1,7 @@
 """What the engine asks of models: create, step, snapshot, save, export, load. Each call is answered once.
 
 The device's thread computes and copies. Files are written from the copy, and read, in threads beside it, so that nobody's save or load
-keeps others from training and sampling.
+keeps others from training and sampling. What is saved goes on itself as soon as the engine has heard that the copy is there.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,6 +20,7 @@ from tinsmith.protocol.work import (
     Answer,
     Call,
     CallFailed,
+    Copied,
     CreateModel,
     ExportModel,
     LoadModel,
@@ -116,12 +117,15 @@ class Models:
             optimizer = message.optimizer
         part = backend.copy_part(message.model_id, optimizer)
         if part is not None:
+            self._copied(message)
             self.joint.write(message, part)
             return
         if not self.kept.place.writes(message.model_id):
+            self._copied(message)
             self._answer(message, {})
             return
         state = backend.copy_state(message.model_id, optimizer)
+        self._copied(message)
         write: Callable[[Path], None] = partial(write_state, state)
         if isinstance(message, ExportModel):
             write = partial(write_external, state, backend.base.layout, recipients=recipients)
@@ -173,6 +177,9 @@ class Models:
             self.backends[message.base_model].restore(message.model_id, state)
             self.kept.restored(message.model_id, message.directory, sum(tensor.numel() for tensor in state.tensors.values()))
             self._answer(message, {})
+
+    def _copied(self, message: SaveModel | ExportModel) -> None:
+        self.send(Copied(message.number))
 
     def _answer(self, message: Call, result: dict[str, Any]) -> None:
         self.send(Answer(message.number, result))

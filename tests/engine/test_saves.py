@@ -1,0 +1,472 @@
+"""Saves that are written while their own model goes on: what is saved is the model at the save's place among its operations, or nothing."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.engine.here import LONG_S, Here
+from tests.engine.test_database_trouble import files_of_checkpoints, locked
+from tests.engine.test_recovery import LENGTHS, REASON, assert_same, die, results, state, step
+from tinsmith.config import TrainingConfig
+from tinsmith.models.base import BaseModel
+from tinsmith.protocol.serving import EndSession
+from tinsmith.protocol.work import Answer, CallFailed, Copied
+from tinsmith.store.files import kept_copies
+from tinsmith.training.checkpoint import SavedState, read_state, write_state
+from tinsmith.worker.exports import write_external
+
+MODEL = "s:train:a"
+
+
+class SlowDisk:
+    """Takes the files of saves only once it is `released`. What else is written, such as kept copies, does not wait."""
+
+    def __init__(self) -> None:
+        self.reached, self.released = threading.Event(), threading.Event()
+        self.released.set()
+        self.is_full = False
+        self.writing = self.most = 0
+        """Saves that are being written now, and most of them at a time."""
+
+    def hold(self) -> None:
+        """Hold what comes from now on."""
+        self.reached.clear()
+        self.released.clear()
+
+    def write(self, real: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        """Write as the real function does, later."""
+        self.writing += 1
+        self.most = max(self.most, self.writing)
+        self.reached.set()
+        assert self.released.wait(LONG_S)
+        self.writing -= 1
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(*arguments, **options)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
+    slow = SlowDisk()
+    monkeypatch.setattr("tinsmith.worker.models.write_state", partial(slow.write, write_state))
+    monkeypatch.setattr("tinsmith.worker.models.write_external", partial(slow.write, write_external))
+    yield slow
+    slow.released.set()
+
+
+@pytest.fixture
+def make(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SlowDisk) -> Callable[..., Here]:
+    """Makes engines with one model that is ready, each with a data directory of its own."""
+    monkeypatch.setattr("tinsmith.engine.loop.DATABASE_BUSY_S", 0.05)
+
+    def made(name: str = "data", kept_copies_gib: float = 32.0) -> Here:
+        training = TrainingConfig(tokens_per_pass=64, kept_copies_gib=kept_copies_gib, kept_copies_share=1.0)
+        here = Here({"tiny": text_base}, tmp_path / name, training=training)
+        here.create("a")
+        here.settle()
+        return here
+
+    return made
+
+
+@pytest.fixture
+def here(make: Callable[..., Here]) -> Here:
+    """A model after a step, of which steps leave copies."""
+    made = make()
+    step(made, 1)
+    return made
+
+
+@pytest.fixture
+def uncopied(make: Callable[..., Here]) -> Here:
+    """A model after a step, of which steps leave no copies."""
+    made = make(kept_copies_gib=0.0)
+    step(made, 1)
+    return made
+
+
+def hold_save(here: Here, disk: SlowDisk, seq: int = 3, name: str = "kept") -> None:
+    """A save of `a` whose copy is there, and is being written."""
+    disk.hold()
+    here.save("a", seq, name)
+    here.until(lambda: MODEL in here.engine.trainer.saves.writing and disk.reached.is_set())
+
+
+def step_beside(here: Here, seq: int) -> None:
+    """A whole step of `a`, to its end, while a save is written."""
+    here.forward("a", seq, LENGTHS, target=seq)
+    here.optim("a", seq + 1, learning_rate=0.1)
+    here.until(lambda: {f"{MODEL}/{seq}", f"{MODEL}/{seq + 1}"} <= set(here.told))
+    assert results(here, seq, seq + 1)
+
+
+def waited_for(make: Callable[..., Here], *seqs: int) -> tuple[list[object], dict[str, Tensor]]:
+    """What steps that begin with these come to, and the model after them, if the save behind the first one ends before the next begins."""
+    other = make("undisturbed")
+    for number, seq in enumerate(seqs):
+        step(other, seq)
+        if number == 0:
+            other.save("a", 3, "kept")
+            other.settle()
+    return results(other, *(each for seq in seqs for each in (seq, seq + 1))), state(other)
+
+
+def saved(here: Here, name: str = "kept") -> SavedState:
+    """What a checkpoint of `a` holds."""
+    row = here.store.require_checkpoint(f"tinker://{MODEL}/weights/{name}")
+    directory = Path(here.worker.models.files.shown(row.directory))
+    return read_state(directory, here.backend().base, optimizer=row.has_optimizer)
+
+
+def tensors_of(read: SavedState) -> dict[str, Tensor]:
+    return {**read.tensors, **(read.moments or {})}
+
+
+def test_the_model_goes_on_while_its_save_is_written_and_the_save_is_of_before(here: Here, disk: SlowDisk) -> None:
+    before = state(here)
+    hold_save(here, disk)
+    step_beside(here, 4)
+    here.snapshot("a", 6)
+    here.until(lambda: f"{MODEL}/6" in here.told)
+    assert here.error("a", 6) is None
+    assert (here.store.status(f"{MODEL}/3"), here.store.checkpoint(f"tinker://{MODEL}/weights/kept")) == ("queued", None)
+    assert here.engine.trainer.queued(MODEL) == 1
+    disk.released.set()
+    here.settle()
+    assert here.told[-1] == f"{MODEL}/3"
+    assert results(here, 3)
+    assert_same(tensors_of(saved(here)), before)
+
+
+def test_steps_beside_a_save_are_those_without_one(here: Here, disk: SlowDisk, make: Callable[..., Here]) -> None:
+    hold_save(here, disk)
+    step_beside(here, 4)
+    disk.released.set()
+    here.settle()
+    expected, after = waited_for(make, 1, 4)
+    assert results(here, 1, 2, 4, 5) == expected
+    assert_same(state(here), after)
+
+
+@pytest.mark.parametrize("kind", ["save_weights_for_sampler", "save_weights_external"])
+def test_saves_for_other_purposes_keep_their_model_no_longer(here: Here, disk: SlowDisk, kind: Any) -> None:
+    disk.hold()
+    here.add("a", 3, kind, {"model_id": MODEL, "seq_id": 3, "path": "kept"})
+    here.until(disk.reached.is_set)
+    step_beside(here, 4)
+    assert here.store.status(f"{MODEL}/3") == "queued"
+    disk.released.set()
+    here.settle()
+    assert results(here, 3)
+
+
+def test_a_write_that_fails_after_a_step_fails_the_save_alone(here: Here, disk: SlowDisk, make: Callable[..., Here]) -> None:
+    hold_save(here, disk)
+    step_beside(here, 4)
+    disk.is_full = True
+    disk.released.set()
+    here.settle()
+    refused = here.outcome("a", 3)
+    assert "No space left on device" in str(refused.error)
+    assert refused.category == "server"
+    assert (files_of_checkpoints(here), here.store.checkpoint(f"tinker://{MODEL}/weights/kept")) == ([], None)
+    disk.is_full = False
+    step(here, 6)
+    expected, after = waited_for(make, 1, 4, 6)
+    assert results(here, 1, 2, 4, 5, 6, 7) == expected
+    assert_same(state(here), after)
+
+
+def test_a_copy_that_fails_fails_the_save_before_anything_behind_it(here: Here, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_arguments: object) -> SavedState:
+        raise MemoryError("no room for a copy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(here.backend(), "copy_state", failing)
+        here.save("a", 3, "kept")
+        here.optim("a", 4)
+        here.settle()
+    assert "no room for a copy" in str(here.error("a", 3))
+    assert here.told[-2:] == [f"{MODEL}/3", f"{MODEL}/4"]
+    assert here.engine.trainer.saves.writing == {}
+
+
+# ---- One at a time
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_next_save_of_a_model_waits_for_the_one_before(here: Here, disk: SlowDisk, overwrite: bool) -> None:
+    before = state(here)
+    hold_save(here, disk)
+    step_beside(here, 4)
+    after = state(here)
+    here.add("a", 6, "save_weights", {"model_id": MODEL, "seq_id": 6, "path": "kept", "overwrite": overwrite})
+    here.forward("a", 7, LENGTHS)
+    here.until(lambda: MODEL in here.engine.trainer.saves.next)
+    for _ in range(5):
+        here.turn()
+    assert [here.store.status(f"{MODEL}/{seq}") for seq in (3, 6, 7)] == ["queued"] * 3
+    disk.released.set()
+    here.settle()
+    assert (disk.most, here.engine.trainer.saves.next) == (1, set())
+    assert results(here, 3, 7)
+    if overwrite:
+        assert results(here, 6)
+    else:
+        assert f"tinker://{MODEL}/weights/kept exists already" in str(here.error("a", 6))
+    assert_same(tensors_of(saved(here)), after if overwrite else before)
+
+
+def test_saves_of_several_models_are_written_at_once(here: Here, disk: SlowDisk) -> None:
+    here.create("b")
+    here.settle()
+    hold_save(here, disk)
+    here.save("b", 1, "kept")
+    here.until(lambda: disk.most == 2)
+    here.optim("b", 2)
+    here.until(lambda: "s:train:b/2" in here.told)
+    disk.released.set()
+    here.settle()
+    assert [here.error("a", 3), here.error("b", 1)] == [None, None]
+
+
+# ---- What a lost worker leaves
+
+
+def test_a_save_that_a_step_has_overtaken_does_not_hold_the_state_of_its_model(uncopied: Here, disk: SlowDisk) -> None:
+    """A model that came back from it would have lost a step without a word."""
+    here = uncopied
+    hold_save(here, disk)
+    step_beside(here, 4)
+    disk.released.set()
+    here.settle()
+    assert results(here, 3)
+    assert here.engine.trainer.operations.models[MODEL].origin is None
+    die(here)
+    here.optim("a", 6)
+    here.settle()
+    assert "there is no copy of what the last step left" in str(here.error("a", 6)) or "was lost" in str(here.error("a", 6))
+    assert f"newest checkpoint, tinker://{MODEL}/weights/kept" in str(here.error("a", 6))
+
+
+def test_a_save_that_no_step_has_overtaken_holds_the_state_of_its_model(uncopied: Here, disk: SlowDisk) -> None:
+    """What is computed beside it changes no state, and neither does a step that is refused."""
+    here = uncopied
+    before = state(here)
+    hold_save(here, disk)
+    here.forward("a", 4, LENGTHS)
+    here.add("a", 5, "forward_backward", b"no protobuf")
+    here.optim("a", 6)
+    here.until(lambda: f"{MODEL}/6" in here.told)
+    assert "the step was refused" in str(here.error("a", 6))
+    disk.released.set()
+    here.settle()
+    die(here)
+    here.settle()
+    assert_same(state(here), before)
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_step_that_runs_when_the_save_ends_counts_once_it_is_finished(uncopied: Here, disk: SlowDisk, heard: bool) -> None:
+    """The worker has taken it and dies; whether the engine has heard of it decides what the model is."""
+    here = uncopied
+    before = state(here)
+    hold_save(here, disk)
+    here.optim("a", 4, learning_rate=0.1)
+    here.until(lambda: MODEL in here.engine.trainer.running)
+    here.process.work()
+    (stepped,) = here.process.wire.taken()
+    disk.released.set()
+    here.until(lambda: f"{MODEL}/3" in here.told)
+    if heard:
+        here.process.wire.sent.append(stepped)
+        here.until(lambda: f"{MODEL}/4" in here.told)
+        assert here.engine.trainer.operations.models[MODEL].origin is None
+        return
+    here.process.is_stuck = True
+    die(here)
+    here.until(lambda: not here.engine.trainer.comeback.waiting)
+    assert_same(state(here), before)
+    here.settle()
+    assert results(here, 4)
+
+
+# ---- The end of a worker
+
+
+def test_a_save_that_is_cut_short_is_written_again_before_what_comes_behind_it(here: Here, disk: SlowDisk) -> None:
+    before = state(here)
+    hold_save(here, disk)
+    here.process.is_stuck = True
+    here.forward("a", 4, LENGTHS)
+    here.until(lambda: here.process.passes and here.process.passes[-1].pieces[0][0] == f"{MODEL}/4")
+    here.optim("a", 5, learning_rate=0.1)
+    die(here)
+    here.until(lambda: f"{MODEL}/5" in here.told)
+    assert here.store.status(f"{MODEL}/3") == "queued"
+    disk.released.set()
+    here.settle()
+    assert results(here, 3, 4, 5)
+    assert_same(tensors_of(saved(here)), before)
+
+
+def test_a_save_that_is_cut_short_behind_a_step_fails_and_its_model_comes_back(here: Here, disk: SlowDisk) -> None:
+    hold_save(here, disk)
+    step_beside(here, 4)
+    after = state(here)
+    here.save("a", 6, "next")
+    here.until(lambda: MODEL in here.engine.trainer.saves.next)
+    die(here)
+    disk.released.set()
+    here.settle()
+    assert str(here.error("a", 3)).startswith(f"{REASON} while the save was written; its model has gone on since")
+    assert here.store.checkpoint(f"tinker://{MODEL}/weights/kept") is None
+    assert_same(state(here), after)
+    assert_same(tensors_of(saved(here, "next")), after)
+    step(here, 7)
+    assert results(here, 6, 7, 8)
+
+
+def test_a_save_that_ends_the_workers_again_fails(here: Here, disk: SlowDisk) -> None:
+    hold_save(here, disk)
+    die(here)
+    here.until(lambda: MODEL in here.engine.trainer.saves.writing)
+    die(here)
+    disk.released.set()
+    here.settle()
+    assert here.error("a", 3) == f"{REASON} while the operation was run, for the second time"
+    step(here, 4)
+    assert results(here, 4, 5)
+
+
+def test_a_lost_model_takes_its_save_along(uncopied: Here, disk: SlowDisk) -> None:
+    here = uncopied
+    hold_save(here, disk)
+    step_beside(here, 4)
+    die(here)
+    disk.released.set()
+    here.settle()
+    assert str(here.error("a", 3)).startswith(f"{REASON}, and there is no copy")
+    assert (here.engine.trainer.saves.writing, here.engine.trainer.operations.models) == ({}, {})
+
+
+def test_what_a_worker_says_of_saves_that_it_had_before_touches_nothing(here: Here, disk: SlowDisk) -> None:
+    hold_save(here, disk)
+    number = here.engine.trainer.saves.writing[MODEL].in_call
+    assert number is not None
+    die(here)
+    here.until(lambda: MODEL in here.engine.trainer.saves.writing)
+    for message in (Copied(number), Answer(number, {}), CallFailed(number, "TinsmithError", "too late")):
+        here.engine.handle_worker(message)
+    disk.released.set()
+    here.settle()
+    assert results(here, 3)
+
+
+# ---- The database
+
+
+def test_a_model_goes_on_while_the_row_of_its_save_waits(here: Here, disk: SlowDisk) -> None:
+    before = state(here)
+    hold_save(here, disk)
+    here.process.is_stuck = True
+    here.forward("a", 4, LENGTHS, target=4)
+    here.optim("a", 5, learning_rate=0.1)
+    here.until(lambda: here.engine.trainer.forward.passes)
+    with locked(here):
+        disk.released.set()
+        here.until(lambda: here.engine.trainer.saves.unrecorded)
+        assert here.engine.trainer.wait_s < LONG_S
+        here.process.is_stuck = False
+        here.until(lambda: here.engine.trainer.operations.models[MODEL].state == 2)
+        assert here.engine.trainer.put_off == set()
+    here.settle()
+    assert results(here, 3, 4, 5)
+    assert_same(tensors_of(saved(here)), before)
+    assert not here.engine.trainer.backoff.is_failing
+
+
+def test_a_save_that_waits_for_its_row_outlives_the_worker(here: Here, disk: SlowDisk) -> None:
+    """All that the checkpoint needs of the worker is written."""
+    before = state(here)
+    hold_save(here, disk)
+    step_beside(here, 4)
+    with locked(here):
+        disk.released.set()
+        here.until(lambda: here.engine.trainer.saves.unrecorded)
+        die(here)
+    here.settle()
+    assert results(here, 3)
+    assert_same(tensors_of(saved(here)), before)
+    assert len(list(kept_copies(Path(here.config.data_dir), MODEL).iterdir())) == 2
+
+
+# ---- Ends
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_a_model_is_unloaded_when_its_save_has_ended(here: Here, disk: SlowDisk, save: bool) -> None:
+    hold_save(here, disk)
+    step_beside(here, 4)
+    after = state(here)
+    here.save("a", 6, "behind")
+    here.until(lambda: MODEL in here.engine.trainer.saves.next)
+    here.store.finish_session("s", "idle", None)
+    here.say(EndSession("s", save=save))
+    here.until(lambda: f"{MODEL}/6" in here.told)
+    assert "cancelled" in str(here.error("a", 6))
+    assert list(here.engine.trainer.operations.models) == [MODEL]
+    disk.released.set()
+    here.settle()
+    assert results(here, 3)
+    assert here.engine.trainer.operations.models == {}
+    assert (here.store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None) == save
+    if save:
+        assert_same(tensors_of(saved(here, "session-end")), after)
+
+
+def test_an_engine_that_is_stopped_ends_the_saves_that_are_written(here: Here, disk: SlowDisk) -> None:
+    hold_save(here, disk)
+    step_beside(here, 4)
+    after = state(here)
+    threading.Timer(0.5, disk.released.set).start()
+    here.engine._end()
+    assert here.engine.trainer.is_stopped
+    assert results(here, 3)
+    assert_same(tensors_of(saved(here, "session-end")), after)
+
+
+def test_an_engine_that_is_stopped_does_not_wait_for_ever_for_a_row(here: Here, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith.engine.loop.BUSY_S", 0.5)
+    hold_save(here, disk)
+    with locked(here):
+        disk.released.set()
+        here.until(lambda: here.engine.trainer.saves.unrecorded)
+        here.engine._end()
+    assert here.engine.trainer.is_stopped
+    assert here.store.status(f"{MODEL}/3") == "queued"  # which the next server calls failed
+
+
+def test_a_save_that_had_not_ended_with_the_engine_fails_and_what_ended_behind_it_stays(
+    here: Here, disk: SlowDisk, text_base: BaseModel
+) -> None:
+    """As the server does it that starts the next engine."""
+    hold_save(here, disk)
+    step_beside(here, 4)
+    here.forward("a", 6, LENGTHS)
+    failed = here.store.fail_unfinished("the engine ended")
+    assert failed == [f"{MODEL}/3", f"{MODEL}/6"]
+    assert str(here.error("a", 3)).startswith("the engine ended")
+    assert results(here, 4, 5)
+    next_one = Here({"tiny": text_base}, Path(here.config.data_dir))
+    next_one.create("b")
+    next_one.settle()
+    assert next_one.told == ["s:train:b/0"]
+    assert next_one.store.checkpoint(f"tinker://{MODEL}/weights/kept") is None
