@@ -126,7 +126,7 @@ def test_code_and_pages_use_plain_words() -> None:
         for file in files
         if not str(file.relative_to(ROOT)).startswith(UNFINISHED)
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
-        for match in puzzling.finditer(line)
+        for match in puzzling.finditer(line.replace("triton.knobs", ""))  # which is Triton's name for it
     ]
     assert not found, "\n".join(found)
 

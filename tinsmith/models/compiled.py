@@ -97,9 +97,9 @@ def count_kernels() -> None:
     """Count the variants of our own Triton kernels too: one for each combination of constants, precisions and alignments."""
     if not has_triton():
         return
-    knobs = import_module("triton.knobs")
-    if getattr(knobs.runtime, "jit_post_compile_hook", "not in this version") is None:  # somebody else's stays
-        knobs.runtime.jit_post_compile_hook = _count_kernel
+    hooks = import_module("triton.knobs").runtime
+    if getattr(hooks, "jit_post_compile_hook", "not in this version") is None:  # somebody else's stays
+        hooks.jit_post_compile_hook = _count_kernel
 
 
 def _count_kernel(*, fn: Any, **others: Any) -> None:
