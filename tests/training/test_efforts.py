@@ -9,8 +9,10 @@ import torch
 from tests.bases import DEVICE, datum, load, random_tokens, renderer
 from tests.memory import CountedMemory
 from tests.training.test_backend import backend_with, gradients
+from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.pass_memory import KEEP_ALL, Effort, PassMemory
+from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.efforts import PATIENCE, Efforts
 from tinsmith.training.packed_pass import run_packed
@@ -55,6 +57,45 @@ def test_a_sequence_that_does_not_fit_is_recomputed_with_the_same_gradients(fami
         refused = backend.run_pass(work, backward=True)
     assert "a sequence of 700 tokens needs more memory than cpu has left" in refused.failures[0]
     assert backend.optimizers["a"].gradients is None
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="limits the memory of a GPU")
+def test_a_gpu_that_runs_out_of_memory_computes_the_same_gradients(family_dir: Callable[[str], Path]) -> None:
+    """Its allocator really refuses: a pass that keeps everything does not fit, one that recomputes does."""
+    base = load(family_dir("qwen3"), dtype="bfloat16")
+    backend = LocalBackend(base, TrainingConfig())
+    backend.create_model("a", LoraShape(4, 0))
+    work = [datum("a", renderer(base).render([random_tokens(0, 60_000)]))]
+    reserved = {}
+    for effort in (KEEP_ALL, backend.efforts.memory.smallest):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        run_packed(base, work, [backend.optimizers["a"]], True, backend.config.logits_chunk, effort)
+        reserved[effort] = torch.cuda.max_memory_reserved()
+        backend.clear_gradients("a")
+    kept, recomputed = reserved[KEEP_ALL], reserved[backend.efforts.memory.smallest]
+    assert recomputed < 0.9 * kept
+    backend.run_pass(work, backward=True)
+    expected = gradients(backend, "a")
+    backend.clear_gradients("a")
+    chosen: list[Effort] = []
+    backend.efforts.first = lambda tokens, backward: KEEP_ALL  # type: ignore[method-assign]
+    inner = backend.efforts.more
+
+    def more(effort: Effort, tokens: int, alone: bool) -> Effort | None:
+        chosen.append(effort)
+        return inner(effort, tokens, alone)
+
+    backend.efforts.more = more  # type: ignore[method-assign]
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((kept + recomputed) / 2 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        assert backend.run_pass(work, backward=True).failures == {}
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert chosen == [KEEP_ALL]
+    for one, other in zip(gradients(backend, "a"), expected, strict=True):
+        assert float((one - other).norm()) <= 0.01 * float(other.norm())  # attention's sums on a GPU have no fixed order
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts the memory of the CPU")
