@@ -20,9 +20,9 @@ from types import FrameType
 
 import psutil
 
-SIGN = 0.005
-"""Part of a processor that has to be used between two looks to be a sign, beside what threads use that are no sign. What moves a slow
-network's bytes uses more, and a process that only sends heartbeats less."""
+SIGN = 0.02
+"""Part of a processor that has to be used between two looks to be a sign, beside what threads use that are no sign. Less is no work: the
+threads of gloo look for messages a hundred times a second, and use nearly a hundredth while they wait."""
 
 APART = ("heartbeat", "vllm")
 """Names of threads whose work is no sign: the one that looks, and the one that talks to vLLM servers, for which nobody waits."""
@@ -62,6 +62,7 @@ class Progress:
         """Nothing is known yet."""
         self._process = psutil.Process()
         self._used_s = 0.0
+        self._looked_at = time.monotonic()
         self._others_s: dict[int, float] = {}
         self._at: object = None
         self.still_s = 0.0
@@ -77,14 +78,15 @@ class Progress:
         now = None if at is None else (at, _positions())
         came_on = now is None or now != self._at
         self._at = now
-        used_s = _used_s()
+        used_s, looked_at = _used_s(), time.monotonic()
         used, self._used_s = used_s - self._used_s, used_s
-        children_work = self._children_work(since_s)
-        moved = came_on or used >= SIGN * since_s or children_work or _waits_for_disk()
+        passed_s, self._looked_at = max(since_s, looked_at - self._looked_at), looked_at  # on a busy machine looks come late
+        children_work = self._children_work(passed_s)
+        moved = came_on or used >= SIGN * passed_s or children_work or _waits_for_disk()
         self.still_s = 0.0 if moved else self.still_s + since_s
         self.stuck_s = 0.0 if came_on else self.stuck_s + since_s
 
-    def _children_work(self, since_s: float) -> bool:
+    def _children_work(self, passed_s: float) -> bool:
         """Whether processes that it has started, and theirs, use a processor, or come and go: compilers, which are waited for.
 
         Servers have process groups of their own, and nobody waits for what they compute.
@@ -99,7 +101,7 @@ class Progress:
                 return True
         if before.keys() != self._others_s.keys():
             return True
-        return sum(self._others_s.values()) - sum(before.values()) >= SIGN * since_s
+        return sum(self._others_s.values()) - sum(before.values()) >= SIGN * passed_s
 
 
 def _used_s() -> float:
