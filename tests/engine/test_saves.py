@@ -454,6 +454,28 @@ def test_an_engine_that_is_stopped_does_not_wait_for_ever_for_a_row(here: Here, 
     assert here.store.status(f"{MODEL}/3") == "queued"  # which the next server calls failed
 
 
+def test_an_engine_that_is_stopped_does_not_wait_for_the_row_of_a_lost_model(
+    here: Here, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinsmith.engine.loop.BUSY_S", 0.5)
+    hold_save(here, disk)
+    with locked(here):
+        disk.released.set()
+        here.until(lambda: here.engine.trainer.saves.unrecorded)
+        here.engine.trainer.operations.models.pop(MODEL)  # as when it could not come back after its workers had ended
+        here.engine._end()
+    assert here.engine.trainer.is_stopped
+
+
+def test_an_engine_that_is_stopped_says_that_it_writes_a_save(here: Here, disk: SlowDisk) -> None:
+    """So the server has patience with it."""
+    hold_save(here, disk)
+    assert here.engine.trainer.saving == MODEL
+    disk.released.set()
+    here.until(lambda: not here.engine.trainer.saves.writing)
+    assert here.engine.trainer.saving is None
+
+
 def test_a_save_that_had_not_ended_with_the_engine_fails_and_what_ended_behind_it_stays(
     here: Here, disk: SlowDisk, text_base: BaseModel
 ) -> None:

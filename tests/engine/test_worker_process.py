@@ -219,16 +219,22 @@ def test_a_worker_that_beats_and_makes_no_progress_is_killed(watch: Callable[...
     assert re.search(r"\(it had made no progress in its work for \d+ s \(worker_still_s\) and was killed\)$", worker.ends[0])
 
 
-@pytest.mark.parametrize("how", ["ready", "loading"])
-def test_a_worker_that_spins_in_one_call_is_killed(watch: Callable[..., Watched], how: str) -> None:
+def test_a_worker_that_spins_in_one_call_is_killed(watch: Callable[..., Watched]) -> None:
     """As one that waits for a kernel that never ends. It uses its processor all the time."""
-    worker = watch(f"{how} spin" if how == "loading" else how, worker_still_s=4.0, worker_hung_s=4.0, worker_stuck_s=6.0)
-    worker.process.start_if_due()
-    if how == "ready":
-        worker.start()
-        worker.ask("spin")
+    worker = watch("ready", worker_still_s=4.0, worker_hung_s=4.0, worker_stuck_s=6.0)
+    worker.start()
+    worker.ask("spin")
     worker.until(lambda: worker.ends)
     assert re.search(r"\(it had been in one and the same call for \d+ s \(worker_stuck_s\) and was killed\)$", worker.ends[0])
+
+
+def test_a_worker_that_starts_may_be_in_one_call_for_long(watch: Callable[..., Watched]) -> None:
+    """It may download its model, or wait for another process that does."""
+    worker = watch("loading spin", worker_still_s=2.0, worker_hung_s=4.0, worker_stuck_s=4.0)
+    worker.process.start_if_due()
+    pid = worker.process.pid
+    worker.until(lambda: worker.process.signs.stuck_s >= 6.0)
+    assert (worker.ends, worker.process.pid) == ([], pid)
 
 
 @pytest.mark.parametrize("limit", ["worker_still_s", "worker_stuck_s"])

@@ -45,10 +45,10 @@ def come_on(ended: threading.Event) -> None:
 
 
 @contextmanager
-def thread(work: Callable[[threading.Event], None], name: str = "work") -> Iterator[None]:
+def thread(work: Callable[[threading.Event], None], name: str = "work", daemon: bool = False) -> Iterator[None]:
     """A thread that does that beside this one. One that spins is the process's last: nothing can end it."""
     ended = threading.Event()
-    beside = threading.Thread(target=work, args=(ended,), name=name, daemon=True)
+    beside = threading.Thread(target=work, args=(ended,), name=name, daemon=daemon)
     beside.start()
     yield
     ended.set()
@@ -101,10 +101,18 @@ def test_a_thread_that_comes_on_in_its_code_is_a_sign_however_little_it_uses() -
     assert found.count((0.0, 0.0)) > 10
 
 
+def test_a_daemon_that_comes_on_is_no_sign() -> None:
+    """As the monitor of progress bars, which outlives every download."""
+    progress = Progress()
+    with thread(come_on, daemon=True):
+        looks(progress, 1, 0.0)
+        assert looks(progress, 20, 0.0) == (10.0, 10.0)
+
+
 @pytest.mark.parametrize("name", ["vllm", "heartbeat"])
 def test_work_for_which_nobody_waits_is_no_sign(name: str) -> None:
     progress = Progress()
-    with thread(compute, name):
+    with thread(compute, name, daemon=True):
         looks(progress, 1, 0.5)
         assert looks(progress, 3, 0.5) == (10.0, 10.0)
 

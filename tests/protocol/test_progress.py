@@ -13,4 +13,4 @@ def test_signs_of_progress() -> None:
     command = [sys.executable, "-m", "tests.protocol.progress_alone"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)
     assert ended.returncode == 0, ended.stdout
-    assert "8 passed" in ended.stdout
+    assert "9 passed" in ended.stdout

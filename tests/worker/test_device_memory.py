@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.bases import load
+from tests.models.published import SERVED
 from tests.worker.test_passes import bench_of, request
 from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
 from tinsmith.models.base import BaseModel
-from tinsmith.models.budget import CPU_CACHE, ModelBytes, divide_memory
+from tinsmith.models.budget import CPU_CACHE, ModelBytes, divide_memory, longest_trained
 from tinsmith.models.machine import Machine
-from tinsmith.models.sizing import size_of
+from tinsmith.models.sizing import beside_weights, size_of
 from tinsmith.modes import Share, plan_modes
 from tinsmith.plan import make_plan
 from tinsmith.protocol.facts import ModelFacts, advertised_context
@@ -98,6 +99,19 @@ def test_a_server_that_only_samples_plans_nothing_for_training(text_base: BaseMo
     memory = DeviceMemory({"tiny": text_base}, Config(training=TrainingConfig(train="none")))
     assert memory.longest_trained("tiny") == 0
     assert memory.budgets["tiny"].cache == CPU_CACHE
+
+
+def test_what_a_model_keeps_in_host_memory_is_not_planned_for_inputs_too(tmp_path: Path) -> None:
+    """Both wait there: what AdamW remembers of a compact-host model, and inputs of recomputed layers."""
+    directory = str(SERVED["Qwen/Qwen3-8B"].write(tmp_path))
+    sizes = size_of(directory, ModelsConfig(device="cpu", dtype="bfloat16"))
+    model, config = sizes.model(0, "compact-host"), Config(training=TrainingConfig(planned_rank=0, full_state="compact-host"))
+    assert model.host == sizes.full("compact-host").host > 2**34
+    budget = divide_memory(beside_weights(80 * 2**30, [sizes]), 1, model, sizes.passes, config, on_gpu=True)
+    without, little, much = (
+        longest_trained(budget, sizes.passes, config, 2**20, host, on_gpu=True) for host in (0, model.host + 2**34, model.host + 2**35)
+    )
+    assert longest_trained(budget, sizes.passes, config, 2**20, model.host, on_gpu=True) == without < little < much
 
 
 def test_clients_are_told_what_they_can_sample_and_train() -> None:

@@ -6,6 +6,7 @@ What an operation needs of the database may be out of reach for a while: its pay
 waits and is tried again, and all others go on.
 """
 
+import itertools
 import logging
 import time
 from collections import Counter, defaultdict, deque
@@ -184,8 +185,10 @@ class Trainer:
 
     @property
     def saving(self) -> str | None:
-        """The model that is being saved by itself."""
-        return next((model_id for model_id, running in self.running.items() if running.command is None), None)
+        """A model that is being saved by itself, or else one whose save is being written for its client."""
+        own = (model_id for model_id, running in self.running.items() if running.command is None)
+        asked = (model_id for model_id, saving in self.saves.writing.items() if saving.in_call is not None)
+        return next(itertools.chain(own, asked), None)
 
     def finish(self, give_up: bool) -> None:
         """Record what the worker has computed, then save the models, one after the other. Nothing else is begun.
@@ -206,6 +209,8 @@ class Trainer:
         without_database = set[str]()
         if give_up:
             unrecorded = [saving.model_id for saving in self.saves.unrecorded]
+            for model_id in unrecorded:  # its model may be lost already
+                self.saves.forget(model_id)
             without_database = waiting.union(self.put_off, unrecorded) & self.operations.models.keys()
         for model_id in {*self.unsaved, *without_database}:
             log.error("model %s could not be saved and is lost", model_id)

@@ -57,20 +57,26 @@ class Signs:
         return f"made no progress in its work for {self._last.still_s:.0f} s ({name})" if self._last.still_s >= limit_s else ""
 
     @property
+    def stuck_s(self) -> float:
+        """How long it had been in one and the same call at the last heartbeat."""
+        return self._last.stuck_s
+
+    @property
     def standstill(self) -> str:
         """That it beats, and has been in one call for so long that it will not come back, whatever moves; else empty."""
-        stuck_s = self._last.stuck_s
-        return f"been in one and the same call for {stuck_s:.0f} s (worker_stuck_s)" if stuck_s >= self._config.worker_stuck_s else ""
+        too_long = self.stuck_s >= self._config.worker_stuck_s
+        return f"been in one and the same call for {self.stuck_s:.0f} s (worker_stuck_s)" if too_long else ""
 
     @property
     def fault(self) -> str:
         """Why it hangs by itself; empty if it does not. While it waits for others, they are the reason.
 
-        Of one that is starting only a standstill says so: what it waits for may be another that downloads the same model.
+        One that is starting may take hours in one call: it downloads a model, or waits for another process that does. Only when others wait
+        for it is that too long (`hanging`).
         """
-        if self.waits:
+        if self.waits or not self.is_ready:
             return self.silence
-        return self.silence or (self.stillness if self.is_ready else "") or self.standstill
+        return self.silence or self.stillness or self.standstill
 
     @property
     def _patience(self) -> tuple[float, str]:

@@ -32,12 +32,14 @@ class ModelBytes:
     """With accumulated gradients and what AdamW remembers."""
     snapshot: int
     """A frozen copy that is sampled."""
+    host: int = 0
+    """What of it waits in host memory (compact-host)."""
 
 
 def model_bytes(layout: Layout, dtype: torch.dtype, rank: int, full_parameters: int, full: FullBytes) -> ModelBytes:
     """What a model of that LoRA rank takes on a base in `dtype`; for rank 0, one of `full_parameters` parameters that takes `full`."""
     if rank == 0:
-        return ModelBytes(full.device, snapshot_bytes(full_parameters, dtype))
+        return ModelBytes(full.device, snapshot_bytes(full_parameters, dtype), full.host)
     numbers = layout.lora_parameters(LoraShape(rank, seed=0))
     frozen = numbers * (4 if dtype == torch.float32 else 4 + dtype.itemsize)  # float32 masters, and copies of them that passes read
     return ModelBytes(frozen + numbers * 3 * 4, frozen)
@@ -51,6 +53,8 @@ class Budget:
     """Bytes of the local sampler's cache; 0 without that sampler."""
     passes: int
     """Bytes that are left to a pass while one model is trained; negative if there is no room for that model, 0 if nothing is trained."""
+    host: int = 0
+    """Bytes of host memory that this model takes."""
 
 
 def full_state(config: TrainingConfig) -> FullState:
@@ -79,7 +83,7 @@ def divide_memory(free: int, bases: int, model: ModelBytes, passes: PassMemory, 
     cache = 0
     if sampling.sampler == "local":
         cache = int(sampling.kv_cache_gib * GIB) or (_what_is_left(free, model, passes, config) // bases if on_gpu else CPU_CACHE)
-    return Budget(cache, int(FREE_SHARE * (free - bases * cache)) - model.training)
+    return Budget(cache, int(FREE_SHARE * (free - bases * cache)) - model.training, model.host)
 
 
 def _what_is_left(free: int, model: ModelBytes, passes: PassMemory, config: Config) -> int:
@@ -107,9 +111,10 @@ def _what_is_left_to_sampling(free: int, passes: PassMemory, config: Config) -> 
 def longest_trained(budget: Budget, passes: PassMemory, config: Config, max_context: int, host_free: int, on_gpu: bool) -> int:
     """The longest sequence, in tokens, that trains beside everything else; 0 if none does.
 
-    The layers of its pass are recomputed, and their inputs may wait in half of the host's free memory.
+    The layers of its pass are recomputed, and their inputs may wait in half of the host memory that the model leaves free.
     """
-    return passes.longest(config.training.logits_chunk, budget.passes, host_free // 2 if on_gpu else 0, max_context)
+    waiting = max(0, host_free - budget.host) // 2 if on_gpu else 0
+    return passes.longest(config.training.logits_chunk, budget.passes, waiting, max_context)
 
 
 def computes_together(config: Config, workers: int) -> bool:

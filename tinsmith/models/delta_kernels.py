@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib import import_module
+from subprocess import SubprocessError
 from typing import Any
 
 import numpy as np
@@ -147,5 +148,8 @@ def _load(device: torch.device, dtype: torch.dtype) -> tuple[DeltaKernels | None
     if utils.IS_NVIDIA_HOPPER and utils.TRITON_ABOVE_3_4_0 and not utils.TRITON_ABOVE_3_7_1:
         version = import_module("triton").__version__
         return None, f"it refuses Triton {version} on this GPU, where it would compute wrong gradients; PyTorch 2.13 brings Triton 3.7.1"
-    wrong = disagreement(kernels.delta_rule, device, dtype)
+    try:
+        wrong = disagreement(kernels.delta_rule, device, dtype)
+    except (RuntimeError, OSError, SubprocessError, import_module("triton.errors").TritonError) as error:  # they are compiled here
+        wrong = f"its kernels fail here: {error!r}"
     return (None, wrong) if wrong else (kernels, "")

@@ -25,7 +25,7 @@ SIGN = 0.02
 threads of gloo look for messages a hundred times a second, and use nearly a hundredth while they wait."""
 
 APART = ("heartbeat", "vllm")
-"""Names of threads whose work is no sign: the one that looks, and the one that talks to vLLM servers, for which nobody waits."""
+"""Threads whose use of a processor is no sign: the one that looks, and the one that talks to vLLM servers, for which nobody waits."""
 
 _THREADS = Path("/proc/self/task")
 """Of this process, on Linux."""
@@ -118,8 +118,13 @@ def _used_by(native_id: int | None) -> float:
 
 
 def _positions() -> dict[int, _Position]:
-    """Where each thread is, but for those whose work is no sign. One that computes without Python is where it was."""
-    apart = {thread.ident for thread in threading.enumerate() if thread.name in APART} | {threading.get_ident()}
+    """Where each thread is that works. One that computes without Python is where it was.
+
+    Daemons serve others or look around, for which nobody waits: a progress bar of a download leaves one that wakes every ten seconds for
+    ever. Threads that Python has not started, such as autograd's, have an entry of another class if they have one.
+    """
+    daemons = {thread.ident for thread in threading.enumerate() if thread.daemon and not isinstance(thread, threading._DummyThread)}
+    apart = daemons | {threading.get_ident()}
     return {ident: _position(frame) for ident, frame in sys._current_frames().items() if ident not in apart}
 
 
