@@ -18,6 +18,7 @@ from tests.engine.test_worker_process import LONG_S, engine_with, light, link_of
 from tinsmith.config import Config, DistributedConfig, SamplingConfig, ServerConfig
 from tinsmith.engine import worker_process
 from tinsmith.engine.launching import ChildProcesses
+from tinsmith.engine.watching import SETTLED, Signs, hanging
 from tinsmith.engine.worker_group import LOOK_FOR_HOSTS_S, WorkerGroup
 from tinsmith.errors import ConfigError
 from tinsmith.protocol.facts import ModelFacts
@@ -25,7 +26,7 @@ from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import writer_of
 from tinsmith.protocol.questions import Answered, FindMeeting, MeetingPort, OpenMeeting
-from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Ready, Recovering, Sample, SampleDone, SampleFailed
+from tinsmith.protocol.serving import Alive, CancelSample, EndSession, ForgetCheckpoint, Ready, Recovering, Sample, SampleDone, SampleFailed
 from tinsmith.protocol.work import (
     Answer,
     CallFailed,
@@ -763,6 +764,20 @@ def test_a_worker_that_hangs_while_it_starts_is_named_when_the_others_wait_for_i
     watched.until(lambda: watched.ends)
     why = r"it had made no progress in its work for \d+ s \(worker_hung_s\) and was killed"
     assert re.fullmatch(rf"worker 1 of 3: the worker process ended unexpectedly \({why}\)", watched.ends[0])
+
+
+def test_what_one_told_before_another_became_ready_does_not_end_it() -> None:
+    """All come out of their meeting at once, and say so one after the other: the last heartbeat of the last is of the meeting still."""
+    config = Config().server
+    ready, starting = Signs(config), Signs(config)
+    ready.is_ready = True
+    starting.beat(Alive(1.0, config.worker_hung_s + 1, config.worker_hung_s + 1, True))
+    starting.another_went_on()
+    for beats in range(1, SETTLED + 1):
+        starting.beat(Alive(1.0, config.worker_hung_s + 1, config.worker_hung_s + 1, True))
+        assert (hanging([ready, starting]) == [starting]) == (beats == SETTLED)
+    starting.beat(Alive(1.0, 0.5, 0.5, True))
+    assert not hanging([ready, starting])
 
 
 def test_a_worker_that_needs_long_to_start_is_waited_for(watch: Callable[..., Watched]) -> None:

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from tinsmith.config import ServerConfig
 from tinsmith.protocol.serving import Alive
 
+SETTLED = 4
+"""So many heartbeats after another worker has gone on, what one tells is of the time after that."""
+
 
 class Signs:
     """Signs of life and of progress of one worker.
@@ -24,6 +27,8 @@ class Signs:
         """Whether a heartbeat came since the last look."""
         self.is_stopped = False
         """Whether the system says that it does not run: then it loads nothing either."""
+        self._beats = 0
+        """Heartbeats since another worker of its group has become ready, and so has come out of what this one may have waited in."""
 
     @property
     def busy_s(self) -> float:
@@ -38,6 +43,16 @@ class Signs:
     def beat(self, alive: Alive) -> None:
         """A heartbeat has come."""
         self._last, self.beaten = alive, True
+        self._beats += 1
+
+    def another_went_on(self) -> None:
+        """Another worker of its group has become ready: what this one told last may be of the time before."""
+        self._beats = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether what it tells is of the time since another went on."""
+        return self._beats >= SETTLED
 
     def look(self, since_s: float) -> None:
         """Count a look, `since_s` seconds after the last."""
@@ -95,6 +110,8 @@ def hanging(workers: Sequence[Signs]) -> Sequence[Signs]:
     """
     starting = [signs for signs in workers if not signs.is_ready]
     concerned = starting or workers
-    if not any(signs.waits for signs in concerned) or not all(signs.stillness or signs.standstill for signs in concerned):
+    if not any(signs.waits for signs in concerned):
+        return ()
+    if not all(signs.is_settled and (signs.stillness or signs.standstill) for signs in concerned):
         return ()
     return [signs for signs in concerned if not signs.waits] or concerned

@@ -361,6 +361,8 @@ class WorkerGroup:
     def _take(self, rank: int, message: Message) -> list[Message]:
         match message:
             case WorkerReady():
+                for worker in self.workers:
+                    worker.signs.another_went_on()
                 return self._ready()
             case SampleFailed(gone=True) if (other := self._routing.elsewhere(message.request_id, message.run)) is not None:
                 self.workers[other[0]].send(other[1])
