@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.engine.here import Here
-from tinsmith.config import TrainingConfig
-from tinsmith.models.base import BaseModel
 from tinsmith.protocol.serving import Done, EndSession, Ready, Recovering, Sample, SampleFailed
 from tinsmith.protocol.work import PassDone
 from tinsmith.store.database import FILE_NAME
@@ -21,21 +19,6 @@ from tinsmith.store.records import Model, SamplingSession
 REASON = "the worker process ended unexpectedly (signal 9)"
 LENGTHS = [30, 20, 30]
 """Of a call that takes two passes."""
-
-
-@pytest.fixture
-def make(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Here]:
-    """Makes engines with one model that is ready, each with a data directory of its own."""
-    monkeypatch.setattr("tinsmith.engine.loop.DATABASE_BUSY_S", 0.05)
-
-    def made(name: str = "data", kept_copies_gib: float = 32.0, kept_copies_share: float = 1.0) -> Here:
-        training = TrainingConfig(tokens_per_pass=64, kept_copies_gib=kept_copies_gib, kept_copies_share=kept_copies_share)
-        here = Here({"tiny": text_base}, tmp_path / name, training=training)
-        here.create("a")
-        here.settle()
-        return here
-
-    return made
 
 
 @pytest.fixture

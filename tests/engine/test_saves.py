@@ -14,7 +14,6 @@ from torch import Tensor
 from tests.engine.here import LONG_S, Here
 from tests.engine.test_database_trouble import files_of_checkpoints, locked
 from tests.engine.test_recovery import LENGTHS, REASON, assert_same, die, results, state, step
-from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.serving import EndSession
 from tinsmith.protocol.work import Answer, CallFailed, Copied
@@ -62,22 +61,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDisk]:
 
 
 @pytest.fixture
-def make(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disk: SlowDisk) -> Callable[..., Here]:
-    """Makes engines with one model that is ready, each with a data directory of its own."""
-    monkeypatch.setattr("tinsmith.engine.loop.DATABASE_BUSY_S", 0.05)
-
-    def made(name: str = "data", kept_copies_gib: float = 32.0) -> Here:
-        training = TrainingConfig(tokens_per_pass=64, kept_copies_gib=kept_copies_gib, kept_copies_share=1.0)
-        here = Here({"tiny": text_base}, tmp_path / name, training=training)
-        here.create("a")
-        here.settle()
-        return here
-
-    return made
-
-
-@pytest.fixture
-def here(make: Callable[..., Here]) -> Here:
+def here(disk: SlowDisk, make: Callable[..., Here]) -> Here:
     """A model after a step, of which steps leave copies."""
     made = make()
     step(made, 1)
@@ -85,7 +69,7 @@ def here(make: Callable[..., Here]) -> Here:
 
 
 @pytest.fixture
-def uncopied(make: Callable[..., Here]) -> Here:
+def uncopied(disk: SlowDisk, make: Callable[..., Here]) -> Here:
     """A model after a step, of which steps leave no copies."""
     made = make(kept_copies_gib=0.0)
     step(made, 1)
