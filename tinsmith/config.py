@@ -102,8 +102,8 @@ class ServerConfig:
     )
     worker_stuck_s: float = setting(
         1800.0,
-        "After this long in one and the same call, whatever it uses of processors and disks, a worker is killed and restarted; must be "
-        "longer than the longest wait for a GPU",
+        "After this long in one and the same call, whatever it uses of processors and disks, a worker that was ready for work is killed "
+        "and restarted; must be longer than the longest wait for a GPU",
         "seconds",
         2,
     )
