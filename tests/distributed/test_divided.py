@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.bases import load, write_decoder
-from tests.distributed.devices import EXACT, EXACT_IN_HALF, require_devices
+from tests.distributed.devices import EXACT, EXACT_IN_HALF, ROUNDING, require_devices
 from tests.distributed.dividing import (
     FAULTS,
     PICTURES,
@@ -34,7 +34,7 @@ from tinsmith.training.checkpoint import read_state, write_state
 ROOT = Path(__file__).parents[2]
 WITHIN = 1e-5
 """Of the largest number of a tensor: rows of other datums round otherwise."""
-HYBRID_WITHIN = 1e-3
+HYBRID_WITHIN = 1e-3 * ROUNDING
 """Delta nets hand on from token to token what is rounded otherwise. A share alone has the same bits as on one worker, see below."""
 
 Found = list[dict[str, Any]]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.bases import load, write_decoder
-from tests.distributed.devices import EXACT_IN_HALF, require_devices
+from tests.distributed.devices import EXACT_IN_HALF, ROUNDING, require_devices
 from tests.distributed.dividing import SETTINGS, TRAINING
 from tests.distributed.dividing_all import FAULTS, FULL, SHAPES, create_models, gradients, share_of, step_of, weights, work_of
 from tests.running import START_S
@@ -24,7 +24,7 @@ from tinsmith.training.checkpoint import read_state, write_state
 ROOT = Path(__file__).parents[2]
 WITHIN = 1e-5
 """Of the largest number of a tensor: rows of other datums, and gradients of another order, round otherwise."""
-HYBRID_WITHIN = 1e-3
+HYBRID_WITHIN = 1e-3 * ROUNDING
 """Delta nets hand on from token to token what is rounded otherwise."""
 
 Found = list[dict[str, Any]]

@@ -24,7 +24,7 @@ def test_workers_train_on_the_gpus_that_ray_has_reserved(family_dir: Callable[[s
     options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.05", "--tokens-per-pass", "64", *SERVER_OPTIONS]
     found: list[list[NDArray[np.float64]]] = []
     with ray_head(2, gpus=2) as address:
-        for count, more in ((1, []), (2, ["--workers", "2", "--ray-address", address])):
+        for count, more in ((1, ["--workers", "1"]), (2, ["--workers", "2", "--ray-address", address])):
             directory = tmp_path / str(count)
             directory.mkdir()
             with serving(directory, *options, *more) as server:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.bases import DEVICE
-from tinsmith.models.machine import look_around, memory_held, unused_pinned_memory
+from tinsmith.models.machine import give_back_pinned_memory, look_around, memory_held
 
 LIMITED = """
 import resource
@@ -33,12 +33,22 @@ def test_memory_is_counted_in_bytes() -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="pins memory")
-def test_pinned_memory_that_nobody_uses_is_counted() -> None:
-    size = 2**26
-    held = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-    before = unused_pinned_memory()
-    del held
-    assert unused_pinned_memory() - before == size
+def test_pinned_memory_that_nobody_uses_is_given_back() -> None:
+    """Memory that was copied to a GPU, as that of passes, and memory that was not."""
+
+    def pinned() -> int:
+        return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+    torch.zeros(1, device=DEVICE)
+    give_back_pinned_memory()
+    before = pinned()
+    held = [torch.zeros(2**26, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    held[0].to(DEVICE, non_blocking=True)
+    torch.cuda.synchronize()
+    held.clear()
+    assert pinned() - before == 2**27
+    give_back_pinned_memory()
+    assert pinned() == before
 
 
 def test_a_limit_on_the_address_space_is_obeyed() -> None:

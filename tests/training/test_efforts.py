@@ -63,18 +63,20 @@ def test_a_sequence_that_does_not_fit_is_recomputed_with_the_same_gradients(fami
 def test_a_gpu_that_runs_out_of_memory_computes_the_same_gradients(family_dir: Callable[[str], Path]) -> None:
     """Its allocator really refuses: a pass that keeps everything does not fit, one that recomputes does."""
     base = load(family_dir("qwen3"), dtype="bfloat16")
+    base.max_context = 2**16
     backend = LocalBackend(base, TrainingConfig())
     backend.create_model("a", LoraShape(4, 0))
     work = [datum("a", renderer(base).render([random_tokens(0, 60_000)]))]
-    reserved = {}
+    allocated, reserved = [], []
     for effort in (KEEP_ALL, backend.efforts.memory.smallest):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         run_packed(base, work, [backend.optimizers["a"]], True, backend.config.logits_chunk, effort)
-        reserved[effort] = torch.cuda.max_memory_reserved()
+        allocated.append(torch.cuda.max_memory_allocated())
+        reserved.append(torch.cuda.max_memory_reserved())
         backend.clear_gradients("a")
-    kept, recomputed = reserved[KEEP_ALL], reserved[backend.efforts.memory.smallest]
-    assert recomputed < 0.9 * kept
+    kept, recomputed = allocated[0], reserved[1]  # with less than the one it fails, and with the other it does not
+    assert recomputed < 0.95 * kept
     backend.run_pass(work, backward=True)
     expected = gradients(backend, "a")
     backend.clear_gradients("a")
@@ -157,12 +159,15 @@ def test_after_an_out_of_memory_more_is_recomputed_and_in_the_end_nothing_helps(
 
 
 def test_a_sequence_that_waited_in_host_memory_may_do_so_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch keeps pinned memory, which no other measure counts as free."""
+    """PyTorch keeps pinned memory, which the machine does not count as free until it is given back."""
     decisions, needed = Efforts(MEMORY, torch.device("cuda"), 1, lambda: 0), MEMORY.host_bytes(TOKENS, Effort(4, offload=True))
-    monkeypatch.setattr("tinsmith.training.efforts.free_memory", lambda device: needed // 2)
+    free = [needed // 2]
+    monkeypatch.setattr("tinsmith.training.efforts.free_memory", lambda device: free[-1])
     assert decisions.more(Effort(3), TOKENS, alone=True) is None
-    monkeypatch.setattr("tinsmith.training.efforts.unused_pinned_memory", lambda: needed)
+    monkeypatch.setattr("tinsmith.training.efforts.give_back_pinned_memory", lambda: free.append(2 * needed))
     assert decisions.more(Effort(3), TOKENS, alone=True) == Effort(4, offload=True)
+    assert decisions.more(Effort(3), TOKENS, alone=True) == Effort(4, offload=True)
+    assert len(free) == 2  # what is pinned stays so where there is room
 
 
 def test_passes_grow_again_after_a_while(text_base: BaseModel) -> None:

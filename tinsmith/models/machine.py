@@ -79,12 +79,14 @@ def free_memory(device: torch.device) -> int:
     return min(free + torch.cuda.memory_reserved(device), ours) - allocated
 
 
-def unused_pinned_memory() -> int:
-    """Bytes of pinned host memory that PyTorch keeps for tensors to come. The next that are pinned take it first."""
-    if not torch.cuda.is_initialized():
-        return 0
-    stats = torch.cuda.host_memory_stats()
-    return stats["allocated_bytes.current"] - stats["active_bytes.current"] if "active_bytes.current" in stats else 0
+def give_back_pinned_memory() -> None:
+    """Let others have the pinned host memory that PyTorch keeps for tensors to come. It says nowhere reliably how much that is.
+
+    Waits for what GPUs compute: memory that they still read is not given back.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+        torch._C._host_emptyCache()  # PyTorch has no public name for it
 
 
 def give_back_memory(device: torch.device) -> None:

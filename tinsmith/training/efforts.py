@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from tinsmith.models.budget import FREE_SHARE
-from tinsmith.models.machine import free_memory, unused_pinned_memory
+from tinsmith.models.machine import free_memory, give_back_pinned_memory
 from tinsmith.models.pass_memory import KEEP_ALL, Effort, PassMemory
 
 log = logging.getLogger(__name__)
@@ -59,9 +59,10 @@ class Efforts:
         host = self.memory.smallest_with_host
         if not alone or effort.offload or self.device.type == "cpu":
             return None
-        # What an earlier pass let wait there is free by now, but not to others: PyTorch keeps pinned memory.
-        free = free_memory(torch.device("cpu")) + unused_pinned_memory()
-        return host if self.memory.host_bytes(tokens, host) < free else None
+        needed = self.memory.host_bytes(tokens, host)
+        if needed >= free_memory(torch.device("cpu")):
+            give_back_pinned_memory()  # of what an earlier pass let wait there
+        return host if needed < free_memory(torch.device("cpu")) else None
 
     @contextmanager
     def measured(self, tokens: int, effort: Effort) -> Iterator[None]:
