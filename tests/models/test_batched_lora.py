@@ -5,19 +5,18 @@ On a CPU the kernels run in Triton's interpreter, which knows no bfloat16; on CU
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from tests.bases import DEVICE
 from tests.memory import CountedMemory
 from tinsmith.errors import UserError
 from tinsmith.models.batched_lora import FEWEST, BatchedAdapters, output_tiles
-from tinsmith.models.layout import LM_HEAD, Layout, Projection, read_layout
+from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
+from tinsmith.models.layout import LM_HEAD, Layout, read_layout
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
@@ -39,19 +38,8 @@ def random_adapter(layout: Layout, rank: int, dtype: torch.dtype = torch.float32
     return adapter
 
 
-@dataclass
-class Plain:
+class Plain(JoinedLinear):
     """The layers of one projection."""
-
-    projection: Projection
-    weight: Tensor
-
-    @property
-    def name(self) -> str:
-        return self.projection.name
-
-    def multiply(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
 
     def exact(self, x: Tensor, owners: Sequence[Adapter | None]) -> Tensor:
         """Row by row in float64."""
@@ -67,7 +55,12 @@ class Plain:
 def plain_layers(layout: Layout, dtype: torch.dtype) -> list[Plain]:
     generator = torch.Generator().manual_seed(0)
     found = [projection for projection in layout.projections.values() if projection.targets]
-    return [Plain(p, (torch.randn(p.out_features, p.in_features, generator=generator) * 0.1).to(DEVICE, dtype)) for p in found]
+    plain = []
+    for projection in found:
+        rows = (0, projection.out_features)
+        weight = (torch.randn(projection.out_features, projection.in_features, generator=generator) * 0.1).to(DEVICE, dtype)
+        plain.append(Plain(projection, (rows,), (WeightPiece(rows, weight, None),)))
+    return plain
 
 
 def columns_of(batched: BatchedAdapters, owners: Sequence[Adapter | None]) -> Tensor:

@@ -12,33 +12,22 @@ written into them since; only when they grow, and lie elsewhere, is it of no mor
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tinsmith.errors import UserError
 from tinsmith.models.device import has_triton
+from tinsmith.models.joined_linear import JoinedLinear
 from tinsmith.models.layout import Layout, Projection
 from tinsmith.models.lora import LORA_ALPHA, Adapter
+from tinsmith.models.one_row import multiply
+from tinsmith.models.packed_lora import Before, project_behind
 
 FEWEST = 32
 """Columns of the smallest buffers; larger ones have twice as many as the last."""
 OUTPUTS = 64
 """Outputs that one program of the kernels computes."""
-
-
-class Multiplication(Protocol):
-    """A linear layer, or several that read the same input, as `models/joined_linear.py` has them."""
-
-    @property
-    def name(self) -> str:
-        """Of its projection in the layout."""
-        ...
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """Without adapters: x [rows, in] -> [rows, out], a new tensor."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +138,7 @@ class BatchedAdapters:
 
 
 class RowAdapters:
-    """The adapters of the rows of one step; the same object serves all layers."""
+    """The `Adapters` of the rows of one step; the same object serves all layers."""
 
     def __init__(self, batched: BatchedAdapters, columns: Tensor) -> None:
         self.matrices = batched.matrices
@@ -161,9 +150,9 @@ class RowAdapters:
             self._own = (column >= start) & (column < end)  # [rows, columns]
             self._scale = (LORA_ALPHA / (end - start).clamp(min=1)).to(batched.dtype)
 
-    def apply(self, linear: Multiplication, x: Tensor) -> Tensor:
+    def apply(self, linear: JoinedLinear, x: Tensor) -> Tensor:
         """The layer with each row's adapter: x [rows, in] -> [rows, out]."""
-        y = linear.multiply(x)
+        y = multiply(linear, x)
         matrices = self.matrices.get(linear.name)
         if matrices is None:
             return y
@@ -174,6 +163,9 @@ class RowAdapters:
         else:
             self._add(y, x, matrices)
         return y
+
+    def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        return project_behind(self, linear, before, *inputs)
 
     def _add(self, y: Tensor, x: Tensor, matrices: Matrices) -> None:
         """Add what the adapters make of x [rows, in] to y [rows, out]."""

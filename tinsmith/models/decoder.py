@@ -22,7 +22,7 @@ from tinsmith.models.joined_linear import JoinedLinear, join_linears
 from tinsmith.models.layers import Attention, DeltaNet
 from tinsmith.models.layout import Layout
 from tinsmith.models.norms import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNorm
-from tinsmith.models.packed_lora import UNCHANGED, Adapters, Before, project
+from tinsmith.models.packed_lora import UNCHANGED, Adapters, Before
 from tinsmith.models.pass_plan import PassPlan
 from tinsmith.models.recompute import recomputed
 
@@ -95,7 +95,7 @@ class Pass:
 
     def linear(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
         """The layer with the adapters of the pass, behind what `before` computes of the inputs; and the other results of `before`."""
-        return project(self.adapters, linear, before, *inputs)
+        return self.adapters.project(linear, before, *inputs)
 
     def add_pictures(self, layer: int, delta: Tensor) -> None:
         """Add the features that belong behind a layer to what its MLP gives, delta [tokens, hidden]."""

@@ -10,9 +10,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tinsmith.models.batched_lora import OUTPUTS
 from tinsmith.models.lora import LORA_ALPHA
+from tinsmith.models.overlap import overlapping
 
 CHUNK = 32
 """Columns that a program computes at a time; buffers have a multiple of it."""
@@ -57,6 +59,7 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
         SHARE=share,
         num_warps=4,
         num_stages=3,
+        **overlapping(x.device),
     )
     expand: Any = _expand
     expand[(len(tiles), row_tiles)](
@@ -77,6 +80,7 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
         OUTPUTS=OUTPUTS,
         num_warps=4,
         num_stages=2,
+        **overlapping(x.device),
     )
 
 
@@ -107,8 +111,12 @@ def _reduce(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     SHARE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """X A^T of a tile of rows, one chunk of columns of one target, and a share of the inputs."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     chunk = tl.program_id(0) * CHUNK  # in all targets
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)
@@ -144,8 +152,12 @@ def _expand(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Y += scale · u B^T of a tile of rows and a tile of outputs; u are the sums of what the first kernel left, of a row's own columns."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     tile = tl.program_id(0) * 3
     target = tl.load(tiles + tile)
     output = tl.load(tiles + tile + 1) + tl.arange(0, OUTPUTS)

@@ -28,6 +28,10 @@ class Adapters(Protocol):
         """The layer with the adapters of the tokens: x [tokens, in] -> [tokens, out]."""
         ...
 
+    def project(self, linear: JoinedLinear, before: "Before", *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        """The layer behind `before`: [tokens, out], and the other results of `before`."""
+        ...
+
 
 class Before(Protocol):
     """What is computed of the inputs of a linear layer before it is applied, token by token."""
@@ -60,10 +64,8 @@ class Unchanged:
 UNCHANGED = Unchanged()
 
 
-def project(adapters: Adapters, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-    """The layer behind `before`: [tokens, out], and the other results of `before`."""
-    if isinstance(adapters, SegmentAdapters) and torch.is_grad_enabled():
-        return adapters.project(linear, before, *inputs)
+def project_behind(adapters: Adapters, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    """`Adapters.project` one after the other, without gradients."""
     h, others, _ = before.forward(*inputs)
     return adapters.apply(linear, h), *others
 
@@ -83,7 +85,8 @@ class SegmentAdapters:
         return y
 
     def project(self, linear: JoinedLinear, before: Before, *inputs: Tensor | None) -> tuple[Tensor, ...]:
-        """As the function `project`, for gradients."""
+        if not torch.is_grad_enabled():
+            return project_behind(self, linear, before, *inputs)
         parts = parts_of(linear, self.segments)
         weights = chain.from_iterable((piece.weight, piece.bias) for piece in linear.pieces)
         compute: Any = _Projected.apply

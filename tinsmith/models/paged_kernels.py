@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tinsmith.models.overlap import overlapping
 
 TILES: dict[int, tuple[int, int, int]] = {16: (128, 4, 3), 32: (128, 4, 3), 64: (128, 4, 4), 128: (64, 4, 4), 256: (64, 8, 3)}
 """By head_dim, rounded up to a power of two: tokens that a program loads at a time, its warps, and how many loads are under way."""
@@ -33,8 +36,11 @@ def paged_kernel(
     scale: float,
     window: int | None = None,
     most_splits: int = MOST_SPLITS,
+    newest: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """As `paged_attention`, for head_dim up to 256 and blocks whose size divides the tile. Nothing is read on the host.
+
+    `newest` are key and value [rows, kv_heads, head_dim] of each row's last token, which are not stored yet: then they are stored here.
 
     With one split at most, the result of a row depends on nothing but the row.
     """
@@ -44,6 +50,7 @@ def paged_kernel(
     tile, warps, stages = TILES[padded]
     splits = min(most_splits, _splits(rows * kv_heads, -(-table.shape[1] * block // tile), query.device))
     query = query if query.stride()[1:] == (head_dim, 1) else query.contiguous()
+    key, value = (new if new.stride()[1:] == (head_dim, 1) else new.contiguous() for new in newest or (query, query))
     out = torch.empty(rows, heads, head_dim, dtype=query.dtype, device=query.device)
     merged = splits > 1
     parts = torch.empty(rows, heads, splits, head_dim, dtype=torch.float32, device=query.device) if merged else out
@@ -52,6 +59,8 @@ def paged_kernel(
     attend: Any = _attend
     attend[(kv_heads, rows, splits)](
         query,
+        key,
+        value,
         keys,
         values,
         table,
@@ -61,6 +70,8 @@ def paged_kernel(
         weights,
         scale * math.log2(math.e),
         query.stride(0),
+        key.stride(0),
+        value.stride(0),
         table.stride(0),
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
@@ -71,8 +82,10 @@ def paged_kernel(
         TILE=tile,
         SPLITS=splits,
         WINDOW=seen,
+        STORES=newest is not None,
         num_warps=warps,
         num_stages=stages,
+        **overlapping(query.device),
     )
     if merged:
         merge: Any = _merge
@@ -90,6 +103,7 @@ def paged_kernel(
             SPLITS_PADDED=triton.next_power_of_2(splits),
             WINDOW=seen,
             num_warps=4,
+            **overlapping(query.device),
         )
     return out
 
@@ -117,8 +131,45 @@ def _shares(length: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: 
 
 
 @triton.jit
+def _newest(
+    q: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    length: tl.tensor,
+    last: tl.tensor,
+    scale: tl.tensor,
+    kv_head: tl.tensor,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tuple:
+    """If the split ends with the row's newest token, store that. Returns what attention to it alone gives, or to nothing in other splits.
+
+    That is the highest score [GROUP_PADDED], the sum of weights [GROUP_PADDED] and that of weighted values [GROUP_PADDED, HEAD_PADDED].
+    """
+    channel = tl.arange(0, HEAD_PADDED)
+    inside = channel < HEAD_DIM
+    k = tl.load(key + channel, mask=inside, other=0.0)
+    v = tl.load(value + channel, mask=inside, other=0.0)
+    block = tl.load(table + (length - 1) // BLOCK).to(tl.int64)
+    place = (block * BLOCK + (length - 1) % BLOCK) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM + channel
+    tl.store(keys + place, k, mask=inside & (last == length))
+    tl.store(values + place, v, mask=inside & (last == length))
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+    highest = tl.where(last == length, score, float("-inf"))
+    total = tl.zeros_like(score) + tl.where(last == length, 1.0, 0.0)
+    return highest, total, tl.zeros_like(q).to(tl.float32) + tl.where(last == length, v.to(tl.float32), 0.0)[None, :]
+
+
+@triton.jit
 def _attend(
     query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
     table: tl.tensor,
@@ -128,6 +179,8 @@ def _attend(
     weights: tl.tensor,
     scale: tl.tensor,
     query_stride: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
     table_stride: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -138,8 +191,13 @@ def _attend(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
+    STORES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """One split of one row for one key/value head. `scale` is to the base 2, as are all exponentials here."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     kv_head = tl.program_id(0)  # neighbouring programs read neighbouring memory
     row = tl.program_id(1)
     split = tl.program_id(2)
@@ -159,6 +217,13 @@ def _attend(
         total = tl.zeros([GROUP_PADDED], tl.float32)
         sums = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
         own = table + row.to(tl.int64) * table_stride
+        if STORES:
+            own_key = key + row.to(tl.int64) * key_stride + kv_head * HEAD_DIM
+            own_value = value + row.to(tl.int64) * value_stride + kv_head * HEAD_DIM
+            highest, total, sums = _newest(
+                q, own_key, own_value, keys, values, own, length, last, scale, kv_head, KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK
+            )
+            last = tl.minimum(last, length - 1)  # the others follow
         for start in range(first, last, TILE):
             place = start + token
             seen = place < last
@@ -203,8 +268,12 @@ def _merge(
     SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     WINDOW: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """The output of one head of a row, from what its splits found."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0)
     row = tl.program_id(1)
     _, _, used = _shares(tl.load(lengths + row), BLOCK, TILE, SPLITS, WINDOW)

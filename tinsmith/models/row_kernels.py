@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tinsmith.models.overlap import overlapping
 
 HEADS = 8
 """Heads that a program rotates at a time."""
@@ -49,7 +52,7 @@ def _launch_norm(
     launch: Any = _norm
     padded = triton.next_power_of_2(width)
     options = {"WIDTH": width, "PADDED": padded, "ZERO_CENTRED": zero_centred, "ADDS": adds, "num_warps": _warps(width)}
-    launch[(rows,)](x, delta, weight, total, normed, eps, **options)
+    launch[(rows,)](x, delta, weight, total, normed, eps, **options, **overlapping(x.device))
 
 
 def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -82,7 +85,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     launch: Any = _swiglu
-    launch[(rows, triton.cdiv(width, COLUMNS))](gate_up, out, WIDTH=width, COLUMNS=COLUMNS, num_warps=4)
+    launch[(rows, triton.cdiv(width, COLUMNS))](gate_up, out, WIDTH=width, COLUMNS=COLUMNS, num_warps=4, **overlapping(gate_up.device))
     return out
 
 
@@ -131,6 +134,7 @@ def _launch_rotation(
         HAS_NORM=weight is not None,
         ZERO_CENTRED=zero_centred,
         num_warps=4,
+        **overlapping(x.device),
     )
 
 
@@ -146,8 +150,12 @@ def _norm(
     PADDED: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
     ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """One row."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     column = tl.arange(0, PADDED)
     inside = column < WIDTH
     place = tl.program_id(0).to(tl.int64) * WIDTH + column
@@ -224,8 +232,11 @@ def _norm_backward(
 
 
 @triton.jit
-def _swiglu(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr) -> None:
+def _swiglu(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
     """Some columns of one row."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < WIDTH
@@ -272,8 +283,12 @@ def _rotate(
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Some heads of one token."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, PADDED)[None, :]
@@ -321,8 +336,12 @@ def _rotate_backward(
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     ZERO_CENTRED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ) -> None:
     """Some heads of one token."""
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, PADDED)[None, :]

@@ -82,6 +82,32 @@ def test_the_kernel_is_the_reference(dtype: torch.dtype, heads: tuple[int, int, 
         torch.testing.assert_close(out.double(), cached.exact(window), atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_the_newest_token_is_stored_on_the_way(lengths: list[int], shape: tuple[int, int, int], window: int | None) -> None:
+    """Its key and value lie in wider rows, as those of a joint projection, and in the cache is still a NaN in their place."""
+    pytest.importorskip("triton")
+    from tinsmith.models.paged_kernels import paged_kernel
+
+    cached = Cached(lengths, *shape, HALF)
+    _, kv_heads, head_dim = shape
+    rows, width = len(lengths), kv_heads * head_dim
+    expected = paged_reference(cached.query, cached.keys, cached.values, cached.table, cached.lengths, SCALE, window)
+    wide = torch.zeros(rows, 3 * width, dtype=HALF, device=DEVICE)
+    key, value = (wide[:, first : first + width].unflatten(1, (kv_heads, head_dim)) for first in (width, 2 * width))
+    keys, values = cached.keys.clone(), cached.values.clone()
+    for row, length in enumerate(lengths):
+        if length:
+            place = int(cached.table[row, (length - 1) // BLOCK]), (length - 1) % BLOCK
+            key[row], value[row] = keys[place], values[place]
+            keys[place], values[place] = math.nan, math.nan
+    found = paged_kernel(cached.query, keys, values, cached.table, cached.lengths, SCALE, window, newest=(key, value))
+    torch.testing.assert_close(found, expected, atol=BOUNDS[HALF], rtol=BOUNDS[HALF])
+    assert torch.equal(keys.nan_to_num(9.0), cached.keys.nan_to_num(9.0))
+    assert torch.equal(values.nan_to_num(9.0), cached.values.nan_to_num(9.0))
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_any_number_of_splits_gives_the_same(rows: int) -> None:
     """A row alone is shared by more programs than one among many."""

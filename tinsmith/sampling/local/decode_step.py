@@ -6,6 +6,7 @@ captured in a CUDA graph and replayed (`decode_graph.py`).
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from tinsmith.models.decoder import Decoder
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
 from tinsmith.models.layout import LM_HEAD
-from tinsmith.models.packed_lora import SegmentAdapters
+from tinsmith.models.one_row import OneRow, is_one_row
+from tinsmith.models.packed_lora import Adapters, SegmentAdapters
 from tinsmith.models.stable_attention import stable_attention
 from tinsmith.rendering.packing import segments_of
 from tinsmith.sampling.choose import DeviceChoice, choose_next
@@ -38,7 +40,7 @@ from tinsmith.sampling.local.device_batch import (
     write_places,
 )
 from tinsmith.sampling.local.kv_cache import KVCache
-from tinsmith.sampling.local.paged_attention import gathered_bytes, paged_attention
+from tinsmith.sampling.local.paged_attention import gathered_bytes, has_kernel, paged_attention, store_and_attend
 from tinsmith.sampling.local.states import StateSlots, StateSteps
 from tinsmith.training.logprobs import head_logits, head_lora
 
@@ -108,8 +110,8 @@ class DecodePlan:
     ) -> None:
         """If `stable`, attention is computed as in `models/stable_attention.py`."""
         self.cache = cache
-        self.compute = stable_attention if stable else paged_attention
-        self.places = write_places(state, table)
+        self.stable = stable
+        self.state, self.table = state, table
         lengths = state[:, LENGTH].to(torch.int32)
         self.groups = [
             (group.rows, table[:, : group.blocks], lengths)
@@ -119,15 +121,24 @@ class DecodePlan:
         ]
         self.steps = steps
 
+    @cached_property
+    def places(self) -> Tensor:
+        """[rows] where the newest tokens are stored, if not by the kernel of attention."""
+        return write_places(self.state, self.table)
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:
-        self.cache.store(layer, self.places, key, value)
         keys, values = self.cache.of_layer(layer)
+        if not self.stable and has_kernel(query):
+            ((_, table, lengths),) = self.groups
+            return store_and_attend(query, key, value, keys, values, table, lengths, scale, window)
+        self.cache.store(layer, self.places, key, value)
+        compute = stable_attention if self.stable else paged_attention
         out = None
         for rows, table, lengths in self.groups:
             if rows is None:
-                return self.compute(query, keys, values, table, lengths, scale, window)
+                return compute(query, keys, values, table, lengths, scale, window)
             out = torch.empty_like(query) if out is None else out
-            out[rows] = self.compute(query[rows], keys, values, table, lengths, scale, window)
+            out[rows] = compute(query[rows], keys, values, table, lengths, scale, window)
         assert out is not None, "a step has rows"
         return out
 
@@ -196,8 +207,12 @@ class DecodeStep:
 
     def _logits(self, decoder: Decoder, state: Tensor, positions: Tensor, plan: DecodePlan, has_adapters: bool) -> Tensor:
         """[rows, vocabulary] float32 of rows of the base and of adapters that have columns."""
-        adapters = self.adapters.for_rows(state[:, COLUMNS : COLUMNS + 2]) if has_adapters else SegmentAdapters(())
         embeddings = self.base.language_model.get_input_embeddings()(state[:, TOKEN])
+        adapters: Adapters = SegmentAdapters(())
+        if has_adapters:
+            adapters = self.adapters.for_rows(state[:, COLUMNS : COLUMNS + 2])
+        elif is_one_row(embeddings):
+            adapters = OneRow()
         hidden = decoder.forward(embeddings, positions, plan, adapters)
         return adapters.apply(self.head, hidden).float()
 

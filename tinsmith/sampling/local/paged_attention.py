@@ -23,13 +23,34 @@ def paged_attention(
     already. `window` is the number of last tokens that a row sees; None means all. A row of length 0 gets zeros. Blocks that are not a
     row's own, and places behind its length, may hold anything, NaN included, if the table's entries there name blocks that exist.
     """
-    if _has_kernel(query):
+    if has_kernel(query):
         from tinsmith.models.paged_kernels import paged_kernel
 
         return paged_kernel(query, keys, values, table, lengths, scale, window)
     if table.device.type == "cpu":  # reading a length there waits for nothing
         table = table[:, : max(1, blocks_for(int(lengths.max())))]
     return paged_reference(query, keys, values, table, lengths, scale, window)
+
+
+def store_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """`paged_attention` by the kernel, which also stores key and value [rows, kv_heads, head_dim] of the newest token of each row.
+
+    `has_kernel` must say that there is one. No row may read the place where the newest token of another is stored. Several may be stored in
+    one place that nobody reads, as in the scratch block.
+    """
+    from tinsmith.models.paged_kernels import paged_kernel
+
+    return paged_kernel(query, keys, values, table, lengths, scale, window, newest=(key, value))
 
 
 def paged_reference(
@@ -57,10 +78,10 @@ def paged_reference(
 
 def gathered_bytes(keys: Tensor, rows: int, blocks: int) -> int:
     """What a call takes for copies of keys and values like `keys` [blocks, BLOCK, kv_heads, head_dim], with `blocks` for each row."""
-    return 0 if _has_kernel(keys) else 2 * rows * blocks * keys[0].nbytes
+    return 0 if has_kernel(keys) else 2 * rows * blocks * keys[0].nbytes
 
 
-def _has_kernel(x: Tensor) -> bool:
-    """Whether the kernel serves queries or keys [..., head_dim] like these."""
+def has_kernel(x: Tensor) -> bool:
+    """Whether there is a kernel for queries or keys [..., head_dim] like these."""
     half = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
     return half and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 and has_triton()
