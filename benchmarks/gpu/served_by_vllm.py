@@ -31,7 +31,8 @@ PARTS = ("requests", "publishing")
 @contextmanager
 def running(model: Path, *options: str) -> Iterator[tuple[tinker.ServiceClient, str]]:
     """An SDK client of a server of the model, and the address of its vLLM server, which is ready. At the end the log's last publishes."""
-    options = ("--base-model", f"tiny={model}", "--snapshot-gib", "64", *options)  # enough for all versions, which else go to disk
+    # Enough snapshots for all versions, which else go to disk, and memory of the GPU for training all weights in float32.
+    options = ("--base-model", f"tiny={model}", "--snapshot-gib", "64", "--memory-share", "0.6", *options)
     with tempfile.TemporaryDirectory() as folder, sampling_with_vllm(Path(folder), *options) as server:
         address = wait_for_vllm(server)
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
