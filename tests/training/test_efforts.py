@@ -63,10 +63,11 @@ def test_a_sequence_that_does_not_fit_is_recomputed_with_the_same_gradients(fami
 def test_a_gpu_that_runs_out_of_memory_computes_the_same_gradients(family_dir: Callable[[str], Path]) -> None:
     """Its allocator really refuses: a pass that keeps everything does not fit, one that recomputes does."""
     base = load(family_dir("qwen3"), dtype="bfloat16")
-    base.max_context = 2**16
+    tokens = 2**18  # so many that other tensors of this process count for little
+    base.max_context = tokens
     backend = LocalBackend(base, TrainingConfig())
     backend.create_model("a", LoraShape(4, 0))
-    work = [datum("a", renderer(base).render([random_tokens(0, 60_000)]))]
+    work = [datum("a", renderer(base).render([random_tokens(0, tokens)]))]
     allocated, reserved = [], []
     for effort in (KEEP_ALL, backend.efforts.memory.smallest):
         torch.cuda.empty_cache()
@@ -76,7 +77,7 @@ def test_a_gpu_that_runs_out_of_memory_computes_the_same_gradients(family_dir: C
         reserved.append(torch.cuda.max_memory_reserved())
         backend.clear_gradients("a")
     kept, recomputed = allocated[0], reserved[1]  # with less than the one it fails, and with the other it does not
-    assert recomputed < 0.95 * kept
+    assert recomputed < kept
     backend.run_pass(work, backward=True)
     expected = gradients(backend, "a")
     backend.clear_gradients("a")
