@@ -26,7 +26,7 @@ WIDE = 2**14
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """X [1, in], weight [out, in], bias [out] -> [1, out]."""
+    """The product [1, out] of x [1, in] and weight [out, in], and bias [out]. The weight is a base model's, which does not change."""
     x = x.contiguous()
     return _launched(x, x, x, x, weight, bias, 0.0, zero_centred=False, norms=False, adds=False)
 
