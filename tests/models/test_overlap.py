@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.bases import DEVICE
-from tinsmith.models.overlap import overlapping
+from tinsmith.models.overlap import MOST_ROWS, overlapping
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,5 +51,6 @@ def test_nothing_but_weights_is_touched_before_the_wait(accesses: dict[str, tupl
 
 def test_where_kernels_overlap() -> None:
     hopper = DEVICE == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
-    assert overlapping(torch.device("cpu")) == {"OVERLAPS": False}
-    assert overlapping(torch.device(DEVICE)) == ({"OVERLAPS": True, "launch_pdl": True} if hopper else {"OVERLAPS": False})
+    assert overlapping(torch.device("cpu"), 1) == {"OVERLAPS": False}
+    assert overlapping(torch.device(DEVICE), MOST_ROWS) == ({"OVERLAPS": True, "launch_pdl": True} if hopper else {"OVERLAPS": False})
+    assert overlapping(torch.device(DEVICE), MOST_ROWS + 1) == {"OVERLAPS": False}

@@ -59,7 +59,7 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
         SHARE=share,
         num_warps=4,
         num_stages=3,
-        **overlapping(x.device),
+        **overlapping(x.device, rows),
     )
     expand: Any = _expand
     expand[(len(tiles), row_tiles)](
@@ -80,7 +80,7 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
         OUTPUTS=OUTPUTS,
         num_warps=4,
         num_stages=2,
-        **overlapping(x.device),
+        **overlapping(x.device, rows),
     )
 
 

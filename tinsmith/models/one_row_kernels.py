@@ -80,7 +80,7 @@ def _launched(
         STEP=step,
         EVEN=outputs % OUTPUTS == 0,
         num_warps=OUTPUTS * step // (32 * NUMBERS),
-        **overlapping(x.device),
+        **overlapping(x.device, 1),
     )
     return out
 

@@ -18,9 +18,15 @@ OLDEST_CUDA = 13
 """Of PyTorch's build: the drivers that it needs can capture such kernels in graphs, which those before CUDA 12.3 cannot."""
 
 
-def overlapping(device: torch.device) -> dict[str, Any]:
-    """Options of a kernel that has the parameter `OVERLAPS`, which says that it must call `gdc_wait`."""
-    return {"OVERLAPS": True, "launch_pdl": True} if device.type == "cuda" and _can_overlap(device) else {"OVERLAPS": False}
+MOST_ROWS = 512
+"""Rows of a decoding step, at most. Kernels of more rows take so long that an early start gains nothing: passes of training and of prompts
+are computed in the plain order of the stream."""
+
+
+def overlapping(device: torch.device, rows: int) -> dict[str, Any]:
+    """Options of a kernel that computes so many rows. Its parameter `OVERLAPS` says that it must call `gdc_wait`."""
+    overlaps = rows <= MOST_ROWS and device.type == "cuda" and _can_overlap(device)
+    return {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
 
 
 @cache

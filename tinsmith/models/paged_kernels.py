@@ -85,7 +85,7 @@ def paged_kernel(
         STORES=newest is not None,
         num_warps=warps,
         num_stages=stages,
-        **overlapping(query.device),
+        **overlapping(query.device, rows),
     )
     if merged:
         merge: Any = _merge
@@ -103,7 +103,7 @@ def paged_kernel(
             SPLITS_PADDED=triton.next_power_of_2(splits),
             WINDOW=seen,
             num_warps=4,
-            **overlapping(query.device),
+            **overlapping(query.device, rows),
         )
     return out
 

@@ -52,7 +52,7 @@ def _launch_norm(
     launch: Any = _norm
     padded = triton.next_power_of_2(width)
     options = {"WIDTH": width, "PADDED": padded, "ZERO_CENTRED": zero_centred, "ADDS": adds, "num_warps": _warps(width)}
-    launch[(rows,)](x, delta, weight, total, normed, eps, **options, **overlapping(x.device))
+    launch[(rows,)](x, delta, weight, total, normed, eps, **options, **overlapping(x.device, rows))
 
 
 def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     launch: Any = _swiglu
-    launch[(rows, triton.cdiv(width, COLUMNS))](gate_up, out, WIDTH=width, COLUMNS=COLUMNS, num_warps=4, **overlapping(gate_up.device))
+    launch[(rows, triton.cdiv(width, COLUMNS))](
+        gate_up, out, WIDTH=width, COLUMNS=COLUMNS, num_warps=4, **overlapping(gate_up.device, rows)
+    )
     return out
 
 
@@ -134,7 +136,7 @@ def _launch_rotation(
         HAS_NORM=weight is not None,
         ZERO_CENTRED=zero_centred,
         num_warps=4,
-        **overlapping(x.device),
+        **overlapping(x.device, tokens),
     )
 
 
