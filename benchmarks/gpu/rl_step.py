@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +108,24 @@ def _datum(prompt: NDArray[np.int32], result: SampleResult) -> DatumWork:
     return DatumWork("m", rendered, targets, LOSSES["importance_sampling"], numbers)
 
 
-def served(workers: int = 1) -> Figures:
-    """The same through SDK and server, which has so many workers; of several also `step_s_of_more`: as many requests for each of them."""
+@dataclass(frozen=True)
+class Batch:
+    """What one step samples and trains on."""
+
+    prompts: int = LOAD.rows
+    samples: int = 1
+    """Of each prompt, in one request."""
+
+
+def served(workers: int = 1, batches: Sequence[Batch] = (Batch(),)) -> Figures:
+    """The same through SDK and server, which has so many workers: steps of the first batch, and `step_s_1` and so on of the others."""
     import tinker
     from tinker import types
 
     from benchmarks.servers import API_KEY
     from tests.running import serving
 
-    generator, clocks = np.random.default_rng(0), [Clock() for _ in range(min(workers, 2))]
+    generator, clocks = np.random.default_rng(0), [Clock() for _ in batches]
     params = types.SamplingParams(max_tokens=LOAD.answer, temperature=1.0, stop=[])
     adam = types.AdamParams(learning_rate=1e-4)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
@@ -130,29 +140,27 @@ def served(workers: int = 1) -> Figures:
             server.wait_for_health()
             with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
                 trainer = service.create_lora_training_client("bench", rank=RANK, train_unembed=False).result()
-                for number in range(len(clocks) * (STEPS + 2)):
-                    clock = clocks[number // (STEPS + 2)]
-                    rows = LOAD.rows if clock is clocks[0] else workers * LOAD.rows
+                for clock, batch in ((clock, batch) for clock, batch in zip(clocks, batches, strict=True) for _ in range(STEPS + 2)):
                     with clock.step():
                         with clock.phase("publishing"):
                             client = trainer.save_weights_and_get_sampling_client().result()
-                        prompts = [generator.integers(0, 1500, LOAD.prompt).astype(np.int32) for _ in range(rows)]
+                        prompts = [generator.integers(0, 1500, LOAD.prompt).astype(np.int32) for _ in range(batch.prompts)]
                         asked = [types.ModelInput.from_ints(prompt.tolist()) for prompt in prompts]
                         with clock.phase("sampling"):
-                            answers = [future.result() for future in [client.sample(prompt, 1, params) for prompt in asked]]
-                        data = [_sdk_datum(*pair) for pair in zip(prompts, answers, strict=True)]
+                            answers = [future.result() for future in [client.sample(prompt, batch.samples, params) for prompt in asked]]
+                        pairs = zip(prompts, answers, strict=True)
+                        data = [_sdk_datum(prompt, sampled) for prompt, answer in pairs for sampled in answer.sequences]
                         with clock.phase("training"):
                             futures = trainer.forward_backward(data, "importance_sampling"), trainer.optim_step(adam)
                             for future in futures:
                                 future.result()
-    figures = clocks[0].figures()
-    return figures if len(clocks) == 1 else figures | {"step_s_of_more": clocks[1].figures()["step_s"]}
+    others = {f"step_s_{number}": clock.figures()["step_s"] for number, clock in enumerate(clocks) if number}
+    return clocks[0].figures() | others
 
 
-def _sdk_datum(prompt: NDArray[np.int32], answer: Any) -> Any:
+def _sdk_datum(prompt: NDArray[np.int32], sampled: Any) -> Any:
     from tinker import types
 
-    sampled = answer.sequences[0]
     tokens = np.concatenate([prompt, sampled.tokens]).astype(np.int64)
     reward = float(np.mean(np.array(sampled.tokens) % 2)) - 0.5
     inputs = {

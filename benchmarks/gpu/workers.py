@@ -18,6 +18,7 @@ Parts:
 - save      the same adapter with its optimizer: how long one worker copies it on its device, for which training waits; no file is written
 - rl        a step of reinforcement learning (`rl_step.py`) through a server with one worker, and with one for each GPU:
             the same requests, and as many for each
+- rl_groups the same with 32 prompts of 16 samples each, as recipes sample: a GPU alone is busy then
 
 Without `--parts` all but full8b, divided8b and bare8b are measured.
 
@@ -60,7 +61,7 @@ from benchmarks.gpu.measuring import (
     write_to,
 )
 from benchmarks.gpu.rivals import divided_network, step_of, texts
-from benchmarks.gpu.rl_step import served
+from benchmarks.gpu.rl_step import LOAD, Batch, served
 from benchmarks.gpu.sampling import ANSWER, PROMPT, Load, Requests, sample_all, sampler_of, stepped
 from benchmarks.gpu.shapes import base_of, configuration, flops_per_token
 from benchmarks.gpu.training import batch_of, text_datum, train
@@ -74,7 +75,22 @@ from tinsmith.training.backend import LocalBackend
 from tinsmith.training.divided_backend import DividedBackend
 from tinsmith.training.divided_decoder import divide
 
-PARTS = ("lora", "divided", "bare", "sequence", "large", "full", "full8b", "divided8b", "bare8b", "sampling", "publish", "save", "rl")
+PARTS = (
+    "lora",
+    "divided",
+    "bare",
+    "sequence",
+    "large",
+    "full",
+    "full8b",
+    "divided8b",
+    "bare8b",
+    "sampling",
+    "publish",
+    "save",
+    "rl",
+    "rl_groups",
+)
 LARGER = ("full8b", "divided8b", "bare8b")
 """Parts that need more memory than two GPUs of 80 GB have."""
 LENGTHS = [32] * 4 if TINY else [1024] * 4
@@ -82,6 +98,7 @@ SEQUENCES = (128, 256) if TINY else (131072, 262144)
 """Tokens of a sequence that one GPU trains, and of one that all compute together."""
 ROWS = 8 if TINY else 256
 RANK = 4 if TINY else 32
+GROUPS = Batch(2, 4) if TINY else Batch(32, 16)
 BEGIN_S = 240.0
 """Longest time in which processes import, meet and measure the card."""
 WARM, CALLS = (2, 4) if TINY else (3, 12)
@@ -332,10 +349,21 @@ class Measured:
 
 def reinforcement_learning(count: int, budget_s: float) -> None:
     """Through a server, whose workers are processes of its own."""
-    one, many = (isolated(f"rl_{workers}", partial(served, workers), budget_s) for workers in (1, count))
+    one = isolated("rl_1", served, budget_s)
+    many = isolated(f"rl_{count}", partial(served, count, [Batch(), Batch(count * LOAD.rows)]), budget_s)
     figure("rl_step_scaling", ratio(one, many, "step_s"), "at least 1.8 of 2")
-    if one and "step_s_of_more" in many:
-        figure("rl_step_scaling_same_rows_each", count * one["step_s"] / many["step_s_of_more"], "said")
+    if one and many:
+        figure("rl_step_scaling_same_rows_each", count * one["step_s"] / many["step_s_1"], "said")
+
+
+def reinforcement_learning_in_groups(count: int, budget_s: float) -> None:
+    """The same with many samples of each prompt."""
+    one, many = (isolated(f"rl_groups_{workers}", partial(served, workers, [GROUPS]), budget_s) for workers in (1, count))
+    figure("rl_groups_step_scaling", ratio(one, many, "step_s"), "at least 1.8 of 2")
+
+
+SERVED = {"rl": reinforcement_learning, "rl_groups": reinforcement_learning_in_groups}
+"""Parts that start servers."""
 
 
 def compute(place: Place, asked: argparse.Namespace) -> None:
@@ -373,8 +401,8 @@ def main() -> None:
     usual = ",".join(part for part in PARTS if part not in LARGER)
     parser.add_argument("--parts", default=usual, help=f"what to measure, with commas between; of {', '.join(PARTS)}")
     parser.add_argument("--output", type=Path, help="a file that gets the lines too, behind what it holds")
-    parser.add_argument("--limit", type=float, default=400.0, help="most seconds of each part but rl, building included")
-    parser.add_argument("--budget", type=float, default=300.0, help="most seconds of each side of the part rl")
+    parser.add_argument("--limit", type=float, default=400.0, help="most seconds of each part that starts no server, building included")
+    parser.add_argument("--budget", type=float, default=300.0, help="most seconds of each side of a part that starts servers")
     parser.add_argument("--sequences", default=",".join(map(str, SEQUENCES)), help="tokens of the sequence of one GPU, and of that of all")
     parser.add_argument("--long-calls", type=int, default=2, help="measured steps of each of these sequences, after one that is not")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)
@@ -390,10 +418,11 @@ def main() -> None:
         compute(Place(asked.rank, asked.count, asked.meeting), asked)
         return
     begin_here("workers", asked.output)
-    in_groups = [part for part in asked.parts if part != "rl"]
+    in_groups = [part for part in asked.parts if part not in SERVED]
     failed = run_together(in_groups, asked)
-    if "rl" in asked.parts:
-        reinforcement_learning(asked.count, asked.budget)
+    for part, measure in SERVED.items():
+        if part in asked.parts:
+            measure(asked.count, asked.budget)
     sys.exit(1 if failed else 0)
 
 
