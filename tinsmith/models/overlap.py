@@ -16,8 +16,6 @@ import torch
 
 OLDEST_CUDA = 13
 """Of PyTorch's build: the drivers that it needs can capture such kernels in graphs, which those before CUDA 12.3 cannot."""
-
-
 MOST_ROWS = 512
 """Rows of a decoding step, at most. Kernels of more rows take so long that an early start gains nothing: passes of training and of prompts
 are computed in the plain order of the stream."""
