@@ -6,7 +6,8 @@
 - 64 requests of 64 tokens at once, 64 or 256 sampled each: tokens per second through SDK, server and vLLM over those of this vLLM alone.
 
 Run it with: TINSMITH_TEST_DEVICE=cuda TINSMITH_TEST_VLLM_PYTHON=.../bin/python python -m benchmarks.gpu.served_by_vllm
-`--parts publishing` leaves the requests out, `--parts requests` the publishing.
+`--parts publishing` leaves the requests out, `--parts requests` the publishing. `--workers 2 --tensor-parallel 2` takes four GPUs: two
+train, and vLLM divides the model over the other two.
 """
 
 import argparse
@@ -45,7 +46,12 @@ def main() -> None:
     """Measure and print the lines."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="what to measure")
-    parts = parser.parse_args().parts
+    parser.add_argument("--workers", type=int, default=1, help="how many GPUs train")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="over how many GPUs vLLM divides the model")
+    asked = parser.parse_args()
+    parts = asked.parts
+    gpus = ("--workers", str(asked.workers), "--vllm-tensor-parallel", str(asked.tensor_parallel))
+    among = f"_by_{asked.workers}_to_{asked.tensor_parallel}" if asked.workers > 1 or asked.tensor_parallel > 1 else ""
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         config = configuration("1.7B")
         network = network_of(config)
@@ -53,7 +59,7 @@ def main() -> None:
         network.save_pretrained(model)
         del network
         torch.cuda.empty_cache()
-        with running(model) as (service, address):
+        with running(model, *gpus) as (service, address):
             client = service.create_sampling_client(base_model="tiny").result()
             for answer in ANSWERS if "requests" in parts else ():
                 throughput(client, address, "vllm_gpu_text", "at least 0.95 times as fast", texts, answer)
@@ -61,8 +67,9 @@ def main() -> None:
                 return
             for unembed in (False, True):
                 adapted = service.create_lora_training_client("tiny", rank=32, train_unembed=unembed).result()
-                publishing(adapted, f"vllm_gpu_publish_lora{'_and_lm_head' * unembed}", "at most 150 ms")
-            publishing(service.create_lora_training_client("tiny", rank=0).result(), "vllm_gpu_publish_full", "")
+                publishing(adapted, f"vllm_gpu_publish_lora{'_and_lm_head' * unembed}{among}", "at most 150 ms")
+            wanted = "at most 600 ms" if asked.tensor_parallel > 1 else ""
+            publishing(service.create_lora_training_client("tiny", rank=0).result(), f"vllm_gpu_publish_full{among}", wanted)
         if torch.cuda.device_count() == 1:
             with running(model, "--vllm-transfer", "file") as (service, _):
                 publishing(service.create_lora_training_client("tiny", rank=0).result(), "vllm_gpu_publish_full_by_file", "")

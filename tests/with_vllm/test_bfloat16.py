@@ -30,16 +30,9 @@ def write_hybrid(directory: Path) -> None:
     network.save_pretrained(directory)
 
 
-@pytest.mark.parametrize("kind", ["qwen3-vl", "qwen3", "qwen3-5"])
-def test_base_adapter_and_full_weights(kind: Literal["qwen3", "qwen3-vl", "qwen3-5"], tmp_path: Path) -> None:
-    """On a text model too: vLLM names the parts of its fused layers in another way there. On a hybrid model with vLLM's own kernels."""
-    if kind == "qwen3-5":
-        write_hybrid(tmp_path / "model")
-    else:
-        write_tiny_model(kind, tmp_path / "model")
-    pictures = kind != "qwen3"
-    options = ("--dtype", "bfloat16") if ON_GPU else ("--dtype", "bfloat16", "--vllm-transfer", "broadcast")
-    with sampling_with_vllm(tmp_path, "--base-model", f"tiny={tmp_path / 'model'}", *options) as server:
+def check(model: Path, directory: Path, *options: str, pictures: bool) -> None:
+    """A server whose vLLM has the base model, an adapter, a trained one and trained full weights, as the trainer has them."""
+    with sampling_with_vllm(directory, "--base-model", f"tiny={model}", "--dtype", "bfloat16", *options) as server:
         wait_for_vllm(server)
         assert "applies no adapters" not in server.log.read_text()
         with tinker.ServiceClient(base_url=server.url, api_key="tml-bfloat16") as service:
@@ -53,3 +46,23 @@ def test_base_adapter_and_full_weights(kind: Literal["qwen3", "qwen3-vl", "qwen3
                         expected = trainers_logprobs(client, prompt, sequence.tokens)
                         differences += np.abs(numbers(sequence.logprobs) - expected).tolist()
                 assert np.mean(differences) < FARTHEST
+
+
+@pytest.mark.parametrize("kind", ["qwen3-vl", "qwen3", "qwen3-5"])
+def test_base_adapter_and_full_weights(kind: Literal["qwen3", "qwen3-vl", "qwen3-5"], tmp_path: Path) -> None:
+    """On a text model too: vLLM names the parts of its fused layers in another way there. On a hybrid model with vLLM's own kernels."""
+    if kind == "qwen3-5":
+        write_hybrid(tmp_path / "model")
+    else:
+        write_tiny_model(kind, tmp_path / "model")
+    transfer = () if ON_GPU else ("--vllm-transfer", "broadcast")
+    check(tmp_path / "model", tmp_path, *transfer, pictures=kind != "qwen3")
+
+
+@pytest.mark.skipif(not ON_GPU or torch.cuda.device_count() < 4, reason="two workers and a vLLM server of two need four GPUs")
+@pytest.mark.parametrize("shard", ["none", "weights"])
+def test_several_gpus_train_and_several_sample(shard: str, tmp_path: Path) -> None:
+    """Weights that replicas have, or that are divided, get to both GPUs of a vLLM server. `test_several_workers.py` is the same on CPUs."""
+    write_tiny_model("qwen3-vl", tmp_path / "model")
+    several = ("--workers", "2", "--shard", shard, "--tokens-per-pass", "64", "--vllm-tensor-parallel", "2")
+    check(tmp_path / "model", tmp_path, *several, pictures=True)
