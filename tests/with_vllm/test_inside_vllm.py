@@ -77,8 +77,6 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...] | None]] = {
     "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA": {
         "lora_a_stacked": None,
         "lora_b_stacked": None,
-        "tp_rank": None,
-        "tp_size": None,
     },
     "vllm.lora.lora_model.LoRAModel": {"get_lora": ("module_name",)},
     "vllm.lora.lora_model": {"PIN_MEMORY": None},

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
@@ -39,7 +40,7 @@ def check_adapters_that_are_loaded() -> None:
 
     def add_adapter(self: Any, lora_request: Any) -> bool:
         is_there = lora_request.lora_int_id in self.list_adapters() and not getattr(lora_request, "load_inplace", False)
-        with _together_or_not_at_all(self._adapter_manager, lora_request.lora_name):
+        with _together_or_not_at_all(lora_request.lora_name):
             loaded: bool = original(self, lora_request)
             if not is_there and (expected := _IDENTITY.search(lora_request.lora_name)):
                 _compare(self._adapter_manager, lora_request, expected[1])
@@ -49,7 +50,7 @@ def check_adapters_that_are_loaded() -> None:
 
 
 @contextmanager
-def _together_or_not_at_all(manager: Any, name: str) -> Iterator[None]:
+def _together_or_not_at_all(name: str) -> Iterator[None]:
     """End this worker if an adapter that was there before cannot be loaded again, and others have the rest of the model.
 
     That happens in the middle of a step, of which vLLM would go on with the others: they would add up what does not belong together.
@@ -58,7 +59,7 @@ def _together_or_not_at_all(manager: Any, name: str) -> Iterator[None]:
     try:
         yield
     except Exception:
-        if name in _CHECKED and _place(manager)[1] > 1:
+        if name in _CHECKED and get_tensor_model_parallel_world_size() > 1:
             log.exception("this worker ends: adapter %s cannot be loaded again", name)
             os.kill(os.getpid(), signal.SIGKILL)
         raise
@@ -73,7 +74,7 @@ def _compare(manager: Any, request: Any, expected: str) -> None:
     """Raise ValueError, and remove the adapter, if its slot holds other weights than its name says."""
     in_slot = _in_slot(manager, request)
     found = identity(in_slot.items())
-    rank, ranks = _place(manager)
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     if ranks > 1:
         whole = _as_loaded(manager, request)
         shares = {name: share_of(whole[name], tensor, rank, ranks) for name, tensor in in_slot.items() if name in whole}
@@ -101,12 +102,6 @@ def _in_slot(manager: Any, request: Any) -> dict[str, Tensor]:
             if part in names:
                 tensors |= {f"{names[part]}.{side}": matrix for side, matrix in zip("ab", pair, strict=True)}
     return tensors
-
-
-def _place(manager: Any) -> tuple[int, int]:
-    """The number of this worker, and how many the model is divided over. vLLM 0.26 was not tested with several."""
-    layer = next(iter(manager.modules.values()))
-    return getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
 
 
 def _as_loaded(manager: Any, request: Any) -> dict[str, Tensor]:
