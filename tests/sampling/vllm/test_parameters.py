@@ -39,6 +39,11 @@ def test_the_sampled_token_is_asked_for_beside_the_likeliest() -> None:
     assert [sent(request(topk=k))["logprobs"] for k in (0, 5, 100)] == [0, 6, 100]
 
 
+def test_all_samples_of_a_request_are_in_one_reply() -> None:
+    """VLLM 0.26 would send what it has after each step, and answer with what it sent last: without samples that had ended before."""
+    assert sent(request(), count=8)["output_kind"] == 2  # RequestOutputKind.FINAL_ONLY
+
+
 def test_only_the_first_samples_answer_about_the_prompt() -> None:
     asked = request(PromptQuestions(logprobs=True, topk=3))
     assert sent(asked)["prompt_logprobs"] == 3

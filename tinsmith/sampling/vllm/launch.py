@@ -97,12 +97,10 @@ def transfer_kind(wanted: str, trainer: torch.device, gpus: Sequence[int], ranks
         return "file"
     if ranks > 1 and wanted == "ipc":
         raise ConfigError(f"vllm_transfer=ipc reaches one GPU of a server, and --vllm-tensor-parallel {ranks} gives it more. Use broadcast")
-    if ranks > 1:
-        return "broadcast" if wanted == "broadcast" else "file"
     shared = bool(gpus) and gpus[0] == (trainer.index or 0)
     match wanted:
         case "auto":
-            return "file" if not gpus else "ipc" if shared else "broadcast"
+            return "file" if not gpus else "ipc" if shared else "broadcast"  # a server on several GPUs shares none of them
         case "ipc" if not shared:
             raise ConfigError(f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {_place(gpus)}. Use auto")
         case "broadcast" if shared:

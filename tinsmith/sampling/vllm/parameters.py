@@ -9,6 +9,9 @@ from tinsmith.wire.sample import SampleRequest
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM silently raises a smaller one to this."""
+_ONE_REPLY = 2
+"""One reply with all samples of a request, when the last has ended. VLLM 0.32 sets it by itself; 0.26 takes what came last for the whole
+reply, which lacks samples that had ended before."""
 
 
 def truncates(request: SampleRequest) -> bool:
@@ -66,6 +69,7 @@ def sampling_params(
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "logprobs": likeliest(request.topk_sample_logprobs, vocab_size),
+        "output_kind": _ONE_REPLY,
     }
     if params.seed is not None:
         body["seed"] = vllm_seed(params.seed, done) + first
