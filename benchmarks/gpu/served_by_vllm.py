@@ -6,8 +6,8 @@
 - 64 requests of 64 tokens at once, 64 or 256 sampled each: tokens per second through SDK, server and vLLM over those of this vLLM alone.
 
 Run it with: TINSMITH_TEST_DEVICE=cuda TINSMITH_TEST_VLLM_PYTHON=.../bin/python python -m benchmarks.gpu.served_by_vllm
-`--parts publishing` leaves the requests out, `--parts requests` the publishing. `--workers 2 --tensor-parallel 2` takes four GPUs: two
-train, and vLLM divides the model over the other two.
+`--parts publishing` leaves the requests out, `--parts requests` the publishing. `--workers 2 --tensor-parallel 2
+--transfer broadcast` takes four GPUs: two train, and vLLM divides the model over the other two.
 """
 
 import argparse
@@ -48,9 +48,10 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="what to measure")
     parser.add_argument("--workers", type=int, default=1, help="how many GPUs train")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="over how many GPUs vLLM divides the model")
+    parser.add_argument("--transfer", default="auto", help="how full weights get into vLLM: --vllm-transfer of the server")
     asked = parser.parse_args()
     parts = asked.parts
-    gpus = ("--workers", str(asked.workers), "--vllm-tensor-parallel", str(asked.tensor_parallel))
+    gpus = ("--workers", str(asked.workers), "--vllm-tensor-parallel", str(asked.tensor_parallel), "--vllm-transfer", asked.transfer)
     among = f"_by_{asked.workers}_to_{asked.tensor_parallel}" if asked.workers > 1 or asked.tensor_parallel > 1 else ""
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         config = configuration("1.7B")

@@ -60,9 +60,9 @@ def test_base_adapter_and_full_weights(kind: Literal["qwen3", "qwen3-vl", "qwen3
 
 
 @pytest.mark.skipif(not ON_GPU or torch.cuda.device_count() < 4, reason="two workers and a vLLM server of two need four GPUs")
-@pytest.mark.parametrize("shard", ["none", "weights"])
-def test_several_gpus_train_and_several_sample(shard: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shard", "transfer"), [("none", "broadcast"), ("none", "file"), ("weights", "file")])
+def test_several_gpus_train_and_several_sample(shard: str, transfer: str, tmp_path: Path) -> None:
     """Weights that replicas have, or that are divided, get to both GPUs of a vLLM server. `test_several_workers.py` is the same on CPUs."""
     write_tiny_model("qwen3-vl", tmp_path / "model")
-    several = ("--workers", "2", "--shard", shard, "--tokens-per-pass", "64", "--vllm-tensor-parallel", "2")
+    several = ("--workers", "2", "--shard", shard, "--tokens-per-pass", "64", "--vllm-tensor-parallel", "2", "--vllm-transfer", transfer)
     check(tmp_path / "model", tmp_path, *several, pictures=True)

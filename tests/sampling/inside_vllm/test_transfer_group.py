@@ -1,11 +1,13 @@
 """Weights from one process to others: what arrives is what was sent, and an end that is lost, or does not receive, is noticed."""
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -40,6 +42,30 @@ def fail_once(meeting_point: str, rank: int, size: int, pipe: Connection) -> Non
         group.receive(SHAPES, fail)
     pipe.send("failed")
     group.receive(SHAPES, lambda tensors: pipe.send([tensor.float().tolist() for tensor in tensors]))
+
+
+def take_all(tensors: Iterator[Tensor]) -> None:
+    """Receive an update and forget it."""
+    for _ in tensors:
+        pass
+
+
+def lack_memory_once(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
+    """A worker that has no memory for the second tensor when it first asks for it."""
+    buffers = [torch.empty(shape, dtype=dtype) for shape, dtype in SHAPES]
+    group = TransferGroup(meeting_point, rank, size, CPU)
+    lacking = patch.object(torch, "empty", side_effect=[buffers[0], MemoryError("no memory"), *buffers[1:]])
+    with lacking, pytest.raises(MemoryError, match="no memory"):
+        group.receive(SHAPES, take_all)
+    pipe.send("failed")
+
+
+def lack_memory(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
+    """A worker that has no memory for any tensor."""
+    group = TransferGroup(meeting_point, rank, size, CPU)
+    with patch.object(torch, "empty", side_effect=MemoryError("no memory")), pytest.raises(MemoryError, match="no memory"):
+        group.receive(SHAPES, take_all)
+    pipe.send("failed")
 
 
 def leave(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
@@ -94,6 +120,25 @@ def test_a_worker_that_fails_keeps_nobody_waiting_and_takes_the_next_update(tmp_
     group.send(SENT)
     assert [told(pipe) for pipe in pipes] == [values, values]
     assert ended(workers) == [0, 0]
+
+
+def test_a_worker_that_lacks_memory_for_a_moment_receives_what_is_left(tmp_path: Path) -> None:
+    group, pipes, workers = joined(tmp_path, lack_memory_once, receive)
+    values = [tensor.float().tolist() for tensor in SENT]
+    group.send(SENT)
+    assert [told(pipe) for pipe in pipes] == ["failed", values]
+    assert ended(workers[:1]) == [0]
+
+
+def test_a_worker_that_cannot_receive_ends_if_others_would_wait_for_it(tmp_path: Path) -> None:
+    """Alone it is an error: the trainer hears of it from vLLM, and gives up."""
+    (tmp_path / "alone").mkdir()
+    _, (pipe,), workers = joined(tmp_path / "alone", lack_memory)
+    assert (told(pipe), ended(workers)) == ("failed", [0])
+    group, _, workers = joined(tmp_path, lack_memory, receive)
+    with pytest.raises(RuntimeError):
+        group.send([torch.ones(shape, dtype=dtype) for shape, dtype in SHAPES] + [torch.ones(1 << 22)])
+    assert ended(workers)[0] == -signal.SIGKILL
 
 
 def test_an_end_that_is_lost_is_an_error(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from aiohttp import web
 
 from tinsmith.sampling.inside_vllm import transfer_group
 from tinsmith.sampling.inside_vllm.transfer_group import FIRST_WORKER, TransferGroup
-from tinsmith.sampling.vllm.connection import Connection, RefusedError
-from tinsmith.sampling.vllm.weights import BroadcastTransfer
+from tinsmith.sampling.vllm import weights
+from tinsmith.sampling.vllm.connection import Connection, RefusedError, ServerFailedError
+from tinsmith.sampling.vllm.weights import BroadcastTransfer, Tensors
 
 CPU = torch.device("cpu")
 PATIENCE_S = 3
@@ -26,10 +27,13 @@ def join_and_ignore(meeting_point: str) -> None:
     del group
 
 
-def test_a_broadcast_that_the_server_refuses_ends_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody receives then, but the server's end is still open."""
+def sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: Tensors, error: type[Exception], words: str, answers: bool = True
+) -> None:
+    """Send tensors to a server that refuses them, or does not answer at all, and whose worker receives nothing; it must be that error."""
     monkeypatch.setattr(transfer_group, "_LONGEST_WITH_GLOO", timedelta(seconds=PATIENCE_S))
     workers: list[Any] = []
+    asked_enough = asyncio.Event()
 
     async def begin(request: web.Request) -> web.Response:
         meeting_point = (await request.json())["init_info"]["meeting_point"]
@@ -38,6 +42,8 @@ def test_a_broadcast_that_the_server_refuses_ends_with_its_words(tmp_path: Path,
         return web.Response()
 
     async def refuse(_: web.Request) -> web.Response:
+        if not answers:
+            await asked_enough.wait()
         return web.json_response({"error": {"message": "no memory left"}}, status=400)
 
     async def tell() -> None:
@@ -49,8 +55,9 @@ def test_a_broadcast_that_the_server_refuses_ends_with_its_words(tmp_path: Path,
         server = Connection(f"unix:{tmp_path / 'socket'}")
         transfer = BroadcastTransfer(tmp_path, CPU)
         await transfer.open(server)
-        with pytest.raises(RefusedError, match="no memory left"):
-            await transfer.send(server, {"weight": torch.ones(1 << 22)}, "0" * 16)
+        with pytest.raises(error, match=words):
+            await transfer.send(server, tensors, "0" * 16)
+        asked_enough.set()
         await server.close()
         await runner.cleanup()
 
@@ -58,3 +65,18 @@ def test_a_broadcast_that_the_server_refuses_ends_with_its_words(tmp_path: Path,
         asyncio.run(tell())
     finally:
         workers[0].kill()
+
+
+def test_a_broadcast_that_the_server_refuses_ends_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody receives then, but the server's end is still open."""
+    sent(tmp_path, monkeypatch, {"weight": torch.ones(1 << 22)}, RefusedError, "no memory left")
+
+
+def test_what_the_trainer_cannot_send_is_an_error_though_the_server_still_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor without data stands for one that the trainer has no memory to copy."""
+    sent(tmp_path, monkeypatch, {"weight": torch.ones(4, device="meta")}, RuntimeError, "meta", answers=False)
+
+
+def test_a_server_that_takes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_LONGEST_SEND_S", 0.5)
+    sent(tmp_path, monkeypatch, {"weight": torch.ones(1 << 22)}, ServerFailedError, "has not taken new weights for 0.5 s", answers=False)

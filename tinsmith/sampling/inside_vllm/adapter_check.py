@@ -43,7 +43,11 @@ def check_adapters_that_are_loaded() -> None:
         with _together_or_not_at_all(lora_request.lora_name):
             loaded: bool = original(self, lora_request)
             if not is_there and (expected := _IDENTITY.search(lora_request.lora_name)):
-                _compare(self._adapter_manager, lora_request, expected[1])
+                try:
+                    _compare(self._adapter_manager, lora_request, expected[1])
+                except BaseException:
+                    self._adapter_manager.remove_adapter(lora_request.lora_int_id)
+                    raise
         return loaded
 
     LRUCacheWorkerLoRAManager.add_adapter = add_adapter
@@ -71,7 +75,7 @@ def was_checked(name: str) -> bool:
 
 
 def _compare(manager: Any, request: Any, expected: str) -> None:
-    """Raise ValueError, and remove the adapter, if its slot holds other weights than its name says."""
+    """Raise ValueError if the adapter's slot holds other weights than its name says."""
     in_slot = _in_slot(manager, request)
     found = identity(in_slot.items())
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
@@ -88,7 +92,6 @@ def _compare(manager: Any, request: Any, expected: str) -> None:
         else:
             found = str(whole)
     if found != expected:
-        manager.remove_adapter(request.lora_int_id)
         raise ValueError(f"vLLM holds other weights than the trainer's under {request.lora_name}: their identity is {found}")
     _CHECKED.add(request.lora_name)
 

@@ -171,7 +171,7 @@ class BroadcastReceiver(_LayerByLayer):
     def receive_weights(self, update_info: BroadcastUpdate) -> None:
         """Load what the trainer sends."""
         names = [name for name, _, _ in update_info.outline]
-        shapes = ((torch.Size(shape), getattr(torch, dtype)) for _, shape, dtype in update_info.outline)
+        shapes = [(torch.Size(shape), getattr(torch, dtype)) for _, shape, dtype in update_info.outline]
         self.group.receive(shapes, lambda tensors: self.load(zip(names, tensors, strict=True)))
 
 

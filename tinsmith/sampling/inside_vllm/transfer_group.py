@@ -3,18 +3,22 @@
 All ends use this module, which needs PyTorch and nothing else. Between GPUs it is NCCL; Gloo does the same between CPUs.
 """
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
+log = logging.getLogger(__name__)
+
 TRAINER, FIRST_WORKER = 0, 1
 """Their ranks; further workers follow."""
 _LONGEST = timedelta(minutes=5)
-"""How long one end waits for the other, with NCCL."""
+"""How long one end waits for the other, with NCCL, which ends the whole process then. The trainer gives up before that."""
 _LONGEST_WITH_GLOO = timedelta(seconds=30)
 """The same for each tensor with Gloo, which cannot be told to give up."""
 
@@ -25,6 +29,7 @@ class TransferGroup:
     def __init__(self, meeting_point: str, rank: int, size: int, device: torch.device) -> None:
         """Wait for the other ends, `size` in all. `meeting_point` is the path of a file that does not exist yet, the same for all."""
         self.device = device
+        self._size = size
         store = distributed.FileStore(meeting_point, size)
         # All ends are on this machine, and no port may be open to others.
         self._group: Any
@@ -43,24 +48,27 @@ class TransferGroup:
             self._broadcast(tensor.detach().contiguous())
         self._finish()
 
-    def receive(self, shapes: Iterable[tuple[torch.Size, torch.dtype]], load: Callable[[Iterator[Tensor]], None]) -> None:
+    def receive(self, shapes: Sequence[tuple[torch.Size, torch.dtype]], load: Callable[[Iterator[Tensor]], None]) -> None:
         """A worker's side: `load` is given tensors of these shapes and types, in the order in which they are sent.
 
-        If it fails, or does not want them all, the others are received nevertheless: the other workers get each at the same time.
+        If it fails, or does not want them all, the others are received nevertheless: the other workers get each at the same time. A worker
+        that cannot receive one, because it has no memory for example, ends its process if there are others: they would wait for it.
         """
-        tensors = self._tensors(shapes)
+        tensors = _Received(self, shapes)
         try:
             load(tensors)
         finally:
-            for _ in tensors:
-                pass
+            try:
+                for _ in tensors:
+                    pass
+            except Exception:
+                if self._size > FIRST_WORKER + 1:
+                    log.exception(
+                        "this worker ends: it cannot receive tensor %d of %d, and others would wait for it", tensors.count, len(shapes)
+                    )
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise
         self._finish()
-
-    def _tensors(self, shapes: Iterable[tuple[torch.Size, torch.dtype]]) -> Iterator[Tensor]:
-        for shape, dtype in shapes:
-            tensor = torch.empty(shape, dtype=dtype, device=self.device)
-            self._broadcast(tensor)
-            yield tensor
 
     def abort(self) -> None:
         """End what is under way: the thread that waits for it gets an error, with Gloo after its time-out. It is the end of the group."""
@@ -72,7 +80,29 @@ class TransferGroup:
             options.timeout = _LONGEST_WITH_GLOO
         self._group.broadcast([tensor], options).wait()
 
+    def _receive_one(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        self._broadcast(tensor)
+        return tensor
+
     def _finish(self) -> None:
         """NCCL only puts work into the GPU's queue."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+
+
+class _Received(Iterator[Tensor]):
+    """The tensors of an update, as they are received. One that could not be received is tried again with the next call."""
+
+    def __init__(self, group: TransferGroup, shapes: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
+        self.count = 0
+        """How many have been received."""
+        self._group = group
+        self._shapes = shapes
+
+    def __next__(self) -> Tensor:
+        if self.count == len(self._shapes):
+            raise StopIteration
+        tensor = self._group._receive_one(*self._shapes[self.count])
+        self.count += 1
+        return tensor

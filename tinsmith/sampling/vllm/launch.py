@@ -97,10 +97,12 @@ def transfer_kind(wanted: str, trainer: torch.device, gpus: Sequence[int], ranks
         return "file"
     if ranks > 1 and wanted == "ipc":
         raise ConfigError(f"vllm_transfer=ipc reaches one GPU of a server, and --vllm-tensor-parallel {ranks} gives it more. Use broadcast")
+    if ranks > 1:
+        return "broadcast" if wanted == "broadcast" else "file"  # auto: until the broadcast to several GPUs has run on GPUs
     shared = bool(gpus) and gpus[0] == (trainer.index or 0)
     match wanted:
         case "auto":
-            return "file" if not gpus else "ipc" if shared else "broadcast"  # a server on several GPUs shares none of them
+            return "file" if not gpus else "ipc" if shared else "broadcast"
         case "ipc" if not shared:
             raise ConfigError(f"vllm_transfer=ipc needs a GPU that trainer and server share; the server has {_place(gpus)}. Use auto")
         case "broadcast" if shared:
@@ -153,15 +155,21 @@ def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int, 
 
 
 def _environment(config: Config, directory: Path, gpus: Sequence[int]) -> dict[str, str]:
-    environment = os.environ | {
-        "PYTHONPATH": str(directory),  # our package, and no other of this environment; and `every_process.py`
-        "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer; the socket keeps them to this user
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HOST_IP": "127.0.0.1",  # what its processes have to say to each other stays on this machine
-        # The newer runner applies adapters wrongly where it scores a prompt's tokens, and `worker.py` repairs the other one only.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-    }
+    # Its processes talk to each other, and to the trainer, on this machine alone. NCCL asks once, when it is first used.
+    interfaces = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = (
+        interfaces
+        | dict(os.environ)
+        | {
+            "PYTHONPATH": str(directory),  # our package, and no other of this environment; and `every_process.py`
+            "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer; the socket keeps them to this user
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HOST_IP": "127.0.0.1",  # what its processes have to say to each other stays on this machine
+            # The newer runner applies adapters wrongly where it scores a prompt's tokens, and `worker.py` repairs the other one only.
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+        }
+    )
     if not gpus:
         # Compiling takes 20 seconds at the first request, for functions that take microseconds.
         environment |= {"VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gib(config)), "TORCHDYNAMO_DISABLE": "1"}

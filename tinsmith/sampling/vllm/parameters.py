@@ -10,8 +10,8 @@ from tinsmith.wire.sample import SampleRequest
 LOWEST_TEMPERATURE = 0.01
 """vLLM silently raises a smaller one to this."""
 _ONE_REPLY = 2
-"""One reply with all samples of a request, when the last has ended. VLLM 0.32 sets it by itself; 0.26 takes what came last for the whole
-reply, which lacks samples that had ended before."""
+"""One reply with all samples of a request, when the last has ended (`RequestOutputKind.FINAL_ONLY`). VLLM 0.32 sets this itself. Without it
+0.26 answers with the last partial output, which lacks samples that ended earlier."""
 
 
 def truncates(request: SampleRequest) -> bool:

@@ -32,11 +32,13 @@ from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import DELTA_NET_PARTS, TransferKind
 from tinsmith.sampling.inside_vllm.identity import Identity
 from tinsmith.sampling.inside_vllm.transfer_group import TRAINER, TransferGroup
-from tinsmith.sampling.vllm.connection import Connection
+from tinsmith.sampling.vllm.connection import Connection, ServerFailedError
 from tinsmith.sampling.vllm.own_directory import OwnDirectory
 from tinsmith.training.peft_format import write_adapter
 
 _MEMORY = Path("/dev/shm")
+_LONGEST_SEND_S = 240.0
+"""How long a broadcast may take. After five minutes NCCL would end the trainer (`transfer_group.py`)."""
 
 Tensors = Mapping[str, Tensor]
 """By their names in the model's checkpoint. They must not change before `Transfer.send` has returned."""
@@ -191,13 +193,17 @@ class BroadcastTransfer:
         assert self._group is not None, "open comes first"
         outline = [(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()]
         sending = asyncio.create_task(asyncio.to_thread(self._group.send, tensors.values()))
+        posting = asyncio.create_task(server.post("/update_weights", {"update_info": {"outline": outline, "identity": identity}}))
         try:
-            await server.post("/update_weights", {"update_info": {"outline": outline, "identity": identity}})
-        except BaseException:
+            async with asyncio.timeout(_LONGEST_SEND_S):
+                await asyncio.gather(posting, sending)
+        except BaseException as error:
             self._group.abort()  # nobody receives any more, and the sending thread would wait for that
-            await asyncio.wait([sending])
+            posting.cancel()
+            await asyncio.wait([sending, posting])
+            if isinstance(error, TimeoutError):
+                raise ServerFailedError(f"the vLLM server at {server.url} has not taken new weights for {_LONGEST_SEND_S:g} s") from None
             raise
-        await sending
 
 
 def new_transfer(kind: TransferKind, directory: Path, device: torch.device, ranks: int) -> Transfer:
