@@ -58,6 +58,7 @@ def lack_memory_once(meeting_point: str, rank: int, size: int, pipe: Connection)
     with lacking, pytest.raises(MemoryError, match="no memory"):
         group.receive(SHAPES, take_all)
     pipe.send("failed")
+    group.receive(SHAPES, lambda tensors: pipe.send([tensor.float().tolist() for tensor in tensors]))
 
 
 def lack_memory(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
@@ -122,19 +123,22 @@ def test_a_worker_that_fails_keeps_nobody_waiting_and_takes_the_next_update(tmp_
     assert ended(workers) == [0, 0]
 
 
-def test_a_worker_that_lacks_memory_for_a_moment_receives_what_is_left(tmp_path: Path) -> None:
+def test_a_worker_that_lacks_memory_for_a_moment_receives_what_is_left_and_the_next_update(tmp_path: Path) -> None:
     group, pipes, workers = joined(tmp_path, lack_memory_once, receive)
     values = [tensor.float().tolist() for tensor in SENT]
     group.send(SENT)
     assert [told(pipe) for pipe in pipes] == ["failed", values]
-    assert ended(workers[:1]) == [0]
+    group.send(SENT)
+    assert [told(pipe) for pipe in pipes] == [values, values]
+    assert ended(workers) == [0, 0]
 
 
 def test_a_worker_that_cannot_receive_ends_if_others_would_wait_for_it(tmp_path: Path) -> None:
     """Alone it is an error: the trainer hears of it from vLLM, and gives up."""
     (tmp_path / "alone").mkdir()
     _, (pipe,), workers = joined(tmp_path / "alone", lack_memory)
-    assert (told(pipe), ended(workers)) == ("failed", [0])
+    assert told(pipe) == "failed"
+    assert ended(workers)[0] != -signal.SIGKILL  # Gloo may abort a process that leaves before the others
     group, _, workers = joined(tmp_path, lack_memory, receive)
     with pytest.raises(RuntimeError):
         group.send([torch.ones(shape, dtype=dtype) for shape, dtype in SHAPES] + [torch.ones(1 << 22)])
