@@ -2,6 +2,8 @@
 
 import asyncio
 import multiprocessing
+import threading
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,16 @@ def sent(
     """Send tensors to a server that refuses them, or does not answer at all, and whose worker receives nothing; it must be that error."""
     monkeypatch.setattr(transfer_group, "_LONGEST_WITH_GLOO", timedelta(seconds=PATIENCE_S))
     workers: list[Any] = []
-    asked_enough = asyncio.Event()
+    asked_enough, left = asyncio.Event(), threading.Event()
+    send = TransferGroup.send
+
+    def noted(group: TransferGroup, tensors: Iterable[torch.Tensor]) -> None:
+        try:
+            send(group, tensors)
+        finally:
+            left.set()
+
+    monkeypatch.setattr(TransferGroup, "send", noted)
 
     async def begin(request: web.Request) -> web.Response:
         meeting_point = (await request.json())["init_info"]["meeting_point"]
@@ -57,6 +68,7 @@ def sent(
         await transfer.open(server)
         with pytest.raises(error, match=words):
             await transfer.send(server, tensors, "0" * 16)
+        assert left.is_set()  # the tensors may change from now on
         asked_enough.set()
         await server.close()
         await runner.cleanup()

@@ -196,13 +196,16 @@ class BroadcastTransfer:
         posting = asyncio.create_task(server.post("/update_weights", {"update_info": {"outline": outline, "identity": identity}}))
         try:
             async with asyncio.timeout(_LONGEST_SEND_S):
-                await asyncio.gather(posting, sending)
+                await asyncio.gather(posting, asyncio.shield(sending))
         except BaseException as error:
             self._group.abort()  # nobody receives any more, and the sending thread would wait for that
             posting.cancel()
-            await asyncio.wait([sending, posting])
+            await asyncio.wait([sending, posting])  # a thread cannot be cancelled, and it still has the tensors
             if isinstance(error, TimeoutError):
-                raise ServerFailedError(f"the vLLM server at {server.url} has not taken new weights for {_LONGEST_SEND_S:g} s") from None
+                raise ServerFailedError(
+                    f"the vLLM server at {server.url} has not taken new weights for {_LONGEST_SEND_S:g} s; its log may say why, and "
+                    "--vllm-transfer file sends them in another way"
+                ) from None
             raise
 
 
