@@ -24,7 +24,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_
 from vllm.lora.utils import parse_fine_tuned_lora_name
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from tinsmith.sampling.inside_vllm.identity import Identity, identity
+from tinsmith.sampling.inside_vllm.identity import identity
 from tinsmith.sampling.inside_vllm.shares import share_of
 
 log = logging.getLogger(__name__)
@@ -80,17 +80,13 @@ def _compare(manager: Any, request: Any, expected: str) -> None:
     found = identity(in_slot.items())
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     if ranks > 1:
-        as_loaded = _as_loaded(manager, request)
-        whole, shares = Identity(), Identity()
-        for name, in_host in as_loaded.items():
-            if name in in_slot:
-                tensor = in_host.to(in_slot[name].device, non_blocking=True)  # a GPU computes an identity a hundred times as fast
-                whole.add(name, tensor)
-                shares.add(name, share_of(tensor, in_slot[name], rank, ranks))
-        if str(shares) != found or as_loaded.keys() != in_slot.keys():
+        device = next(iter(in_slot.values())).device  # of the slots: in the host's memory adding up hundreds of matrices takes long
+        whole = {name: tensor.to(device) for name, tensor in _as_loaded(manager, request).items()}
+        shares = {name: share_of(whole[name], tensor, rank, ranks) for name, tensor in in_slot.items() if name in whole}
+        if not shares.keys() == in_slot.keys() == whole.keys() or identity(shares.items()) != found:
             found = f"{found}, which is not that of share {rank + 1} of {ranks} of what was loaded"
         else:
-            found = str(whole)
+            found = identity(whole.items())
     if found != expected:
         raise ValueError(f"vLLM holds other weights than the trainer's under {request.lora_name}: their identity is {found}")
     _CHECKED.add(request.lora_name)
