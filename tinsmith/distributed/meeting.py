@@ -29,9 +29,14 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def use_interface(name: str) -> None:
-    """Let gloo and NCCL use a network interface, unless the environment names others."""
-    for variable, value in zip(_INTERFACES, (name, f"={name}"), strict=True):
+    """Let gloo and NCCL use a network interface in this process, unless the environment names others."""
+    for variable, value in interface_variables(name).items():
         os.environ.setdefault(variable, value)
+
+
+def interface_variables(name: str) -> dict[str, str]:
+    """The variables of the environment that let gloo and NCCL use a network interface."""
+    return dict(zip(_INTERFACES, (name, f"={name}"), strict=True))
 
 
 def interface_of(host: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.running import START_S
+from tinsmith.distributed.meeting import LOOPBACK, use_interface
 from tinsmith.sampling.inside_vllm import transfer_group
 from tinsmith.sampling.inside_vllm.transfer_group import FIRST_WORKER, TRAINER, TransferGroup
 
@@ -78,6 +79,7 @@ def leave(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
 
 def joined(directory: Path, *works: Work) -> tuple[TransferGroup, list[Connection], list[BaseProcess]]:
     """The trainer's end, and workers' processes that are at their work."""
+    use_interface(LOOPBACK)
     meeting_point, size = str(directory / "group"), 1 + len(works)
     pipes: list[Connection] = []
     workers: list[BaseProcess] = []
@@ -112,19 +114,10 @@ def test_what_arrives_everywhere_is_what_was_sent(tmp_path: Path) -> None:
     assert ended(workers) == [0, 0]
 
 
-def test_a_worker_that_fails_keeps_nobody_waiting_and_takes_the_next_update(tmp_path: Path) -> None:
+@pytest.mark.parametrize("failing", [fail_once, lack_memory_once])
+def test_a_worker_that_fails_keeps_nobody_waiting_and_takes_the_next_update(tmp_path: Path, failing: Work) -> None:
     """It receives what is left, because the others get each tensor at the same time."""
-    group, pipes, workers = joined(tmp_path, fail_once, receive)
-    values = [tensor.float().tolist() for tensor in SENT]
-    group.send(SENT)
-    assert [told(pipe) for pipe in pipes] == ["failed", values]
-    group.send(SENT)
-    assert [told(pipe) for pipe in pipes] == [values, values]
-    assert ended(workers) == [0, 0]
-
-
-def test_a_worker_that_lacks_memory_for_a_moment_receives_what_is_left_and_the_next_update(tmp_path: Path) -> None:
-    group, pipes, workers = joined(tmp_path, lack_memory_once, receive)
+    group, pipes, workers = joined(tmp_path, failing, receive)
     values = [tensor.float().tolist() for tensor in SENT]
     group.send(SENT)
     assert [told(pipe) for pipe in pipes] == ["failed", values]

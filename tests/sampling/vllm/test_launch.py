@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tinsmith.config import Config, load
+from tinsmith.distributed.meeting import LOOPBACK
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, loading_of
 from tinsmith.sampling.inside_vllm import TransferKind
@@ -116,6 +117,14 @@ def test_a_server_finds_its_gpu_among_those_that_the_first_worker_sees(monkeypat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
     (gpus,) = gpus_of("a", config, torch.device("cuda:0"), 4)
     assert _environment(config, Path("sockets"), gpus)["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_what_servers_say_to_each_other_stays_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user names a network interface."""
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    environment = _environment(config_of(["a=x/a"], 1), Path("sockets"), ())
+    assert (environment["NCCL_SOCKET_IFNAME"], environment["GLOO_SOCKET_IFNAME"]) == (f"={LOOPBACK}", "eth7")
 
 
 def test_full_weights_get_to_several_gpus_as_a_file_or_by_broadcast() -> None:

@@ -1,6 +1,7 @@
 """A process group of the trainer and the vLLM workers of one server: weights travel through it from one GPU to the others.
 
-All ends use this module, which needs PyTorch and nothing else. Between GPUs it is NCCL; Gloo does the same between CPUs.
+All ends use this module, which needs PyTorch and nothing else. Between GPUs it is NCCL; Gloo does the same between CPUs. All are on one
+machine, and their environment says so (`interface_variables` of `distributed/meeting.py`): no port is open to others.
 """
 
 import logging
@@ -31,15 +32,12 @@ class TransferGroup:
         self.device = device
         self._size = size
         store = distributed.FileStore(meeting_point, size)
-        # All ends are on this machine, and no port may be open to others.
         self._group: Any
         if device.type == "cuda":
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = _LONGEST
             self._group = distributed.ProcessGroupNCCL(store, rank, size, options)
         else:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             self._group = distributed.ProcessGroupGloo(store, rank, size, _LONGEST)
 
     def send(self, tensors: Iterable[Tensor]) -> None:

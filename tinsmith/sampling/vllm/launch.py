@@ -18,6 +18,7 @@ import torch
 
 import tinsmith
 from tinsmith.config import Config, base_model_sources
+from tinsmith.distributed.meeting import LOOPBACK, interface_variables
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, pick_device
 from tinsmith.models.budget import CPU_CACHE
@@ -155,21 +156,17 @@ def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int, 
 
 
 def _environment(config: Config, directory: Path, gpus: Sequence[int]) -> dict[str, str]:
-    # Its processes talk to each other, and to the trainer, on this machine alone. NCCL asks once, when it is first used.
-    interfaces = {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
-    environment = (
-        interfaces
-        | dict(os.environ)
-        | {
-            "PYTHONPATH": str(directory),  # our package, and no other of this environment; and `every_process.py`
-            "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer; the socket keeps them to this user
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_HOST_IP": "127.0.0.1",  # what its processes have to say to each other stays on this machine
-            # The newer runner applies adapters wrongly where it scores a prompt's tokens, and `worker.py` repairs the other one only.
-            "VLLM_USE_V2_MODEL_RUNNER": "0",
-        }
-    )
+    # What its processes have to say to each other, and to the trainer, stays on this machine. NCCL reads that once, when it is first used.
+    environment = interface_variables(LOOPBACK) | os.environ
+    environment |= {
+        "PYTHONPATH": str(directory),  # our package, and no other of this environment; and `every_process.py`
+        "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer; the socket keeps them to this user
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        # The newer runner applies adapters wrongly where it scores a prompt's tokens, and `worker.py` repairs the other one only.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }
     if not gpus:
         # Compiling takes 20 seconds at the first request, for functions that take microseconds.
         environment |= {"VLLM_CPU_KVCACHE_SPACE": str(cpu_cache_gib(config)), "TORCHDYNAMO_DISABLE": "1"}

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from tinsmith.distributed.meeting import LOOPBACK, use_interface
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
@@ -185,6 +186,7 @@ class BroadcastTransfer:
 
     async def open(self, server: Connection) -> None:
         """Join the server's workers in a process group."""
+        use_interface(LOOPBACK)
         path = str(self.meeting_point)
         joined = server.post("/init_weight_transfer_engine", {"init_info": {"meeting_point": path}})
         self._group, _ = await asyncio.gather(asyncio.to_thread(TransferGroup, path, TRAINER, 1 + self.ranks, self.device), joined)
