@@ -15,7 +15,10 @@ if os.environ.get("TINSMITH_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which transformers does; its kernels then compute on a CPU
 
 from tests.bases import DEVICE, load, write_family
+from tests.crashes import pytest_testnodedown
 from tinsmith.models.base import BaseModel
+
+__all__ = ["pytest_testnodedown"]  # a hook
 
 
 def pytest_report_header() -> list[str]:
