@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import stat
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -206,6 +208,44 @@ def test_a_process_in_the_middle_wakes_up_for_its_parent_and_for_its_child() -> 
         assert engine.receive(0.2) == []
         assert time.monotonic() - started > 0.1
         assert received(worker_link, 1) == [Shutdown()]
+
+
+def test_only_a_child_that_is_to_end_with_its_parent_ends_when_that_is_gone_whatever_it_computes() -> None:
+    """Of a parent on another host. A process that only tells how it is, as one that runs tests does, is never ended."""
+    code = """
+import os, sys, time
+from tinsmith.protocol import heartbeat
+from tinsmith.protocol.gate import ChildKeys
+heartbeat._FORGOTTEN_S = 4.0
+kind = sys.argv[2]
+beat = heartbeat.Heartbeat(sys.argv[1], os.getppid() if kind == "ends" else None, ChildKeys(*sys.argv[3:]))
+beat.worker_busy_s = {"stays": 1.0, "ends": 2.0}[kind]  # by which the test tells them apart
+beat.start()
+time.sleep(3600)
+"""
+    parent = ParentLink(OVER_TCP)
+    keys = parent.keys
+    assert keys is not None
+    with contextlib.ExitStack() as children:
+
+        def started(kind: str) -> subprocess.Popen[bytes]:
+            command = [sys.executable, "-c", code, parent.address, kind, keys.parent, keys.public, keys.secret]
+            child = children.enter_context(subprocess.Popen(command))
+            children.callback(child.kill)
+            return child
+
+        lasting, ending = started("stays"), started("ends")
+        taken, deadline = {1.0: 0, 2.0: 0}, time.monotonic() + LONG_S
+        while min(taken.values()) < 10:  # which takes more than the four seconds: as long as they are taken, both go on
+            assert time.monotonic() < deadline
+            for beat in parent.heartbeats():
+                taken[beat.busy_s] += 1
+            time.sleep(0.01)
+        assert [ending.poll(), lasting.poll()] == [None, None]
+        parent.close()
+        assert ending.wait(LONG_S) == 1
+        time.sleep(5.0)  # more than it could have waited for longer than the other
+        assert lasting.poll() is None
 
 
 def test_a_heartbeat_of_a_child_wakes_up_who_listens_to_it() -> None:

@@ -5,7 +5,6 @@ and that is no fault. So does for how long it has shown no sign of progress (`pr
 is frozen, or whose machine is, sends nothing.
 """
 
-import contextlib
 import os
 import threading
 import time
@@ -23,6 +22,9 @@ BEAT_S = 0.5
 _UNREAD = 10
 """Heartbeats that may wait for a parent that does not read; further ones are not sent."""
 
+_FORGOTTEN_S = 300.0
+"""After so long without a heartbeat that could be sent, a parent on another host is gone, or has given this process up."""
+
 
 class Heartbeat:
     """The heartbeats of this process, from `start` on until the process ends."""
@@ -31,7 +33,8 @@ class Heartbeat:
         """Send to the parent that bound the link `address`, between hosts with its `keys`.
 
         With `parent_pid` this process ends at once when that parent is gone, whatever it computes: nobody waits for it, and the next
-        process needs the device.
+        process needs the device. With `keys` as well it also ends when nobody has taken its heartbeats for five minutes: on a host that
+        had vanished and came back, Ray may leave it running. Without `parent_pid` nothing here ends the process.
         """
         self._parent_pid = parent_pid
         self._address = heartbeat_address(address)
@@ -62,6 +65,7 @@ class Heartbeat:
             self._keys.show(socket)
         socket.connect(self._address)
         progress = Progress()
+        refused_since: float | None = None
         while True:
             if self._parent_pid is not None and os.getppid() != self._parent_pid:
                 os._exit(1)
@@ -70,8 +74,14 @@ class Heartbeat:
             is_idle = turn is None or self.worker_busy_s is not None
             progress.look(BEAT_S, None if is_idle else (turn, waits, self.exchanges.begun))
             alive = Alive(self._busy_s(), progress.still_s, progress.stuck_s, waits)
-            with contextlib.suppress(zmq.Again):
+            try:
                 socket.send_multipart(alive.to_frames(), flags=zmq.NOBLOCK)
+                refused_since = None
+            except zmq.Again:
+                refused_since = refused_since or time.monotonic()
+                ends_itself = self._parent_pid is not None and self._keys is not None
+                if ends_itself and time.monotonic() - refused_since > _FORGOTTEN_S:
+                    os._exit(1)
             time.sleep(BEAT_S)
 
     def _busy_s(self) -> float:
