@@ -1,7 +1,9 @@
 """Workers as actors of a real Ray: they are started, watched and ended as child processes are, and train as one does, also on two hosts."""
 
+import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -153,6 +155,34 @@ def test_a_host_on_which_a_program_cannot_run_is_refused_with_what_it_lacks(addr
         mark.unlink()
         assert f"does not see the server's checkpoint_root={tmp_path}" in why_not(sys.executable, str(tmp_path), node, shared)
     assert list(tmp_path.iterdir()) == []  # what shows workers the directory goes with the engine
+
+
+LEAVES = """
+import sys
+from tests.engine.test_worker_process import link_of_an_engine
+from tinsmith.config import Config, DistributedConfig
+from tinsmith.engine.__main__ import workers_of
+
+address, data_dir = sys.argv[1:]
+with link_of_an_engine() as (_, link):
+    actors = workers_of(Config(["tiny=unused"], data_dir, distributed=DistributedConfig(workers=1, ray_address=address)), link).launcher
+    import ray
+    from tinsmith.engine.ray_workers import RayProgram
+    said = ray.put(("pid", 1))
+    actors.close()
+    program = RayProgram(None, iter([said]), lambda: None)
+    program.wait(60.0)
+    print(ray.is_initialized(), program.fault)
+"""
+"""An engine whose thread that waits for an actor is told something at the moment when the engine leaves Ray."""
+
+
+def test_an_engine_that_leaves_while_it_waits_for_an_actor_starts_no_ray_of_its_own(address: str, tmp_path: Path) -> None:
+    own = {name: value for name, value in os.environ.items() if name != "RAY_ENABLE_AUTO_CONNECT"}
+    command = [sys.executable, "-c", LEAVES, address, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False, env=own)
+    assert result.stdout.startswith("False its Ray actor has ended: "), (result.stdout, result.stderr)
+    assert "Traceback" not in result.stderr
 
 
 def step(model: tinker.TrainingClient) -> list[np.ndarray]:

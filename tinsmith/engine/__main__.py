@@ -4,6 +4,7 @@ Started by the server, with the configuration as JSON on standard input.
 """
 
 import logging
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -36,7 +37,7 @@ def main() -> int:
     try:
         config = from_tree(orjson.loads(sys.stdin.buffer.read()))
         start_logging("engine", config.log_level)
-        workers = _workers(config, link)
+        workers = workers_of(config, link)
         workers.start_if_due()  # before the rest: it takes seconds to import their libraries
         workers.records.open()
         Engine(config, link, heartbeat, workers).run(int(sys.argv[2]))
@@ -51,10 +52,12 @@ def main() -> int:
     return 0
 
 
-def _workers(config: Config, link: ChildLink) -> WorkerGroup:
+def workers_of(config: Config, link: ChildLink) -> WorkerGroup:
     """The workers, of which none runs yet. Raises ConfigError if they cannot get what they need."""
     if not config.distributed.ray_address:
         return WorkerGroup(config, link, worker_count(config))
+    # A thread that still waits for an actor when the engine leaves Ray would start a Ray of its own.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     from tinsmith.engine.ray_workers import RayActors  # which takes a second, and may not be installed
 
     count = worker_count(config)
