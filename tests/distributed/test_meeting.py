@@ -1,6 +1,7 @@
 """Workers of several hosts find each other over TCP, and compare what they compute with. The hosts are addresses of this one."""
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ import pytest
 
 from tests.running import START_S
 from tinsmith.config import Config
-from tinsmith.distributed.meeting import LOOPBACK, interface_of
+from tinsmith.distributed.meeting import LOOPBACK, interface_of, set_communication_variables
 from tinsmith.engine.records import Records
 from tinsmith.engine.worker_group import GroupAnswers
 from tinsmith.errors import ConfigError
@@ -47,3 +48,13 @@ def test_the_interface_between_hosts_is_the_one_with_their_address() -> None:
     assert [interface_of(host) for host in HOSTS] == [LOOPBACK] * 2
     with pytest.raises(ConfigError, match=r"no network interface here has the address 203\.0\.113\.1"):
         interface_of("203.0.113.1")
+
+
+def test_the_environment_may_name_another_interface_and_allow_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"GLOO_SOCKET_IFNAME": "eth7"}
+    monkeypatch.setattr(os, "environ", environment)
+    set_communication_variables("eth0")
+    assert environment == {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "=eth0", "NCCL_NVLS_ENABLE": "0"}
+    environment["NCCL_NVLS_ENABLE"] = "1"
+    set_communication_variables("eth0")
+    assert environment["NCCL_NVLS_ENABLE"] == "1"

@@ -28,15 +28,19 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Variables that name the interface over which workers talk."""
 
 
-def use_interface(name: str) -> None:
-    """Let gloo and NCCL use a network interface in this process, unless the environment names others."""
-    for variable, value in interface_variables(name).items():
+def set_communication_variables(interface: str) -> None:
+    """Set in this process what `communication_variables` says, except for variables that the environment has already."""
+    for variable, value in communication_variables(interface).items():
         os.environ.setdefault(variable, value)
 
 
-def interface_variables(name: str) -> dict[str, str]:
-    """The variables of the environment that let gloo and NCCL use a network interface."""
-    return dict(zip(_INTERFACES, (name, f"={name}"), strict=True))
+def communication_variables(interface: str) -> dict[str, str]:
+    """The variables of the environment that let gloo and NCCL use a network interface, and NCCL no multicast of the NVLink switch (NVLS).
+
+    NCCL 2.29, which torch 2.13 brings, connects no three GPUs where multicast is there and does not work, as in many containers on rented
+    GPUs (https://github.com/NVIDIA/nccl/issues/2077). What `benchmarks/` says of several GPUs was measured without it.
+    """
+    return dict(zip(_INTERFACES, (interface, f"={interface}"), strict=True)) | {"NCCL_NVLS_ENABLE": "0"}
 
 
 def interface_of(host: str) -> str:
@@ -54,8 +58,8 @@ def interface_of(host: str) -> str:
 
 def meet(place: Place, ask: Answers) -> dist.Store:
     """Where all workers of a group that spans hosts find what the others have put there. Raises ConfigError for a host that is not this."""
-    if not all(variable in os.environ for variable in _INTERFACES):
-        use_interface(interface_of(place.host))
+    named = all(variable in os.environ for variable in _INTERFACES)  # then they need not be found, and stay what they are
+    set_communication_variables(LOOPBACK if named else interface_of(place.host))
     if place.rank == 0:
         try:
             listener = socket.create_server((place.host, 0))  # at this address only

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tinsmith.distributed.meeting import LOOPBACK, meet, use_interface
+from tinsmith.distributed.meeting import LOOPBACK, meet, set_communication_variables
 from tinsmith.errors import DeviceLostError, WorkersLostError
 from tinsmith.protocol.place import Place
 from tinsmith.protocol.progress import Exchanges
@@ -50,7 +50,7 @@ class ProcessGroup:
                 store = meet(place, ask)
                 dist.init_process_group(backend, None, LONGEST_WAIT, place.count, place.rank, store)
             else:  # on one host: nobody else needs to reach them
-                use_interface(LOOPBACK)
+                set_communication_variables(LOOPBACK)
                 dist.init_process_group(backend, place.meeting, LONGEST_WAIT, place.count, place.rank)
 
     def connect(self) -> None:
