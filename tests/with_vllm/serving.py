@@ -14,7 +14,7 @@ PYTHON = Path(os.environ.get("TINSMITH_TEST_VLLM_PYTHON", ".venv-vllm/bin/python
 """Of the environment that vLLM is installed in."""
 
 ON_GPU = os.environ.get("TINSMITH_TEST_DEVICE") == "cuda"
-"""Whether trainer and vLLM share one GPU: `TINSMITH_TEST_DEVICE=cuda pytest tests/with_vllm/test_bfloat16.py`."""
+"""Whether trainer and vLLM use GPUs, or share one: `TINSMITH_TEST_DEVICE=cuda pytest tests/with_vllm/test_bfloat16.py`."""
 
 READY_S = 1000.0
 """How long a vLLM server may take to start on a busy machine."""
@@ -53,16 +53,25 @@ def wait_for_vllm(server: Server) -> str:
         told = server.log.read_text()
         if ready := re.findall(r"vLLM server at (\S+) is ready", told):
             return str(ready[-1])
-        if "a vLLM server ended" in told or "a vLLM server cannot be started" in told:
+        if "a vLLM server ended" in told or "a vLLM server was killed" in told or "a vLLM server cannot be started" in told:
             break
         time.sleep(0.1)
     raise AssertionError(server.log.read_text())
 
 
 def vllm_pids(server: Server) -> list[int]:
-    """The vLLM servers that the worker has started."""
+    """The vLLM servers that the worker has started, among its children. On a GPU PyTorch starts one too, which compiles."""
     threads = Path(f"/proc/{server.worker_pid()}/task").iterdir()
-    return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
+    children = [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
+    return [pid for pid in children if b"inside_vllm.launcher" in _command_of(pid)]
+
+
+def _command_of(pid: int) -> bytes:
+    """The command of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def processes_of(group: int) -> list[int]:
@@ -75,3 +84,17 @@ def processes_of(group: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
             continue
     return found
+
+
+def engine_of(group: int) -> int:
+    """The process of a vLLM server that schedules, among those of its group."""
+    return _named(group, b"EngineCore")
+
+
+def workers_of(group: int) -> tuple[int, int]:
+    """The two workers of a vLLM server that divides its model over two processes, by rank."""
+    return _named(group, b"Worker_TP0"), _named(group, b"Worker_TP1")
+
+
+def _named(group: int, name: bytes) -> int:
+    return next(pid for pid in processes_of(group) if name in _command_of(pid))

@@ -24,7 +24,7 @@ from tests.bases import image, load, new_ref, random_adapter, random_tokens, ren
 from tests.running import Server
 from tests.sampling.local.test_sampler import forward_logprobs
 from tests.with_vllm.proxy import Proxy, in_front_of
-from tests.with_vllm.serving import generated, processes_of, vllm_pids
+from tests.with_vllm.serving import engine_of, generated, vllm_pids
 from tinsmith.config import load as load_config
 from tinsmith.models.base import BaseModel
 from tinsmith.models.layout import LM_HEAD
@@ -288,7 +288,7 @@ def test_a_real_server_that_hangs_is_left_and_taken_back(
 ) -> None:
     """Its engine is stopped while the process that takes requests goes on; later it runs again."""
     (group,) = vllm_pids(server)
-    engine = next(pid for pid in processes_of(group) if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text())
+    engine = engine_of(group)
     with bench_of(1, socket, vision_dir, tmp_path, vllm_hung_s=3.0) as bench:
         rendered = bench.renderer.render([random_tokens(1, 12)])
         bench.add("first", rendered, max_tokens=20)

@@ -21,6 +21,6 @@ def test_a_server_with_other_weights_is_never_sampled(socket: str, tmp_path: Pat
         tinker.ServiceClient(base_url=other.url, api_key="tml-c") as service,
     ):
         client = train(service, "tiny")
-        with pytest.raises(tinker.RequestFailedError, match="vLLM computes other log-probabilities than the trainer with adapter"):
+        with pytest.raises(tinker.RequestFailedError, match="vLLM computes other log-probabilities than the trainer with the base weights"):
             sample(snapshot(client), text_input(1, 6))
         learn(client)  # training needs no vLLM

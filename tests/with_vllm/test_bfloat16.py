@@ -48,7 +48,14 @@ def check(model: Path, directory: Path, *options: str, pictures: bool) -> None:
                 assert np.mean(differences) < FARTHEST
 
 
-@pytest.mark.parametrize("kind", ["qwen3-vl", "qwen3", "qwen3-5"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "qwen3-vl",
+        "qwen3",
+        pytest.param("qwen3-5", marks=pytest.mark.skipif(ON_GPU, reason="gated delta nets with vLLM on a GPU are refused: not tested")),
+    ],
+)
 def test_base_adapter_and_full_weights(kind: Literal["qwen3", "qwen3-vl", "qwen3-5"], tmp_path: Path) -> None:
     """On a text model too: vLLM names the parts of its fused layers in another way there. On a hybrid model with vLLM's own kernels."""
     if kind == "qwen3-5":
@@ -60,9 +67,12 @@ def test_base_adapter_and_full_weights(kind: Literal["qwen3", "qwen3-vl", "qwen3
 
 
 @pytest.mark.skipif(not ON_GPU or torch.cuda.device_count() < 4, reason="two workers and a vLLM server of two need four GPUs")
-@pytest.mark.parametrize(("shard", "transfer"), [("none", "broadcast"), ("none", "file"), ("weights", "file")])
+@pytest.mark.parametrize(("shard", "transfer"), [("none", "auto"), ("none", "file"), ("weights", "auto")])
 def test_several_gpus_train_and_several_sample(shard: str, transfer: str, tmp_path: Path) -> None:
-    """Weights that replicas have, or that are divided, get to both GPUs of a vLLM server. `test_several_workers.py` is the same on CPUs."""
+    """Weights get to both GPUs of a vLLM server: from replicas by broadcast or as a file, divided ones as a file.
+
+    `test_several_workers.py` is the same on CPUs.
+    """
     write_tiny_model("qwen3-vl", tmp_path / "model")
     several = ("--workers", "2", "--shard", shard, "--tokens-per-pass", "64", "--vllm-tensor-parallel", "2", "--vllm-transfer", transfer)
     check(tmp_path / "model", tmp_path, *several, pictures=True)

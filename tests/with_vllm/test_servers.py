@@ -12,7 +12,7 @@ from tinker import types
 
 from tests.acceptance.talking import image_input, text_input, train
 from tests.running import Server
-from tests.with_vllm.serving import asked_at, processes_of, sampling_with_vllm, vllm_pids
+from tests.with_vllm.serving import asked_at, engine_of, processes_of, sampling_with_vllm, vllm_pids
 from tests.with_vllm.talking import FREE, learn, sample, snapshot, worst_difference
 
 
@@ -67,6 +67,25 @@ def test_samples_of_a_killed_server_are_sent_again(server: Server, service: tink
         if client is full:
             assert worst_difference(client, prompt, reply) < 1e-4
     assert sample(samplers[0][1], prompts[0], FREE).sequences[0].tokens
+
+
+def test_a_sample_whose_weights_were_under_way_when_the_engine_died_is_sent_again(server: Server, service: tinker.ServiceClient) -> None:
+    """VLLM never answers these requests, and its server waits for them for ever before it ends."""
+    client = train(service, "tiny", rank=0)
+    learn(client, seed=3)
+    prompt = text_input(1, 12)
+    assert worst_difference(client, prompt, sample(snapshot(client), prompt)) < 1e-4
+    learn(client, seed=4)
+    (group,) = vllm_pids(server)
+    engine = engine_of(group)
+    os.kill(engine, signal.SIGSTOP)
+    sampler, told = snapshot(client), len(server.log.read_text())
+    under_way = sampler.sample(prompt=prompt, num_samples=1, sampling_params=FREE)
+    time.sleep(3)
+    assert not under_way.future().done()
+    os.kill(engine, signal.SIGKILL)
+    assert worst_difference(client, prompt, under_way.result()) < 1e-4
+    assert "it answered nothing for" not in server.log.read_text()[told:]  # it was not waited for as for one that hangs
 
 
 @pytest.mark.parametrize("victim", ["worker", "engine"])

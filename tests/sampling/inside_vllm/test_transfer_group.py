@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.running import START_S
-from tinsmith.distributed.meeting import LOOPBACK, use_interface
+from tinsmith.distributed.meeting import LOOPBACK, set_communication_variables
 from tinsmith.sampling.inside_vllm import transfer_group
 from tinsmith.sampling.inside_vllm.transfer_group import FIRST_WORKER, TRAINER, TransferGroup
 
@@ -55,8 +55,15 @@ def lack_memory_once(meeting_point: str, rank: int, size: int, pipe: Connection)
     """A worker that has no memory for the second tensor when it first asks for it."""
     buffers = [torch.empty(shape, dtype=dtype) for shape, dtype in SHAPES]
     group = TransferGroup(meeting_point, rank, size, CPU)
-    lacking = patch.object(torch, "empty", side_effect=[buffers[0], MemoryError("no memory"), *buffers[1:]])
-    with lacking, pytest.raises(MemoryError, match="no memory"):
+    answers = iter([buffers[0], None, *buffers[1:]])
+
+    def empty(*_: object, **__: object) -> Tensor:
+        """The error is a new one: one that is kept keeps the group, by its traceback, until after Python's end, and then Gloo may abort."""
+        if (tensor := next(answers)) is None:
+            raise MemoryError("no memory")
+        return tensor
+
+    with patch.object(torch, "empty", empty), pytest.raises(MemoryError, match="no memory"):
         group.receive(SHAPES, take_all)
     pipe.send("failed")
     group.receive(SHAPES, lambda tensors: pipe.send([tensor.float().tolist() for tensor in tensors]))
@@ -79,7 +86,7 @@ def leave(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
 
 def joined(directory: Path, *works: Work) -> tuple[TransferGroup, list[Connection], list[BaseProcess]]:
     """The trainer's end, and workers' processes that are at their work."""
-    use_interface(LOOPBACK)
+    set_communication_variables(LOOPBACK)
     meeting_point, size = str(directory / "group"), 1 + len(works)
     pipes: list[Connection] = []
     workers: list[BaseProcess] = []

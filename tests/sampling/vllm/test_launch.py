@@ -103,7 +103,7 @@ def test_servers_are_behind_all_workers(workers: int, servers: int, ranks: int, 
     taken = [gpu for of_base in places for gpus in of_base for gpu in gpus]
     assert len({*taken, *range(workers)}) == len(taken) + workers <= 8
     for gpus in (gpus for of_base in places for gpus in of_base):
-        assert transfer_kind("auto", first, gpus, ranks) == ("broadcast" if ranks == 1 else "file")
+        assert transfer_kind("auto", first, gpus, ranks) == "broadcast"
         with pytest.raises(ConfigError, match="vllm_transfer=ipc"):
             transfer_kind("ipc", first, gpus, ranks)
     with pytest.raises(ConfigError, match=rf"and {workers} GPUs for the workers are {len(taken) + workers} GPUs; there are {workers + 1}"):
@@ -120,17 +120,21 @@ def test_a_server_finds_its_gpu_among_those_that_the_first_worker_sees(monkeypat
 
 
 def test_what_servers_say_to_each_other_stays_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the user names a network interface."""
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    """Unless the user names a network interface. NCCL uses no multicast, which the trainer must not use with it either."""
+    for variable in ("NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     environment = _environment(config_of(["a=x/a"], 1), Path("sockets"), ())
     assert (environment["NCCL_SOCKET_IFNAME"], environment["GLOO_SOCKET_IFNAME"]) == (f"={LOOPBACK}", "eth7")
+    assert environment["NCCL_NVLS_ENABLE"] == "0"
 
 
 def test_full_weights_get_to_several_gpus_as_a_file_or_by_broadcast() -> None:
-    device = torch.device("cuda:0")
-    assert transfer_kind("auto", device, (1, 2), 2) == transfer_kind("file", device, (1, 2), 2) == "file"
-    assert transfer_kind("broadcast", device, (1, 2), 2) == transfer_kind("broadcast", torch.device("cpu"), (), 2) == "broadcast"
+    device, host = torch.device("cuda:0"), torch.device("cpu")
+    assert transfer_kind("auto", device, (1, 2), 2) == transfer_kind("broadcast", device, (1, 2), 2) == "broadcast"
+    assert transfer_kind("broadcast", host, (), 2) == "broadcast"
+    assert transfer_kind("file", device, (1, 2), 2) == "file"
+    assert transfer_kind("auto", host, (), 2) == transfer_kind("auto", host, (1, 2), 2) == "file"
     with pytest.raises(ConfigError, match="vllm_transfer=ipc reaches one GPU of a server, and --vllm-tensor-parallel 2 gives it more"):
         transfer_kind("ipc", device, (1, 2), 2)
 

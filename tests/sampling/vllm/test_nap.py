@@ -19,7 +19,7 @@ from tinsmith.sampling.vllm.servers import Launch, Server, Servers
 
 SLEEPS = """
 from aiohttp import web
-from tests.sampling.vllm.stub_server import live
+from tests.sampling.vllm.stub_server import ask_workers, live
 import asyncio, os, sys
 
 async def switch(request):
@@ -31,7 +31,8 @@ async def switch(request):
 
 os.setpgrp()
 app = web.Application()
-app.add_routes([web.get("/health", live), web.get("/is_paused", live), web.post("/sleep", switch), web.post("/wake_up", switch)])
+app.add_routes([web.get("/health", live), web.get("/is_paused", live), web.post("/collective_rpc", ask_workers)])
+app.add_routes([web.post("/sleep", switch), web.post("/wake_up", switch)])
 web.run_app(app, path=sys.argv[-1], print=None)
 """
 

@@ -10,17 +10,18 @@ import pytest
 from aiohttp import web
 
 from tests.bases import new_ref, random_adapter, renderer
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import new_full_weights
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.sampling.sampler import ref_of
 from tinsmith.sampling.vllm.canary import Canary, ServedWeights
-from tinsmith.sampling.vllm.connection import Connection
+from tinsmith.sampling.vllm.connection import Connection, ServerFailedError
 from tinsmith.sampling.vllm.generate import generate
 from tinsmith.sampling.vllm.instance import BASE, UNKNOWN, Instance, Slots
 from tinsmith.sampling.vllm.parameters import scoring_params
+from tinsmith.sampling.vllm.probes import make_probes
 from tinsmith.sampling.vllm.publisher import Publisher
 from tinsmith.sampling.vllm.weights import WeightFiles
 
@@ -42,10 +43,17 @@ class Stub:
         """What it calls the adapter that it computed with; None for what it was asked for."""
         self.compares = True
         """Whether it has our worker extension."""
+        self.failures: dict[str, str] = {}
+        """What it fails with, by path; with an empty text it breaks the connection instead."""
 
     async def answer(self, request: web.Request) -> web.Response:
         """What it says to any request."""
         self.asked.append(request.path)
+        if (words := self.failures.get(request.path)) is not None:
+            if not words:
+                assert request.transport is not None
+                request.transport.abort()
+            return web.json_response({"error": {"message": words}}, status=500)
         if request.path == "/collective_rpc":
             return web.json_response({"results": [{"checked": True}]}) if self.compares else web.Response(status=500)
         if request.path != "/inference/v1/generate":
@@ -169,5 +177,40 @@ def test_a_server_that_does_not_compare_adapters_is_not_sampled(text_base: BaseM
             async with publisher.serving(instance, ServedWeights(adapter, served.canary, ref_of(adapter, "tiny"))):
                 raise AssertionError
         assert stub.asked == ["/weight_info", "/v1/load_lora_adapter", "/collective_rpc", "/v1/unload_lora_adapter"]
+
+    with_publisher(text_base, tmp_path, story)
+
+
+def test_the_first_error_of_a_transfer_is_told_though_the_server_ends_then(text_base: BaseModel, tmp_path: Path) -> None:
+    async def story(publisher: Publisher, instance: Instance, served: ServedWeights, stub: Stub) -> None:
+        stub.failures = {"/update_weights": "no memory left", "/finish_weight_update": "", "/resume": ""}
+        instance.weights_lock.weights = UNKNOWN
+        with pytest.raises(ServerFailedError, match="no memory left"):
+            async with publisher.serving(instance, served):
+                raise AssertionError
+        assert stub.asked[-3:] == ["/update_weights", "/finish_weight_update", "/resume"]
+
+    with_publisher(text_base, tmp_path, story)
+
+
+def test_probes_that_failed_come_before_the_first_adapter_is_sampled(text_base: BaseModel, tmp_path: Path) -> None:
+    """Without them an adapter would be sampled that the server does not apply. This one computes everything as with the base's weights."""
+
+    async def story(publisher: Publisher, instance: Instance, served: ServedWeights, stub: Stub) -> None:
+        publisher.probes = make_probes(publisher.canary, publisher.files)
+        adapter = random_adapter(text_base, seed=1)
+        mine = ServedWeights(adapter, served.canary, ref_of(adapter, "tiny"))
+        stub.failures = {"/inference/v1/generate": "not now"}
+        for sample in (publisher.try_probes(instance), publisher.prepare(instance, mine)):
+            with pytest.raises(ServerFailedError, match="not now"):
+                await sample
+        stub.failures = {}
+        with pytest.raises(UserError, match=r"vLLM (applies no adapters to|cannot compute with)"):
+            async with publisher.serving(instance, mine):
+                raise AssertionError
+        asked = len(stub.asked)
+        with pytest.raises(UserError):
+            await publisher.prepare(instance, mine)
+        assert len(stub.asked) == asked, "they are known now"
 
     with_publisher(text_base, tmp_path, story)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -12,15 +13,23 @@ import pytest
 from tests.sampling.vllm import stub_server
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.vllm import servers as room
-from tinsmith.sampling.vllm.connection import ServerLostError
+from tinsmith.sampling.vllm.connection import ServerFailedError, ServerLostError
 from tinsmith.sampling.vllm.instance import Instance
 from tinsmith.sampling.vllm.servers import Launch, Server, Servers, log_excerpt
 
 AWAY = 16
 HUNG_S = 0.5
+START_S = 20.0
+"""How long a stub may take to start, on a busy machine too."""
 
 
-def with_servers(directory: Path, count: int, story: Callable[[Servers], Awaitable[None]]) -> None:
+def with_servers(
+    directory: Path,
+    count: int,
+    story: Callable[[Servers], Awaitable[None]],
+    hung_s: float = HUNG_S,
+    try_out: Callable[[Instance], Awaitable[None]] | None = None,
+) -> None:
     """Tell the story to that many servers that are ready."""
 
     async def tell() -> None:
@@ -28,7 +37,7 @@ def with_servers(directory: Path, count: int, story: Callable[[Servers], Awaitab
         command = [sys.executable, str(stub_server.__file__)]
         names = [f"stub-{index}" for index in range(count)]
         sources = [Launch(command, dict(os.environ), directory, name, directory / f"{name}.log", "file") for name in names]
-        all_servers = Servers([Server(source, 8, HUNG_S, changed) for source in sources], changed)
+        all_servers = Servers([Server(source, 8, hung_s, changed, try_out) for source in sources], changed)
         try:
             for server in all_servers.all:
                 await ready(server)
@@ -172,6 +181,122 @@ def test_a_long_answer_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert server.instance is instance
 
     with_servers(tmp_path, 1, story)
+
+
+@pytest.mark.parametrize("load", [0, 1])
+def test_a_server_whose_engine_ended_is_replaced_though_its_process_stays(
+    load: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """VLLM's server ends only when all requests have ended, and it never answers some that were under way when its engine died."""
+    monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(room, "_ANSWERS_WITHIN_S", 0.5)
+
+    async def story(servers: Servers) -> None:
+        (server,) = servers.all
+        instance = await ready(server)
+        server.load = load
+        asked = asyncio.create_task(instance.connection.get("/never"))
+        await ready(server, after=instance)
+        with pytest.raises(ServerLostError):
+            await asked
+
+    with_servers(tmp_path, 1, story, hung_s=600)
+    assert "a vLLM server was killed, because its engine has ended, or it takes no requests any more" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/never", "/busy?for_s=3600"])
+def test_a_server_whose_engine_ends_or_hangs_while_it_is_tried_out_is_replaced(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(room, "_ANSWERS_WITHIN_S", 0.5)
+    monkeypatch.setattr(room, "_STARTS_WITHIN_S", START_S)
+    tried: list[Instance] = []
+
+    async def try_out(instance: Instance) -> None:
+        tried.append(instance)
+        if len(tried) == 1:
+            await instance.connection.get(path)
+            await instance.connection.get("/is_paused")
+
+    async def story(servers: Servers) -> None:
+        assert await ready(servers.all[0]) is tried[1]
+
+    with_servers(tmp_path, 1, story, try_out=try_out)
+
+
+def test_the_log_tells_how_a_server_ended_that_died_while_it_was_tried_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tried: list[Instance] = []
+
+    async def try_out(instance: Instance) -> None:
+        tried.append(instance)
+        if len(tried) == 1:
+            await instance.connection.get("/die")
+
+    async def story(servers: Servers) -> None:
+        assert await ready(servers.all[0]) is tried[1]
+
+    with_servers(tmp_path, 1, story, hung_s=600, try_out=try_out)
+    assert "a vLLM server ended (exit code -9)" in caplog.text
+
+
+@pytest.mark.parametrize("error", [ServerFailedError, RuntimeError, ServerLostError])
+@pytest.mark.parametrize("loses_worker", [False, True])
+def test_a_server_stays_after_a_try_out_that_fails_if_it_still_answers(
+    loses_worker: bool, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error that nobody expects is most likely the trainer's: a new server would not help."""
+    monkeypatch.setattr(room, "_ANSWERS_WITHIN_S", 0.5)
+    tried: list[Instance] = []
+
+    async def try_out(instance: Instance) -> None:
+        tried.append(instance)
+        if len(tried) == 1:
+            if loses_worker:
+                await instance.connection.get("/lose_worker")
+            raise error("no memory for it")
+
+    async def story(servers: Servers) -> None:
+        assert await ready(servers.all[0]) is tried[-1]
+        assert len(tried) == 1 + loses_worker
+
+    with_servers(tmp_path, 1, story, hung_s=600, try_out=try_out)
+    assert "no memory for it" in caplog.text
+    assert ("was killed, because a worker of it has ended" in caplog.text) == loses_worker
+
+
+def test_a_server_that_lost_a_worker_is_replaced_before_it_is_sampled_from_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For some seconds vLLM's engine answers, and fails in all that needs its workers."""
+    monkeypatch.setattr(room, "_ANSWERS_WITHIN_S", 0.5)
+
+    async def story(servers: Servers) -> None:
+        (server,) = servers.all
+        instance = await ready(server)
+        await instance.connection.get("/lose_worker")
+        assert not await instance.answers()
+        server.suspect(instance, "it failed")
+        assert (await servers.pick([], AWAY))[1] is not instance
+
+    with_servers(tmp_path, 1, story, hung_s=600)
+
+
+def test_a_busy_server_that_lost_one_request_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine is silent for longer than a server may refuse, and then answers."""
+    monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr(room, "_ANSWERS_WITHIN_S", 0.5)
+
+    async def story(servers: Servers) -> None:
+        (server,) = servers.all
+        instance = await ready(server)
+        server.load = 1
+        began = time.monotonic()
+        await instance.connection.get("/busy?for_s=2")
+        server.suspect(instance, "one connection broke")
+        suspected = time.monotonic()
+        assert (await servers.pick([], AWAY))[1] is instance
+        assert time.monotonic() - suspected > 0.5 or suspected - began > 1.5, "it was busy longer than a server may refuse"
+
+    with_servers(tmp_path, 1, story, hung_s=600)
 
 
 def test_the_reason_is_shown_of_a_server_that_ends(tmp_path: Path) -> None:

@@ -105,8 +105,8 @@ class Bench:
         self.base = base
         stub.length = len(Canary(base, renderer(base)).rendered)
         self.sampler: VLLMSampler = start_vllm_sampler(base, renderer(base), config, self.awake.set)
-        # Now it does not agree on the canary, so it is not asked what of adapters it applies.
         self.sampler.client.run(self.sampler.client.servers.pick([], 0)).result()
+        self.sampler.client.publisher.probes = ()  # it did not agree on the canary then, and is not asked again what of adapters it applies
         self.prompt = renderer(base).render([random_tokens(0, 5)])
 
     def add(self, weights: Any = None, stream: bool = True, **params: Any) -> None:

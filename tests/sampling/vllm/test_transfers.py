@@ -14,9 +14,8 @@ from aiohttp import web
 
 from tinsmith.sampling.inside_vllm import transfer_group
 from tinsmith.sampling.inside_vllm.transfer_group import FIRST_WORKER, TransferGroup
-from tinsmith.sampling.vllm import weights
 from tinsmith.sampling.vllm.connection import Connection, RefusedError, ServerFailedError
-from tinsmith.sampling.vllm.weights import BroadcastTransfer, Tensors
+from tinsmith.sampling.vllm.weights import LONGEST_BROADCAST_S, BroadcastTransfer, Tensors
 
 CPU = torch.device("cpu")
 PATIENCE_S = 3
@@ -30,7 +29,13 @@ def join_and_ignore(meeting_point: str) -> None:
 
 
 def sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: Tensors, error: type[Exception], words: str, answers: bool = True
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tensors: Tensors,
+    error: type[Exception],
+    words: str,
+    answers: bool = True,
+    send_within_s: float = LONGEST_BROADCAST_S,
 ) -> None:
     """Send tensors to a server that refuses them, or does not answer at all, and whose worker receives nothing; it must be that error."""
     monkeypatch.setattr(transfer_group, "_LONGEST_WITH_GLOO", timedelta(seconds=PATIENCE_S))
@@ -66,6 +71,7 @@ def sent(
         server = Connection(f"unix:{tmp_path / 'socket'}")
         transfer = BroadcastTransfer(tmp_path, CPU)
         await transfer.open(server)
+        transfer.longest_s = send_within_s
         with pytest.raises(error, match=words):
             await transfer.send(server, tensors, "0" * 16)
         assert left.is_set()  # the tensors may change from now on
@@ -90,5 +96,36 @@ def test_what_the_trainer_cannot_send_is_an_error_though_the_server_still_waits(
 
 
 def test_a_server_that_takes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_LONGEST_SEND_S", 0.5)
-    sent(tmp_path, monkeypatch, {"weight": torch.ones(1 << 22)}, ServerFailedError, "has not taken new weights for 0.5 s", answers=False)
+    tensors, words = {"weight": torch.ones(1 << 22)}, "has not taken new weights for 0.5 s"
+    sent(tmp_path, monkeypatch, tensors, ServerFailedError, words, answers=False, send_within_s=0.5)
+
+
+def opened(tmp_path: Path, words: str, within_s: float = LONGEST_BROADCAST_S) -> None:
+    """Connect to a server that says it joins, and whose workers never come; it must be that error."""
+
+    async def tell() -> None:
+        async def begin(_: web.Request) -> web.Response:
+            return web.Response()
+
+        app = web.Application()
+        app.add_routes([web.post("/init_weight_transfer_engine", begin)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.UnixSite(runner, str(tmp_path / "socket")).start()
+        server = Connection(f"unix:{tmp_path / 'socket'}")
+        with pytest.raises(ServerFailedError, match=rf"cannot be connected for new weights: .*{words}.*--vllm-transfer file"):
+            await BroadcastTransfer(tmp_path, CPU, longest_s=within_s).open(server)
+        await server.close()
+        await runner.cleanup()
+
+    asyncio.run(tell())
+
+
+def test_what_keeps_trainer_and_server_from_connecting_is_said_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    opened(tmp_path, "nowhere0")
+
+
+def test_workers_that_never_come_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer_group, "_LONGEST", timedelta(seconds=PATIENCE_S))
+    opened(tmp_path, "it took more than 0.5 s", within_s=0.5)

@@ -1,7 +1,7 @@
 """A process group of the trainer and the vLLM workers of one server: weights travel through it from one GPU to the others.
 
 All ends use this module, which needs PyTorch and nothing else. Between GPUs it is NCCL; Gloo does the same between CPUs. All are on one
-machine, and their environment says so (`interface_variables` of `distributed/meeting.py`): no port is open to others.
+machine, and their environment says so (`communication_variables` of `distributed/meeting.py`): no port is open to others.
 """
 
 import logging
@@ -28,7 +28,10 @@ class TransferGroup:
     """One end. Not for two threads at a time."""
 
     def __init__(self, meeting_point: str, rank: int, size: int, device: torch.device) -> None:
-        """Wait for the other ends, `size` in all. `meeting_point` is the path of a file that does not exist yet, the same for all."""
+        """Connect to the other ends, `size` in all. `meeting_point` is the path of a file that does not exist yet, the same for all.
+
+        NCCL connects with the first tensor, and waits for ever for an end that has none to receive it in. So all exchange a small one here.
+        """
         self.device = device
         self._size = size
         store = distributed.FileStore(meeting_point, size)
@@ -39,6 +42,8 @@ class TransferGroup:
             self._group = distributed.ProcessGroupNCCL(store, rank, size, options)
         else:
             self._group = distributed.ProcessGroupGloo(store, rank, size, _LONGEST)
+        self._broadcast(torch.zeros(1, device=device))
+        self._finish()
 
     def send(self, tensors: Iterable[Tensor]) -> None:
         """The trainer's side. All have been sent when it returns. Raises RuntimeError if another end is lost."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from cachetools import LRUCache
 
@@ -26,6 +26,9 @@ UNKNOWN = None
 
 _PICTURE_CACHE = 2**31
 """Bytes of pixel values that we expect a server to remember; vLLM's own limit is 4 GiB."""
+
+_LOOK_AGAIN_S = 2.0
+"""How often a server whose engine is silent is asked whether that has ended."""
 
 
 class Slots:
@@ -196,6 +199,8 @@ class Instance:
     """Names of requests that have been sent with a name, by which the server can be told to abort them."""
     refusal: str | None = None
     """Why it is not sampled from at all (`versions.py`)."""
+    probing: dict[str, "asyncio.Task[None]"] = field(default_factory=dict)
+    """The task that finds out the kinds below (`Publisher.try_probes`), under the key of the base's weights."""
     merged_kinds: frozenset[str] = frozenset()
     """The kinds of layers to which it applies no adapters (`probes.py`). Adapters that train one of them are merged into the base."""
     refused_kinds: frozenset[str] = frozenset()
@@ -217,21 +222,50 @@ class Instance:
         self.checks.clear()
 
     async def answers(self) -> bool:
-        """Whether the server says that it is alive, and its engine answers: for a moment the server does not know that its engine ends."""
-        try:
-            await self.connection.get("/health")
-            await self.connection.get("/is_paused")
-        except (ServerLostError, RefusedError, ServerFailedError):
-            return False
-        return True
+        """Whether the server says that it is alive, and its engine and all workers answer, between two steps.
 
-    async def is_silent(self, for_s: float) -> bool:
-        """Whether its engine, which answers between two steps, says nothing for that long. A server that hangs still takes requests."""
+        For a moment the server does not know that its engine ends, and for some seconds the engine does not know that a worker has ended.
+        """
+        return (
+            await self.is_alive()
+            and await _succeeds(self.connection.get("/is_paused"))
+            and await _succeeds(self.connection.post("/collective_rpc", {"method": "check_health", "args": []}))
+        )
+
+    async def is_alive(self) -> bool:
+        """Whether the server says that it is alive, and that its engine has not ended. It says so while the engine computes."""
+        return await _succeeds(self.connection.get("/health"))
+
+    async def look(self, within_s: float) -> Literal["answers", "silent", "lost"]:
+        """What its engine does: it `answers`, is `silent` for that long, or is `lost`: it has ended, or the whole server has.
+
+        A server whose engine hangs still takes requests. A server whose engine has ended waits for its requests before it ends too, and
+        vLLM never answers some of those that were under way in the engine. Only /health tells of that.
+        """
         try:
-            async with asyncio.timeout(for_s):
-                await self.connection.get("/is_paused")
+            async with asyncio.timeout(within_s):
+                while True:
+                    asked = asyncio.create_task(_succeeds(self.connection.get("/is_paused")))
+                    try:
+                        while not asked.done():
+                            await asyncio.wait([asked], timeout=_LOOK_AGAIN_S)
+                            if not asked.done() and not await self.is_alive():
+                                return "lost"
+                    finally:
+                        asked.cancel()
+                    if asked.result():
+                        return "answers"
+                    if not await self.is_alive():
+                        return "lost"
+                    await asyncio.sleep(_LOOK_AGAIN_S)
         except TimeoutError:
-            return True
-        except (ServerLostError, RefusedError, ServerFailedError):  # its samples notice that themselves
-            return False
+            return "silent"
+
+
+async def _succeeds(request: Coroutine[Any, Any, Any]) -> bool:
+    """Whether a request to a server is answered without an error."""
+    try:
+        await request
+    except (ServerLostError, RefusedError, ServerFailedError):
         return False
+    return True

@@ -18,7 +18,7 @@ import torch
 
 import tinsmith
 from tinsmith.config import Config, base_model_sources
-from tinsmith.distributed.meeting import LOOPBACK, interface_variables
+from tinsmith.distributed.meeting import LOOPBACK, communication_variables
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, pick_device
 from tinsmith.models.budget import CPU_CACHE
@@ -98,8 +98,6 @@ def transfer_kind(wanted: str, trainer: torch.device, gpus: Sequence[int], ranks
         return "file"
     if ranks > 1 and wanted == "ipc":
         raise ConfigError(f"vllm_transfer=ipc reaches one GPU of a server, and --vllm-tensor-parallel {ranks} gives it more. Use broadcast")
-    if ranks > 1:
-        return "broadcast" if wanted == "broadcast" else "file"  # auto: until the broadcast to several GPUs has run on GPUs
     shared = bool(gpus) and gpus[0] == (trainer.index or 0)
     match wanted:
         case "auto":
@@ -157,7 +155,7 @@ def _command(base: BaseModel, config: Config, kind: TransferKind, longest: int, 
 
 def _environment(config: Config, directory: Path, gpus: Sequence[int]) -> dict[str, str]:
     # What its processes have to say to each other, and to the trainer, stays on this machine. NCCL reads that once, when it is first used.
-    environment = interface_variables(LOOPBACK) | os.environ
+    environment = communication_variables(LOOPBACK) | os.environ
     environment |= {
         "PYTHONPATH": str(directory),  # our package, and no other of this environment; and `every_process.py`
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer; the socket keeps them to this user

@@ -30,7 +30,7 @@ from tinsmith.sampling.vllm.parameters import scoring_params
 from tinsmith.sampling.vllm.probes import AdapterProbe, kind_of
 from tinsmith.sampling.vllm.servers import Server
 from tinsmith.sampling.vllm.versions import has_delta_nets, refusal
-from tinsmith.sampling.vllm.weights import Tensors, Transfer, WeightFiles, new_transfer
+from tinsmith.sampling.vllm.weights import LONGEST_BROADCAST_S, Tensors, Transfer, WeightFiles, new_transfer
 
 log = logging.getLogger(__name__)
 
@@ -67,25 +67,35 @@ def _forget_failure(tasks: "MutableMapping[str, asyncio.Task[T]]", key: str, tas
 class Publisher:
     """Publishes the weights of one base model. For one event loop."""
 
-    def __init__(self, files: WeightFiles, canary: Canary, served_on: torch.device, probes: Sequence[AdapterProbe] = ()) -> None:
+    def __init__(
+        self,
+        files: WeightFiles,
+        canary: Canary,
+        served_on: torch.device,
+        probes: Sequence[AdapterProbe] = (),
+        longest_broadcast_s: float = LONGEST_BROADCAST_S,
+    ) -> None:
         """Each new instance is asked which of the `probes` it applies. Servers compute on devices like `served_on`."""
         self.files = files
         self.canary = canary
         self.probes = probes
         self.device = canary.base.device
         self.served_on = served_on
+        self.longest_broadcast_s = longest_broadcast_s
         self._transfers = itertools.count(1)
         self.folders: dict[str, asyncio.Task[Path]] = {}
         """By the key of an adapter: writes its files, and gives their directory."""
 
     async def try_probes(self, instance: Instance) -> None:
-        """Find out whether a new instance can be sampled from, and to which kinds of layers it applies adapters.
+        """Find out whether an instance can be sampled from, and to which kinds of layers it applies adapters, unless that is known.
 
-        Raises as `Connection.post`, and TinsmithError if it computes something else than the trainer with the base's weights.
+        Raises as `Connection.post`, and TinsmithError if it computes something else than the trainer with the base's weights. Who comes
+        next tries again then.
         """
-        await self._learn_label(instance)
-        if not instance.started_by_us and has_delta_nets(self.canary.base):
-            instance.refusal = refusal(self.canary.base, (await instance.connection.get("/version"))["version"], self.served_on)
+        await once(instance.probing, BASE, partial(self._probe, instance))
+
+    async def _probe(self, instance: Instance) -> None:
+        await self._learn_about(instance)
         if instance.refusal is not None:
             log.error("the vLLM server at %s is not sampled from: %s", instance.connection.url, instance.refusal)
             return
@@ -126,6 +136,8 @@ class Publisher:
             async with instance.weights_lock.holding(f"probe/{probe.kind}", partial(self._transfer, instance, probe.adapter)):
                 reply = await score(instance, self.canary.rendered, scoring_params(0), None)
         except (RefusedError, ServerFailedError, UserError) as error:
+            if not await instance.answers():
+                raise
             log.info("the vLLM server at %s refuses a merged probe of %s: %s", instance.connection.url, probe.kind, error)
             return False
         return probe.is_shown_by(self.canary.difference(reply["prompt_logprobs"], probe.expected))
@@ -161,7 +173,9 @@ class Publisher:
         Raises TinsmithError if the server refuses the weights. It also does after the body, which then must not use what it has got, if the
         server computes something else with them than the trainer does.
         """
-        await self._learn_label(instance)
+        await self._learn_about(instance)
+        if served.adapter is not None:
+            await self.try_probes(instance)  # nothing is known if that failed when the server was new
         merged = self.is_merged(instance, served.adapter.masters if served.adapter is not None else ())
         full = served.weights if merged else served.full
         async with instance.weights_lock.holding(BASE if full is None else served.ref.key, partial(self._transfer, instance, full)):
@@ -179,9 +193,11 @@ class Publisher:
 
     async def prepare(self, instance: Instance, served: ServedWeights) -> None:
         """Load an adapter, and compare it if nobody has to wait for that, before a request needs it. Raises as `serving`."""
-        if served.adapter is None or self.is_merged(instance, served.adapter.masters):
+        if served.adapter is None:
             return
-        await self._learn_label(instance)
+        await self.try_probes(instance)
+        if self.is_merged(instance, served.adapter.masters):
+            return
         if instance.weights_lock.weights == BASE and not instance.weights_lock.queue:
             async with self.serving(instance, served):
                 pass
@@ -206,15 +222,18 @@ class Publisher:
             with suppress(TinsmithError):  # they could not be written
                 await asyncio.to_thread(self.files.remove, await folder)
 
-    async def _learn_label(self, instance: Instance) -> None:
-        """Ask a server once what it calls its full weights. vLLM 0.26 cannot say."""
+    async def _learn_about(self, instance: Instance) -> None:
+        """Ask a server once what it calls its full weights, which vLLM 0.26 cannot say, and whether it can be sampled from."""
         if instance.label_known:
             return
+        refused = None
+        if not instance.started_by_us and has_delta_nets(self.canary.base):
+            refused = refusal(self.canary.base, (await instance.connection.get("/version"))["version"], self.served_on)
         label = None
         with suppress(RefusedError):
             label = (await instance.connection.get("/weight_info"))["weight_version"]
         if not instance.label_known:
-            instance.label_known, instance.label = True, label
+            instance.label_known, instance.label, instance.refusal = True, label, refused
             if not instance.started_by_us and (label is None or label.startswith(_LABEL)):
                 # A process before this one may have left its weights there.
                 instance.weights_lock.weights = UNKNOWN
@@ -290,18 +309,20 @@ class Publisher:
     async def _transfer_tensors(self, instance: Instance, tensors: Tensors) -> None:
         transfer = instance.transfer or await self._opened(instance)
         instance.transfer = None
-        await instance.connection.post("/pause", mode="wait", clear_cache="false")  # pictures stay; prefixes are reset below
+        post = instance.connection.post
+        await post("/pause", mode="wait", clear_cache="false")  # pictures stay; prefixes are reset below
         try:
             await self._send(instance, transfer, tensors, f"{_LABEL}{self.files.root.name}-{next(self._transfers)}")
-            instance.transfer = transfer
-        finally:
-            if instance.transfer is None:
-                with suppress(RefusedError, ServerFailedError):  # there may be nothing to finish
-                    await instance.connection.post("/finish_weight_update", {})
-            await instance.connection.post("/resume")
+        except BaseException:  # it is what is told, whatever becomes of the server now
+            for path, body in (("/finish_weight_update", {}), ("/resume", None)):  # there may be nothing to finish
+                with suppress(TinsmithError):
+                    await post(path, body)
+            raise
+        instance.transfer = transfer
+        await post("/resume")
 
     async def _opened(self, instance: Instance) -> Transfer:
-        transfer = new_transfer(instance.transfer_kind, self.files.root, self.device, instance.ranks)
+        transfer = new_transfer(instance.transfer_kind, self.files.root, self.device, instance.ranks, self.longest_broadcast_s)
         await transfer.open(instance.connection)
         return transfer
 

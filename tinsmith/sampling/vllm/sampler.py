@@ -34,7 +34,7 @@ from tinsmith.sampling.vllm.parameters import check_parameters, longest_answer
 from tinsmith.sampling.vllm.probes import make_probes
 from tinsmith.sampling.vllm.publisher import Publisher
 from tinsmith.sampling.vllm.servers import Launch
-from tinsmith.sampling.vllm.weights import WeightFiles
+from tinsmith.sampling.vllm.weights import LONGEST_BROADCAST_S, WeightFiles
 from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions
 from tinsmith.wire.sample import SampleRequest
 
@@ -301,7 +301,9 @@ def start_vllm_sampler(base: BaseModel, renderer: Renderer, config: Config, wake
     if not sources:
         started, longest = launches(base, config, files.root)
         sources += started
-    publisher = Publisher(files, canary, pick_device(config.models.device), make_probes(canary, files))
+    # The engine is silent during a broadcast: it must be given up, with its reason, before the server is ended because it hangs.
+    longest_broadcast_s = min(LONGEST_BROADCAST_S, 0.8 * config.vllm.vllm_hung_s)
+    publisher = Publisher(files, canary, pick_device(config.models.device), make_probes(canary, files), longest_broadcast_s)
     client = VLLMClient(sources, config.sampling.max_running, config.vllm.vllm_hung_s, publisher)
     return VLLMSampler(base, canary, client, longest, config.training.logits_chunk, wake)
 

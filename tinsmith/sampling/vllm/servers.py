@@ -23,7 +23,7 @@ from cachetools import LRUCache
 
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.inside_vllm import TransferKind
-from tinsmith.sampling.vllm.connection import Connection, ServerLostError
+from tinsmith.sampling.vllm.connection import Connection
 from tinsmith.sampling.vllm.instance import Instance, Slots
 from tinsmith.sampling.vllm.nap import Nap
 
@@ -33,9 +33,10 @@ _POLL_S = 0.25
 _STARTS_WITHIN_S = 900.0
 """A server that loads a large model takes minutes."""
 _LOOK_EVERY_S = 2.0
-"""How often a server that has samples to compute is asked whether its engine still runs."""
+"""How often a server is asked whether its engine still runs."""
 _ANSWERS_WITHIN_S = 10.0
-"""How long a server may take to answer that has lost a request, or that we did not start."""
+"""How long a server may go on refusing: saying that its engine or a worker has ended, or taking no connections. One that we did not start
+must answer within this time. Mere silence of an engine is judged by `hung_s`."""
 _LONGEST_DELAY_S = 30.0
 _MOST_TOGETHER = 64
 """Most samples of one prompt in one request."""
@@ -96,6 +97,8 @@ class Server:
         self.process: asyncio.subprocess.Process | None = None
         self._starts = itertools.count()
         self._suspected = asyncio.Event()
+        self._fault = ""
+        """Why the last instance was ended; empty if it ended by itself."""
 
     def suspect(self, instance: Instance, reason: str) -> None:
         """A request to `instance` was lost: send no more until the server is known to answer."""
@@ -113,6 +116,9 @@ class Server:
                 reason = self._why_down()
             except (OSError, ValueError) as error:  # ValueError: a malformed URL
                 was_ready, reason = False, f"a vLLM server cannot be started, or reached: {error}"
+            except Exception as error:  # its samples would wait for ever
+                log.exception("unexpected error at a vLLM server")
+                was_ready, reason = False, f"internal error at a vLLM server: {error!r}"
             delay_s = 0.0 if was_ready else min(max(1.0, 2 * delay_s), _LONGEST_DELAY_S)
             log.error("%s; next attempt in %.0f s", reason, delay_s)
             if not was_ready:
@@ -126,23 +132,34 @@ class Server:
         ranks = self.source.ranks if isinstance(self.source, Launch) else 1
         slots, together = Slots(self.slots), min(self.slots, _MOST_TOGETHER)
         instance: Instance | None = None
+        failing: asyncio.Task[str] | None = None
+        self._fault = ""
         try:
             async with self.nap.kept_awake():  # it takes its memory while it starts
                 began = time.monotonic()
                 connection = Connection(await self._start())
                 instance = Instance(connection, slots, together, started_by_us, kind, nap=self.nap, ranks=ranks, end=self._end)
                 self.nap.instances.add(instance)
-                answers = await self._answers_within(instance, _STARTS_WITHIN_S if started_by_us else _ANSWERS_WITHIN_S)
-            was_ready = answers and await self._becomes_ready(instance, began)
+                answers = await self._within(_STARTS_WITHIN_S if started_by_us else _ANSWERS_WITHIN_S, instance.answers)
+            if not answers:
+                if self.process is not None and self.process.returncode is None:
+                    self._fault = f"it did not answer within {_STARTS_WITHIN_S:g} s of its start"
+                return False
+            failing = asyncio.create_task(self._until_it_fails(instance))
+            was_ready = await self._becomes_ready(instance, began, failing)
             if was_ready:
-                await self._watch(instance)
+                await self._watch(instance, failing)
+            if self.process is None or self.process.returncode is None:
+                self._fault = failing.result() if failing.done() else "a worker of it has ended, or it takes no requests any more"
+            return was_ready
         finally:
+            if failing is not None:
+                failing.cancel()
             if instance is not None:
                 await instance.connection.close()
             await self._end()
             if instance is not None:
                 self.nap.instances.discard(instance)
-        return was_ready
 
     async def _change(self, state: Literal["starting", "ready", "down"], reason: str) -> None:
         async with self.changed:
@@ -169,9 +186,9 @@ class Server:
             )
         return f"unix:{socket}"
 
-    async def _becomes_ready(self, instance: Instance, began: float) -> bool:
+    async def _becomes_ready(self, instance: Instance, began: float, failing: asyncio.Task[str]) -> bool:
         """Whether an instance that answers, and was started at `began`, can be used."""
-        if not await self._is_tried_out(instance):
+        if not await self._is_tried_out(instance, failing):
             return False
         self.instance = instance
         self._suspected.clear()
@@ -179,61 +196,99 @@ class Server:
         log.info("the vLLM server at %s is ready, %.1f s", instance.connection.url, time.monotonic() - began)
         return True
 
-    async def _is_tried_out(self, instance: Instance) -> bool:
-        """Whether it is still there afterwards. What else fails is told to the first sample, which needs the same."""
+    async def _is_tried_out(self, instance: Instance, failing: asyncio.Task[str]) -> bool:
+        """Whether it is still there afterwards. What else fails is tried again for the first sample that needs it, which is told.
+
+        An unexpected error is most likely the trainer's, such as a lack of memory: the server stays.
+        """
         if self.try_out is None:
             return True
+        trying = asyncio.ensure_future(self.try_out(instance))
         try:
-            await self.try_out(instance)
+            await asyncio.wait((trying, failing), return_when=asyncio.FIRST_COMPLETED)
+            if not trying.done():  # it may be waiting until the server is awake: it is not waited for
+                return False
+            await trying
         except TinsmithError as error:
             log.warning("the vLLM server at %s could not be tried out: %s", instance.connection.url, error)
-            return not isinstance(error, ServerLostError)
-        return True
-
-    async def _watch(self, instance: Instance) -> None:
-        """Return when the server has gone, or hangs."""
-        hangs = asyncio.create_task(self._until_it_hangs(instance))
-        try:
-            while True:
-                gone: list[asyncio.Task[Any]] = [asyncio.create_task(self._suspected.wait())]
-                if self.process is not None:
-                    gone.append(asyncio.create_task(self.process.wait()))
-                try:
-                    await asyncio.wait((hangs, *gone), return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for task in gone:
-                        task.cancel()
-                if hangs.done() or not await self._answers_within(instance, _ANSWERS_WITHIN_S):
-                    return
-                self._suspected.clear()
-                await self._change("ready", "")
+            return await self._answers_again(instance, failing)
+        except Exception:
+            log.exception("unexpected error while the vLLM server at %s was tried out", instance.connection.url)
+            return await self._answers_again(instance, failing)
         finally:
-            hangs.cancel()
+            trying.cancel()
+        return not failing.done()
 
-    async def _until_it_hangs(self, instance: Instance) -> None:
-        """Return when the server has samples to compute, or keeps the trainer waiting, and its engine has been silent for too long.
+    async def _watch(self, instance: Instance, failing: asyncio.Task[str]) -> None:
+        """Return when the server has gone, or fails."""
+        while True:
+            gone: list[asyncio.Task[Any]] = [asyncio.create_task(self._suspected.wait())]
+            if self.process is not None:
+                gone.append(asyncio.create_task(self.process.wait()))
+            try:
+                await asyncio.wait((failing, *gone), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in gone:
+                    task.cancel()
+            if failing.done() or not await self._answers_again(instance, failing):
+                return
+            self._suspected.clear()
+            await self._change("ready", "")
 
-        Also when a server has gone that we did not start, and so do not see end: when it comes back it has lost all weights.
+    async def _answers_again(self, instance: Instance, failing: asyncio.Task[str]) -> bool:
+        """Whether a server on which a request failed can be used. Its engine may be busy: only an error is an answer that it cannot."""
+        refused_at: float | None = None
+        while not failing.done() and (self.process is None or self.process.returncode is None):
+            asked_at, asked = time.monotonic(), asyncio.create_task(instance.answers())
+            try:
+                await asyncio.wait((asked, failing), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                asked.cancel()
+            if asked.done() and asked.result():
+                return True
+            if refused_at is None or time.monotonic() - asked_at > _ANSWERS_WITHIN_S:  # meanwhile it was busy
+                refused_at = time.monotonic()
+            if time.monotonic() - refused_at > _ANSWERS_WITHIN_S:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return False
+
+    async def _until_it_fails(self, instance: Instance) -> str:
+        """Return when the server has to be replaced, and why: its engine has ended, or is silent for too long while it is needed.
+
+        It is needed as long as it is not ready, has samples to compute, or keeps the trainer waiting. An idle server that we did not start
+        is given up at once when it is lost, since we do not see it end: when it comes back it has lost all weights.
         """
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            if (self.load or self.nap.is_put_off) and await instance.is_silent(self.hung_s):
-                log.error("the vLLM server at %s hangs: it answered nothing for %g s", instance.connection.url, self.hung_s)
-                return
-            if not self.load and not instance.started_by_us and not await self._answers_once(instance):
-                return
+            is_tried_out = self.instance is not instance
+            is_needed = self.state != "ready" or self.load > 0 or self.nap.is_put_off
+            if is_needed:
+                longest_s = max(self.hung_s, _STARTS_WITHIN_S) if is_tried_out else self.hung_s
+                seen = await instance.look(longest_s)
+                if seen == "silent":
+                    return f"it hangs: it answered nothing for {longest_s:g} s"
+                is_lost = seen == "lost"
+            else:
+                is_lost = not await self._is_alive_soon(instance)
+            may_return = is_needed or instance.started_by_us
+            if is_lost and not (may_return and await self._within(_ANSWERS_WITHIN_S, instance.is_alive)):
+                return "its engine has ended, or it takes no requests any more"
 
-    async def _answers_once(self, instance: Instance) -> bool:
-        with contextlib.suppress(TimeoutError):
+    async def _is_alive_soon(self, instance: Instance) -> bool:
+        """Whether an idle server is alive. One of ours that says nothing may be busy, and is left alone until it is needed."""
+        try:
             async with asyncio.timeout(_ANSWERS_WITHIN_S):
-                return await instance.answers()
-        return False
+                return await instance.is_alive()
+        except TimeoutError:
+            return instance.started_by_us
 
-    async def _answers_within(self, instance: Instance, limit_s: float) -> bool:
+    async def _within(self, limit_s: float, asked: Callable[[], Awaitable[bool]]) -> bool:
+        """Whether a question to the server gets a yes in that time. It is asked again and again, as long as our process runs."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self.process is None or self.process.returncode is None:
-                    if await instance.answers():
+                    if await asked():
                         return True
                     await asyncio.sleep(_POLL_S)
         return False
@@ -251,9 +306,10 @@ class Server:
 
     def _why_down(self) -> str:
         if isinstance(self.source, str) or self.process is None:
-            return f"no vLLM server answers at {self.source}"
-        excerpt = log_excerpt(self.source.log.read_bytes())
-        return f"a vLLM server ended (exit code {self.process.returncode}); {self.source.log} says: {excerpt}"
+            return f"the vLLM server at {self.source} is left: {self._fault}" if self._fault else f"no vLLM server answers at {self.source}"
+        how = f"was killed, because {self._fault}" if self._fault else f"ended (exit code {self.process.returncode})"
+        written = self.source.log.read_bytes() if self.source.log.exists() else b""
+        return f"a vLLM server {how}; {self.source.log} says: {log_excerpt(written)}"
 
 
 def _seed(command: list[str]) -> list[str]:

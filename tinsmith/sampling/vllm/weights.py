@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from tinsmith.distributed.meeting import LOOPBACK, use_interface
+from tinsmith.distributed.meeting import LOOPBACK, set_communication_variables
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
@@ -38,8 +38,9 @@ from tinsmith.sampling.vllm.own_directory import OwnDirectory
 from tinsmith.training.peft_format import write_adapter
 
 _MEMORY = Path("/dev/shm")
-_LONGEST_SEND_S = 240.0
-"""How long a broadcast may take. After five minutes NCCL would end the trainer (`transfer_group.py`)."""
+LONGEST_BROADCAST_S = 240.0
+"""How long trainer and server may take to connect, which takes a second if nothing is wrong, and how long a broadcast may take. After five
+minutes NCCL would end the trainer (`transfer_group.py`)."""
 
 Tensors = Mapping[str, Tensor]
 """By their names in the model's checkpoint. They must not change before `Transfer.send` has returned."""
@@ -177,19 +178,31 @@ class IpcTransfer:
 class BroadcastTransfer:
     """From the trainer's GPU to all of the server's at the same time, tensor by tensor (`transfer_group.py`)."""
 
-    def __init__(self, directory: Path, device: torch.device, ranks: int = 1) -> None:
-        """Trainer and workers, `ranks` of them, find each other through a file in `directory`, which only the user can enter."""
+    def __init__(self, directory: Path, device: torch.device, ranks: int = 1, longest_s: float = LONGEST_BROADCAST_S) -> None:
+        """Trainer and workers, `ranks` of them, find each other through a file in `directory`, which only the user can enter.
+
+        `open` and `send` are given up after `longest_s` seconds each.
+        """
         self.meeting_point = directory / f"{uuid.uuid4().hex}.group"
         self.device = device
         self.ranks = ranks
+        self.longest_s = longest_s
         self._group: TransferGroup | None = None
 
     async def open(self, server: Connection) -> None:
-        """Join the server's workers in a process group."""
-        use_interface(LOOPBACK)
+        """Join the server's workers in a process group. Raises ServerFailedError if they cannot be connected, or as `Connection.post`."""
+        set_communication_variables(LOOPBACK)
         path = str(self.meeting_point)
         joined = server.post("/init_weight_transfer_engine", {"init_info": {"meeting_point": path}})
-        self._group, _ = await asyncio.gather(asyncio.to_thread(TransferGroup, path, TRAINER, 1 + self.ranks, self.device), joined)
+        try:
+            async with asyncio.timeout(self.longest_s):
+                self._group, _ = await asyncio.gather(asyncio.to_thread(TransferGroup, path, TRAINER, 1 + self.ranks, self.device), joined)
+        except (RuntimeError, TimeoutError) as error:  # RuntimeError: as PyTorch raises
+            reason = f"it took more than {self.longest_s:g} s" if isinstance(error, TimeoutError) else str(error)
+            raise ServerFailedError(
+                f"trainer and vLLM server at {server.url} cannot be connected for new weights: {reason}; NCCL_DEBUG=INFO lets NCCL say "
+                "why, and --vllm-transfer file sends them in another way"
+            ) from error
 
     async def send(self, server: Connection, tensors: Tensors, identity: str) -> None:
         assert self._group is not None, "open comes first"
@@ -197,7 +210,7 @@ class BroadcastTransfer:
         sending = asyncio.create_task(asyncio.to_thread(self._group.send, tensors.values()))
         posting = asyncio.create_task(server.post("/update_weights", {"update_info": {"outline": outline, "identity": identity}}))
         try:
-            async with asyncio.timeout(_LONGEST_SEND_S):
+            async with asyncio.timeout(self.longest_s):
                 await asyncio.gather(posting, asyncio.shield(sending))
         except BaseException as error:
             self._group.abort()  # nobody receives any more, and the sending thread would wait for that
@@ -205,13 +218,13 @@ class BroadcastTransfer:
             await asyncio.wait([sending, posting])  # a thread cannot be cancelled, and it still has the tensors
             if isinstance(error, TimeoutError):
                 raise ServerFailedError(
-                    f"the vLLM server at {server.url} has not taken new weights for {_LONGEST_SEND_S:g} s; its log may say why, and "
+                    f"the vLLM server at {server.url} has not taken new weights for {self.longest_s:g} s; its log may say why, and "
                     "--vllm-transfer file sends them in another way"
                 ) from None
             raise
 
 
-def new_transfer(kind: TransferKind, directory: Path, device: torch.device, ranks: int) -> Transfer:
+def new_transfer(kind: TransferKind, directory: Path, device: torch.device, ranks: int, longest_broadcast_s: float) -> Transfer:
     """A way into one server of `ranks` workers, which can read `directory`. The trainer's tensors are on `device`."""
     match kind:
         case "file":
@@ -219,7 +232,7 @@ def new_transfer(kind: TransferKind, directory: Path, device: torch.device, rank
         case "ipc":
             return IpcTransfer()
         case "broadcast":
-            return BroadcastTransfer(directory, device, ranks)
+            return BroadcastTransfer(directory, device, ranks, longest_broadcast_s)
 
 
 def _write(tensors: Tensors, file: Path) -> None:
