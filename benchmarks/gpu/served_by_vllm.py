@@ -6,8 +6,8 @@
 - 64 requests of 64 tokens at once, 64 or 256 sampled each: tokens per second through SDK, server and vLLM over those of this vLLM alone.
 
 Run it with: TINSMITH_TEST_DEVICE=cuda TINSMITH_TEST_VLLM_PYTHON=.../bin/python python -m benchmarks.gpu.served_by_vllm
-`--parts publishing` leaves the requests out, `--parts requests` the publishing. `--workers 2 --tensor-parallel 2
---transfer broadcast` takes four GPUs: two train, and vLLM divides the model over the other two.
+`--parts publishing` leaves the requests out, `--parts requests` the publishing. `--workers 2 --tensor-parallel 2`
+takes four GPUs: two train, and vLLM divides the model over the other two.
 """
 
 import argparse
@@ -27,13 +27,17 @@ from benchmarks.with_vllm import ANSWERS, publishing, texts, throughput
 from tests.with_vllm.serving import sampling_with_vllm, wait_for_vllm
 
 PARTS = ("requests", "publishing")
+SHARE = "0.6"
+"""Of a GPU's memory, for training where vLLM may have the rest."""
+SHARE_ALONE = "0.9"
+"""For training where vLLM divides the model over GPUs of its own. Six snapshots of all weights need it on a GPU of 80 GB."""
 
 
 @contextmanager
 def running(model: Path, *options: str) -> Iterator[tuple[tinker.ServiceClient, str]]:
     """An SDK client of a server of the model, and the address of its vLLM server, which is ready. At the end the log's last publishes."""
     # Enough snapshots for all versions, which else go to disk, and memory of the GPU for training all weights in float32.
-    options = ("--base-model", f"tiny={model}", "--snapshot-gib", "64", "--memory-share", "0.6", *options)
+    options = ("--base-model", f"tiny={model}", "--snapshot-gib", "64", "--memory-share", SHARE, *options)
     with tempfile.TemporaryDirectory() as folder, sampling_with_vllm(Path(folder), *options) as server:
         address = wait_for_vllm(server)
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
@@ -51,7 +55,9 @@ def main() -> None:
     parser.add_argument("--transfer", default="auto", help="how full weights get into vLLM: --vllm-transfer of the server")
     asked = parser.parse_args()
     parts = asked.parts
-    gpus = ("--workers", str(asked.workers), "--vllm-tensor-parallel", str(asked.tensor_parallel), "--vllm-transfer", asked.transfer)
+    gpus = ["--workers", str(asked.workers), "--vllm-tensor-parallel", str(asked.tensor_parallel), "--vllm-transfer", asked.transfer]
+    if asked.tensor_parallel > 1:
+        gpus += ["--memory-share", SHARE_ALONE]
     among = f"_by_{asked.workers}_to_{asked.tensor_parallel}" if asked.workers > 1 or asked.tensor_parallel > 1 else ""
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
         config = configuration("1.7B")
