@@ -1,5 +1,7 @@
 """Trainer and vLLM in bfloat16, where both round: they stay close on average. Full weights get there as between two GPUs."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Literal
 
@@ -7,10 +9,11 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from tinker import types
 from transformers import AutoConfig, Qwen3_5ForConditionalGeneration
 
 from tests.acceptance.talking import image_input, numbers, text_input, train
-from tests.with_vllm.serving import ON_GPU, sampling_with_vllm, wait_for_vllm
+from tests.with_vllm.serving import ON_GPU, engine_of, sampling_with_vllm, vllm_pids, wait_for_vllm
 from tests.with_vllm.talking import FREE, learn, sample, snapshot, trainers_logprobs
 from tinsmith.models.tiny import write_tiny_model
 
@@ -39,13 +42,17 @@ def check(model: Path, directory: Path, *options: str, pictures: bool) -> None:
             for rank, steps in ((8, 0), (8, 1), (0, 1)):
                 client = train(service, "tiny", rank=rank)
                 learn(client, steps=steps, pictures=pictures)
-                sampler = snapshot(client)
-                differences: list[float] = []
-                for prompt in (text_input(1, 30), *((image_input(client, 2),) if pictures else ())):
-                    for sequence in sample(sampler, prompt, FREE, 8).sequences:
-                        expected = trainers_logprobs(client, prompt, sequence.tokens)
-                        differences += np.abs(numbers(sequence.logprobs) - expected).tolist()
-                assert np.mean(differences) < FARTHEST
+                assert mean_difference(client, text_input(1, 30), *((image_input(client, 2),) if pictures else ())) < FARTHEST
+
+
+def mean_difference(client: tinker.TrainingClient, *prompts: types.ModelInput) -> float:
+    """Mean |difference| between the log-probabilities of samples of a model as it is now, and the trainer's."""
+    sampler = snapshot(client)
+    differences: list[float] = []
+    for prompt in prompts:
+        for sequence in sample(sampler, prompt, FREE, 8).sequences:
+            differences += np.abs(numbers(sequence.logprobs) - trainers_logprobs(client, prompt, sequence.tokens)).tolist()
+    return float(np.mean(differences))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +71,25 @@ def test_base_adapter_and_full_weights(kind: Literal["qwen3", "qwen3-vl", "qwen3
         write_tiny_model(kind, tmp_path / "model")
     transfer = () if ON_GPU else ("--vllm-transfer", "broadcast")
     check(tmp_path / "model", tmp_path, *transfer, pictures=kind != "qwen3")
+
+
+@pytest.mark.skipif(not ON_GPU or torch.cuda.device_count() < 2, reason="NCCL connects trainer and vLLM if each has a GPU")
+def test_full_weights_get_to_the_next_server_when_one_has_died_or_hangs(tmp_path: Path) -> None:
+    """Each is a new process, which NCCL connects with the trainer anew. `test_servers.py` and `test_a_sampler.py` are the same on CPUs."""
+    write_tiny_model("qwen3", tmp_path / "model")
+    options = ("--base-model", f"tiny={tmp_path / 'model'}", "--dtype", "bfloat16", "--vllm-hung-s", "20")
+    with sampling_with_vllm(tmp_path, *options) as server:
+        wait_for_vllm(server)
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-bfloat16") as service:
+            client = train(service, "tiny", rank=0)
+            learn(client, seed=0, pictures=False)
+            assert mean_difference(client, text_input(1, 30)) < FARTHEST
+            for seed, blow in enumerate((signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL), 1):
+                (group,) = vllm_pids(server)
+                os.kill(engine_of(group), blow)
+                learn(client, seed=seed, pictures=False)
+                assert mean_difference(client, text_input(1, 30)) < FARTHEST
+                assert vllm_pids(server) != [group]
 
 
 @pytest.mark.skipif(not ON_GPU or torch.cuda.device_count() < 4, reason="two workers and a vLLM server of two need four GPUs")

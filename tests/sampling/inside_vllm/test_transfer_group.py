@@ -1,6 +1,11 @@
-"""Weights from one process to others: what arrives is what was sent, and an end that is lost, or does not receive, is noticed."""
+"""Weights from one process to others: what arrives is what was sent, and an end that is lost, or does not receive, is noticed.
+
+On GPUs (TINSMITH_TEST_DEVICE=cuda) each has one of its own. There the trainer is not told of an end that is lost: it gives up, as
+`tests/sampling/vllm/test_transfers.py` shows.
+"""
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -18,22 +23,29 @@ from tinsmith.distributed.meeting import LOOPBACK, set_communication_variables
 from tinsmith.sampling.inside_vllm import transfer_group
 from tinsmith.sampling.inside_vllm.transfer_group import FIRST_WORKER, TRAINER, TransferGroup
 
-CPU = torch.device("cpu")
+ON_GPU = os.environ.get("TINSMITH_TEST_DEVICE") == "cuda"
 SENT = [torch.arange(6, dtype=torch.float32).reshape(2, 3).T, torch.tensor([1.5, -2.0], dtype=torch.bfloat16), torch.zeros(0)]
 SHAPES = [(tensor.shape, tensor.dtype) for tensor in SENT]
 Work = Callable[[str, int, int, Connection], None]
 
+with_gloo = pytest.mark.skipif(ON_GPU, reason="it is about what Gloo says")
+
+
+def place_of(rank: int) -> torch.device:
+    """What a process computes on."""
+    return torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
+
 
 def receive(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
     """A worker's process: two updates, which it hands on."""
-    group = TransferGroup(meeting_point, rank, size, CPU)
+    group = TransferGroup(meeting_point, rank, size, place_of(rank))
     for _ in range(2):
         group.receive(SHAPES, lambda tensors: pipe.send([tensor.float().tolist() for tensor in tensors]))
 
 
 def fail_once(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
     """A worker that fails with the first tensor of the first update."""
-    group = TransferGroup(meeting_point, rank, size, CPU)
+    group = TransferGroup(meeting_point, rank, size, place_of(rank))
 
     def fail(tensors: Iterator[Tensor]) -> None:
         next(tensors)
@@ -53,8 +65,8 @@ def take_all(tensors: Iterator[Tensor]) -> None:
 
 def lack_memory_once(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
     """A worker that has no memory for the second tensor when it first asks for it."""
-    buffers = [torch.empty(shape, dtype=dtype) for shape, dtype in SHAPES]
-    group = TransferGroup(meeting_point, rank, size, CPU)
+    buffers = [torch.empty(shape, dtype=dtype, device=place_of(rank)) for shape, dtype in SHAPES]
+    group = TransferGroup(meeting_point, rank, size, place_of(rank))
     answers = iter([buffers[0], None, *buffers[1:]])
 
     def empty(*_: object, **__: object) -> Tensor:
@@ -71,7 +83,7 @@ def lack_memory_once(meeting_point: str, rank: int, size: int, pipe: Connection)
 
 def lack_memory(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
     """A worker that has no memory for any tensor."""
-    group = TransferGroup(meeting_point, rank, size, CPU)
+    group = TransferGroup(meeting_point, rank, size, place_of(rank))
     with patch.object(torch, "empty", side_effect=MemoryError("no memory")), pytest.raises(MemoryError, match="no memory"):
         group.receive(SHAPES, take_all)
     pipe.send("failed")
@@ -79,15 +91,17 @@ def lack_memory(meeting_point: str, rank: int, size: int, pipe: Connection) -> N
 
 def leave(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
     """A worker that ends, when it is told to, before it has received anything; or that lives on and receives nothing until then."""
-    group = TransferGroup(meeting_point, rank, size, CPU)
+    group = TransferGroup(meeting_point, rank, size, place_of(rank))
     pipe.recv()
     del group
 
 
 def joined(directory: Path, *works: Work) -> tuple[TransferGroup, list[Connection], list[BaseProcess]]:
     """The trainer's end, and workers' processes that are at their work."""
-    set_communication_variables(LOOPBACK)
     meeting_point, size = str(directory / "group"), 1 + len(works)
+    if ON_GPU and torch.cuda.device_count() < size:
+        pytest.skip(f"{size} processes need a GPU each")
+    set_communication_variables(LOOPBACK)
     pipes: list[Connection] = []
     workers: list[BaseProcess] = []
     for rank, work in enumerate(works, FIRST_WORKER):
@@ -96,7 +110,7 @@ def joined(directory: Path, *works: Work) -> tuple[TransferGroup, list[Connectio
         worker.start()
         pipes.append(ours)
         workers.append(worker)
-    return TransferGroup(meeting_point, TRAINER, size, CPU), pipes, workers
+    return TransferGroup(meeting_point, TRAINER, size, place_of(TRAINER)), pipes, workers
 
 
 def told(pipe: Connection) -> object:
@@ -112,27 +126,29 @@ def ended(workers: list[BaseProcess]) -> list[int | None]:
     return [worker.exitcode for worker in workers]
 
 
-def test_what_arrives_everywhere_is_what_was_sent(tmp_path: Path) -> None:
-    group, pipes, workers = joined(tmp_path, receive, receive)
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_arrives_everywhere_is_what_was_sent(tmp_path: Path, count: int) -> None:
+    group, pipes, workers = joined(tmp_path, *[receive] * count)
     for factor in (1.0, 3.0):
-        tensors = [tensor * factor for tensor in SENT]
+        tensors = [tensor.to(place_of(TRAINER)) * factor for tensor in SENT]
         group.send(tensors)
-        assert [told(pipe) for pipe in pipes] == [[tensor.float().tolist() for tensor in tensors]] * 2
-    assert ended(workers) == [0, 0]
+        assert [told(pipe) for pipe in pipes] == [[tensor.float().tolist() for tensor in tensors]] * count
+    assert ended(workers) == [0] * count
 
 
 @pytest.mark.parametrize("failing", [fail_once, lack_memory_once])
 def test_a_worker_that_fails_keeps_nobody_waiting_and_takes_the_next_update(tmp_path: Path, failing: Work) -> None:
     """It receives what is left, because the others get each tensor at the same time."""
     group, pipes, workers = joined(tmp_path, failing, receive)
-    values = [tensor.float().tolist() for tensor in SENT]
-    group.send(SENT)
+    values, sent = [tensor.float().tolist() for tensor in SENT], [tensor.to(place_of(TRAINER)) for tensor in SENT]
+    group.send(sent)
     assert [told(pipe) for pipe in pipes] == ["failed", values]
-    group.send(SENT)
+    group.send(sent)
     assert [told(pipe) for pipe in pipes] == [values, values]
     assert ended(workers) == [0, 0]
 
 
+@with_gloo
 def test_a_worker_that_cannot_receive_ends_if_others_would_wait_for_it(tmp_path: Path) -> None:
     """Alone it is an error: the trainer hears of it from vLLM, and gives up."""
     (tmp_path / "alone").mkdir()
@@ -145,6 +161,7 @@ def test_a_worker_that_cannot_receive_ends_if_others_would_wait_for_it(tmp_path:
     assert ended(workers)[0] == -signal.SIGKILL
 
 
+@with_gloo
 def test_an_end_that_is_lost_is_an_error(tmp_path: Path) -> None:
     group, (pipe,), workers = joined(tmp_path, leave)
     pipe.send("end")  # not before both are connected
@@ -153,6 +170,7 @@ def test_an_end_that_is_lost_is_an_error(tmp_path: Path) -> None:
         group.send([torch.ones(1 << 20)])
 
 
+@with_gloo
 def test_an_end_that_does_not_receive_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_group, "_LONGEST_WITH_GLOO", timedelta(seconds=2))
     group, (pipe,), workers = joined(tmp_path, leave)

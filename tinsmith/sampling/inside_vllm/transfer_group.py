@@ -30,11 +30,14 @@ class TransferGroup:
     def __init__(self, meeting_point: str, rank: int, size: int, device: torch.device) -> None:
         """Connect to the other ends, `size` in all. `meeting_point` is the path of a file that does not exist yet, the same for all.
 
-        NCCL connects with the first tensor, and waits for ever for an end that has none to receive it in. So all exchange a small one here.
+        NCCL connects with the first tensor, and waits for ever for an end that never comes, or has no memory to receive it in. So each end
+        first says that it is there, and all exchange a small tensor here. Raises RuntimeError if another end does not come in time.
         """
         self.device = device
         self._size = size
         store = distributed.FileStore(meeting_point, size)
+        store.set(f"end {rank}", "is there")
+        store.wait([f"end {each}" for each in range(size)], _LONGEST)
         self._group: Any
         if device.type == "cuda":
             options = distributed.ProcessGroupNCCL.Options()
