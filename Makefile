@@ -99,6 +99,7 @@ test-gpus: SHELL := /bin/bash
 test-gpus: $(DEV_STAMP)
 	set -o pipefail; mkdir -p benchmarks/results; TINSMITH_TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark \
 		tests/distributed --ignore tests/distributed/test_ray.py --ignore tests/distributed/test_meeting.py \
+		tests/sampling/vllm/test_transfers.py tests/sampling/inside_vllm/test_transfer_group.py \
 		--numprocesses 7 --dist loadfile --max-worker-restart 0 --timeout 240 --durations 15 2>&1 | tee benchmarks/results/test-gpus.txt
 
 # The adapters for the cookbook are tested with the one that test-recipes installs.
