@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import tinker
 import torch
 from numpy.typing import NDArray
@@ -74,3 +75,8 @@ def assert_close(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray], a
     """Equal array by array."""
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, e, atol=atol, rtol=1e-5)
+
+
+def assert_losses_close(actual: Sequence[float], expected: Sequence[float], within: float) -> None:
+    """Equal one by one. Weights of any sign cancel in a loss, so it is rounded as its terms are, which are as large as the largest loss."""
+    assert actual == pytest.approx(expected, rel=within, abs=within * max(map(abs, expected)))

@@ -7,7 +7,7 @@ DIRECTORY/bases, and a checkpoint that a process alone has written is DIRECTORY/
 
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,14 +68,27 @@ def gradients(backend: LocalBackend) -> dict[str, list[Tensor]]:
 
 
 def computed(backend: LocalBackend, work: Sequence[DatumWork], backward: bool = True) -> dict[str, Any]:
-    """What a pass comes to, by itself."""
+    """What a pass comes to, and the gradients that are there afterwards."""
     outcome = backend.run_pass(work, backward)
     return {"losses": [result and result.loss for result in outcome.results], "failures": outcome.failures, **gradients(backend)}
 
 
 def step_of(backend: LocalBackend, step: int, rank: int = 0, count: int = 1) -> dict[str, Any]:
     """Compute a share, then step both models; all that comes of it."""
-    found = computed(backend, share_of(work_of(backend.base, step), step, rank, count))
+    return stepped(backend, computed(backend, share_of(work_of(backend.base, step), step, rank, count)))
+
+
+def step_alone(backend: LocalBackend, step: int, count: int) -> dict[str, Any]:
+    """Compute the shares of all `count` workers, one after another, then step both models; the losses in the order of the workers.
+
+    Rows of other datums in the same pass would round otherwise, and how far that goes depends on the processor.
+    """
+    shares = [computed(backend, share_of(work_of(backend.base, step), step, rank, count)) for rank in range(count)]
+    return stepped(backend, shares[-1] | {"losses": [loss for share in shares for loss in share["losses"]]})
+
+
+def stepped(backend: LocalBackend, found: dict[str, Any]) -> dict[str, Any]:
+    """Step both models after what was found."""
     norms = {name: backend.optim_step(name, SETTINGS)["grad_norm"] for name in SHAPES}
     return found | {"norms": norms, "weights": {name: weights(backend, name) for name in SHAPES}}
 
@@ -83,6 +96,16 @@ def step_of(backend: LocalBackend, step: int, rank: int = 0, count: int = 1) -> 
 def weights(backend: LocalBackend, name: str) -> list[Tensor]:
     """The masters of a model."""
     return [tensor.detach().to("cpu", copy=True) for tensor in backend.optimizers[name].weights.tensors()]
+
+
+def take(backend: LocalBackend, masters: Mapping[str, Sequence[Tensor]]) -> None:
+    """Go on with the workers' weights: what they round otherwise than one alone does not grow from step to step."""
+    with torch.no_grad():
+        for name, tensors in masters.items():
+            own = backend.optimizers[name].weights
+            for tensor, master in zip(own.tensors(), tensors, strict=True):
+                tensor.copy_(master)
+            own.refresh()
 
 
 def create_models(backend: LocalBackend) -> None:

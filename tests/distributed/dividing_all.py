@@ -6,7 +6,7 @@ DIRECTORY/bases, and a checkpoint that a process alone has written is DIRECTORY/
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -89,20 +89,50 @@ def create_models(backend: LocalBackend) -> None:
 
 
 def computed(backend: LocalBackend, work: Sequence[DatumWork], backward: bool = True) -> dict[str, Any]:
-    """What a pass comes to."""
+    """What a pass comes to, and the gradients that are there afterwards."""
     outcome = backend.run_pass(work, backward)
     losses = [result and result.loss for result in outcome.results]
     return {"losses": losses, "failures": outcome.failures, "gradients": gradients(backend)}
 
 
 def step_of(backend: LocalBackend, step: int, rank: int = 0, count: int = 1) -> dict[str, Any]:
-    """Compute a share in two passes, so that gradients are added up, then step all models; all that comes of it."""
+    """Compute a share, then step all models; all that comes of it."""
+    return stepped(backend, share_computed(backend, step, rank, count))
+
+
+def step_alone(backend: LocalBackend, step: int, count: int) -> dict[str, Any]:
+    """Compute the shares of all `count` workers, one after another, then step all models; the losses in the order of the workers.
+
+    Rows of other datums in the same pass would round otherwise, and how far that goes depends on the processor.
+    """
+    shares = [share_computed(backend, step, rank, count) for rank in range(count)]
+    return stepped(backend, shares[-1] | {"losses": [loss for share in shares for loss in share["losses"]]})
+
+
+def share_computed(backend: LocalBackend, step: int, rank: int, count: int) -> dict[str, Any]:
+    """A share in two passes, so that gradients are added up."""
     mine = share_of(work_of(backend.base, step), step, rank, count)
     first = backend.run_pass(mine[::2], backward=True)
     found = computed(backend, mine[1::2])
     found["losses"] = [result and result.loss for result in first.results] + found["losses"]
+    found["failures"] = first.failures | found["failures"]
+    return found
+
+
+def stepped(backend: LocalBackend, found: dict[str, Any]) -> dict[str, Any]:
+    """Step all models after what was found."""
     norms = {name: backend.optim_step(name, SETTINGS)["grad_norm"] for name in SHAPES}
     return found | {"norms": norms, "weights": weights(backend)}
+
+
+def take(backend: LocalBackend, masters: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Go on with the workers' weights: what they round otherwise than one alone does not grow from step to step."""
+    with torch.no_grad():
+        for name, tensors in masters.items():
+            own = backend.optimizers[name].weights
+            for key, tensor in zip(own.named_tensors(), own.tensors(), strict=True):
+                tensor.copy_(tensors[key])
+            own.refresh()
 
 
 def _copied(weights: Weights) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.bases import load, write_decoder
-from tests.distributed.devices import EXACT, EXACT_IN_HALF, ROUNDING, require_devices
+from tests.distributed.devices import EXACT, EXACT_IN_HALF, ON_GPUS, require_devices
 from tests.distributed.dividing import (
     FAULTS,
     PICTURES,
@@ -23,7 +23,9 @@ from tests.distributed.dividing import (
     create_models,
     gradients,
     share_of,
+    step_alone,
     step_of,
+    take,
     work_of,
 )
 from tests.distributed.dividing import weights as weights_of
@@ -33,9 +35,9 @@ from tinsmith.training.checkpoint import read_state, write_state
 
 ROOT = Path(__file__).parents[2]
 WITHIN = 1e-5
-"""Of the largest number of a tensor: rows of other datums round otherwise."""
-HYBRID_WITHIN = 1e-3 * ROUNDING
-"""Delta nets hand on from token to token what is rounded otherwise. A share alone has the same bits as on one worker, see below."""
+"""Of the largest number of a tensor: gradients are added up in another order."""
+HYBRID_WITHIN = 5e-3 if ON_GPUS else 1e-4
+"""Delta nets hand on from token to token what is rounded otherwise; on a GPU that differs with every run."""
 
 Found = list[dict[str, Any]]
 """What each process has found."""
@@ -49,19 +51,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory, family_dir: Callable[[str], 
         (directory / name).symlink_to(family_dir(family))
     write_decoder("qwen3", directory / "deep", num_hidden_layers=8, head_dim=16)
     return directory
-
-
-@pytest.fixture(scope="module")
-def alone(bases: Path) -> Callable[[str, str], list[dict[str, Any]]]:
-    """The steps of one worker with a base in a precision."""
-
-    @cache
-    def run(name: str, dtype: str) -> list[dict[str, Any]]:
-        backend = LocalBackend(load(bases / name, dtype=dtype), TRAINING)
-        create_models(backend)
-        return [step_of(backend, step) for step in range(STEPS)]
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -116,23 +105,20 @@ TRAINED = [
 
 @pytest.mark.parametrize(("count", "name", "how", "within"), TRAINED)
 def test_losses_gradients_and_weights_are_those_of_one_worker(
-    processes: Callable[[int], tuple[Path, Found]],
-    alone: Callable[[str, str], list[dict[str, Any]]],
-    count: int,
-    name: str,
-    how: str,
-    within: float,
+    processes: Callable[[int], tuple[Path, Found]], bases: Path, count: int, name: str, how: str, within: float
 ) -> None:
     """Of two models of other ranks, also where one worker computes all of a step, or has one picture much larger than those of others."""
     _, found = processes(count)
-    for step, expected in enumerate(alone(name, "float32")):
+    alone = LocalBackend(load(bases / name), TRAINING)
+    create_models(alone)
+    for step in range(STEPS):
+        expected = step_alone(alone, step, count)
         of_step = [of_process[f"{name} {how}"][step] for of_process in found]
         assert all(each["failures"] == {} for each in of_step)
-        losses = [loss for rank in range(count) for loss in of_step[rank]["losses"]]
-        in_order = [loss for rank in range(count) for loss in share_of(expected["losses"], step, rank, count)]
+        losses = [loss for each in of_step for loss in each["losses"]]
         # Weights of any sign cancel in a loss: its terms are of the size of the largest one.
-        assert losses == pytest.approx(in_order, rel=within, abs=within * max(map(abs, in_order)))
-        assert [len(each["losses"]) for each in of_step] == [len(share_of(expected["losses"], step, rank, count)) for rank in range(count)]
+        assert losses == pytest.approx(expected["losses"], rel=within, abs=within * max(map(abs, losses)))
+        assert [len(each["losses"]) for each in of_step] == [len(share_of(range(6), step, rank, count)) for rank in range(count)]
         for model in SHAPES:
             total = summed([each[model] for each in of_step])
             assert_near(total, expected[model], within)
@@ -143,6 +129,7 @@ def test_losses_gradients_and_weights_are_those_of_one_worker(
             for each in of_step:
                 assert each["norms"][model] == pytest.approx(expected["norms"][model], rel=within)
                 assert_near(each["weights"][model], expected["weights"][model], within)
+        take(alone, of_step[0]["weights"])
 
 
 def test_pictures_of_a_step_differ_in_size_from_worker_to_worker() -> None:
@@ -201,9 +188,7 @@ def test_what_fails_on_one_alone_leaves_the_others_their_results(
             assert_near(spoiled[model], whole[model], WITHIN if rank == 1 else EXACT)
 
 
-def test_what_is_refused_lets_nobody_wait(processes: Callable[[int], tuple[Path, Found]], alone: Callable[..., Any]) -> None:
-    expected = alone("text", "float32")[-1]
-    assert expected["failures"] == {}
+def test_what_is_refused_lets_nobody_wait(processes: Callable[[int], tuple[Path, Found]]) -> None:
     for rank, found in enumerate(processes(2)[1]):
         missing = "model nobody is not loaded; create it anew"
         assert found["unknown"]["failures"] == ({0: missing, 1: missing} if rank == 0 else {})
@@ -226,7 +211,8 @@ def test_checkpoints_go_on_whatever_the_number_of_workers(processes: Callable[[i
     backend.restore("four", read_state(directory / "alone", backend.base, optimizer=True))
     for of_process in found:
         assert_near(of_process["restored"], weights_of(backend, "four"), 0)
-    backend.run_pass(work_of(backend.base, 1), backward=True)
+    for rank in range(count):
+        backend.run_pass(share_of(work_of(backend.base, 1), 0, rank, count), backward=True)
     backend.optim_step("four", SETTINGS)
     for of_process in found:
         assert_near(of_process["went on"], weights_of(backend, "four"), WITHIN)

@@ -13,9 +13,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.bases import load, write_decoder
-from tests.distributed.devices import EXACT_IN_HALF, ROUNDING, require_devices
+from tests.distributed.devices import EXACT_IN_HALF, ON_GPUS, require_devices
 from tests.distributed.dividing import SETTINGS, TRAINING
-from tests.distributed.dividing_all import FAULTS, FULL, SHAPES, create_models, gradients, share_of, step_of, weights, work_of
+from tests.distributed.dividing_all import (
+    FAULTS,
+    FULL,
+    SHAPES,
+    STEPS,
+    create_models,
+    gradients,
+    share_of,
+    step_alone,
+    step_of,
+    take,
+    weights,
+    work_of,
+)
 from tests.running import START_S
 from tinsmith.models.full import divided_full_bytes
 from tinsmith.training.backend import LocalBackend
@@ -23,9 +36,9 @@ from tinsmith.training.checkpoint import read_state, write_state
 
 ROOT = Path(__file__).parents[2]
 WITHIN = 1e-5
-"""Of the largest number of a tensor: rows of other datums, and gradients of another order, round otherwise."""
-HYBRID_WITHIN = 1e-3 * ROUNDING
-"""Delta nets hand on from token to token what is rounded otherwise."""
+"""Of the largest number of a tensor: gradients are added up in another order."""
+HYBRID_WITHIN = 5e-3 if ON_GPUS else 1e-4
+"""Delta nets hand on from token to token what is rounded otherwise; on a GPU that differs with every run."""
 
 Found = list[dict[str, Any]]
 """What each process has found."""
@@ -39,19 +52,6 @@ def bases(tmp_path_factory: pytest.TempPathFactory, family_dir: Callable[[str], 
         (directory / name).symlink_to(family_dir(family))
     write_decoder("qwen3", directory / "deep", num_hidden_layers=8, head_dim=16)
     return directory
-
-
-@pytest.fixture(scope="module")
-def alone(bases: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """The steps of one worker."""
-
-    @cache
-    def run(name: str) -> list[dict[str, Any]]:
-        backend = LocalBackend(load(bases / name), TRAINING)
-        create_models(backend)
-        return [step_of(backend, step) for step in range(5)]
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -89,25 +89,27 @@ def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], wit
     ("count", "name", "within"), [(2, "text", WITHIN), (3, "text", WITHIN), (2, "image", WITHIN), (2, "hybrid", HYBRID_WITHIN)]
 )
 def test_losses_gradients_and_weights_are_those_of_one_worker(
-    processes: Callable[[int], tuple[Path, Found]], alone: Callable[[str], list[dict[str, Any]]], count: int, name: str, within: float
+    processes: Callable[[int], tuple[Path, Found]], bases: Path, count: int, name: str, within: float
 ) -> None:
     """Of several models in the same passes, also where one worker computes all of a step. Each parameter counts once in the norm."""
     _, found = processes(count)
-    for step, expected in enumerate(alone(name)):
+    alone = LocalBackend(load(bases / name), TRAINING)
+    create_models(alone)
+    for step in range(STEPS):
+        expected = step_alone(alone, step, count)
         of_step = [of_process[f"{name} float32"][step] for of_process in found]
         assert all(each["failures"] == {} for each in of_step)
-        mine = [share_of(list(range(6)), step, rank, count) for rank in range(count)]
-        order = [index for own in mine for index in (*own[::2], *own[1::2])]
-        in_order = [0, 2, 4, 1, 3, 5]
-        losses = dict(zip(order, [loss for each in of_step for loss in each["losses"]], strict=True))
-        assert [losses[index] for index in in_order] == pytest.approx(expected["losses"], rel=within)
+        losses = [loss for each in of_step for loss in each["losses"]]
+        # Weights of any sign cancel in a loss: its terms are of the size of the largest one.
+        assert losses == pytest.approx(expected["losses"], rel=within, abs=within * max(map(abs, losses)))
+        assert [len(each["losses"]) for each in of_step] == [len(share_of(range(6), step, rank, count)) for rank in range(count)]
         for each in of_step:
             for model in FULL:
                 assert_near(each["gradients"][model], expected["gradients"][model], within)
             for model in SHAPES:
                 assert each["norms"][model] == pytest.approx(expected["norms"][model], rel=within)
                 assert_near(each["weights"][model], expected["weights"][model], within)
-    assert len(alone(name)) == 5
+        take(alone, of_step[0]["weights"])
     assert all(total.any() for model in FULL for total in expected["gradients"][model].values())  # none whose gradient shows nothing
 
 
@@ -251,7 +253,8 @@ def test_checkpoints_go_on_whatever_the_number_of_workers(processes: Callable[[i
     backend.restore("all", read_state(directory / "alone", backend.base, optimizer=True))
     for of_process in found:
         assert_near(of_process["restored"], weights(backend)["all"], 0)
-    backend.run_pass(work_of(backend.base, 1), backward=True)
+    for rank in range(count):
+        backend.run_pass(share_of(work_of(backend.base, 1), 0, rank, count), backward=True)
     backend.optim_step("all", SETTINGS)
     for of_process in found:
         assert_near(of_process["went on"], weights(backend)["all"], WITHIN)

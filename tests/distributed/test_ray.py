@@ -22,7 +22,7 @@ if ON_GPUS:  # where it need not be installed, and where nothing of this compute
     pytest.importorskip("ray", reason="Ray is not installed here")
 
 from tests.acceptance.conftest import API_KEY
-from tests.acceptance.talking import assert_close, datum, image_input, logprobs, text_input, train
+from tests.acceptance.talking import assert_close, assert_losses_close, datum, image_input, logprobs, text_input, train
 from tests.distributed.test_replicas import weights_at
 from tests.engine.test_worker_process import Watched, link_of_an_engine
 from tests.ray_head import another_host, core_taken, own_node, ray_head
@@ -300,7 +300,7 @@ def test_actors_that_share_the_weights_train_pictures_as_one_worker(
         status = server.wait_for_status(lambda seen: min(worker["pass_tokens"] for worker in seen["workers"]) > 2 * 3 * 30)
         actors = [psutil.Process(worker["pid"]).parent() for worker in status["workers"]]
         assert ["WorkerActor" in actor.cmdline()[0] for actor in actors if actor is not None] == [True, True]
-    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert_losses_close(found, expected, 1e-5)
     assert theirs.keys() == weights.keys()
     for name, tensor in weights.items():
         # Moments are sums of gradients, which differ more in a hybrid model: its delta nets hand on what is rounded otherwise.

@@ -14,7 +14,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 from tinker import types
 
-from tests.acceptance.talking import assert_close, datum, image_input, numbers, scores, text_input, train
+from tests.acceptance.talking import assert_close, assert_losses_close, datum, image_input, numbers, scores, text_input, train
 from tests.distributed.conftest import LONG, Running
 from tests.distributed.devices import ROUNDING
 from tests.rl.test_run import config_of, logged, told
@@ -109,7 +109,7 @@ def test_losses_and_weights_are_those_of_one_worker(alone_and_together: list[Run
         else:
             assert min(shares) > sum(shares) / (4 if count > 1 else 2)
     assert "are divided over" not in alone_and_together[1].server.log.read_text()  # replicas
-    assert losses[1] == pytest.approx(losses[0], rel=WITHIN, abs=WITHIN)
+    assert_losses_close(losses[1], losses[0], WITHIN)
     alone, together = tensors
     assert together.keys() == alone.keys()
     for name, tensor in alone.items():
@@ -135,7 +135,7 @@ def test_long_sequences_are_computed_by_both_workers_as_by_one(alone_and_togethe
         losses.append(own)
         logprobs.append([each for client in clients for each in scores(client, mixed_lengths(client, what, 9))])
     within = 100 * WITHIN if base == "hybrid" else WITHIN  # delta nets hand on from token to token what is rounded differently
-    assert losses[1] == pytest.approx(losses[0], rel=within)
+    assert_losses_close(losses[1], losses[0], within)
     assert_close(logprobs[1], logprobs[0], within)
     for rank, (first, last) in enumerate([(0, 104), (105, 210)]):
         line = f"worker {rank}: computing tokens {first} to {last} of a sequence of {LONG + 11} tokens"
@@ -199,7 +199,7 @@ def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Ru
         tensors.append(
             {f"{number}:{name}": tensor for number, path in enumerate(paths) for name, tensor in weights_at(running, path).items()}
         )
-    assert losses[1] == pytest.approx(losses[0], rel=WITHIN, abs=WITHIN)
+    assert_losses_close(losses[1], losses[0], WITHIN)
     alone, together = tensors
     assert together.keys() == alone.keys()
     for name, tensor in alone.items():
