@@ -28,6 +28,11 @@ WITHIN = 1e-5 * ROUNDING
 """Of losses and weights: only the order differs in which float32 gradients are added up."""
 
 
+def within_of(base: str) -> float:
+    """How near a model on this base is: delta nets hand on from token to token what is rounded differently."""
+    return 10 * WITHIN if base == "hybrid" else WITHIN
+
+
 def worker_pids(server: Server) -> list[int]:
     """In the order of their ranks."""
     children = psutil.Process(server.engine_pid()).children()
@@ -109,11 +114,12 @@ def test_losses_and_weights_are_those_of_one_worker(alone_and_together: list[Run
         else:
             assert min(shares) > sum(shares) / (4 if count > 1 else 2)
     assert "are divided over" not in alone_and_together[1].server.log.read_text()  # replicas
-    assert_losses_close(losses[1], losses[0], WITHIN)
+    within = within_of(base)
+    assert_losses_close(losses[1], losses[0], within)
     alone, together = tensors
     assert together.keys() == alone.keys()
     for name, tensor in alone.items():
-        np.testing.assert_allclose(together[name], tensor, atol=WITHIN, rtol=1e-3 if "exp_avg" in name else WITHIN, err_msg=name)
+        np.testing.assert_allclose(together[name], tensor, atol=within, rtol=1e-3 if "exp_avg" in name else within, err_msg=name)
 
 
 LONG_CASES = [("text", "text", 8), ("image", "pictures", 8), ("hybrid", "pictures", 4), ("text", "text", 0)]
@@ -181,29 +187,31 @@ def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Ru
     """Three base models at once, whose passes and steps come in another order with every run; texts alone, pictures, a single datum."""
     kinds = [("text", "text"), ("image", "mixed"), ("image", "pictures"), ("hybrid", "mixed"), ("text", "single"), ("image", "mixed")]
     ranks = [4, 5, 6, 7, 0, 0]  # two of them train all weights
-    losses: list[list[float]] = []
+    losses: list[list[list[float]]] = []
     tensors: list[dict[str, np.ndarray]] = []
     for running in (alone_and_together[0], divided):
         clients = [train(running.service, base, rank=rank) for rank, (base, _) in zip(ranks, kinds, strict=True)]
-        own: list[float] = []
+        own: list[list[float]] = [[] for _ in clients]
         for step in range(3):
             done = [
                 client.forward_backward(batch(client, what, step), "cross_entropy")
                 for client, (_, what) in zip(clients, kinds, strict=True)
             ]
             stepped = [client.optim_step(STEP) for client in clients]
-            own += [result.result().metrics["loss:sum"] for result in done]
-            own += [(each.result().metrics or {})["grad_norm"] for each in stepped]
+            for of_client, passed, taken in zip(own, done, stepped, strict=True):
+                of_client += [passed.result().metrics["loss:sum"], (taken.result().metrics or {})["grad_norm"]]
         losses.append(own)
         paths = [client.save_state("end").result().path for client in clients]
         tensors.append(
             {f"{number}:{name}": tensor for number, path in enumerate(paths) for name, tensor in weights_at(running, path).items()}
         )
-    assert_losses_close(losses[1], losses[0], WITHIN)
+    for (base, _), found, expected in zip(kinds, losses[1], losses[0], strict=True):
+        assert_losses_close(found, expected, within_of(base))
     alone, together = tensors
     assert together.keys() == alone.keys()
     for name, tensor in alone.items():
-        np.testing.assert_allclose(together[name], tensor, atol=WITHIN, rtol=1e-3 if "exp_avg" in name else WITHIN, err_msg=name)
+        within = within_of(kinds[int(name.split(":")[0])][0])
+        np.testing.assert_allclose(together[name], tensor, atol=within, rtol=1e-3 if "exp_avg" in name else within, err_msg=name)
     log = divided.server.log.read_text()
     for name in ("text", "image", "hybrid"):
         kept = re.findall(rf"worker (\d): {name}: its \d layers are divided over 2 workers \(--shard weights\): this one keeps", log)

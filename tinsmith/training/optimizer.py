@@ -21,7 +21,7 @@ from tinsmith.protocol.shapes import AdamSettings
 from tinsmith.training.accumulation import Addition, apart
 from tinsmith.training.update_check import Bounds, configure, require_finite_step
 
-NORM_PIECE = 2**18
+NORM_PIECE = 2**16
 """Numbers whose squares are added up before they meet the others: on a CPU float32 loses digits in longer sums. A GPU does so by itself."""
 
 
