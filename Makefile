@@ -59,8 +59,8 @@ demo: $(DEMO_STAMP)
 	$(PYTHON) examples/digits.py
 
 # Two processes, each with a file at a time, in order: the slow files, acceptance, come first. If one of them crashes, the run ends with
-# that error: pytest-xdist 3.8 would start another one, but with whole files it then waits for ever at the end. The files of tests that
-# passed are deleted at once: 3 GB in all.
+# that error: pytest-xdist 3.8 would start another one, but with whole files it then waits for ever at the end. A test's own files
+# are deleted at once unless it failed: they would add up to gigabytes.
 test: $(DEV_STAMP)
 	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
 		-o tmp_path_retention_policy=failed

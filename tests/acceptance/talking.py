@@ -78,5 +78,5 @@ def assert_close(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray], a
 
 
 def assert_losses_close(actual: Sequence[float], expected: Sequence[float], within: float) -> None:
-    """Equal one by one. Weights of any sign cancel in a loss, so it is rounded as its terms are, which are as large as the largest loss."""
+    """Losses are equal, one by one. Weights of any sign cancel in each: it is rounded as its terms are, as large as the largest loss."""
     assert actual == pytest.approx(expected, rel=within, abs=within * max(map(abs, expected)))

@@ -12,8 +12,8 @@ come, and PyTorch chooses others for the same product in another process. What w
 EXACT_IN_HALF = 2.0**-5 if ON_GPUS else 0.0
 """The same in bfloat16, in which each number is rounded to 8 bits."""
 ROUNDING = 5 if ON_GPUS else 1
-"""How many times as much as on a CPU trained models, and gradients of hybrid ones, may differ in float32. On two H100 twice as much was
-seen."""
+"""How many times as much as on a CPU models that a server has trained, and long sequences of hybrid ones, may differ in float32. On two
+H100 twice as much was seen."""
 SERVER_OPTIONS = ["--device", "cuda", "--dtype", "float32", "--memory-share", "0.12"] if ON_GPUS else ["--device", "cpu"]
 """Of every server. Several run at a time: the first worker of each has the first GPU."""
 

@@ -84,7 +84,8 @@ def step_alone(backend: LocalBackend, step: int, count: int) -> dict[str, Any]:
     Rows of other datums in the same pass would round otherwise, and how far that goes depends on the processor.
     """
     shares = [computed(backend, share_of(work_of(backend.base, step), step, rank, count)) for rank in range(count)]
-    return stepped(backend, shares[-1] | {"losses": [loss for share in shares for loss in share["losses"]]})
+    together = {"losses": [loss for share in shares for loss in share["losses"]], "failures": [share["failures"] for share in shares]}
+    return stepped(backend, shares[-1] | together)
 
 
 def stepped(backend: LocalBackend, found: dict[str, Any]) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def test_the_norm_of_many_numbers_is_exact() -> None:
     found = [torch.rand(tensor.shape, generator=generator).to(DEVICE) for tensor in optimizer.weights.tensors()]
     optimizer.contribution([gradient.clone() for gradient in found])()
     expected = torch.cat([gradient.double().flatten() for gradient in found]).norm().item()
-    assert optimizer.step(SETTINGS[0])["grad_norm"] == pytest.approx(expected, rel=2e-5)
+    assert optimizer.step(SETTINGS[0])["grad_norm"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_step_consumes_its_gradients() -> None:

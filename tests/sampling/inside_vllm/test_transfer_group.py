@@ -31,21 +31,21 @@ Work = Callable[[str, int, int, Connection], None]
 with_gloo = pytest.mark.skipif(ON_GPU, reason="it is about what Gloo says")
 
 
-def place_of(rank: int) -> torch.device:
+def device_of(rank: int) -> torch.device:
     """What a process computes on."""
     return torch.device("cuda", rank) if ON_GPU else torch.device("cpu")
 
 
 def receive(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
     """A worker's process: two updates, which it hands on."""
-    group = TransferGroup(meeting_point, rank, size, place_of(rank))
+    group = TransferGroup(meeting_point, rank, size, device_of(rank))
     for _ in range(2):
         group.receive(SHAPES, lambda tensors: pipe.send([tensor.float().tolist() for tensor in tensors]))
 
 
 def fail_once(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
     """A worker that fails with the first tensor of the first update."""
-    group = TransferGroup(meeting_point, rank, size, place_of(rank))
+    group = TransferGroup(meeting_point, rank, size, device_of(rank))
 
     def fail(tensors: Iterator[Tensor]) -> None:
         next(tensors)
@@ -65,8 +65,8 @@ def take_all(tensors: Iterator[Tensor]) -> None:
 
 def lack_memory_once(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
     """A worker that has no memory for the second tensor when it first asks for it."""
-    buffers = [torch.empty(shape, dtype=dtype, device=place_of(rank)) for shape, dtype in SHAPES]
-    group = TransferGroup(meeting_point, rank, size, place_of(rank))
+    buffers = [torch.empty(shape, dtype=dtype, device=device_of(rank)) for shape, dtype in SHAPES]
+    group = TransferGroup(meeting_point, rank, size, device_of(rank))
     answers = iter([buffers[0], None, *buffers[1:]])
 
     def empty(*_: object, **__: object) -> Tensor:
@@ -83,7 +83,7 @@ def lack_memory_once(meeting_point: str, rank: int, size: int, pipe: Connection)
 
 def lack_memory(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
     """A worker that has no memory for any tensor."""
-    group = TransferGroup(meeting_point, rank, size, place_of(rank))
+    group = TransferGroup(meeting_point, rank, size, device_of(rank))
     with patch.object(torch, "empty", side_effect=MemoryError("no memory")), pytest.raises(MemoryError, match="no memory"):
         group.receive(SHAPES, take_all)
     pipe.send("failed")
@@ -91,7 +91,7 @@ def lack_memory(meeting_point: str, rank: int, size: int, pipe: Connection) -> N
 
 def leave(meeting_point: str, rank: int, size: int, pipe: Connection) -> None:
     """A worker that ends, when it is told to, before it has received anything; or that lives on and receives nothing until then."""
-    group = TransferGroup(meeting_point, rank, size, place_of(rank))
+    group = TransferGroup(meeting_point, rank, size, device_of(rank))
     pipe.recv()
     del group
 
@@ -110,7 +110,7 @@ def joined(directory: Path, *works: Work) -> tuple[TransferGroup, list[Connectio
         worker.start()
         pipes.append(ours)
         workers.append(worker)
-    return TransferGroup(meeting_point, TRAINER, size, place_of(TRAINER)), pipes, workers
+    return TransferGroup(meeting_point, TRAINER, size, device_of(TRAINER)), pipes, workers
 
 
 def told(pipe: Connection) -> object:
@@ -130,7 +130,7 @@ def ended(workers: list[BaseProcess]) -> list[int | None]:
 def test_what_arrives_everywhere_is_what_was_sent(tmp_path: Path, count: int) -> None:
     group, pipes, workers = joined(tmp_path, *[receive] * count)
     for factor in (1.0, 3.0):
-        tensors = [tensor.to(place_of(TRAINER)) * factor for tensor in SENT]
+        tensors = [tensor.to(device_of(TRAINER)) * factor for tensor in SENT]
         group.send(tensors)
         assert [told(pipe) for pipe in pipes] == [[tensor.float().tolist() for tensor in tensors]] * count
     assert ended(workers) == [0] * count
@@ -140,7 +140,7 @@ def test_what_arrives_everywhere_is_what_was_sent(tmp_path: Path, count: int) ->
 def test_a_worker_that_fails_keeps_nobody_waiting_and_takes_the_next_update(tmp_path: Path, failing: Work) -> None:
     """It receives what is left, because the others get each tensor at the same time."""
     group, pipes, workers = joined(tmp_path, failing, receive)
-    values, sent = [tensor.float().tolist() for tensor in SENT], [tensor.to(place_of(TRAINER)) for tensor in SENT]
+    values, sent = [tensor.float().tolist() for tensor in SENT], [tensor.to(device_of(TRAINER)) for tensor in SENT]
     group.send(sent)
     assert [told(pipe) for pipe in pipes] == ["failed", values]
     group.send(sent)

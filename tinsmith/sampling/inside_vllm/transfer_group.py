@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 TRAINER, FIRST_WORKER = 0, 1
 """Their ranks; further workers follow."""
 _LONGEST = timedelta(minutes=5)
-"""How long one end waits for the other, with NCCL, which ends the whole process then. The trainer gives up before that."""
+"""How long one end waits for the others to come, unless told otherwise; and, with NCCL, for each tensor. NCCL ends the whole process
+then, so the trainer gives up before that."""
 _LONGEST_WITH_GLOO = timedelta(seconds=30)
 """The same for each tensor with Gloo, which cannot be told to give up."""
 
@@ -27,17 +28,19 @@ _LONGEST_WITH_GLOO = timedelta(seconds=30)
 class TransferGroup:
     """One end. Not for two threads at a time."""
 
-    def __init__(self, meeting_point: str, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, meeting_point: str, rank: int, size: int, device: torch.device, within: timedelta = _LONGEST) -> None:
         """Connect to the other ends, `size` in all. `meeting_point` is the path of a file that does not exist yet, the same for all.
 
         NCCL connects with the first tensor, and waits for ever for an end that never comes, or has no memory to receive it in. So each end
-        first says that it is there, and all exchange a small tensor here. Raises RuntimeError if another end does not come in time.
+        first takes the memory for a small tensor and says that it is there, and all exchange that tensor here. Raises RuntimeError if
+        another end does not come `within` this time. An end that is lost between that and NCCL's connection leaves the others waiting.
         """
         self.device = device
         self._size = size
+        first = torch.zeros(1, device=device)
         store = distributed.FileStore(meeting_point, size)
         store.set(f"end {rank}", "is there")
-        store.wait([f"end {each}" for each in range(size)], _LONGEST)
+        store.wait([f"end {each}" for each in range(size)], within)
         self._group: Any
         if device.type == "cuda":
             options = distributed.ProcessGroupNCCL.Options()
@@ -45,7 +48,7 @@ class TransferGroup:
             self._group = distributed.ProcessGroupNCCL(store, rank, size, options)
         else:
             self._group = distributed.ProcessGroupGloo(store, rank, size, _LONGEST)
-        self._broadcast(torch.zeros(1, device=device))
+        self._broadcast(first)
         self._finish()
 
     def send(self, tensors: Iterable[Tensor]) -> None:

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
@@ -40,7 +41,7 @@ from tinsmith.training.peft_format import write_adapter
 _MEMORY = Path("/dev/shm")
 LONGEST_BROADCAST_S = 240.0
 """How long trainer and server may take to connect, which takes a second if nothing is wrong, and how long a broadcast may take. After five
-minutes NCCL would end the trainer (`transfer_group.py`)."""
+minutes of a broadcast NCCL would end the trainer (`transfer_group.py`)."""
 
 Tensors = Mapping[str, Tensor]
 """By their names in the model's checkpoint. They must not change before `Transfer.send` has returned."""
@@ -192,11 +193,13 @@ class BroadcastTransfer:
     async def open(self, server: Connection) -> None:
         """Join the server's workers in a process group. Raises ServerFailedError if they cannot be connected, or as `Connection.post`."""
         set_communication_variables(LOOPBACK)
-        path = str(self.meeting_point)
+        path, within = str(self.meeting_point), timedelta(seconds=self.longest_s)
         joined = server.post("/init_weight_transfer_engine", {"init_info": {"meeting_point": path}})
         try:
             async with asyncio.timeout(self.longest_s):
-                self._group, _ = await asyncio.gather(asyncio.to_thread(TransferGroup, path, TRAINER, 1 + self.ranks, self.device), joined)
+                self._group, _ = await asyncio.gather(
+                    asyncio.to_thread(TransferGroup, path, TRAINER, 1 + self.ranks, self.device, within), joined
+                )
         except (RuntimeError, TimeoutError) as error:  # RuntimeError: as PyTorch raises
             reason = f"it took more than {self.longest_s:g} s" if isinstance(error, TimeoutError) else str(error)
             raise ServerFailedError(
