@@ -83,6 +83,7 @@ def sent(
             await transfer.send(server, tensors, "0" * 16)
         assert left.is_set()  # the tensors may change from now on
         asked_enough.set()
+        monkeypatch.undo()
         following = BroadcastTransfer(tmp_path, TRAINER_DEVICE)
         await following.open(server)
         await following.send(server, {"weight": torch.full((SIZE,), 2.0, device=TRAINER_DEVICE)}, "0" * 16)
