@@ -23,7 +23,7 @@ if ON_GPUS:  # where it need not be installed, and where nothing of this compute
 
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.talking import assert_close, assert_losses_close, datum, image_input, logprobs, text_input, train
-from tests.distributed.test_replicas import weights_at
+from tests.distributed.test_replicas import weights_at, within_of
 from tests.engine.test_worker_process import Watched, link_of_an_engine
 from tests.ray_head import another_host, core_taken, own_node, ray_head
 from tests.running import START_S, Server, serving, tinsmith_here
@@ -303,9 +303,10 @@ def test_actors_that_share_the_weights_train_pictures_as_one_worker(
     assert_losses_close(found, expected, 1e-5)
     assert theirs.keys() == weights.keys()
     for name, tensor in weights.items():
-        # Moments are sums of gradients, which differ more in a hybrid model: its delta nets hand on what is rounded otherwise.
-        within = 1e-4 * np.abs(tensor).max() if "exp_avg" in name else 1e-5
-        np.testing.assert_allclose(theirs[name], tensor, atol=within, rtol=1e-5, err_msg=name)
+        near = within_of(("image", "hybrid")[int(name.split(":")[0])])
+        # Moments are sums of gradients, which may cancel.
+        within = 10 * near * np.abs(tensor).max() if "exp_avg" in name else near
+        np.testing.assert_allclose(theirs[name], tensor, atol=within, rtol=near, err_msg=name)
     assert server.log.read_text().count("layers are divided over 2 workers (--shard weights)") == 6  # of three base models, on each
 
 
