@@ -1,18 +1,20 @@
 """Choosing a token from logits: what the distribution is, and that chance depends on nothing but seed, sample and position."""
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tests.bases import DEVICE
 from tinsmith.sampling.choose import COLDEST, Choice, choose, choose_next, choose_reference, draw, draws_needed, logprobs_at
 from tinsmith.sampling.randomness import as_bits, uniforms
-from tinsmith.sampling.truncation import last_kept_reference, order_preserving, truncate
+from tinsmith.sampling.truncation import WEIGHT_BITS, last_kept_reference, order_preserving, truncate
 
 
 def numbers_of(seeds: NDArray[np.uint64], samples: NDArray[np.uint64], positions: NDArray[np.uint64], count: int = 1) -> torch.Tensor:
@@ -204,14 +206,23 @@ def test_the_image_of_logits_keeps_their_order() -> None:
     assert order_preserving(torch.tensor([-0.0, 0.0], device=DEVICE)).diff().item() == 0
 
 
-def kept_by_sorting(logits: NDArray[np.float32], weights: NDArray[np.float64], top_k: int, top_p: float) -> set[int]:
-    """The tokens that are left, found by sorting."""
-    order = np.argsort(-logits, kind="stable")[: top_k if top_k > 0 else None]
-    before = np.concatenate([[0.0], np.cumsum(weights[order])])
-    return {int(token) for index, token in enumerate(order) if index == 0 or top_p == 1 or before[index] < top_p * before[-1]}
+def kept_by_sorting(logits: Tensor, logprobs: Tensor, top_k: int, top_p: float) -> set[int]:
+    """The tokens that are left of one row, found by sorting: the shortest beginning whose weight is at least `top_p` of the whole.
+
+    Weights are whole numbers and `top_p` is a fraction, so that a beginning of exactly that weight counts as enough on any processor.
+    """
+    order = np.argsort(-logits.cpu().numpy(), kind="stable")[: top_k if top_k > 0 else None]
+    weights = ((logprobs - logprobs.amax()).exp() * 2.0**WEIGHT_BITS).to(torch.int64).tolist()  # the likeliest token weighs 2**44
+    kept: set[int] = set()
+    for token in order.tolist():
+        if kept and top_p < 1 and sum(weights[one] for one in kept) >= Fraction(top_p) * sum(weights[one] for one in order):
+            break
+        kept.add(token)
+    return kept
 
 
 @settings(deadline=None, max_examples=40)
+@example([0] * 8, -1, 0.5, 0.5)  # four of eight equal tokens are exactly half
 @given(
     st.lists(st.integers(-6, 6), min_size=1, max_size=40),
     st.sampled_from([-1, 1, 2, 3, 7, 100]),
@@ -224,9 +235,8 @@ def test_truncation_is_that_of_a_sorted_vocabulary(steps: list[int], top_k: int,
     logprobs = (logits / temperature).log_softmax(-1)
     on = torch.tensor([top_k, 1, -1], device=DEVICE), torch.tensor([top_p, 0.3, 1.0], device=DEVICE)
     rest = truncate(logits, logprobs, *on)
-    weights = logprobs[0].double().exp().cpu().numpy()
-    exact_p = float(np.float32(top_p))
-    assert set(rest[0].isfinite().nonzero().flatten().tolist()) == kept_by_sorting(logits[0].cpu().numpy(), weights, top_k, exact_p)
+    kept = kept_by_sorting(logits[0], logprobs[0], top_k, float(np.float32(top_p)))
+    assert set(rest[0].isfinite().nonzero().flatten().tolist()) == kept
     assert rest[1].isfinite().nonzero().flatten().tolist() == [0]
     torch.testing.assert_close(rest[2], logprobs[2], atol=0, rtol=0)
 
