@@ -1,0 +1,765 @@
+"""Forty and more faults that would train or sample something else without a word, each of which a test must find.
+
+A `Mutation` is a small patch of the product. It is applied to a copy, and those tests run that must fail then:
+
+    python -m tests.mutations                  all of them; `make mutations` does this
+    python -m tests.mutations "ppo" "AdamW"    those whose names contain one of these
+    python -m tests.mutations --baseline       first the same tests on the product as it is, which must pass
+
+A mutation is caught by a test that fails. One whose tests all pass has survived: a test is missing. One whose copy cannot be imported, or
+whose tests are not there, is broken and counts as neither.
+
+One process imports the large libraries, and nothing of the product. It forks itself for each mutation: none waits for these imports.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).parent.parent
+
+LIMIT_S = 300.0
+"""Seconds after which a mutation counts as broken: its tests wait for something that never comes."""
+
+PRELOADED = (
+    "numpy",
+    "torch",
+    "transformers",
+    "peft",
+    "pytest",
+    "hypothesis",
+    "sqlalchemy",
+    "alembic",
+    "fastapi",
+    "httpx",
+    "safetensors.torch",
+)
+"""What most tests import, beside the product."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault of the product."""
+
+    name: str
+    """What is wrong, in words."""
+    path: str
+    """The file that is patched, below the repository."""
+    old: str
+    """What stands there once."""
+    new: str
+    """What stands there instead."""
+    tests: tuple[str, ...]
+    """Files of tests, or node ids, of which one must fail."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a run of tests came to."""
+
+    outcome: Literal["caught", "survived", "broken"]
+    seconds: float
+    detail: str
+    """The test that failed and with which error, or why nothing can be said."""
+
+
+PEFT = "tests/training/test_against_peft.py"
+HYBRID = "tests/training/test_packed_hybrid.py"
+OPTIMIZER = "tests/training/test_optimizer.py"
+FULL = "tests/training/test_full.py"
+LOSSES = "tests/training/test_losses.py"
+CHECKPOINT = "tests/training/test_checkpoint.py"
+EXPORT = "tests/training/test_peft_format.py"
+BACKEND = "tests/training/test_backend.py"
+CHOOSE = "tests/sampling/test_choose.py"
+SAMPLER = "tests/sampling/local/test_sampler.py"
+RECOVERY = "tests/engine/test_recovery.py"
+
+MUTATIONS = (
+    # ---- What is trained on
+    Mutation(
+        "targets are shifted by one",
+        "tinsmith/training/packed_pass.py",
+        "targets = upload(np.concatenate([work[place].target_tokens.reshape(-1, width) for place in places]), base.device)",
+        "targets = upload(np.roll(np.concatenate([work[place].target_tokens.reshape(-1, width) for place in places]), -1, 0), base.device)",
+        (PEFT,),
+    ),
+    Mutation(
+        "a position's weight is dropped: it counts as 1",
+        "tinsmith/training/losses.py",
+        "return torch.where(weights == 0, 0.0, weights * logprobs)",
+        "return torch.where(weights == 0, 0.0, logprobs)",
+        (LOSSES,),
+    ),
+    Mutation(
+        "columns of a CSR tensor are shifted by one",
+        "tinsmith/wire/tensors.py",
+        "dense[row, col] = values",
+        "dense[row, (col + 1) % columns] = values",
+        ("tests/wire/test_tensors.py",),
+    ),
+    Mutation(
+        "results of datums come in the order of the row, not of the request",
+        "tinsmith/training/packed_pass.py",
+        "results[order[place]] = result",
+        "results[place] = result",
+        ("tests/training/test_packed_pass.py",),
+    ),
+    Mutation(
+        "a part of a sampled sequence gets the log-probabilities of its beginning",
+        "tinsmith/worker/provenance.py",
+        "logprobs[start:end] = sequence.logprobs[span.offset : span.offset + span.length]",
+        "logprobs[start:end] = sequence.logprobs[: span.length]",
+        ("tests/worker/test_provenance.py",),
+    ),
+    # ---- Gradients
+    Mutation(
+        "gradients count twice when a pass is computed again for want of memory",
+        "tinsmith/training/packed_pass.py",
+        "return [optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves())))) for optimizer in optimizers]",
+        "for optimizer in optimizers:\n"
+        "        optimizer.contribution(list(islice(gradients, len(optimizer.weights.leaves()))))()\n    return []",
+        ("tests/training/test_pass_failures.py",),
+    ),
+    Mutation(
+        "gradients of the second half of a pass that was split are lost",
+        "tinsmith/training/backend.py",
+        "outcome = self._compute(part, backward)",
+        "outcome = self._compute(part, backward and chosen[0] in {row[0] for row in rows})",
+        ("tests/training/test_out_of_memory.py",),
+    ),
+    Mutation(
+        "gradients are divided by the number of positions in the batch",
+        "tinsmith/training/packed_pass.py",
+        "ones = [torch.ones_like(of_positions) for of_positions in losses]",
+        "ones = [torch.full_like(of_positions, 1 / len(of_positions)) for of_positions in losses]",
+        (PEFT,),
+    ),
+    Mutation(
+        "gradients of a step are counted again in the next",
+        "tinsmith/training/optimizer.py",
+        "totals, self.totals = self.totals, None",
+        "totals = self.totals",
+        (OPTIMIZER,),
+    ),
+    # ---- LoRA
+    Mutation(
+        "alpha / rank is applied twice",
+        "tinsmith/models/lora.py",
+        "return LORA_ALPHA / self.shape.rank",
+        "return (LORA_ALPHA / self.shape.rank) ** 2",
+        (PEFT,),
+    ),
+    Mutation(
+        "alpha / rank is applied twice in the gradient of B",
+        "tinsmith/models/packed_lora.py",
+        "found = _scaled_product(_outputs(mine, group).mT, self._reduced(reduced, group), self.scale, like=group.b)",
+        "found = _scaled_product(_outputs(mine, group).mT, self._reduced(reduced, group), self.scale**2, like=group.b)",
+        ("tests/models/test_lora_linear.py", PEFT),
+    ),
+    Mutation(
+        "the adapter of one projection is dropped",
+        "tinsmith/models/packed_lora.py",
+        "if adapter is None or stacked is None:",
+        'if adapter is None or stacked is None or linear.projection.name.endswith("down_proj"):',
+        (PEFT,),
+    ),
+    Mutation(
+        "the input of a layer gets no gradient through its adapter",
+        "tinsmith/models/packed_lora.py",
+        "_add_product(part.of(dh), du, part.a, part.scale)",
+        "pass",
+        ("tests/models/test_lora_linear.py", PEFT),
+    ),
+    Mutation(
+        "a sequence of a packed row is computed with its neighbour's adapter",
+        "tinsmith/rendering/packing.py",
+        "if segments and segments[-1].adapter is adapter:",
+        "if segments and adapter is not None:",
+        (BACKEND,),
+    ),
+    Mutation(
+        "a row of a decode batch is computed with its neighbour's adapter",
+        "tinsmith/models/batched_lora.py",
+        "start, end = columns.unsqueeze(-1).unbind(1)",
+        "start, end = columns.roll(1, 0).unsqueeze(-1).unbind(1)",
+        ("tests/models/test_batched_lora.py",),
+    ),
+    Mutation(
+        "the sampler leaves out the adapter of the output projection",
+        "tinsmith/sampling/local/sampler.py",
+        "lora = head_lora(weights if isinstance(weights, Adapter) else None)",
+        "lora = head_lora(None)",
+        (f"{SAMPLER}::test_logprobs_equal_the_trainers_for_many_weights_in_one_batch",),
+    ),
+    Mutation(
+        "the adapter of a tied output projection is merged into the embedding too",
+        "tinsmith/training/peft_format.py",
+        "if LM_HEAD in adapter.masters and head.weight is network.get_input_embeddings().weight:",
+        "if LM_HEAD not in adapter.masters:",
+        (EXPORT,),
+    ),
+    # ---- Packed sequences
+    Mutation(
+        "attention reaches the sequences before",
+        "tinsmith/models/pass_plan.py",
+        "self.runs = group_runs(lengths)",
+        "self.runs = group_runs([sum(lengths)])",
+        ("tests/models/test_attention.py", BACKEND),
+    ),
+    Mutation(
+        "a convolution reaches the sequence before, forward and backward",
+        "tinsmith/models/pass_plan.py",
+        "return convolve_anew(x, weight, self.lengths)",
+        "return convolve_anew(x, weight, Lengths((len(x),)))",
+        (HYBRID,),
+    ),
+    Mutation(
+        "the gradient of a convolution reaches the sequence before",
+        "tinsmith/models/delta_rule.py",
+        "places, taps = ctx.places, weight.shape[1]",
+        "places, taps = _places_of((len(x),), weight.shape[1] - 1, x.device), weight.shape[1]",
+        (HYBRID,),
+    ),
+    Mutation(
+        "the state of a delta net goes on into the next sequence",
+        "tinsmith/models/pass_plan.py",
+        "return gated_delta_rule_anew(query, key, value, decay, beta, self.lengths)",
+        "return gated_delta_rule_anew(query, key, value, decay, beta, Lengths((len(query),)))",
+        (HYBRID,),
+    ),
+    Mutation(
+        "the gradient of a delta net's state goes to the neighbouring sequence",
+        "tinsmith/models/delta_chunks.py",
+        "gradients[behind : behind + end - start] = earlier",
+        "gradients[behind : behind + end - start] = earlier.roll(heads, 0)",
+        ("tests/models/test_delta_rule.py",),
+    ),
+    Mutation(
+        "positions do not begin anew with each sequence",
+        "tinsmith/rendering/packing.py",
+        "positions=upload(torch.cat([s.positions for s in sequences], dim=1).numpy(), device),",
+        "positions=upload(torch.cat([s.positions for s in sequences], dim=1).numpy()"
+        " + np.repeat(np.cumsum([0, *lengths[:-1]]), lengths), device),",
+        (BACKEND,),
+    ),
+    # ---- Pictures
+    Mutation(
+        "height and width of M-RoPE positions are swapped",
+        "tinsmith/models/families.py",
+        "return grid.reshape(3, -1) + start",
+        "return grid.reshape(3, -1)[[0, 2, 1]] + start",
+        ("tests/models/test_families.py",),
+    ),
+    Mutation(
+        "height and width turn each other's pairs in M-RoPE",
+        "tinsmith/models/decoder.py",
+        "axes[row : 3 * sections[row] : 3] = row",
+        "axes[row : 3 * sections[row] : 3] = 3 - row",
+        ("tests/models/test_decoder.py", PEFT),
+    ),
+    Mutation(
+        "features of pictures are placed one token late",
+        "tinsmith/rendering/packing.py",
+        "picture_index=upload(np.flatnonzero(in_pictures), device),",
+        "picture_index=upload(np.flatnonzero(in_pictures) + 1, device),",
+        (PEFT,),
+    ),
+    Mutation(
+        "pictures of a row are swapped",
+        "tinsmith/models/base.py",
+        "features = self.picture_features(row.pictures)",
+        "features = self.picture_features(row.pictures[::-1])",
+        (BACKEND, HYBRID),
+    ),
+    Mutation(
+        "pixel values are not normalised",
+        "tinsmith/models/vision_tower.py",
+        "values.append(levels.values(row.to(self.device, non_blocking=True), self.dtype))",
+        "values.append(levels.values(row.to(self.device, non_blocking=True), self.dtype) * 0.5 + 0.5)",
+        ("tests/models/test_vision_tower.py",),
+    ),
+    # ---- What is sampled
+    Mutation(
+        "a snapshot follows the weights that are trained on",
+        "tinsmith/models/lora.py",
+        "frozen._hold(self.flat.clone(), ref)",
+        "frozen._hold(self.flat, ref)",
+        (f"{OPTIMIZER}::test_a_snapshot_does_not_follow",),
+    ),
+    Mutation(
+        "a stale snapshot is sampled after newer weights were published",
+        "tinsmith/worker/snapshots.py",
+        "self._keep(key, Held(weights))",
+        "self._keep(key, self.held.get(key) or Held(weights))",
+        ("tests/worker/test_snapshots.py",),
+    ),
+    Mutation(
+        "passes in half precision read the weights of before the step",
+        "tinsmith/models/lora.py",
+        "if self.flat_working.dtype != self.flat.dtype:\n            self.flat_working.copy_(self.flat)",
+        "return",
+        ("tests/models/test_lora.py", OPTIMIZER),
+    ),
+    Mutation(
+        "the prefix cache is shared between weights",
+        "tinsmith/sampling/prefix.py",
+        "return hashlib.blake2b(ref.key.encode(), digest_size=32).digest()",
+        'return hashlib.blake2b(b"", digest_size=32).digest()',
+        (f"{SAMPLER}::test_nothing_is_shared_between_weights",),
+    ),
+    Mutation(
+        "the prefix cache is shared between pictures of one size",
+        "tinsmith/sampling/prefix.py",
+        'picture.sha256 + struct.pack("<q", span.offset - start)',
+        'struct.pack("<q", span.offset - start)',
+        (f"{SAMPLER}::test_pictures_are_told_apart_by_content_and_from_text_of_the_same_ids",),
+    ),
+    Mutation(
+        "a token's log-probability is that of temperature 1",
+        "tinsmith/sampling/choose.py",
+        "return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)",
+        "return tokens, logits.log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)",
+        (CHOOSE,),
+    ),
+    Mutation(
+        "top_p keeps one token too few",
+        "tinsmith/sampling/truncation.py",
+        "fewer = (missing + of_tie - 1) // of_tie",
+        "fewer = missing // of_tie",
+        (CHOOSE,),
+    ),
+    Mutation(
+        "top_k keeps one token too many",
+        "tinsmith/sampling/truncation.py",
+        "k = torch.where(top_k > 0, top_k, vocabulary)",
+        "k = torch.where(top_k > 0, top_k + 1, vocabulary)",
+        (CHOOSE,),
+    ),
+    Mutation(
+        "a stop string across two tokens is overlooked",
+        "tinsmith/sampling/stopping.py",
+        "self.keep = max(len(string) for string in strings) - 1",
+        "self.keep = max(len(string) for string in strings) - 2",
+        ("tests/sampling/test_stopping.py",),
+    ),
+    Mutation(
+        "the token that ends an answer is cut off",
+        "tinsmith/sampling/local/sequence.py",
+        'return SampledSequence(self.tokens, self.logprobs, self.reason or "length", top, versions)',
+        'keep = len(self.tokens) - (self.reason == "stop")\n'
+        '        return SampledSequence(self.tokens[:keep], self.logprobs[:keep], self.reason or "length", top, versions)',
+        (f"{SAMPLER}::test_stop_rules",),
+    ),
+    Mutation(
+        "what a seed gives depends on what runs beside",
+        "tinsmith/sampling/local/sequence.py",
+        "seed=np.array([s.job.seed for s in sequences], dtype=np.uint64),",
+        "seed=np.array([s.job.seed + place for place, s in enumerate(sequences)], dtype=np.uint64),",
+        (f"{SAMPLER}::test_a_seed_gives_the_same_tokens_whatever_runs_beside",),
+    ),
+    Mutation(
+        "the samples of a request share their random numbers",
+        "tinsmith/sampling/randomness.py",
+        "state = _mix(state ^ _mix(samples + _signed(2 * _GAMMA)))",
+        "state = _mix(state ^ _mix(samples * 0 + _signed(2 * _GAMMA)))",
+        (CHOOSE,),
+    ),
+    Mutation(
+        "an answer's positions begin one too far behind its prompt",
+        "tinsmith/rendering/rendered.py",
+        "return int(self.positions.max()) + 1",
+        "return int(self.positions.max()) + 2",
+        (f"{SAMPLER}::test_logprobs_equal_the_trainers_for_many_weights_in_one_batch",),
+    ),
+    Mutation(
+        "prompt log-probabilities are those of the token before",
+        "tinsmith/sampling/prompt_scores.py",
+        "ids = torch.from_numpy(self.token_ids[where]).to(logits.device, torch.int64)",
+        "ids = torch.from_numpy(self.token_ids[where - 1]).to(logits.device, torch.int64)",
+        ("tests/sampling/test_prompt_scores.py",),
+    ),
+    # ---- The optimizer
+    Mutation(
+        "AdamW corrects no bias",
+        "tinsmith/training/optimizer.py",
+        "        try:\n            self.adamw.step()",
+        "        try:\n            self.claim_moments()\n            for state in self.adamw.state.values():\n"
+        '                state["step"].clamp_(min=10**6)\n            self.adamw.step()',
+        (OPTIMIZER,),
+    ),
+    Mutation(
+        "vectors, such as norms, are not decayed",
+        "tinsmith/training/optimizer.py",
+        "            self.adamw.step()\n",
+        "            self.adamw.step()\n            for buffer in self.weights.buffers():\n                if buffer.ndim < 2:\n"
+        "                    buffer.data.div_(1 - settings.lr * settings.weight_decay)\n",
+        (FULL, OPTIMIZER),
+    ),
+    Mutation(
+        "gradients are clipped tensor by tensor",
+        "tinsmith/training/optimizer.py",
+        "clip_grads_with_norm_(buffers, settings.grad_clip_norm, total_norm)",
+        "for part in self.weights.cut(totals):\n"
+        "                    part.mul_(min(1.0, settings.grad_clip_norm / (part.norm().item() + 1e-6)))",
+        (OPTIMIZER,),
+    ),
+    Mutation(
+        "AdamW's moments are not saved",
+        "tinsmith/training/backend.py",
+        "moments = model.moments() if optimizer else None",
+        "moments = {} if optimizer else None",
+        (CHECKPOINT,),
+    ),
+    Mutation(
+        "AdamW's count of steps is not restored",
+        "tinsmith/training/optimizer.py",
+        "            places[name].copy_(value)",
+        '            if not name.endswith(".step"):\n                places[name].copy_(value)',
+        (CHECKPOINT, OPTIMIZER),
+    ),
+    # ---- Losses
+    Mutation(
+        "the ratio of ppo is inverted",
+        "tinsmith/training/losses.py",
+        'return _surrogate(_clipped(logprobs - inputs["logprobs"], inputs, config), inputs["advantages"])',
+        'return _surrogate(_clipped(inputs["logprobs"] - logprobs, inputs, config), inputs["advantages"])',
+        (LOSSES,),
+    ),
+    Mutation(
+        "a token gets the advantage of its neighbour",
+        "tinsmith/training/losses.py",
+        'return _surrogate(logprobs - inputs["logprobs"], inputs["advantages"])',
+        'return _surrogate(logprobs - inputs["logprobs"], inputs["advantages"].roll(1, 0))',
+        (LOSSES,),
+    ),
+    Mutation(
+        "a datum gets the advantages of another in its row",
+        "tinsmith/training/loss_groups.py",
+        "name: np.concatenate([datum.loss_inputs[name].reshape(len(datum.rendered), width) for datum in datums])",
+        "name: np.concatenate([datum.loss_inputs[name].reshape(len(datum.rendered), width) for datum in datums[::-1]])",
+        ("tests/training/test_packed_pass.py",),
+    ),
+    Mutation(
+        "the mask of dro is ignored",
+        "tinsmith/training/losses.py",
+        "return torch.stack(given).all(dim=0)",
+        "return torch.ones_like(given[0])",
+        (LOSSES,),
+    ),
+    Mutation(
+        "the ratio of gspo takes in the prompt",
+        "tinsmith/training/losses.py",
+        'counted = inputs["sequence_ratio_mask"] != 0',
+        'counted = inputs["sequence_ratio_mask"] >= 0',
+        (LOSSES,),
+    ),
+    # ---- Checkpoints and exports
+    Mutation(
+        "a checkpoint of other base weights is loaded",
+        "tinsmith/training/checkpoint.py",
+        'check_fingerprint(about.base_fingerprint, base.fingerprint, base.name, "the checkpoint")',
+        'check_fingerprint(base.fingerprint, base.fingerprint, base.name, "the checkpoint")',
+        ("tests/engine/test_checkpoints.py",),
+    ),
+    Mutation(
+        "B is exported transposed",
+        "tinsmith/training/peft_format.py",
+        'tensors[f"{_ROOT}{name}.lora_B.weight"] = pair.b',
+        'tensors[f"{_ROOT}{name}.lora_B.weight"] = pair.b.t().reshape(pair.b.shape).contiguous()',
+        (EXPORT,),
+    ),
+    Mutation(
+        "an adapter is merged without its scale",
+        "tinsmith/training/peft_format.py",
+        "weight.copy_(weight.float() + adapter.scale * (pair.b @ pair.a))",
+        "weight.copy_(weight.float() + pair.b @ pair.a)",
+        (EXPORT,),
+    ),
+    # ---- Several workers
+    Mutation(
+        "the gradients of one worker are left out of the sum",
+        "tinsmith/training/together.py",
+        "            group.sum(wide)",
+        "            wide.mul_(float(group.place.rank != 1))\n            group.sum(wide)",
+        ("tests/distributed/test_together.py",),
+    ),
+    Mutation(
+        "a datum is computed by two workers",
+        "tinsmith/engine/shares.py",
+        "shares[rank].append(place)",
+        "shares[rank].append(place)\n        shares[0].append(place)",
+        ("tests/engine/test_shares.py",),
+    ),
+    Mutation(
+        "parts of divided weights are put together by the wrong rank",
+        "tinsmith/training/divided_weights.py",
+        "row.read(stretch, rank * row.part + start, wanted)",
+        "row.read(stretch, (rank + 1) % group.count * row.part + start, wanted)",
+        ("tests/distributed/test_divided_all.py::test_checkpoints_go_on_whatever_the_number_of_workers",),
+    ),
+    # ---- Operations
+    Mutation(
+        "a command that is read twice runs twice",
+        "tinsmith/store/commands.py",
+        "commands.c.seq_id.not_in(select(_known.c.value))",
+        'commands.c.seq_id >= 0, bindparam("known").is_not(None)',
+        ("tests/store/test_commands.py",),
+    ),
+    Mutation(
+        "a second outcome of an operation replaces the one that was acknowledged",
+        "tinsmith/store/commands.py",
+        'commands.c.model_id == bindparam("model"), commands.c.seq_id == bindparam("seq"), commands.c.status == "queued"',
+        'commands.c.model_id == bindparam("model"), commands.c.seq_id == bindparam("seq")',
+        ("tests/store/test_commands.py",),
+    ),
+    Mutation(
+        "a step that was under way when its worker was killed is taken twice",
+        "tinsmith/engine/operations.py",
+        "        copy, before = self._copy_after(model, command.seq_id)\n",
+        "        copy, before = self._copy_after(model, command.seq_id)\n        if copy:\n"
+        '            model.origin = Saved("the copy", copy, optimizer=True, lasts=True)\n',
+        (RECOVERY,),
+    ),
+    Mutation(
+        "a step is taken without the gradients that a killed worker had",
+        "tinsmith/engine/comeback.py",
+        "if model.has_gradients and model.spoiled is None:",
+        "if False:",
+        (RECOVERY,),
+    ),
+    Mutation(
+        "a step is taken though an operation before it failed",
+        "tinsmith/engine/operations.py",
+        "if model.spoiled:\n",
+        "if False:\n",
+        ("tests/engine/test_trainer.py",),
+    ),
+    Mutation(
+        "a client gives up the samples of another session",
+        "tinsmith/server/routes/futures.py",
+        'if ids.parse_request_id(request_id) is None or request_id.rpartition("/")[0] != sampling_session_id:',
+        "if ids.parse_request_id(request_id) is None:",
+        ("tests/server/test_sampling.py::test_a_client_gives_up_only_samples_of_its_own_session",),
+    ),
+    Mutation(
+        "a sequence that another session sampled is trained on",
+        "tinsmith/worker/provenance.py",
+        "return {sequence_id for sequence_id in named if ids.session_of(sequence_id) == ids.session_of(model_id)}",
+        "return named",
+        ("tests/worker/test_provenance.py",),
+    ),
+)
+
+
+def stale(mutations: Iterable[Mutation] = MUTATIONS) -> list[str]:
+    """What is wrong with the patches: one whose text does not stand once in its file, or that is no Python, tests that are not there."""
+    wrong = []
+    for mutation in mutations:
+        text = (ROOT / mutation.path).read_text(encoding="utf-8")
+        if (count := text.count(mutation.old)) != 1:
+            wrong.append(f"{mutation.name}: its text stands {count} times in {mutation.path}, not once")
+            continue
+        try:
+            compile(text.replace(mutation.old, mutation.new), mutation.path, "exec")
+        except SyntaxError as error:
+            wrong.append(f"{mutation.name}: {mutation.path} is no Python any more: {error}")
+        for test in mutation.tests:
+            file, _, function = test.partition("::")
+            if not (ROOT / file).is_file() or f"def {function}" not in (ROOT / file).read_text(encoding="utf-8"):
+                wrong.append(f"{mutation.name}: {test} is not there")
+    return wrong
+
+
+# ---- A copy and its tests
+
+
+def copy_repository(directory: Path) -> None:
+    """Copy product and tests, as they are in the working tree; what else tests read is linked."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "tinsmith", "tests"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    for name in listed.stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, directory / name)
+    for other in ROOT.iterdir():
+        if not other.name.startswith(".") and not (directory / other.name).exists():
+            (directory / other.name).symlink_to(other)
+
+
+class Recorder:
+    """A plugin of pytest that notes the first test that fails, and errors that say nothing of what is tested."""
+
+    def __init__(self) -> None:
+        self.failed: str | None = None
+        self.error = ""
+        self.no_verdict: str | None = None
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and self.failed is None:
+            self.failed = report.nodeid
+
+    def pytest_exception_interact(self, call: Any) -> None:
+        error = call.excinfo.value
+        self.error = self.error or type(error).__name__
+        if isinstance(error, ImportError | SyntaxError | NameError) and self.no_verdict is None:
+            self.no_verdict = f"{type(error).__name__}: {error}"
+
+
+def _run_tests(directory: Path, tests: Sequence[str], first_only: bool) -> None:
+    """In a forked process: run tests of the copy in `directory`, and write what they came to into `result.json` beside it."""
+    os.setsid()
+    copy = directory / "copy"
+    output = os.open(directory / "output", os.O_WRONLY | os.O_CREAT)
+    for number in (1, 2):
+        os.dup2(output, number)
+    os.chdir(copy)
+    os.environ |= {"PYTHONPATH": str(copy), "TMPDIR": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
+    tempfile.tempdir = None
+    sys.dont_write_bytecode = True
+    sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT), str(ROOT / "tests")))]
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("tests", "tinsmith"):
+            del sys.modules[name]
+    import pytest
+
+    recorder = Recorder()
+    options = ["-q", "-p", "no:cacheprovider", "--basetemp", str(directory / "tests"), *(["-x"] if first_only else [])]
+    code = int(pytest.main([*options, *tests], plugins=[recorder]))
+    tinsmith = sys.modules.get("tinsmith")
+    if tinsmith is not None and not str(tinsmith.__file__).startswith(str(copy)):
+        recorder.no_verdict = f"{tinsmith.__file__} was tested, not the copy"
+    failed = recorder.failed and f"{recorder.failed} ({recorder.error})"
+    found = {"code": code, "failed": failed, "no_verdict": recorder.no_verdict}
+    (directory / "result.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+class Run:
+    """Tests that run in a process of their own, on a copy with a mutation or without one."""
+
+    def __init__(self, name: str, tests: Sequence[str], mutation: Mutation | None = None) -> None:
+        self.name = name
+        self.tests = tests
+        self.mutation = mutation
+
+    def begin(self) -> int:
+        """Make the copy, and fork the process; returns its id."""
+        self.directory = Path(tempfile.mkdtemp(prefix="mutation-"))
+        copy = self.directory / "copy"
+        copy.mkdir()
+        copy_repository(copy)
+        if self.mutation is not None:
+            patched = copy / self.mutation.path
+            patched.write_text(patched.read_text(encoding="utf-8").replace(self.mutation.old, self.mutation.new), encoding="utf-8")
+        self.began = time.monotonic()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _run_tests(self.directory, self.tests, first_only=self.mutation is not None)
+            finally:
+                os._exit(0)
+        return self.pid
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it takes longer than it may. The baseline takes as long as it takes."""
+        return self.mutation is not None and time.monotonic() - self.began > LIMIT_S
+
+    def kill(self) -> None:
+        """End its processes."""
+        os.killpg(self.pid, signal.SIGKILL)
+
+    def ended(self) -> Ended:
+        """What it came to, once its process has ended; its files are deleted."""
+        seconds = time.monotonic() - self.began
+        result = self.directory / "result.json"
+        found = json.loads(result.read_text(encoding="utf-8")) if result.is_file() else None
+        output = (self.directory / "output").read_text(encoding="utf-8", errors="replace") if found is not None else ""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if found is None:
+            return Ended("broken", seconds, "it took too long" if seconds > LIMIT_S else "its process ended without a result")
+        if found["code"] == 0:
+            return Ended("survived", seconds, "")
+        if found["code"] == 1 and found["failed"] and not found["no_verdict"]:
+            return Ended("caught", seconds, found["failed"])
+        return Ended("broken", seconds, f"{found['no_verdict'] or 'no verdict'}, exit code {found['code']}\n{output[-2000:]}")
+
+
+def run_all(runs: Sequence[Run], processes: int) -> dict[str, Ended]:
+    """What each of the runs came to, by name, so many at a time. Prints each as it ends."""
+    waiting, running, found = list(runs), dict[int, Run](), dict[str, Ended]()
+    while waiting or running:
+        while waiting and len(running) < processes:
+            run = waiting.pop(0)
+            running[run.begin()] = run
+        for pid, run in list(running.items()):
+            if run.is_late:
+                run.kill()
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                del running[pid]
+                ended = found[run.name] = run.ended()
+                print(f"{ended.outcome:<8} {ended.seconds:6.1f} s  {run.name}  {ended.detail}", flush=True)
+        time.sleep(0.05)
+    return found
+
+
+def baseline(mutations: Sequence[Mutation]) -> list[Run]:
+    """All tests that these mutations name, on the product as it is: a run for each file."""
+    files = defaultdict[str, set[str]](set)
+    for mutation in mutations:
+        for test in mutation.tests:
+            files[test.partition("::")[0]].add(test)
+    return [Run(f"baseline of {file}", [file] if file in tests else sorted(tests)) for file, tests in sorted(files.items())]
+
+
+def main() -> int:
+    """Run the mutations that the command line names; 1 if one survived or is broken."""
+    parser = argparse.ArgumentParser(description="Let tests find faults that are put into a copy of the product.")
+    parser.add_argument("names", nargs="*", help="parts of names of mutations; all without any")
+    parser.add_argument("--list", action="store_true", help="print the names and stop")
+    parser.add_argument("--baseline", action="store_true", help="first run the same tests without a mutation; they must pass")
+    parser.add_argument("--processes", type=int, default=2, help="how many run at a time (default: 2)")
+    asked = parser.parse_args()
+    chosen = [each for each in MUTATIONS if not asked.names or any(part in each.name for part in asked.names)]
+    if asked.list:
+        print("\n".join(each.name for each in chosen))
+        return 0
+    if wrong := stale(chosen):
+        print("\n".join(wrong))
+        return 1
+    began = time.monotonic()
+    os.environ |= {"TRITON_INTERPRET": "1", "OMP_WAIT_POLICY": "passive"}  # before the imports, as tests/conftest.py has it
+    for module in PRELOADED:
+        import_module(module)
+    if asked.baseline:
+        plain = run_all(baseline(chosen), asked.processes)
+        if failing := [name for name, ended in plain.items() if ended.outcome != "survived"]:
+            print("These fail without a mutation: " + ", ".join(failing))
+            return 1
+    found = run_all([Run(each.name, each.tests, each) for each in chosen], asked.processes)
+    missed = [name for name, ended in found.items() if ended.outcome != "caught"]
+    print(f"{len(found) - len(missed)} of {len(found)} mutations were caught, in {time.monotonic() - began:.0f} s")
+    for name in missed:
+        print(f"not caught, {found[name].outcome}: {name}")
+    return 1 if missed or not found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
