@@ -3,6 +3,7 @@
 # make demo     fine-tune a tiny vision-language model to read handwritten digits
 # make test     run the tests
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
+# make mutations        put faults into a copy of the product, one after the other, each of which a test must find (about 20 minutes)
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
 # make test-distributed  run the tests of several workers alone; they are part of `make test`
 # make test-gpu         run the numerical tests on this machine's GPU, and keep their output in benchmarks/results/
@@ -28,7 +29,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup dev demo test test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
+.PHONY: setup dev demo test mutations test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
 
 # $(call install,EXTRAS): this project with some of its optional groups. Wheels only and exact versions: nothing is built, and no newer torch
 # is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
@@ -64,6 +65,10 @@ demo: $(DEMO_STAMP)
 test: $(DEV_STAMP)
 	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
 		-o tmp_path_retention_policy=failed
+
+# Two at a time; those whose names contain a word: make mutations NAMES="ppo AdamW"
+mutations: $(DEV_STAMP)
+	$(PYTHON) -m tests.mutations $(NAMES)
 
 test-distributed: $(DEV_STAMP)
 	$(PYTHON) -m pytest tests/distributed --durations 0 --durations-min 1
