@@ -109,6 +109,14 @@ def test_inflight_weights_take_the_place_of_former_ones_also_of_those_on_disk(te
     assert (equal(again, new), again.ref) == (True, new.ref)
 
 
+def test_inflight_weights_take_the_place_of_former_ones_in_memory(text_base: BaseModel, tmp_path: Path) -> None:
+    snapshots = make(text_base, tmp_path)
+    for seed in range(3):
+        newest = random_adapter(text_base, seed=seed)
+        snapshots.publish("tiny", "m/inflight", newest)
+        assert snapshots.find("tiny", "m/inflight") is newest
+
+
 def test_a_new_worker_starts_without_the_snapshots_of_the_last(text_base: BaseModel, tmp_path: Path) -> None:
     snapshots = make(text_base, tmp_path, limit_bytes=0)
     for number in range(2):

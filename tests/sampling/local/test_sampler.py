@@ -142,6 +142,7 @@ def test_a_seed_gives_the_same_tokens_whatever_runs_beside(vision_base: BaseMode
         crowded.add(f"before{i}", ask(replace(PARAMS, seed=i, max_tokens=3 + 5 * i)), render.render([random_tokens(i, 4 + i)]), None)
     crowded.step()
     crowded.step()
+    crowded.add("ahead", ask(replace(PARAMS, max_tokens=2)), render.render([random_tokens(8, 2)]), adapter)  # of one pass with "x"
     crowded.add("x", ask(num_samples=3), rendered, adapter)
     crowded.add("after", ask(replace(PARAMS, temperature=0.3, top_k=3), 4), render.render([random_tokens(9, 30)]), adapter)
     assert [s.tokens for s in run(crowded)["x"].sequences] == expected
