@@ -253,7 +253,7 @@ MUTATIONS = (
         "positions=upload(torch.cat([s.positions for s in sequences], dim=1).numpy(), device),",
         "positions=upload(torch.cat([s.positions for s in sequences], dim=1).numpy()"
         " + np.repeat(np.cumsum([0, *lengths[:-1]]), lengths), device),",
-        (BACKEND,),
+        ("tests/rendering/test_packing.py",),
     ),
     # ---- Pictures
     Mutation(
@@ -382,6 +382,13 @@ MUTATIONS = (
         "tinsmith/rendering/rendered.py",
         "return int(self.positions.max()) + 1",
         "return int(self.positions.max()) + 2",
+        ("tests/models/test_families.py",),
+    ),
+    Mutation(
+        "positions of an answer are one too far while it is decoded",
+        "tinsmith/sampling/local/device_batch.py",
+        "row[POSITION] = job.rendered.next_position - len(job.rendered) - 1",
+        "row[POSITION] = job.rendered.next_position - len(job.rendered)",
         (f"{SAMPLER}::test_logprobs_equal_the_trainers_for_many_weights_in_one_batch",),
     ),
     Mutation(
@@ -494,7 +501,7 @@ MUTATIONS = (
         "tinsmith/training/together.py",
         "            group.sum(wide)",
         "            wide.mul_(float(group.place.rank != 1))\n            group.sum(wide)",
-        ("tests/distributed/test_together.py",),
+        ("tests/distributed/test_together.py::test_two_take_the_step_of_one_that_was_given_the_sum",),
     ),
     Mutation(
         "a datum is computed by two workers",
