@@ -1,5 +1,7 @@
 """What a device computes with, whether it still computes, and how numbers get there and back."""
 
+import math
+import mmap
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -33,6 +35,15 @@ def upload(numbers: NDArray[Any], device: torch.device) -> Tensor:
     """A tensor of these numbers on `device`. The host does not wait for a GPU to have taken them; on a CPU they are not copied."""
     tensor = torch.from_numpy(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def reserve_zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros of this size for a cache. On a CPU each page of memory is taken when it is first written, not here."""
+    count = math.prod(size)
+    if device.type != "cpu" or not count:
+        return torch.zeros(*size, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # lives as long as the tensor
+    return torch.frombuffer(pages, dtype=dtype).view(*size)
 
 
 @cache

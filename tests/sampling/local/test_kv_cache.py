@@ -1,10 +1,12 @@
 """The cache's blocks: who uses them, and what is found again."""
 
+import psutil
 import torch
 
 from tinsmith.models.layers import Attention
 from tinsmith.sampling.local.cache_shape import CacheShape
 from tinsmith.sampling.local.kv_cache import KVCache
+from tinsmith.sampling.prefix import BLOCK
 
 SHAPE = CacheShape((Attention(kv_heads=1, head_dim=2),), torch.float32, torch.device("cpu"))
 A, B, C = b"a", b"b", b"c"
@@ -71,3 +73,15 @@ def test_blocks_used_least_recently_go_first() -> None:
     cache.give_back([cache.share(cache.find([A])[0])])
     cache.take(1)
     assert (cache.find([A]), cache.find([B])) == (first, [])
+
+
+def test_on_a_cpu_memory_is_taken_as_it_is_used() -> None:
+    """A server with three tiny models would otherwise hold gigabytes that nobody needs."""
+    shape = CacheShape((Attention(kv_heads=8, head_dim=128),), torch.bfloat16, torch.device("cpu"))
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = KVCache(shape, 2**30 // (2 * 2 * BLOCK * 8 * 128))  # keys and values of 2 bytes: a gigabyte
+    assert cache.keys.nbytes + cache.values.nbytes > 2**30
+    cache.values[0, -1] = 1
+    assert (cache.keys[0, -1].abs().max(), cache.values[0, -1].min()) == (0, 1)
+    assert process.memory_info().rss - before < 2**29

@@ -8,10 +8,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from tinsmith.models.device import upload
+from tinsmith.models.device import reserve_zeros, upload
 from tinsmith.sampling.local.cache_shape import CacheShape
 from tinsmith.sampling.prefix import BLOCK
 
@@ -32,8 +31,8 @@ class KVCache:
         self.index = {number: index for index, number in enumerate(shape.attention_layers)}
         """Where a layer's keys and values lie, by its number."""
         size = (len(self.index), blocks + 1, BLOCK, kind.kv_heads, kind.head_dim)
-        self.keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        self.values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        self.keys = reserve_zeros(size, shape.dtype, shape.device)
+        self.values = reserve_zeros(size, shape.dtype, shape.device)
         self.total = blocks
         self.free: list[int] = []
         self.unclean: set[int] = set()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.models.delta_rule import Lengths, convolve, gated_delta_rule
+from tinsmith.models.device import reserve_zeros
 from tinsmith.sampling.local.cache_shape import CacheShape
 
 
@@ -33,11 +34,9 @@ class StateSlots:
         layers = len(self.index)
         self.scratch = slots
         """A slot more, which nobody takes: for rows of a batch that nobody has."""
-        self.inputs = torch.zeros(layers, slots + 1, kind.taps - 1, kind.channels, dtype=shape.dtype, device=shape.device)
+        self.inputs = reserve_zeros((layers, slots + 1, kind.taps - 1, kind.channels), shape.dtype, shape.device)
         """The last inputs of the convolutions."""
-        self.memory = torch.zeros(
-            layers, slots + 1, kind.value_heads, kind.key_dim, kind.value_dim, dtype=torch.float32, device=shape.device
-        )
+        self.memory = reserve_zeros((layers, slots + 1, kind.value_heads, kind.key_dim, kind.value_dim), torch.float32, shape.device)
         """The recurrent states."""
         self.total = slots
         self.free: list[int] = []
