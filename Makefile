@@ -1,7 +1,8 @@
 # make setup    create .venv with what serves and trains, in pinned versions
 # make dev      the same, and what tests and checks need
 # make demo     fine-tune a tiny vision-language model to read handwritten digits
-# make test     run the tests
+# make test     run the tests that every change needs
+# make test-all run everything there is: slow tests, long random runs, recipes, real vLLM servers
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
 # make mutations        put faults into a copy of the product, one after the other, each of which a test must find (about 20 minutes)
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
@@ -29,7 +30,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup dev demo test mutations test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
+.PHONY: setup dev demo test test-all mutations test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
 
 # $(call install,EXTRAS): this project with some of its optional groups. Wheels only and exact versions: nothing is built, and no newer torch
 # is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
@@ -59,12 +60,15 @@ $(DEV_STAMP): pyproject.toml constraints.txt
 demo: $(DEMO_STAMP)
 	$(PYTHON) examples/digits.py
 
-# Two processes, each with a file at a time, in order: the slow files, acceptance, come first. If one of them crashes, the run ends with
-# that error: pytest-xdist 3.8 would start another one, but with whole files it then waits for ever at the end. A test's own files
-# are deleted at once unless it failed: they would add up to gigabytes.
+# Four processes, of which some always wait for what they have started; one that has no tests left takes some of another's. If one crashes, the run ends with that error. A test's own files are
+# deleted at once unless it failed: they would add up to gigabytes.
+PYTEST := $(PYTHON) -m pytest --numprocesses 4 --dist worksteal --max-worker-restart 0 -o tmp_path_retention_policy=failed --durations 10
 test: $(DEV_STAMP)
-	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
-		-o tmp_path_retention_policy=failed
+	$(PYTEST)
+
+test-all: $(DEV_STAMP)
+	TINSMITH_TEST_ALL=1 $(PYTEST)
+	$(MAKE) test-recipes test-vllm
 
 # Two at a time; those whose names contain a word: make mutations NAMES="ppo AdamW"
 mutations: $(DEV_STAMP)

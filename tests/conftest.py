@@ -7,24 +7,64 @@ from collections.abc import Callable
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 if os.environ.get("TINSMITH_TEST_DEVICE", "cpu") == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which transformers does; its kernels then compute on a CPU
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the server has it: threads that spin take the cores from other processes
 
-from tests.bases import DEVICE, load, write_family
 from tests.crashes import pytest_testnodedown
-from tinsmith.models.base import BaseModel
+from tests.extent import EVERYTHING
+from tests.preloaded import replace_python, serve_processes
+
+replace_python()
+
+if TYPE_CHECKING:
+    from tinsmith.models.base import BaseModel
 
 __all__ = ["pytest_testnodedown"]  # a hook
 
 
+PRELOADED = (
+    "tests.bases",
+    "tinsmith.server.main",
+    "tinsmith.engine.__main__",
+    "tinsmith.worker.loop",
+    "tinsmith.worker.bases",
+    "tinsmith.server.parser_process",
+    "tinker.cli",
+)
+"""Modules of which tests start many processes."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In a process that runs tests: import what most of them need, then let the processes that they start begin with it.
+
+    Not on GPUs: CUDA does not survive a fork.
+    """
+    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
+    if runs_tests and os.environ.get("TINSMITH_TEST_DEVICE", "cpu") == "cpu":
+        serve_processes(PRELOADED)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked `slow`, unless everything is asked for."""
+    left_out = [item for item in items if item.get_closest_marker("slow") and not EVERYTHING]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
 def pytest_report_header() -> list[str]:
     """On a GPU: which one, and with which libraries. `make test-gpu` keeps what it prints."""
+    from tests.bases import DEVICE
+
     if DEVICE == "cpu":
         return []
+    import torch
+
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     libraries = [f"{name} {metadata.version(name)}" for name in ("torch", "triton", "transformers")]
     day = time.strftime("%Y-%m-%d", time.gmtime())
@@ -34,12 +74,15 @@ def pytest_report_header() -> list[str]:
 @pytest.fixture(scope="session", autouse=True)
 def two_threads() -> None:
     """The suite is planned for two cores; more threads only compete with the servers that tests start."""
+    import torch
+
     torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="session")
 def family_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Directory of the tiny model of a family, made on first use."""
+    from tests.bases import write_family
 
     @cache
     def make(model_type: str) -> Path:
@@ -51,29 +94,30 @@ def family_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="session")
-def family_base(family_dir: Callable[[str], Path]) -> Callable[[str], BaseModel]:
+def family_base(family_dir: Callable[[str], Path]) -> "Callable[[str], BaseModel]":
     """The loaded tiny model of a family."""
+    from tests.bases import load
 
     @cache
-    def make(model_type: str) -> BaseModel:
+    def make(model_type: str) -> "BaseModel":
         return load(family_dir(model_type))
 
     return make
 
 
 @pytest.fixture(scope="session")
-def text_base(family_base: Callable[[str], BaseModel]) -> BaseModel:
+def text_base(family_base: "Callable[[str], BaseModel]") -> "BaseModel":
     """A text model (Qwen3)."""
     return family_base("qwen3")
 
 
 @pytest.fixture(scope="session")
-def vision_base(family_base: Callable[[str], BaseModel]) -> BaseModel:
+def vision_base(family_base: "Callable[[str], BaseModel]") -> "BaseModel":
     """A model that takes images (Qwen3-VL)."""
     return family_base("qwen3_vl")
 
 
 @pytest.fixture(scope="session")
-def hybrid_base(family_base: Callable[[str], BaseModel]) -> BaseModel:
+def hybrid_base(family_base: "Callable[[str], BaseModel]") -> "BaseModel":
     """A tiny model most of whose layers are gated delta nets. Tests must not change it."""
     return family_base("qwen3_5")

@@ -26,6 +26,8 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as on these s
 import ray
 from ray.util.placement_group import placement_group
 
+from tests.preloaded import REAL_PYTHON
+
 _MEMORY = 80_000_000
 """Bytes of each host's object store."""
 
@@ -62,7 +64,7 @@ def own_node() -> str:
 @contextmanager
 def _running(*arguments: str) -> Iterator[tuple[psutil.Process, str]]:
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as directory:
-        command = [sys.executable, "-m", "tests.ray_head", directory, *arguments]
+        command = [REAL_PYTHON, "-m", "tests.ray_head", directory, *arguments]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             yield psutil.Process(process.pid), process.stdout.readline().strip()

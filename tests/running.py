@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.preloaded import REAL_PYTHON, process_behind
 from tinsmith.cli import main
 
 T = TypeVar("T")
@@ -22,7 +23,10 @@ START_S = 600.0
 """How long tests wait for what must happen: a server to start, a program to end. Seconds anywhere; minutes on a very busy machine."""
 
 PROGRAM = [sys.executable, "-c", "from tinsmith.cli import main; main()"]
-"""The program, as the installed script starts it."""
+"""The program, as the installed script starts it. Its processes begin with their libraries imported (`tests/preloaded.py`)."""
+
+REAL_PROGRAM = [REAL_PYTHON, *PROGRAM[1:]]
+"""The same, of which each process imports what it needs."""
 
 
 def tinsmith(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -43,9 +47,9 @@ def tinsmith_here(*arguments: str) -> "subprocess.CompletedProcess[str]":
 class Server:
     """A server process and its log."""
 
-    def __init__(self, log: IO[str], data_dir: Path, options: list[str]) -> None:
+    def __init__(self, log: IO[str], data_dir: Path, options: list[str], program: list[str] = PROGRAM) -> None:
         self.log = Path(log.name)
-        self.process = subprocess.Popen([*PROGRAM, "serve", "--port", "0", "--data-dir", str(data_dir), *options], stdout=log, stderr=log)
+        self.process = subprocess.Popen([*program, "serve", "--port", "0", "--data-dir", str(data_dir), *options], stdout=log, stderr=log)
 
     @property
     def url(self) -> str:
@@ -80,15 +84,20 @@ class Server:
         with self.client() as client:
             return self._wait_for(status)
 
+    @property
+    def pid(self) -> int:
+        """The server's own process."""
+        return process_behind(self.process.pid)
+
     def engine_pid(self) -> int:
         """The engine, which is a child of the server."""
-        (engine,) = (child for child in psutil.Process(self.process.pid).children() if "tinsmith.engine" in child.cmdline())
-        return engine.pid
+        (engine,) = (child for child in psutil.Process(self.pid).children() if "tinsmith.engine" in child.cmdline())
+        return process_behind(engine.pid)
 
     def worker_pid(self) -> int:
         """The worker is the engine's only child."""
         (worker,) = psutil.Process(self.engine_pid()).children()
-        return worker.pid
+        return process_behind(worker.pid)
 
     def _wait_for(self, look: Callable[[], T | None]) -> T:
         deadline = time.monotonic() + START_S
@@ -100,10 +109,10 @@ class Server:
 
 
 @contextmanager
-def serving(directory: Path, *options: str) -> Iterator[Server]:
+def serving(directory: Path, *options: str, program: list[str] = PROGRAM) -> Iterator[Server]:
     """A server whose log and data lie in `directory`; it is stopped at the end."""
     with (directory / "server.log").open("w") as log:
-        server = Server(log, directory / "data", list(options))
+        server = Server(log, directory / "data", list(options), program)
         try:
             yield server
         finally:

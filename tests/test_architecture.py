@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from tests.preloaded import REAL_PYTHON
 from tinsmith.models.base import BaseModel
 
 PACKAGE = Path(__file__).parent.parent / "tinsmith"
@@ -180,4 +181,4 @@ def test_what_we_touch_of_transformers_is_listed_and_there(vision_base: BaseMode
 )
 def test_the_http_side_and_the_engine_never_load_torch(module: str) -> None:
     code = f"import sys, {module}; assert not {{'torch', 'transformers'}} & set(sys.modules), 'torch was imported'"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([REAL_PYTHON, "-c", code], check=True)

@@ -2,13 +2,13 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from tests.preloaded import REAL_PYTHON
 from tests.running import tinsmith, tinsmith_here
 from tinsmith import __version__
 from tinsmith.cli import app
@@ -175,7 +175,7 @@ finally:
 
 def test_help_imports_nothing_that_takes_long() -> None:
     """It answers in 0.2 s then, on a quiet core."""
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
+    done = subprocess.run([REAL_PYTHON, "-c", HELP], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), done.stderr
 
 

@@ -1,10 +1,11 @@
 """A process of the test run that crashes fails the run, whenever it does."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.preloaded import REAL_PYTHON
 
 CRASH = """
 import os, time
@@ -23,8 +24,8 @@ def test_a_process_that_crashes_fails_the_run(moment: str, tmp_path: Path) -> No
         (tmp_path / "test_3.py").write_text("def test_a():\n    import os\n    os._exit(0)\ndef test_b(): pass\n")
     else:
         (tmp_path / "test_8.py").write_text(CRASH)
-    distribution = ["--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0"]  # as in `make test`
-    command = [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), "-c", "/dev/null", *distribution, str(tmp_path)]
+    distribution = ["--numprocesses", "2", "--dist", "worksteal", "--max-worker-restart", "0"]  # as in `make test`
+    command = [REAL_PYTHON, "-m", "pytest", "--rootdir", str(tmp_path), "-c", "/dev/null", *distribution, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     # The second is what pytest-xdist makes of it if it was just about to give that process another file.
     assert result.returncode in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERNAL_ERROR), result.stdout

@@ -16,8 +16,8 @@ DEMO = Path(__file__).parents[2] / "examples" / "digits.py"
         (("--epochs", "2"), 0.6),  # twelve epochs, the default, end above 0.90
         (("--kind", "qwen3-5", "--epochs", "6"), 0.9),
     ],
-    ids=["default", "hybrid"],
 )
+@pytest.mark.slow  # CI runs `make demo`
 def test_the_demo_learns_to_read_and_draws_what_it_learned(tmp_path: Path, options: tuple[str, ...], bound: float) -> None:
     command = [sys.executable, str(DEMO), *options, "--output", str(tmp_path)]
     finished = subprocess.run(command, capture_output=True, text=True, check=True)

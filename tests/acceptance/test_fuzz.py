@@ -1,4 +1,4 @@
-"""10,000 requests of every kind to every route of a real server.
+"""Requests of every kind to every route of a real server.
 
 None is answered 5xx, none fails by an internal error, and a model that was trained before computes the same to the bit.
 
@@ -21,11 +21,12 @@ from tests.acceptance.bad_target import GOOD, Target
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.fuzzing import BODIES, Shot, encode, shots
 from tests.acceptance.talking import RAW_STEP
+from tests.extent import amount
 from tests.running import START_S, Server, serving
 from tinsmith.server import routes as server_routes
 from tinsmith.wire import tinker_pb2 as pb
 
-REQUESTS = int(os.environ.get("TINSMITH_TEST_FUZZ_REQUESTS", "10000"))
+REQUESTS = int(os.environ.get("TINSMITH_TEST_FUZZ_REQUESTS", amount("500", "10000")))
 AT_ONCE = 50
 OPTIONS = ["--max-context", "64", "--long-poll-s", "0.5", "--held-operation-s", "0.5"]
 NO_BODY = {"{path}", "training_runs/{run_id}/checkpoints/{segment}/{name}/publish", "forward_backward"}

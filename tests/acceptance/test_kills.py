@@ -20,6 +20,7 @@ from tests.acceptance.bad_target import GOOD, Target
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.raw import RawModel
 from tests.acceptance.talking import RAW_STEP, logprobs
+from tests.extent import amount, slow
 from tests.running import START_S, Server, serving
 
 LARGE_RANK = 256
@@ -72,8 +73,15 @@ def wait_until(seen: Callable[[Path], bool], directory: Path) -> None:
         assert time.monotonic() < deadline
 
 
-@pytest.mark.parametrize("moment", [is_being_written, is_in_place])
-@pytest.mark.parametrize("victim", ["worker", "engine", "server"])
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [
+        ("worker", is_being_written),
+        ("engine", is_in_place),
+        ("server", is_being_written),
+        *slow(("worker", is_in_place), ("engine", is_being_written), ("server", is_in_place)),
+    ],
+)
 def test_a_save_that_is_cut_off_leaves_a_whole_checkpoint_or_none(
     text_only: list[str], tmp_path: Path, victim: str, moment: Callable[[Path], bool]
 ) -> None:
@@ -82,7 +90,7 @@ def test_a_save_that_is_cut_off_leaves_a_whole_checkpoint_or_none(
         with client_of(server) as http:
             model = trained(http)
             expected = scores(model, 4)
-            pids = {"worker": server.worker_pid(), "engine": server.engine_pid(), "server": server.process.pid}
+            pids = {"worker": server.worker_pid(), "engine": server.engine_pid(), "server": server.pid}
             cut = model.save(5, "cut")
             wait_until(moment, tmp_path / "data" / "checkpoints")
             os.kill(pids[victim], signal.SIGKILL)
@@ -148,7 +156,7 @@ def hang_up(server: Server, sent: bytes) -> None:
 
 def open_files(server: Server) -> int:
     """How many the server has open, connections among them."""
-    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+    return len(list(Path(f"/proc/{server.pid}/fd").iterdir()))
 
 
 def test_clients_that_go_away_while_they_send_or_wait_leave_nothing_behind(server: Server) -> None:
@@ -190,7 +198,7 @@ async def poll_all(server: Server, request_id: str, count: int, meanwhile: Calla
     return lines
 
 
-def test_five_thousand_polls_at_once_are_all_answered(server: Server) -> None:
+def test_polls_that_come_at_once_are_all_answered(server: Server) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     target = Target(server, "text")
@@ -202,7 +210,7 @@ def test_five_thousand_polls_at_once_are_all_answered(server: Server) -> None:
         assert target.model.result(target.model.optim_step(1, RAW_STEP))
 
     try:
-        lines = asyncio.run(poll_all(server, held, min(5000, hard - 500), meanwhile))
+        lines = asyncio.run(poll_all(server, held, min(amount(500, 5000), hard - 500), meanwhile))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     # On a busy machine some wait longer than the server holds a poll, and are told to ask again.

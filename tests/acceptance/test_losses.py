@@ -13,6 +13,7 @@ from tinker.types.provenance_spans import PromptProvenanceSpan, ProvenanceSpans,
 
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.talking import RAW_STEP, assert_close, image_input, logprobs, scores, text_input, train, with_inputs
+from tests.extent import slow
 from tests.plain_losses import DEFAULTS, FORMULAS
 from tests.running import Server
 
@@ -77,7 +78,7 @@ def step(client: tinker.TrainingClient) -> float:
     return metrics["grad_norm"]
 
 
-@pytest.mark.parametrize("base_model", ["text", "vision"])
+@pytest.mark.parametrize("base_model", ["vision", *slow("text")])
 @pytest.mark.parametrize(("name", "config"), SETTINGS)
 def test_a_policy_loss_has_the_value_and_gradient_of_its_formula(
     service: tinker.ServiceClient, base_model: str, name: Any, config: dict[str, float]

@@ -11,6 +11,7 @@ import pytest
 import tinker
 
 from tests.acceptance import sdk_session
+from tests.preloaded import REAL_PYTHON
 from tests.running import START_S, Server
 from tinsmith.server.sdk_versions import NEWEST, OLDEST
 
@@ -20,7 +21,7 @@ def oldest() -> Path:
     """Where the oldest SDK lies: downloaded once, into the environment that runs the tests. It shares what the newest needs."""
     directory = Path(sys.prefix) / f"tinker-{OLDEST}"
     if not directory.exists():
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:", f"tinker=={OLDEST}"]
+        install = [REAL_PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:", f"tinker=={OLDEST}"]
         subprocess.run([*install, "--target", str(directory)], check=True, timeout=START_S)
     return directory
 
@@ -28,7 +29,7 @@ def oldest() -> Path:
 def session(server: Server, *directories: Path) -> dict[str, Any]:
     """What a session comes to with the SDK in the first of the directories, or with the one that is installed."""
     path = os.pathsep.join(str(directory) for directory in directories)
-    command = [sys.executable, sdk_session.__file__, server.url]
+    command = [REAL_PYTHON, sdk_session.__file__, server.url]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=START_S, env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     outcome: dict[str, Any] = json.loads(done.stdout)

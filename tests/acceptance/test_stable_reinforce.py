@@ -164,7 +164,7 @@ def test_recordings_outlive_a_server_that_is_killed(models: list[str], tmp_path:
         sampler = client.save_weights_and_get_sampling_client(record_stability_info=True).result()
         sampled = sample(sampler, [text_input(0, 5)])
         expected = client.forward([policy_datum(sampled[0], 0)], "stable_reinforce").result().metrics
-        os.kill(first.process.pid, signal.SIGKILL)
+        os.kill(first.pid, signal.SIGKILL)
         first.process.wait()
     with serving(tmp_path, *models, "--port", port) as second:
         second.wait_for_health()

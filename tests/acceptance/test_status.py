@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +10,12 @@ from tinker import types
 
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.talking import RAW_STEP, datum, text_input, train
+from tests.preloaded import REAL_PYTHON
 from tests.running import START_S, serving
 
 
 def tinsmith_status(url: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "tinsmith.cli", "status", "--url", url]
+    command = [REAL_PYTHON, "-m", "tinsmith.cli", "status", "--url", url]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=START_S)
 
 

@@ -12,6 +12,7 @@ from tinker import types
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.talking import RAW_STEP, datum, text_input, train
 from tests.acceptance.test_worker_death import GREEDY, tokens
+from tests.preloaded import process_behind
 from tests.running import START_S, Server, serving
 
 SILENT = (
@@ -22,7 +23,7 @@ SILENT = (
 def second_worker(server: Server) -> psutil.Process:
     """The process of rank 1, which is the last but two of its arguments."""
     (found,) = (child for child in psutil.Process(server.engine_pid()).children() if child.cmdline()[-3] == "1")
-    return found
+    return psutil.Process(process_behind(found.pid))
 
 
 def norm(client: tinker.TrainingClient) -> float:
@@ -36,6 +37,7 @@ def step(client: tinker.TrainingClient, work: list[types.Datum]) -> tuple[float,
     return loss, norm(client)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_named_and_its_models_come_back(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     options = [
         "--base-model",

@@ -12,7 +12,7 @@ from tinker import types
 
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.talking import RAW_STEP, datum, text_input, train
-from tests.running import START_S, Server, serving
+from tests.running import REAL_PROGRAM, START_S, serving
 
 GREEDY = types.SamplingParams(max_tokens=300, temperature=0.0, stop=[])
 
@@ -124,19 +124,21 @@ def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(fam
         server.wait_for_health()
         assert server.engine_pid() == engine
         assert server.worker_pid() != first
-        assert_without_torch(engine, server)
         assert "Traceback" not in server.log.read_text()
 
 
-def assert_without_torch(engine: int, server: Server) -> None:
-    """The engine that has ordered all that is above has not loaded torch.
-
-    A process that imports torch maps its shared libraries (libtorch_cpu.so and others in torch/lib) into its memory, and Python never
+def test_engine_and_server_work_without_torch(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """A process that imports torch maps its shared libraries (libtorch_cpu.so and others in torch/lib) into its memory, and Python never
     unloads them: so one that has none of them mapped has no `torch` in `sys.modules`. The worker, which has, shows that this would be seen.
     """
-    assert of_torch(mapped_files(server.worker_pid()))
-    assert of_torch(mapped_files(engine)) == set()
-    assert of_torch(mapped_files(server.process.pid)) == set()
+    options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1"]
+    with serving(tmp_path, *options, program=REAL_PROGRAM) as server:
+        server.wait_for_health()
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            sampled_and_saved(train(service, "text"))
+        assert of_torch(mapped_files(server.worker_pid()))
+        assert of_torch(mapped_files(server.engine_pid())) == set()
+        assert of_torch(mapped_files(server.pid)) == set()
 
 
 def test_a_worker_that_dies_again_and_again_leaves_its_engine_ready_for_the_next(family_dir: Callable[[str], Path], tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tests.distributed.dividing import (
     work_of,
 )
 from tests.distributed.dividing import weights as weights_of
+from tests.extent import slow
 from tests.running import START_S
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import read_state, write_state
@@ -172,7 +173,7 @@ def test_a_share_has_the_gradients_of_a_worker_with_all_weights(
     assert all(torch.equal(one, other) for model in SHAPES for one, other in zip(first[model], second[model], strict=True))
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_each_keeps_its_part_of_the_layers_alone(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
     """Of 8 layers: what is freed is what the others keep, but for two buffers of the size of a layer."""
     slack = 8 * 32 * 64 * count  # tensors begin at multiples of 64 bytes, and parts are of one size
@@ -183,7 +184,7 @@ def test_each_keeps_its_part_of_the_layers_alone(processes: Callable[[int], tupl
         assert abs(before - after - (layers - kept - buffers)) <= slack
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 @pytest.mark.parametrize(("kind", "where"), FAULTS)
 def test_what_fails_on_one_alone_leaves_the_others_their_results(
     processes: Callable[[int], tuple[Path, Found]], count: int, kind: str, where: str
@@ -211,7 +212,7 @@ def test_workers_that_were_told_of_different_passes_end(processes: Callable[[int
         assert found["another pass"].startswith("the workers are not the same any more: the pass that comes next is [")
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_checkpoints_go_on_whatever_the_number_of_workers(processes: Callable[[int], tuple[Path, Found]], bases: Path, count: int) -> None:
     """From one worker to several, a step there, and back with moments and all."""
     directory, found = processes(count)

@@ -30,6 +30,7 @@ from tests.distributed.dividing_all import (
     weights,
     work_of,
 )
+from tests.extent import slow
 from tests.running import START_S
 from tinsmith.models.full import divided_full_bytes
 from tinsmith.training.backend import LocalBackend
@@ -89,7 +90,7 @@ def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], wit
 
 
 @pytest.mark.parametrize(
-    ("count", "name", "within"), [(2, "text", WITHIN), (3, "text", WITHIN), (2, "image", WITHIN), (2, "hybrid", HYBRID_WITHIN)]
+    ("count", "name", "within"), [(2, "text", WITHIN), *slow((3, "text", WITHIN)), (2, "image", WITHIN), (2, "hybrid", HYBRID_WITHIN)]
 )
 def test_losses_gradients_and_weights_are_those_of_one_worker(
     processes: Callable[[int], tuple[Path, Found]], bases: Path, count: int, name: str, within: float
@@ -139,7 +140,7 @@ def test_gradients_in_half_precision_are_added_up_in_float32(processes: Callable
         assert_near(first[model], second[model], 0)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_each_keeps_its_part_alone(processes: Callable[[int], tuple[Path, Found]], bases: Path, count: int) -> None:
     """Of masters and moments; what lies around the layers is whole as well. It is no more than what was to be taken."""
     base = load(bases / "deep")
@@ -158,7 +159,7 @@ def test_each_keeps_its_part_alone(processes: Callable[[int], tuple[Path, Found]
         assert abs(found["remembers"] - needed.moments) <= slack
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 @pytest.mark.parametrize(("kind", "where"), FAULTS)
 def test_what_fails_on_one_alone_counts_nothing_twice(
     processes: Callable[[int], tuple[Path, Found]], count: int, kind: str, where: str
@@ -172,7 +173,7 @@ def test_what_fails_on_one_alone_counts_nothing_twice(
             assert_near(spoiled["gradients"][model], whole["gradients"][model], WITHIN)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_a_worker_without_memory_lets_nobody_wait(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
     """What it has no room for is refused on all workers, and weights stay as they were."""
     for rank, found in enumerate(processes(count)[1]):
@@ -196,7 +197,7 @@ def test_a_worker_without_memory_lets_nobody_wait(processes: Callable[[int], tup
         assert_near(found["unchanged"][1], found["unchanged"][0], 0)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_a_first_step_without_memory_on_one_leaves_all_without_moments(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
     """A save that found them on some workers alone would let these wait for the others."""
     directory, found = processes(count)
@@ -219,7 +220,7 @@ def test_what_this_mode_does_not_do_is_refused_by_name(processes: Callable[[int]
         assert found["no gradients"] == {"grad_norm": 0.0, "learning_rate": SETTINGS.lr}
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_a_snapshot_has_the_weights_of_its_time(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
     """On the first worker alone, to the last bit: those of all workers, of one step, also after others."""
     _, (first, *others) = processes(count)
@@ -244,7 +245,7 @@ def test_a_snapshot_in_half_precision_is_what_passes_read(processes: Callable[[i
     assert_near(tensors, {name: master.to(torch.bfloat16) for name, master in first["snapshot in bfloat16 of"].items()}, 0)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_a_snapshot_that_fails_on_one_lets_nobody_wait(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
     """Nor does a model that could not be sampled: nobody creates it."""
     for found in processes(count)[1]:
@@ -253,7 +254,7 @@ def test_a_snapshot_that_fails_on_one_lets_nobody_wait(processes: Callable[[int]
         assert found["cannot be sampled"] == f"UserError: worker 0 of {count}: vLLM has no such adapters"
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_checkpoints_go_on_whatever_the_number_of_workers(processes: Callable[[int], tuple[Path, Found]], bases: Path, count: int) -> None:
     """From one worker to several, a step there, and back with moments and all."""
     directory, found = processes(count)
@@ -278,7 +279,7 @@ def test_checkpoints_go_on_whatever_the_number_of_workers(processes: Callable[[i
     assert read_state(directory / "weights alone", backend.base).tensors.keys() == saved.tensors.keys()
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_the_files_are_those_of_one_worker_byte_for_byte(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
     """Also if all take a step while they write, and whether they are said to be on one host or on several."""
     directory, _ = processes(count)
@@ -296,7 +297,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_each_writes_its_part_alone(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
     """Of masters and moments: that of one worker is as large as that of another, but for what is written once."""
     for name in ("again", "together", "weights alone"):
@@ -307,7 +308,7 @@ def test_each_writes_its_part_alone(processes: Callable[[int], tuple[Path, Found
         assert all(abs(own - whole / count) < slack for own, _ in parts), parts
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_a_copy_that_one_has_no_memory_for_is_refused_on_all(processes: Callable[[int], tuple[Path, Found]], count: int) -> None:
     for found in processes(count)[1]:
         assert found["no room for a copy"] == f"TinsmithError: worker 1 of {count}: out of memory"

@@ -17,6 +17,7 @@ from tinker import types
 
 from tests.distributed.conftest import Running
 from tests.distributed.devices import ON_GPUS
+from tests.preloaded import REAL_PYTHON
 
 if ON_GPUS:  # where it need not be installed, and where nothing of this computes
     pytest.importorskip("ray", reason="Ray is not installed here")
@@ -26,7 +27,7 @@ from tests.acceptance.talking import assert_close, assert_losses_close, datum, i
 from tests.distributed.test_replicas import weights_at, within_of
 from tests.engine.test_worker_process import Watched, link_of_an_engine
 from tests.ray_head import another_host, core_taken, own_node, ray_head
-from tests.running import START_S, Server, serving, tinsmith_here
+from tests.running import REAL_PROGRAM, START_S, Server, serving, tinsmith_here
 from tinsmith.config import Config, DistributedConfig, ModelsConfig
 from tinsmith.engine.ray_actor import why_not
 from tinsmith.engine.ray_workers import RayActors
@@ -148,12 +149,12 @@ def test_a_host_on_which_a_program_cannot_run_is_refused_with_what_it_lacks(addr
         mark = tmp_path / "mark"
         mark.touch()
         shared = {"checkpoint_root": str(mark)}
-        assert why_not(sys.executable, str(tmp_path), node, shared) == ""
-        assert "moved it to another host" in why_not(sys.executable, str(tmp_path), "another", shared)
-        assert "start it in one that all hosts see" in why_not(sys.executable, str(tmp_path / "elsewhere"), node, shared)
+        assert why_not(REAL_PYTHON, str(tmp_path), node, shared) == ""
+        assert "moved it to another host" in why_not(REAL_PYTHON, str(tmp_path), "another", shared)
+        assert "start it in one that all hosts see" in why_not(REAL_PYTHON, str(tmp_path / "elsewhere"), node, shared)
         assert "install Tinsmith and Python at the same path" in why_not(str(tmp_path / "python"), str(tmp_path), node, shared)
         mark.unlink()
-        assert f"does not see the server's checkpoint_root={tmp_path}" in why_not(sys.executable, str(tmp_path), node, shared)
+        assert f"does not see the server's checkpoint_root={tmp_path}" in why_not(REAL_PYTHON, str(tmp_path), node, shared)
     assert list(tmp_path.iterdir()) == []  # what shows workers the directory goes with the engine
 
 
@@ -177,9 +178,10 @@ with link_of_an_engine() as (_, link):
 """An engine whose thread that waits for an actor is told something at the moment when the engine leaves Ray."""
 
 
+@pytest.mark.slow
 def test_an_engine_that_leaves_while_it_waits_for_an_actor_starts_no_ray_of_its_own(address: str, tmp_path: Path) -> None:
     own = {name: value for name, value in os.environ.items() if name != "RAY_ENABLE_AUTO_CONNECT"}
-    command = [sys.executable, "-c", LEAVES, address, str(tmp_path)]
+    command = [REAL_PYTHON, "-c", LEAVES, address, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False, env=own)
     assert result.stdout.startswith("False its Ray actor has ended: "), (result.stdout, result.stderr)
     assert "Traceback" not in result.stderr
@@ -209,6 +211,7 @@ def workers_of(server: Server, hosts: int) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the_end_of_a_worker_and_of_a_host(
     address: str, other_host: psutil.Process, family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -223,7 +226,7 @@ def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the
             answers = sampled(model)
     assert np.abs(expected[4][6] - expected[3][6]).max() > 1e-3  # a step that is lost or doubled would be seen
     on_two = [*options, "--workers", "2", "--ray-address", address, "--worker-still-s", SILENT_S, "--kept-copies-share", "1"]
-    with ExitStack() as taken, serving(tmp_path, *on_two) as server:
+    with ExitStack() as taken, serving(tmp_path, *on_two, program=REAL_PROGRAM) as server:
         taken.enter_context(core_taken(address))
         server.wait_for_health()
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
@@ -271,6 +274,7 @@ def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPUS, reason="this Ray has no GPU, on which the server with one worker computes")
 def test_actors_that_share_the_weights_train_pictures_as_one_worker(
     address: str, alone_and_together: list[Running], options: list[str], tmp_path: Path
@@ -292,7 +296,7 @@ def test_actors_that_share_the_weights_train_pictures_as_one_worker(
 
     expected, weights = trained(alone_and_together[0])
     together = ["--workers", "2", "--shard", "weights", "--sampler", "none", "--ray-address", address]
-    with serving(tmp_path, *options, *together) as server:
+    with serving(tmp_path, *options, *together, program=REAL_PROGRAM) as server:
         server.wait_for_health()
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
             found, theirs = trained(Running(server, service, tmp_path / "data"))

@@ -5,6 +5,7 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,6 +18,8 @@ from tinker import types
 from tests.acceptance.talking import assert_close, assert_losses_close, datum, image_input, numbers, scores, text_input, train
 from tests.distributed.conftest import LONG, Running
 from tests.distributed.devices import ON_GPUS, ROUNDING
+from tests.extent import slow
+from tests.preloaded import process_behind
 from tests.rl.test_run import config_of, logged, told
 from tests.running import START_S, Server, serving
 from tinsmith.rl.trainer import train as train_policy
@@ -71,7 +74,7 @@ def worker_pids(server: Server) -> list[int]:
     """In the order of their ranks."""
     children = psutil.Process(server.engine_pid()).children()
     workers = [child for child in children if "tinsmith.worker" in child.cmdline()]
-    return [worker.pid for worker in sorted(workers, key=lambda worker: int(worker.cmdline()[-3]))]
+    return [process_behind(worker.pid) for worker in sorted(workers, key=lambda worker: int(worker.cmdline()[-3]))]
 
 
 def weights_at(running: Running, path: str) -> dict[str, np.ndarray]:
@@ -110,9 +113,9 @@ def mixed_lengths(client: tinker.TrainingClient, what: str, step: int) -> list[t
 
 CASES = [
     ("text", "text", [8]),
-    ("image", "pictures", [8]),
+    *slow(("image", "pictures", [8])),
     ("image", "mixed", [4, 16]),
-    ("text", "single", [8]),
+    *slow(("text", "single", [8])),
     ("image", "mixed", [0]),
     ("hybrid", "mixed", [8]),
 ]
@@ -153,7 +156,7 @@ def test_losses_and_weights_are_those_of_one_worker(alone_and_together: list[Run
     assert_weights_close(tensors[1], tensors[0], [base] * len(ranks))
 
 
-LONG_CASES = [("text", "text", 8), ("image", "pictures", 8), ("hybrid", "pictures", 4), ("text", "text", 0)]
+LONG_CASES = [("text", "text", 8), *slow(("image", "pictures", 8), ("hybrid", "pictures", 4), ("text", "text", 0))]
 
 
 @pytest.mark.parametrize(("base", "what", "rank"), LONG_CASES)
@@ -353,6 +356,7 @@ def test_samples_of_all_workers_are_those_of_the_trained_weights(alone_and_toget
         alone_and_together[1].server.wait_for_log(f"worker {rank}: samples: ")
 
 
+@pytest.mark.slow
 def test_a_run_of_reinforcement_learning_is_that_of_one_worker(alone_and_together: list[Running], tmp_path: Path) -> None:
     """Pictures, seeded samples of both workers, and a warm-up. What is sampled has the log-probabilities that the trainer computes."""
     told_by, curves = [], []
@@ -374,6 +378,6 @@ def test_a_run_of_reinforcement_learning_is_that_of_one_worker(alone_and_togethe
 
 def test_the_status_names_all_workers(alone_and_together: list[Running]) -> None:
     _, running = alone_and_together
-    workers: Sequence[dict[str, object]] = running.server.wait_for_status(lambda seen: len(seen["workers"]) == 2)["workers"]
-    assert [worker["pid"] for worker in workers] == worker_pids(running.server)
+    workers: Sequence[dict[str, Any]] = running.server.wait_for_status(lambda seen: len(seen["workers"]) == 2)["workers"]
+    assert [process_behind(worker["pid"]) for worker in workers] == worker_pids(running.server)
     assert {worker["state"] for worker in workers} == {"ready"}

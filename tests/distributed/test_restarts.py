@@ -9,6 +9,7 @@ import tinker
 
 from tests.acceptance.talking import assert_close, assert_losses_close, scores, train
 from tests.distributed.test_replicas import STEP, WITHIN, batch, worker_pids
+from tests.extent import slow
 from tests.running import START_S, serving
 
 
@@ -39,7 +40,7 @@ def test_what_is_saved_on_two_goes_on_on_one_and_back(options: list[str], tmp_pa
                 path = service.create_training_client_from_state_with_optimizer(path).result().save_state(f"again{count}").result().path
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, *slow(1)])
 def test_a_killed_worker_is_named_and_all_are_started_again(options: list[str], tmp_path: Path, rank: int) -> None:
     """Whichever it is, in the middle of its work. The model comes back and goes on."""
     with serving(tmp_path, *options, "--workers", "2") as server:

@@ -17,6 +17,7 @@ from tests.acceptance.raw import RawModel
 from tests.acceptance.talking import RAW_STEP, logprobs
 from tests.bases import write_decoder
 from tests.distributed.test_replicas import worker_pids
+from tests.extent import slow
 from tests.running import START_S, Server, serving
 from tinsmith.protocol.place import writer_of
 
@@ -99,7 +100,7 @@ def limited(pid: int, size: int) -> Iterator[None]:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("writes", [True, *slow(False)])
 def test_a_disk_without_room_for_one_worker_fails_the_save_of_all_and_nothing_else(server: Server, writes: bool) -> None:
     """Whether that is the worker that makes a checkpoint of the parts or the other."""
     with client_of(server) as http:
@@ -162,8 +163,10 @@ def wait_until_clean(server: Server) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("moment", [is_being_written, is_being_finished])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "moment"),
+    [(0, is_being_finished), (1, is_being_written), *slow((0, is_being_written), (1, is_being_finished))],
+)
 def test_a_save_that_a_worker_dies_in_is_made_again_by_the_next_workers(server: Server, rank: int, moment: Callable[[Path], bool]) -> None:
     """And nothing is left of the first attempt."""
     with client_of(server) as http:

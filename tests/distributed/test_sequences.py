@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.bases import load
 from tests.distributed.devices import ROUNDING, require_devices
 from tests.distributed.slicing import CASES, FAMILIES, LENGTHS, STEPS, train
+from tests.extent import slow
 from tests.running import START_S
 from tinsmith.config import TrainingConfig
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
@@ -84,7 +85,7 @@ def far(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 @pytest.mark.parametrize("case", CASES)
 def test_everything_is_as_one_worker_computes_it(
     processes: Callable[[int], Found], alone: Callable[[str], dict[str, Any]], case: str, count: int
@@ -114,7 +115,7 @@ def test_everything_is_as_one_worker_computes_it(
     assert len([key for key in alone(case) if key.endswith("gradients")]) == STEPS * len(ranks)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 @pytest.mark.parametrize("case", CASES)
 def test_each_computes_its_slice_and_no_more(processes: Callable[[int], Found], case: str, count: int) -> None:
     found = processes(count)
@@ -126,7 +127,7 @@ def test_each_computes_its_slice_and_no_more(processes: Callable[[int], Found], 
         assert {sum(lengths) for lengths in zip(*rows, strict=True)} == set(LENGTHS)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_what_one_cannot_compute_fails_on_all_and_leaves_no_gradient(processes: Callable[[int], Found], count: int) -> None:
     expected = {
         "broken": ("UserError", "image 3 is broken"),
@@ -142,7 +143,7 @@ def test_what_one_cannot_compute_fails_on_all_and_leaves_no_gradient(processes: 
             assert found[name] == (error, message, True), name
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_where_memory_ends_on_one_all_recompute_more(processes: Callable[[int], Found], count: int) -> None:
     """In the backward of one process, when the others are in theirs: the second attempt gives what none would have failed with."""
     for found in processes(count):
@@ -150,7 +151,7 @@ def test_where_memory_ends_on_one_all_recompute_more(processes: Callable[[int], 
         assert found["good"][1]
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_processes_at_different_passes_end_instead_of_mixing_them(processes: Callable[[int], Found], count: int) -> None:
     for found in processes(count):
         error, message, clean = found["another pass"]
@@ -158,7 +159,7 @@ def test_processes_at_different_passes_end_instead_of_mixing_them(processes: Cal
         assert message.startswith("the workers are not the same any more: the pass that comes next is [")
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_who_finds_the_others_gone_in_the_middle_says_so(processes: Callable[[int], Found], count: int) -> None:
     error, message, clean = processes(count)[0]["alone"]
     assert (error, clean) == ("WorkersLostError", True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.bases import datum, load, random_tokens, renderer
 from tests.distributed.devices import ON_GPUS, here, require_devices
 from tests.distributed.stepping import FREE_BYTES, KINDS, LIMITED, PASSES, SETTINGS, STEPS, accumulate, fresh, state
+from tests.extent import slow
 from tests.running import START_S
 from tinsmith.config import DistributedConfig, TrainingConfig
 from tinsmith.models.machine import Machine
@@ -55,7 +56,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_all_have_the_same_bits_after_each_step(processes: Callable[[int], Found], kind: str, dtype: torch.dtype, count: int) -> None:
     """With gradients of several passes here, of one there, and none at all elsewhere."""
@@ -84,7 +85,7 @@ def test_two_take_the_step_of_one_that_was_given_the_sum(processes: Callable[[in
         assert same(state(alone), weights)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_they_stay_close_to_one_that_computed_all_passes(
     processes: Callable[[int], Found], kind: str, dtype: torch.dtype, count: int
@@ -117,7 +118,7 @@ def test_zeros_lie_in_memory_as_gradients_do(kind: str, dtype: torch.dtype) -> N
         assert not zero.any()
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_numbers_are_gathered_and_tensors_summed_up(processes: Callable[[int], Found], count: int) -> None:
     for found in processes(count):
         summed, numbers, large = found["sums"]
@@ -126,7 +127,7 @@ def test_numbers_are_gathered_and_tensors_summed_up(processes: Callable[[int], F
         assert large == [[2**62 + rank, -(2**62)][rank % 2] for rank in range(count)]
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_whatever_passes_exchange_arrives(processes: Callable[[int], Found], count: int) -> None:
     ranks = range(count)
     for rank, found in enumerate(processes(count)):
@@ -188,7 +189,7 @@ def test_a_step_that_only_some_took_ends_all(processes: Callable[[int], Found], 
         assert text.startswith(f"worker {rank} of 2 took another step than the others, or none where they took one: ")
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_passes_that_are_divided_train_a_model_as_those_of_one_worker(
     processes: Callable[[int], Found], family_dir: Callable[[str], Path], count: int
 ) -> None:
@@ -218,7 +219,7 @@ def test_a_step_of_a_model_that_is_not_on_all_ends_all_and_lets_none_wait(proces
 
 
 @pytest.mark.skipif(ON_GPUS, reason="it is about the memory of a host whose CPUs the workers share")
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_each_trains_as_long_a_sequence_as_the_plan_says(
     processes: Callable[[int], Found], family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
@@ -237,7 +238,7 @@ def test_each_trains_as_long_a_sequence_as_the_plan_says(
         assert found["memory"] == (longest.tokens, longest.together, planned.cache.bytes)
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, *slow(3)])
 def test_who_finds_the_others_gone_says_so(processes: Callable[[int], Found], count: int) -> None:
     error, text = processes(count)[0]["alone"]
     assert error == "WorkersLostError"

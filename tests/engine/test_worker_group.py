@@ -15,6 +15,7 @@ import pytest
 from tests.engine.exchanging_worker import TURNS
 from tests.engine.light_worker import COMPUTES_S, FACTS
 from tests.engine.test_worker_process import LONG_S, engine_with, light, link_of_an_engine
+from tests.extent import slow
 from tinsmith.config import Config, DistributedConfig, SamplingConfig, ServerConfig
 from tinsmith.engine import worker_process
 from tinsmith.engine.launching import ChildProcesses
@@ -742,7 +743,7 @@ def exchanging(watch: Callable[..., Watched], how: str, **settings: float) -> Wa
     return watched
 
 
-@pytest.mark.parametrize("how", ["apart", "early"])
+@pytest.mark.parametrize("how", ["apart", *slow("early")])
 def test_workers_that_all_wait_for_each_other_are_ended(watch: Callable[..., Watched], how: str) -> None:
     """As where the network between them is lost and that to the engine is not: none hangs, and nobody computes."""
     watched = exchanging(watch, how, worker_still_s=4.0, worker_hung_s=STARTS_S)

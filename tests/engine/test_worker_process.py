@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import pytest
 
 from tests.engine.here import Beat
 from tests.engine.light_worker import COMPUTES_S, FACTS, REASON
+from tests.preloaded import REAL_PYTHON
 from tinsmith.config import Config, ServerConfig
 from tinsmith.engine import launching, worker_process
 from tinsmith.engine.launching import Launcher
@@ -32,7 +32,7 @@ LONG_S = 120.0
 
 def light(how: str) -> tuple[str, ...]:
     """A worker program without models, which behaves so."""
-    return sys.executable, str(Path(__file__).with_name("light_worker.py")), how
+    return REAL_PYTHON, str(Path(__file__).with_name("light_worker.py")), how
 
 
 class Clock:
@@ -383,7 +383,7 @@ def test_the_server_is_told_that_a_worker_is_lost_and_that_another_is_ready(tmp_
 def test_a_worker_that_ends_before_it_reads_its_configuration_ends_no_engine() -> None:
     config = Config(["tiny=" + "x" * 2**20])  # more than a pipe takes at once
     with link_of_an_engine() as (_, link):
-        process = WorkerProcess(config, link, (sys.executable, "-c", "import os; os._exit(9)"))
+        process = WorkerProcess(config, link, (REAL_PYTHON, "-c", "import os; os._exit(9)"))
         process.start_if_due()
         deadline = time.monotonic() + LONG_S
         while (reason := process.ended()) is None:

@@ -26,6 +26,7 @@ def test_as_written_on_a_cpu() -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cpu" and shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.slow
 def test_once_for_each_width_whatever_the_number_of_rows() -> None:
     function = Compiled(scaled.function)
     before = compilations()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.bases import DEVICE, load, picture_chunks, random_adapter, random_tokens, renderer, write_decoder
+from tests.extent import families
 from tinsmith.config import ModelsConfig
 from tinsmith.models.base import BaseModel, base_model_of
 from tinsmith.models.decoder import read_decoder
@@ -61,7 +62,7 @@ def assert_close(ours: tuple[Tensor, list[Tensor]], theirs: tuple[Tensor, list[T
         assert (one - other).abs().max() <= bound * max(other.abs().max().item(), 1.0)
 
 
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("family", families(KNOWN))
 def test_adapters_equal_the_modules(family_dir: Dirs, family: str) -> None:
     """Three adapters of different ranks and coverage, two slices of one, and the bare base. Angles are float32 in both ways."""
     base = wide(family_dir(family))
@@ -98,7 +99,7 @@ def test_a_nan_reaches_no_neighbour(family_dir: Dirs, family: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found[:count], gradients[:count], strict=True))
 
 
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("family", families(KNOWN))
 def test_joined_weights_are_the_memory_of_the_modules(family_dir: Dirs, family: str) -> None:
     directory = family_dir(family)
     kind = family_of("tiny", read_config(str(directory)))

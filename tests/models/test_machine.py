@@ -3,13 +3,13 @@
 import mmap
 import os
 import subprocess
-import sys
 
 import psutil
 import pytest
 import torch
 
 from tests.bases import DEVICE
+from tests.preloaded import REAL_PYTHON
 from tinsmith.models.machine import give_back_pinned_memory, look_around, memory_held
 
 LIMITED = """
@@ -54,5 +54,5 @@ def test_pinned_memory_that_nobody_uses_is_given_back() -> None:
 def test_a_limit_on_the_address_space_is_obeyed() -> None:
     """Without GPUs, whose driver reserves more addresses than the limit leaves."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", LIMITED], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([REAL_PYTHON, "-c", LIMITED], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "True\n", done.stderr

@@ -5,13 +5,13 @@ import inspect
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.bases import DEVICE
+from tests.preloaded import REAL_PYTHON
 from tinsmith.models.overlap import MOST_ROWS, overlapping
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ def accesses() -> dict[str, tuple[bool, list[str]]]:
     """Of each kernel, whether it waits, and the lines of its code that access memory before."""
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.models.overlapping"]
+    command = [REAL_PYTHON, "-m", "tests.models.overlapping"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return {name: (waits, lines) for name, waits, lines in map(json.loads, done.stdout.splitlines())}

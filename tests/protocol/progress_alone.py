@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
+from tests.preloaded import REAL_PYTHON
 from tests.running import START_S
 from tinsmith.protocol.progress import Exchanges, Progress
 
@@ -126,7 +127,7 @@ def test_a_process_that_was_started_is_a_sign_while_it_computes(own_group: bool)
     assert progress.still_s == 10.0
     begin = "import os; os.setpgrp(); " if own_group else ""
     for code, computes in (("print(flush=True)\nwhile True: pass", True), ("import time; print(flush=True); time.sleep(1000)", False)):
-        with subprocess.Popen([sys.executable, "-c", begin + code], stdout=subprocess.PIPE) as child:
+        with subprocess.Popen([REAL_PYTHON, "-c", begin + code], stdout=subprocess.PIPE) as child:
             try:
                 assert child.stdout is not None
                 child.stdout.readline()  # it computes or sleeps from now on

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -16,6 +15,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from tests.preloaded import REAL_PYTHON
 from tinsmith.errors import ConfigError, EngineUnavailableError
 from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.heartbeat import Heartbeat
@@ -229,7 +229,7 @@ time.sleep(3600)
     with contextlib.ExitStack() as children:
 
         def started(kind: str) -> subprocess.Popen[bytes]:
-            command = [sys.executable, "-c", code, parent.address, kind, keys.parent, keys.public, keys.secret]
+            command = [REAL_PYTHON, "-c", code, parent.address, kind, keys.parent, keys.public, keys.secret]
             child = children.enter_context(subprocess.Popen(command))
             children.callback(child.kill)
             return child

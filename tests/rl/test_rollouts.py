@@ -431,6 +431,7 @@ def test_answers_leave_room_for_what_comes_behind_them(sections: dict[str, Any],
     assert rollout_settings(config, 100, plain).max_context == 100 - int(expected)
 
 
+@pytest.mark.slow
 def test_the_longest_episode_can_be_scored(server_url: str, plain: ChatTemplate, tmp_path: Any) -> None:
     config = config_of(server_url, tmp_path, model={"base_model": "tiny"}, training={"kl_coefficient": 0.1})
     longest = rollout_settings(config, context_limit(config.server, "tiny"), plain).max_context

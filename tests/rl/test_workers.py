@@ -3,12 +3,12 @@
 import asyncio
 import os
 import subprocess
-import sys
 import threading
 from typing import Literal
 
 import pytest
 
+from tests.preloaded import REAL_PYTHON
 from tests.rl.moody import CLOSED, FREED, Moody
 from tests.rl.scripted import Scripted, ids, settings
 from tinsmith.errors import ConfigError
@@ -84,7 +84,7 @@ def test_an_environment_cannot_end_the_program(kind: Kind, plain: ChatTemplate) 
 def test_a_process_of_environments_loads_neither_sdk_nor_torch() -> None:
     """It imports little, so that many of them start within seconds."""
     code = "import sys, tinsmith.rl.workers; assert not {'tinker', 'transformers', 'torch'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([REAL_PYTHON, "-c", code], check=True)
 
 
 HANGING = """
@@ -106,7 +106,7 @@ asyncio.run(run())
 
 
 def test_a_call_that_never_returns_does_not_keep_the_program() -> None:
-    done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, text=True, check=False, timeout=LONG_S)
+    done = subprocess.run([REAL_PYTHON, "-c", HANGING], capture_output=True, text=True, check=False, timeout=LONG_S)
     assert (done.returncode, done.stdout) == (0, "late\n"), done.stderr
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.bases import DEVICE
+from tests.extent import slow
 from tinsmith.sampling.choose import COLDEST, Choice, choose, choose_next, choose_reference, draw, draws_needed, logprobs_at
 from tinsmith.sampling.randomness import as_bits, uniforms
 from tinsmith.sampling.truncation import WEIGHT_BITS, last_kept_reference, order_preserving, truncate
@@ -257,7 +258,7 @@ def test_rows_chosen_on_the_device_are_those_chosen_one_by_one() -> None:
     np.testing.assert_allclose(logprobs.cpu(), [one.logprob for one in alone], atol=1e-6)
 
 
-@pytest.mark.parametrize("vocabulary", [3, 300, 5000, 70_000])
+@pytest.mark.parametrize("vocabulary", [3, 300, 5000, *slow(70_000)])
 @pytest.mark.parametrize("truncates", [False, True])
 def test_the_kernels_choose_what_the_reference_chooses(vocabulary: int, truncates: bool) -> None:
     """In Triton's interpreter on a CPU. The tree has one to five levels."""
@@ -300,7 +301,7 @@ def test_a_row_draws_by_the_same_numbers_whether_another_truncates_or_not() -> N
     assert beside[0][::2].lt(5).all()
 
 
-@pytest.mark.parametrize("vocabulary", [1, 300, 9000])
+@pytest.mark.parametrize("vocabulary", [1, 300, *slow(9000)])
 def test_the_kernels_find_the_last_token_that_is_kept(vocabulary: int) -> None:
     """In Triton's interpreter on a CPU."""
     pytest.importorskip("triton")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.bases import OTHER_DECODERS, load, write_decoder
+from tests.extent import families
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import AttentionBlock, Decoder, Layer, Pass
@@ -22,7 +23,7 @@ from tinsmith.sampling.self_check import LENGTHS, check_base_model
 KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen3_5_text", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 
-@pytest.mark.parametrize("family", [*KNOWN, *OTHER_DECODERS])
+@pytest.mark.parametrize("family", families([*KNOWN, *OTHER_DECODERS]))
 def test_what_we_serve_passes(family_base: Callable[[str], BaseModel], family: str) -> None:
     check_base_model(family_base(family), samples=True)
 

@@ -1,7 +1,6 @@
 """A server's application without an engine, called in process."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 import psutil
 
+from tests.preloaded import REAL_PYTHON
 from tinsmith.config import Config
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.serving import Done
@@ -96,7 +96,7 @@ async def served(data_dir: Path, config: Config | None = None, facts: ModelFacts
     store.close()
 
 
-LIGHT_ENGINE = (sys.executable, str(Path(__file__).with_name("light_engine.py")))
+LIGHT_ENGINE = (REAL_PYTHON, str(Path(__file__).with_name("light_engine.py")))
 """An engine process without models that is ready at once."""
 
 

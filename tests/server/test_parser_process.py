@@ -94,8 +94,6 @@ def test_it_ends_with_its_server(tmp_path: Path, number: signal.Signals) -> None
     write_tiny_model("qwen3", tmp_path / "model")
     with serving(tmp_path, "--base-model", f"tiny={tmp_path / 'model'}") as server:
         server.wait_for_health()
-        (child,) = (
-            process for process in psutil.Process(server.process.pid).children() if "tinsmith.server.parser_process" in process.cmdline()
-        )
-        os.kill(server.process.pid, number)
+        (child,) = (process for process in psutil.Process(server.pid).children() if "tinsmith.server.parser_process" in process.cmdline())
+        os.kill(server.pid, number)
         child.wait(timeout=600)

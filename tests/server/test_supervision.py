@@ -160,7 +160,7 @@ def test_a_low_limit_of_open_files_is_raised(tiny: list[str], tmp_path: Path) ->
     try:
         with serving(tmp_path, *tiny) as server:
             server.wait_for_health(503)
-            assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE) == (min(hard, 65536), hard)
+            assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (min(hard, 65536), hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

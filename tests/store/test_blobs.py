@@ -5,7 +5,6 @@ import os
 import signal
 import sqlite3
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.preloaded import REAL_PYTHON
 from tests.store.test_commands import DESCRIPTION, MODEL, SESSION, create_command, done, step
 from tests.store.test_store import older
 from tinsmith.errors import StoreUnavailableError, TinsmithError
@@ -90,7 +90,7 @@ def test_a_repeat_does_not_take_the_image_of_its_command(store: Store) -> None:
 
 
 def test_a_crash_between_file_and_row_leaves_a_file_that_the_next_start_deletes(store: Store, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run([REAL_PYTHON, "-c", CRASH, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert blobs_in(tmp_path) == [DIGEST.hex()]
     assert store.status(f"{MODEL}/1") is None

@@ -2,12 +2,12 @@
 
 import resource
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.preloaded import REAL_PYTHON
 from tinsmith.errors import TinsmithError
 from tinsmith.store import pieces
 from tinsmith.store.pieces import FilePiece, check_pieces, write_pieces
@@ -56,7 +56,7 @@ def test_pieces_make_a_file_whoever_comes_first(tmp_path: Path, between_hosts: b
 
 
 def test_processes_that_write_into_the_same_pages_lose_nothing(tmp_path: Path, between_hosts: bool) -> None:
-    command = [sys.executable, "-c", WRITES]
+    command = [REAL_PYTHON, "-c", WRITES]
     running = [
         subprocess.Popen([*command, str(rank), str(tmp_path / "c"), str(between_hosts)], stdout=subprocess.PIPE, text=True)
         for rank in range(3)

@@ -3,7 +3,6 @@
 import logging
 import sqlite3
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.preloaded import REAL_PYTHON
 from tinsmith.errors import ConfigError, StoreUnavailableError, TinsmithError
 from tinsmith.store import recorded_sequences
 from tinsmith.store.recorded_sequences import FILE_NAME, LIFETIME_S, RecordedSequence, RecordedSequences
@@ -251,7 +251,7 @@ def test_several_workers_open_a_new_file_at_the_same_time(tmp_path: Path) -> Non
     for number in range(5):
         directory = tmp_path / str(number)
         directory.mkdir()
-        command = [sys.executable, "-c", OPEN, str(directory)]
+        command = [REAL_PYTHON, "-c", OPEN, str(directory)]
         running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
         for process in running:
             assert process.stdout is not None

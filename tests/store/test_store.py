@@ -2,7 +2,6 @@
 
 import sqlite3
 import subprocess
-import sys
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -15,6 +14,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, inspect, select
 
+from tests.preloaded import REAL_PYTHON
 from tinsmith.errors import ConfigError, NotFoundError, StoreUnavailableError, UserError
 from tinsmith.store import ids, schema
 from tinsmith.store.catalog import publish_checkpoint
@@ -121,7 +121,7 @@ def test_a_database_that_is_up_to_date_is_opened_without_alembic(tmp_path: Path)
         "Store.open(Path(sys.argv[1])); print('alembic' in sys.modules)"
     )
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+        done = subprocess.run([REAL_PYTHON, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
         assert done.stdout == "False\n"
 
 

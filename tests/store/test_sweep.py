@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.preloaded import REAL_PYTHON
 from tests.store.test_files import write
 from tests.store.test_store import DESCRIPTION, checkpoint
 from tinsmith.store.catalog import copy_checkpoint, delete_checkpoint, set_checkpoint_ttl
@@ -107,7 +107,7 @@ def test_files_that_a_living_copy_has_free_nothing(store: Store, files: Checkpoi
 def test_what_a_crash_left_of_a_save_goes_after_a_day(
     store: Store, files: CheckpointFiles, tmp_path: Path, later: Callable[[], None]
 ) -> None:
-    done = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run([REAL_PYTHON, "-c", CRASH, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     place = done.stdout.strip()
     (left,) = (tmp_path / "checkpoints").iterdir()

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tests.bases import OTHER_DECODERS, datum, picture_chunks, random_adapter, random_tokens, renderer, shifted, transformers_model
+from tests.extent import families
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.layout import LM_HEAD
@@ -73,7 +74,7 @@ def twin_logprobs(twin: Any, base: BaseModel, rendered: RenderedInput, targets: 
     return logprobs
 
 
-@pytest.mark.parametrize("family", [*TEXT_FAMILIES, *VISION_FAMILIES, *OTHER_DECODERS])
+@pytest.mark.parametrize("family", families([*TEXT_FAMILIES, *VISION_FAMILIES, *OTHER_DECODERS]))
 def test_logprobs_and_gradients_equal_peft(family_base: Callable[[str], BaseModel], family_dir: Callable[[str], Path], family: str) -> None:
     base = family_base(family)
     adapter = random_adapter(base, rank=4, seed=1)

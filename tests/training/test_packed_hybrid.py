@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.bases import datum, picture_chunks, random_adapter, random_tokens, renderer, shifted, transformers_model
+from tests.extent import amount
 from tests.training.test_against_peft import path_in_network, twin_logprobs
 from tests.training.test_backend import gradients
 from tinsmith.config import TrainingConfig
@@ -108,7 +109,7 @@ def test_random_packings(hybrid: BaseModel) -> None:
         backend = backend_with(hybrid, **adapters)
         alone.append(compute(backend, [item])[0].logprobs)
         found.append(gradients(backend, item.model_id))
-    for _ in range(100):
+    for _ in range(amount(5, 100)):
         chosen = generator.permutation(len(work))[: generator.integers(2, 7)]
         backend = backend_with(hybrid, **adapters)
         for index, result in zip(chosen, compute(backend, [work[i] for i in chosen]), strict=True):

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.preloaded import REAL_PYTHON
 from tests.running import START_S
 from tinsmith.config import Config, load
 from tinsmith.errors import ConfigError
@@ -49,7 +49,7 @@ def hold() -> Iterator[Hold]:
 
         def start(how: str, gpu: str = GPU) -> subprocess.Popen[str]:
             process = stack.enter_context(
-                subprocess.Popen([sys.executable, "-c", HOLDER, gpu, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                subprocess.Popen([REAL_PYTHON, "-c", HOLDER, gpu, how], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             )
             stack.callback(process.kill)
             assert process.stdout is not None
@@ -139,7 +139,7 @@ def test_a_holder_that_is_killed_leaves_the_gpu_to_the_next(hold: Hold) -> None:
 def test_a_holder_hands_its_lock_to_no_program_that_it_starts() -> None:
     """A vLLM server, for instance, may outlive it by some seconds."""
     held = lock(GPU, "cuda:0", shared=False)
-    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, close_fds=False):
+    with subprocess.Popen([REAL_PYTHON, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, close_fds=False):
         assert "is used by another server" in refused(shared=False)
         held.close()
         assert is_free()

@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.preloaded import REAL_PYTHON
 from tinsmith.sampling.inside_vllm import every_process
 
 pytestmark = pytest.mark.skipif(not torch.__version__.endswith("+cpu"), reason="this PyTorch is no CPU build")
@@ -35,7 +35,7 @@ def environment(directory: Path) -> dict[str, str]:
 
 
 def run(code: str, **more: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=more)
+    return subprocess.run([REAL_PYTHON, "-c", code], capture_output=True, text=True, check=False, env=more)
 
 
 def test_torchvision_can_be_imported_and_torchaudio_is_not_there(tmp_path: Path) -> None:

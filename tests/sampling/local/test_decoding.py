@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.bases import new_ref, picture_chunks, random_adapter, random_tokens, renderer
+from tests.extent import slow
 from tests.sampling.local.test_fairness import of_session
 from tests.sampling.local.test_sampler import PARAMS, ask, forward_logprobs, prompts, run, sampler_of
 from tinsmith.config import TrainingConfig
@@ -177,7 +178,7 @@ def test_what_waits_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize("blocks", [400, 16])
+@pytest.mark.parametrize("blocks", [16, *slow(400)])
 def test_launching_ahead_changes_no_answer(family_base: Callable[[str], BaseModel], family: str, blocks: int) -> None:
     base = family_base(family)
     each, ahead = (sampler_of(base, blocks, runs_ahead=runs_ahead, prefill_tokens=24, max_running=6) for runs_ahead in (False, True))
@@ -204,7 +205,7 @@ def test_a_step_is_under_way_while_the_tokens_of_the_last_are_read(text_base: Ba
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-@pytest.mark.parametrize("when", range(2, 6))
+@pytest.mark.parametrize("when", [2, 3, *slow(4, 5)])
 def test_what_happens_between_steps_finds_one_under_way(family_base: Callable[[str], BaseModel], family: str, when: int) -> None:
     """A sample is cancelled, another stops at a token that nobody foresaw: the rest get their tokens."""
     base = family_base(family)

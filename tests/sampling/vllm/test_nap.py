@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.preloaded import REAL_PYTHON
 from tests.sampling.vllm import stub_server
 from tests.sampling.vllm.test_servers import HUNG_S, ready
 from tinsmith.sampling.vllm import servers as room
@@ -110,7 +111,7 @@ def test_what_keeps_a_server_awake_ends_first_and_what_comes_later_waits(tmp_pat
             "it has forgotten pictures, and nothing is taken for compared"
         )
 
-    with_server(tmp_path, [sys.executable, "-c", SLEEPS], story)
+    with_server(tmp_path, [REAL_PYTHON, "-c", SLEEPS], story)
 
 
 def test_a_server_that_does_not_obey_is_ended_before_the_trainer_has_the_gpu_and_starts_again_when_it_may(
@@ -129,7 +130,7 @@ def test_a_server_that_does_not_obey_is_ended_before_the_trainer_has_the_gpu_and
         await nap.wake_up()
         assert await (await ready(server, after=instance)).answers()
 
-    with_server(tmp_path, [sys.executable, str(stub_server.__file__)], story)
+    with_server(tmp_path, [REAL_PYTHON, str(stub_server.__file__)], story)
     assert "is ended, because it does not fall asleep, or wake" in caplog.text
 
 
@@ -161,7 +162,7 @@ def test_a_server_that_dies_while_it_is_tried_out_lets_nobody_wait_for_ever(tmp_
         assert await (await ready(server)).answers()
         assert server.process is not first
 
-    with_server(tmp_path, [sys.executable, "-c", SLEEPS], story, try_out)
+    with_server(tmp_path, [REAL_PYTHON, "-c", SLEEPS], story, try_out)
 
 
 def test_a_server_that_hangs_with_what_keeps_it_awake_lets_the_trainer_wait_no_longer_than_a_sample(
@@ -181,7 +182,7 @@ def test_a_server_that_hangs_with_what_keeps_it_awake_lets_the_trainer_wait_no_l
         await falling
         assert nap.instances == set()
 
-    with_server(tmp_path, [sys.executable, "-c", SLEEPS], story, hung_s=HUNG_S)
+    with_server(tmp_path, [REAL_PYTHON, "-c", SLEEPS], story, hung_s=HUNG_S)
 
 
 def test_nothing_is_taken_for_compared_that_ends_before_the_slowest_server_is_awake(tmp_path: Path) -> None:
@@ -202,4 +203,4 @@ def test_nothing_is_taken_for_compared_that_ends_before_the_slowest_server_is_aw
         let_answers_go(instance)
         await waking
 
-    with_server(tmp_path, [sys.executable, "-c", SLEEPS], story)
+    with_server(tmp_path, [REAL_PYTHON, "-c", SLEEPS], story)

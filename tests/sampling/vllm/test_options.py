@@ -1,9 +1,8 @@
 """What may be passed on to vLLM, and what we read of it."""
 
-import sys
-
 import pytest
 
+from tests.preloaded import REAL_PYTHON
 from tinsmith.config import load
 from tinsmith.errors import ConfigError
 from tinsmith.sampling.vllm.options import check_options, require_vllm, share_of, value_of
@@ -38,14 +37,14 @@ def test_what_cannot_work_is_refused_with_the_reason(options: list[str], reason:
 
 
 def test_it_is_refused_before_models_are_loaded() -> None:
-    config = load(options={"sampler": "vllm", "vllm_python": sys.executable, "vllm_args": ["--tensor-parallel-size=2"]})
+    config = load(options={"sampler": "vllm", "vllm_python": REAL_PYTHON, "vllm_args": ["--tensor-parallel-size=2"]})
     with pytest.raises(ConfigError, match="use --vllm-tensor-parallel"):
         require_vllm(config)
 
 
 def test_servers_of_a_server_that_only_samples_take_no_more_than_its_share() -> None:
     """It shares its GPUs with another server, which trains there for instance."""
-    options = {"sampler": "vllm", "train": "none", "vllm_python": sys.executable}
+    options = {"sampler": "vllm", "train": "none", "vllm_python": REAL_PYTHON}
     for share, taken in ((0.4, 0.4), (1, 0.92), (1, 1)):
         require_vllm(load(options=options | {"memory_share": share, "vllm_args": [f"--gpu-memory-utilization={taken}"]}))
     require_vllm(load(options=options | {"train": "any", "memory_share": 0.4}))  # that is the trainer's part of it, beside its own servers

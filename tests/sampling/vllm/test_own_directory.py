@@ -3,13 +3,13 @@
 import fcntl
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.preloaded import REAL_PYTHON
 from tests.running import START_S
 from tinsmith.models.base import BaseModel
 from tinsmith.sampling.vllm import own_directory
@@ -35,7 +35,7 @@ def holding(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
     with ExitStack() as stack:
 
         def start(boot: Path | None = None) -> Holder:
-            command = [sys.executable, "-c", HOLDER, str(place(tmp_path)), str(boot or "")]
+            command = [REAL_PYTHON, "-c", HOLDER, str(place(tmp_path)), str(boot or "")]
             process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
             stack.callback(process.kill)
             assert process.stdout is not None
@@ -94,7 +94,7 @@ def test_what_another_machine_has_there_stays_whether_or_not_it_is_in_use(
 
 def test_what_is_named_by_a_number_of_a_process_stays(text_base: BaseModel, tmp_path: Path) -> None:
     """As earlier versions named theirs, on whatever machine: it may live there, though nobody here has that number."""
-    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead = subprocess.Popen([REAL_PYTHON, "-c", ""])
     dead.wait()
     for name in (f"{dead.pid}-a", f"{os.getpid()}-b", "mine"):
         (tmp_path / f"{PREFIX}{name}").mkdir()

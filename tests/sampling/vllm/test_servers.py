@@ -3,13 +3,14 @@
 import asyncio
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from tests.extent import slow
+from tests.preloaded import REAL_PYTHON
 from tests.sampling.vllm import stub_server
 from tinsmith.errors import TinsmithError
 from tinsmith.sampling.vllm import servers as room
@@ -34,7 +35,7 @@ def with_servers(
 
     async def tell() -> None:
         changed = asyncio.Condition()
-        command = [sys.executable, str(stub_server.__file__)]
+        command = [REAL_PYTHON, str(stub_server.__file__)]
         names = [f"stub-{index}" for index in range(count)]
         sources = [Launch(command, dict(os.environ), directory, name, directory / f"{name}.log", "file") for name in names]
         all_servers = Servers([Server(source, 8, hung_s, changed, try_out) for source in sources], changed)
@@ -124,7 +125,7 @@ def test_a_given_server_that_goes_while_idle_and_comes_back_begins_a_new_life(tm
     """It has lost what it was given."""
     monkeypatch.setattr(room, "_LOOK_EVERY_S", 0.1)
     socket = tmp_path / "given"
-    command = [sys.executable, str(stub_server.__file__), "--uds", str(socket)]
+    command = [REAL_PYTHON, str(stub_server.__file__), "--uds", str(socket)]
 
     async def tell() -> None:
         changed = asyncio.Condition()
@@ -204,7 +205,7 @@ def test_a_server_whose_engine_ended_is_replaced_though_its_process_stays(
     assert "a vLLM server was killed, because its engine has ended, or it takes no requests any more" in caplog.text
 
 
-@pytest.mark.parametrize("path", ["/never", "/busy?for_s=3600"])
+@pytest.mark.parametrize("path", ["/never", *slow("/busy?for_s=3600")])
 def test_a_server_whose_engine_ends_or_hangs_while_it_is_tried_out_is_replaced(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +317,7 @@ def test_a_server_that_ends_while_it_starts_says_why(tmp_path: Path) -> None:
 
     async def tell() -> None:
         changed = asyncio.Condition()
-        command = [sys.executable, "-c", "raise RuntimeError('no such model')"]
+        command = [REAL_PYTHON, "-c", "raise RuntimeError('no such model')"]
         server = Server(Launch(command, dict(os.environ), tmp_path, "ends", tmp_path / "log", "file"), 8, HUNG_S, changed)
         servers = Servers([server], changed)
         with pytest.raises(TinsmithError, match=r"a vLLM server ended \(exit code 1\); .*/log says: (?s:.*)RuntimeError: no such model"):

@@ -1,10 +1,9 @@
 """Models with gated delta nets are sampled by the versions of vLLM, and on the devices, that they were tested with. Others are refused."""
 
-import sys
-
 import pytest
 import torch
 
+from tests.preloaded import REAL_PYTHON
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.sampling.vllm.versions import check_installed, refusal
@@ -23,8 +22,8 @@ def test_an_installed_vllm_is_asked_before_it_is_started(
     hybrid_base: BaseModel, text_base: BaseModel, tmp_path: pytest.TempPathFactory
 ) -> None:
     """This Python has none."""
-    check_installed(text_base, sys.executable, text_base.device)
+    check_installed(text_base, REAL_PYTHON, text_base.device)
     with pytest.raises(ConfigError, match=r"\(qwen3_5\) has gated delta nets, with which vLLM missing was not tested"):
-        check_installed(hybrid_base, sys.executable, hybrid_base.device)
+        check_installed(hybrid_base, REAL_PYTHON, hybrid_base.device)
     with pytest.raises(ConfigError, match="does not say which vLLM it has"):
         check_installed(hybrid_base, "/bin/false", hybrid_base.device)

@@ -1,0 +1,304 @@
+"""Python processes that begin with torch, transformers and this package imported, which takes ten seconds of a core otherwise.
+
+The process of a test run forks itself once, before it computes anything: that child waits for requests and forks itself for each. Whatever
+tests and product start as `sys.executable` is then a small program (`tests/preloaded_python.py`) that asks for such a process, gives it its
+command line, environment, directory and open files, passes on the signals that it gets, and ends as the process ends.
+
+`REAL_PYTHON` starts Python as a user does: for tests of what is imported, or of how much memory a process takes.
+"""
+
+import array
+import atexit
+import faulthandler
+import gc
+import io
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import runpy
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tests.preloaded_python import PASSED_ON
+
+REAL_PYTHON = sys.executable
+"""Python itself."""
+
+MOST_FILES = 250
+"""Open files that one message can pass on: Linux takes no more than 253."""
+
+MOST_NUMBERS = 2**16
+"""The table of a process's open files is as long as the highest number in it."""
+
+
+def replace_python() -> None:
+    """Let `sys.executable` be the small program. It becomes Python itself as long as nothing serves it.
+
+    Call it before modules are imported that keep `sys.executable`.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="preloaded-"))
+    atexit.register(_remove, directory, os.getpid())
+    program = directory / "python"
+    program.write_text(
+        f"#!{REAL_PYTHON} -IS\n"
+        f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\n"
+        f"from preloaded_python import main\nmain({REAL_PYTHON!r}, {str(directory)!r})\n"
+    )
+    program.chmod(0o755)
+    sys.executable = str(program)
+    multiprocessing.set_executable(str(program))
+
+
+def _remove(directory: Path, owner: int) -> None:
+    """Delete it at the end of the process that has made it, not of those that it has forked."""
+    if os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def serve_processes(modules: Sequence[str]) -> None:
+    """Import these modules, and fork the child that serves the small programs.
+
+    Call it after `replace_python` and before the first computation: threads of OpenMP do not survive a fork.
+    """
+    for module in modules:
+        import_module(module)
+    directory = Path(sys.executable).parent
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(directory / "requests"))
+    listener.listen(128)
+    lifeline, ours = os.pipe()  # our end closes with this process, which ends the child
+    if os.fork():
+        os.close(lifeline)
+        listener.close()
+        return
+    try:
+        os.close(ours)
+        gc.freeze()  # a collection in a forked process would copy the pages of all that was imported
+        _leave_the_test_run({listener.fileno(), lifeline})
+        _Forks(listener, lifeline, directory).run()
+    finally:
+        os._exit(1)
+
+
+def process_behind(pid: int) -> int:
+    """The process that the small program `pid` stands for; `pid` itself if it is another program, or has ended."""
+    while True:
+        with suppress(OSError):
+            return int((Path(sys.executable).parent / str(pid)).read_text())
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return pid
+        if sys.executable.encode() not in command.split(b"\0"):
+            return pid
+        time.sleep(0.01)  # it has not asked for its process yet
+
+
+class _Forks:
+    """The child that forks itself, and the processes that it has forked."""
+
+    def __init__(self, listener: socket.socket, lifeline: int, directory: Path) -> None:
+        self.listener = listener
+        self.lifeline = lifeline
+        self.directory = directory
+        self.asked: dict[int, tuple[socket.socket, int]] = {}
+        """By the process that was forked: the connection of the small program, and its process id."""
+        self.child_ended, self.wakes = os.pipe()
+
+    def run(self) -> None:
+        """Fork on request until the test run has ended; then end whatever is left."""
+        os.set_blocking(self.wakes, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self.wakes)
+        while True:
+            connections = {connection.fileno(): pid for pid, (connection, _) in self.asked.items()}
+            ready, _, _ = select.select([self.listener.fileno(), self.lifeline, self.child_ended, *connections], [], [])
+            if self.lifeline in ready:
+                self._end()
+            for number in ready:
+                if number in connections:
+                    self._pass_on_signals(connections[number])
+            if self.child_ended in ready:
+                os.read(self.child_ended, 4096)
+                self._report_ends()
+            if self.listener.fileno() in ready:
+                self._fork(self.listener.accept()[0])
+
+    def _end(self) -> None:
+        for pid in self.asked:
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.directory, ignore_errors=True)  # the test run may have been killed
+        os._exit(0)
+
+    def _pass_on_signals(self, pid: int) -> None:
+        """Send the process the signals that the small program got. If that was killed, kill it."""
+        try:
+            signals = self.asked[pid][0].recv(64)
+        except ConnectionError:
+            signals = b""
+        for number in signals or (signal.SIGKILL,):
+            os.kill(pid, number)
+        if not signals:
+            self._forget(pid)
+
+    def _report_ends(self) -> None:
+        """Tell the small programs how their processes have ended."""
+        with suppress(ChildProcessError):  # there are no others
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                if pid in self.asked:
+                    with suppress(OSError):  # that of the small program has ended, too
+                        self.asked[pid][0].sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
+                    self._forget(pid)
+
+    def _forget(self, pid: int) -> None:
+        connection, program = self.asked.pop(pid)
+        connection.close()
+        (self.directory / str(program)).unlink(missing_ok=True)
+
+    def _fork(self, connection: socket.socket) -> None:
+        request, files = _receive(connection)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _become(request, files)
+            finally:
+                os._exit(1)
+        for file in files:
+            os.close(file)
+        unseen = self.directory / "next"
+        unseen.write_text(str(pid))
+        unseen.rename(self.directory / str(request["pid"]))
+        self.asked[pid] = connection, request["pid"]
+        with suppress(OSError):  # the small program has been killed: the next look at its connection shows it
+            connection.sendall(bytes(4))
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """What a small program asks for, and its open files."""
+    numbers = array.array("i")
+    data, ancillary, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(MOST_FILES * numbers.itemsize))
+    for _, _, block in ancillary:
+        numbers.frombytes(block)
+    body = connection.recv(int.from_bytes(data, "big"), socket.MSG_WAITALL)
+    return json.loads(body), list(numbers)
+
+
+def _leave_the_test_run(kept: set[int]) -> None:
+    """Give up what belongs to the test run: files, captured output, handlers of signals and of logs."""
+    faulthandler.disable()
+    for passed_on in PASSED_ON:
+        signal.signal(passed_on, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _close_all_but(kept)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)
+    logging.root.handlers.clear()
+    logging.root.setLevel(logging.WARNING)
+
+
+def _close_all_but(kept: set[int]) -> None:
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if int(path.name) not in kept:
+            with suppress(OSError):  # the one that listed them
+                os.close(int(path.name))
+
+
+def _become(request: dict[str, Any], files: list[int]) -> None:
+    """Run the program that was asked for in this process, and end with it."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    aside = range(min(hard, MOST_NUMBERS) - len(files), min(hard, MOST_NUMBERS))  # above all numbers that they are to have
+    for source, number in zip(files, aside, strict=True):
+        os.dup2(source, number)
+    _close_all_but(set(aside))
+    for source, number in zip(aside, request["files"], strict=True):
+        os.dup2(source, number)
+        os.close(source)
+    os.chdir(request["directory"])
+    os.umask(request["umask"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    for number, limits in request["limits"]:
+        resource.setrlimit(number, tuple(limits))
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.BufferedWriter(io.FileIO(number, "w", closefd=False)), line_buffering=True) for number in (1, 2)
+    )
+    program = request["pid"]
+    os.getppid = lambda: _parent_of(program)
+    try:
+        _execute(request["arguments"])
+    finally:
+        os._exit(_finish(sys.exc_info()[1]))
+
+
+def _parent_of(pid: int) -> int:
+    """The parent of a small program, which the process behind it takes for its own; 1 if the small program has ended."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    return 1
+
+
+def _finish(error: BaseException | None) -> int:
+    """Do what Python does when a program has ended, by this error or without one: the exit code."""
+    code = 0
+    match error:
+        case None:
+            pass
+        case SystemExit(code=int(number)):
+            code = number
+        case SystemExit(code=said):
+            code = int(said is not None)
+            if said is not None:
+                print(said, file=sys.stderr)
+        case KeyboardInterrupt():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        case _:
+            traceback.print_exception(error)
+            code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            stream.flush()
+    return code & 0xFF
+
+
+def _execute(arguments: list[str]) -> None:
+    match arguments:
+        case ["-c", code, *rest]:
+            sys.argv = ["-c", *rest]
+            sys.path.insert(0, "")
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(compile(code, "<string>", "exec"), sys.modules["__main__"].__dict__)
+        case ["-m", name, *_]:
+            sys.argv = arguments[1:]
+            sys.path.insert(0, str(Path.cwd()))
+            for module in (name, f"{name}.__main__"):  # Python warns of one that was imported before
+                if not hasattr(sys.modules.get(module), "__path__"):
+                    sys.modules.pop(module, None)
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        case [file, *_]:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(file).resolve().parent))
+            runpy.run_path(file, run_name="__main__")
