@@ -4,7 +4,7 @@
 # make test     run the tests that every change needs
 # make test-all run everything there is: slow tests, long random runs, recipes, real vLLM servers
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
-# make mutations        put faults into a copy of the product, one after the other, each of which a test must find (about 20 minutes)
+# make mutations        put faults into a copy of the product, one after the other, each of which a test must find (about 6 minutes)
 # make test-vllm        run the tests that start real vLLM servers (its CPU build, in an environment of its own)
 # make test-distributed  run the tests of several workers alone; they are part of `make test`
 # make test-gpu         run the numerical tests on this machine's GPU, and keep their output in benchmarks/results/
