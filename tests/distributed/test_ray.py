@@ -46,7 +46,8 @@ SILENT_S = "20"
 def address() -> Iterator[str]:
     """Of a Ray for all tests here. Nothing of it is left, and nobody elsewhere could reach it."""
     with ray_head(CORES) as address:
-        (head,) = (child for child in psutil.Process().children() if "tests.ray_head" in child.cmdline())
+        running = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        (head,) = (child for child in running if "tests.ray_head" in child.cmdline())
         processes = [head, *head.children(recursive=True)]
         listening = [each.laddr for process in processes for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
         assert {each.ip.removeprefix("::ffff:") for each in listening} == {"127.0.0.1"}
