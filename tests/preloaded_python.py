@@ -19,10 +19,12 @@ LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, res
 def main(python: str, directory: str) -> None:
     """Run the program of the command line in a process that is forked for it, and end as that ends.
 
-    With options of Python itself, which such a process cannot obey, this becomes `python`, and so it does if nobody forks.
+    With other options of Python than -B, which such a process cannot obey, this becomes `python`, and so it does if nobody forks.
     """
-    options = len(sys.argv) < 2 or (sys.argv[1].startswith("-") and sys.argv[1] not in ("-c", "-m"))
-    if options or not os.access(f"{directory}/requests", os.F_OK):
+    if sys.argv[1:2] == ["-B"]:  # multiprocessing passes it on; a process that is forked writes little byte code
+        del sys.argv[1]
+    has_options = len(sys.argv) < 2 or (sys.argv[1].startswith("-") and sys.argv[1] not in ("-c", "-m"))
+    if has_options or not os.access(f"{directory}/requests", os.F_OK):
         os.execv(python, [python, *sys.argv[1:]])
     early: list[int] = []
     for passed_on in PASSED_ON:
