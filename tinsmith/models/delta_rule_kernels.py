@@ -330,22 +330,59 @@ def _gradients_of(
 ) -> None:
     """Write the gradients of query, key, decay and beta."""
     d_query, d_key, d_decay, d_beta = targets
-    launch: Any = _gradients
-    launch[(heads.key.shape[1], heads.cuts.chunks.shape[0])](
-        heads.query,
-        *heads.query.stride()[:2],
-        heads.key,
-        *heads.key.stride()[:2],
+    chunks, key_heads, key_dim = heads.cuts.chunks.shape[0], heads.key.shape[1], heads.key.shape[2]
+    scale = key_dim**-0.5
+    columns = min(ACROSS["COLUMNS"], key_dim)
+    parts = key_dim // columns
+    matrices = heads.pairs(2, CHUNK, CHUNK)
+    sums, ends = heads.exact(2 * (1 + parts), CHUNK), heads.exact(parts)
+    rows = heads.value.new_empty(chunks, key_heads, 2, CHUNK, key_dim, dtype=torch.float32)
+    inputs = (heads.query, *heads.query.stride()[:2], heads.key, *heads.key.stride()[:2])
+    outs = (d_out, *d_out.stride()[:2])
+    launch: Any = _inside
+    launch[(heads.heads, chunks)](
+        *inputs,
         heads.value,
         *heads.value.stride()[:2],
-        d_out,
-        *d_out.stride()[:2],
+        *outs,
+        heads.cuts.chunks,
+        factors,
+        updates,
+        solved,
+        matrices,
+        sums,
+        heads.heads,
+        scale,
+        **heads.shape,
+        PARTS=parts,
+        **INSIDE,
+    )
+    launch = _across
+    launch[(parts, key_heads, chunks)](
+        *inputs,
+        *outs,
         heads.cuts.chunks,
         factors,
         states,
         updates,
         d_states,
         solved,
+        matrices,
+        sums,
+        ends,
+        rows,
+        heads.heads,
+        scale,
+        **heads.shape,
+        **{**ACROSS, "COLUMNS": columns},
+    )
+    launch = _finish
+    launch[(key_heads, chunks)](
+        *inputs,
+        heads.cuts.chunks,
+        sums,
+        ends,
+        rows,
         d_query,
         d_key,
         *d_key.stride()[:2],
@@ -353,9 +390,9 @@ def _gradients_of(
         d_beta,
         *d_decay.stride(),
         heads.heads,
-        heads.key.shape[2] ** -0.5,
         **heads.shape,
-        **GRADIENTS,
+        PARTS=parts,
+        **FINISH,
     )
 
 
@@ -365,11 +402,13 @@ def _sliced(options: dict[str, int], value_dim: int) -> dict[str, int]:
 
 
 PREPARE = {"num_warps": 4, "num_stages": 1}
-ADVANCE = {"COLUMNS": 32, "num_warps": 4, "num_stages": 2}
-OUTPUT = {"COLUMNS": 128, "num_warps": 4, "num_stages": 1}
+ADVANCE = {"COLUMNS": 32, "num_warps": 4, "num_stages": 3}
+OUTPUT = {"COLUMNS": 64, "num_warps": 4, "num_stages": 1}
 RETURN = {"num_warps": 4, "num_stages": 1}
-RETREAT = {"COLUMNS": 32, "num_warps": 4, "num_stages": 2}
-GRADIENTS = {"num_warps": 8, "num_stages": 1}
+RETREAT = {"COLUMNS": 32, "num_warps": 4, "num_stages": 3}
+INSIDE = {"num_warps": 4, "num_stages": 1}
+ACROSS = {"COLUMNS": 64, "num_warps": 4, "num_stages": 1}
+FINISH = {"num_warps": 4, "num_stages": 1}
 
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -729,7 +768,7 @@ def _retreat(
 
 
 @triton.jit
-def _gradients(
+def _inside(
     query: tl.tensor,
     q_token: tl.tensor,
     q_head: tl.tensor,
@@ -744,36 +783,101 @@ def _gradients(
     o_head: tl.tensor,
     chunks: tl.tensor,
     factors: tl.tensor,
-    states: tl.tensor,
     updates: tl.tensor,
-    d_states: tl.tensor,
     solved: tl.tensor,
-    d_query: tl.tensor,
-    d_key: tl.tensor,
-    d_token: tl.tensor,
-    d_head: tl.tensor,
-    d_decay: tl.tensor,
-    d_beta: tl.tensor,
-    beta_token: tl.tensor,
-    beta_head: tl.tensor,
+    matrices: tl.tensor,
+    sums: tl.tensor,
     heads: tl.tensor,
     scale: tl.tensor,
     GROUPS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> None:
-    """One chunk of one key head, and of the value heads that share it."""
-    key_head, chunk = tl.program_id(0), tl.program_id(1)
+    """One chunk of one head."""
+    head, chunk = tl.program_id(0), tl.program_id(1)
     first = tl.load(chunks + 2 * chunk).to(tl.int64)
     row, k_column, v_column = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    inside = row < tl.load(chunks + 2 * chunk + 1)
+    inside = (row < tl.load(chunks + 2 * chunk + 1))[:, None]
     token = (first + row)[:, None]
-    q = tl.load(query + token * q_token + key_head * q_head + k_column[None, :], mask=inside[:, None], other=0.0)
-    k = tl.load(key + token * k_token + key_head * k_head + k_column[None, :], mask=inside[:, None], other=0.0)
     i, j = row[:, None], row[None, :]
-    d_q = tl.zeros((C, K), tl.float32)  # of the query of length one / sqrt(key_dim)
-    d_k = tl.zeros((C, K), tl.float32)  # of the key of length one
+    place = chunk.to(tl.int64) * heads + head
+    mine = factors + place * 4 * C + row
+    t = tl.load(mine)
+    b = tl.load(mine + C)
+    by_key = tl.load(mine + 2 * C)
+    by_query = tl.load(mine + 3 * C) * scale
+    between = tl.exp(tl.where(i >= j, t[:, None] - t[None, :], 0.0))
+    in_chunk = place * 2 * C * V + row[:, None] * V + v_column[None, :]
+    square = matrices + place * 4 * C * C + i * C + j
+    u_high, u_low = tl.load(updates + in_chunk), tl.load(updates + in_chunk + C * V)
+
+    d_o = tl.load(d_out + token * o_token + head * o_head + v_column[None, :], mask=inside, other=0.0)
+    of_dots = _product(d_o, tl.trans(u_high), _product(d_o, tl.trans(u_low), None))
+    of_dots = tl.where(i >= j, of_dots * between * by_query[:, None] * by_key[None, :], 0.0)
+    high, low = _high_and_low(of_dots)
+    _store_pair(square, 2 * C * C, high, low)
+    k = tl.load(key + token * k_token + (head // GROUPS) * k_head + k_column[None, :], mask=inside, other=0.0)
+    q = tl.load(query + token * q_token + (head // GROUPS) * q_head + k_column[None, :], mask=inside, other=0.0)
+    d_decayed = of_dots * _product(q, tl.trans(k), None)
+
+    x_high, x_low = tl.load(solved + in_chunk), tl.load(solved + in_chunk + C * V)
+    of_dots = _pair_times_pair(x_high, x_low, tl.trans(u_high), tl.trans(u_low))
+    of_dots = tl.where(i > j, -of_dots * between * by_key[:, None] * by_key[None, :], 0.0)
+    part = of_dots * _product(k, tl.trans(k), None)
+    d_b = tl.sum(part, 1)
+    d_decayed += part * b[:, None]
+    of_dots *= b[:, None]
+    high, low = _high_and_low(of_dots + tl.trans(of_dots))
+    _store_pair(square + C * C, 2 * C * C, high, low)
+    v = tl.load(value + token * v_token + head * v_head + v_column[None, :], mask=inside, other=0.0).to(tl.float32)
+    d_b += tl.sum((x_high.to(tl.float32) + x_low.to(tl.float32)) * v, 1)
+    found = sums + place * 2 * (1 + PARTS) * C + row
+    tl.store(found, tl.sum(d_decayed, 1) - tl.sum(d_decayed, 0))
+    tl.store(found + C, d_b)
+
+
+@triton.jit
+def _across(
+    query: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    key: tl.tensor,
+    k_token: tl.tensor,
+    k_head: tl.tensor,
+    d_out: tl.tensor,
+    o_token: tl.tensor,
+    o_head: tl.tensor,
+    chunks: tl.tensor,
+    factors: tl.tensor,
+    states: tl.tensor,
+    updates: tl.tensor,
+    d_states: tl.tensor,
+    solved: tl.tensor,
+    matrices: tl.tensor,
+    sums: tl.tensor,
+    ends: tl.tensor,
+    rows: tl.tensor,
+    heads: tl.tensor,
+    scale: tl.tensor,
+    GROUPS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Some columns of one chunk of one key head, for the value heads that share it."""
+    part_of_key, key_head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(chunks + 2 * chunk).to(tl.int64)
+    row, v_column = tl.arange(0, C), tl.arange(0, V)
+    k_column = part_of_key * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < tl.load(chunks + 2 * chunk + 1))[:, None]
+    token = (first + row)[:, None]
+    q = tl.load(query + token * q_token + key_head * q_head + k_column[None, :], mask=inside, other=0.0)
+    k = tl.load(key + token * k_token + key_head * k_head + k_column[None, :], mask=inside, other=0.0)
+    d_q = tl.zeros((C, COLUMNS), tl.float32)
+    d_k = tl.zeros((C, COLUMNS), tl.float32)
     for group in range(GROUPS):
         head = key_head * GROUPS + group
         place = chunk.to(tl.int64) * heads + head
@@ -783,65 +887,101 @@ def _gradients(
         by_key = tl.load(mine + 2 * C)
         by_query = tl.load(mine + 3 * C) * scale
         t_end = tl.load(factors + place * 4 * C + C - 1)
-        total, rest = tl.exp(t), tl.exp(t_end - t)
-        between = tl.exp(tl.where(i >= j, t[:, None] - t[None, :], 0.0))
+        total = tl.exp(t)
         in_chunk = place * 2 * C * V + row[:, None] * V + v_column[None, :]
         in_state = place * 2 * K * V + k_column[:, None] * V + v_column[None, :]
-        d_o = tl.load(d_out + token * o_token + head * o_head + v_column[None, :], mask=inside[:, None], other=0.0)
-        u_high, u_low = tl.load(updates + in_chunk), tl.load(updates + in_chunk + C * V)
+        square = matrices + place * 4 * C * C + row[:, None] * C + row[None, :]
 
-        # What the outputs read of P and of the state.
-        d_attended = _product(d_o, tl.trans(u_high), _product(d_o, tl.trans(u_low), None))
-        d_attended = tl.where(i >= j, d_attended * between, 0.0)
-        d_decayed = d_attended * _product(q, tl.trans(k), None) * by_query[:, None] * by_key[None, :]
-        high, low = _high_and_low(d_attended * by_key[None, :])
-        d_q += _pair_times(high, low, k)
-        high, low = _high_and_low(d_attended * by_query[:, None])
-        d_k += _pair_times(tl.trans(high), tl.trans(low), q)
+        high, low = tl.load(square), tl.load(square + 2 * C * C)
+        d_q = _product(high, k, _product(low, k, d_q))
+        d_k = _product(tl.trans(high), q, _product(tl.trans(low), q, d_k))
+        high, low = tl.load(square + C * C), tl.load(square + 3 * C * C)
+        d_k = _product(high, k, _product(low, k, d_k))
+
         s_high, s_low = tl.load(states + in_state), tl.load(states + in_state + K * V)
-        part = _times_pair(d_o, tl.trans(s_high), tl.trans(s_low)) * total[:, None]
+        d_o = tl.load(d_out + token * o_token + head * o_head + v_column[None, :], mask=inside, other=0.0)
+        part = _times_pair(d_o, tl.trans(s_high), tl.trans(s_low)) * (total * by_query)[:, None]
         d_q += part
-        d_t = tl.sum(part * q.to(tl.float32), 1) * by_query
-
-        # What L and W get.
-        x_high, x_low = tl.load(solved + in_chunk), tl.load(solved + in_chunk + C * V)
-        part = _pair_times_pair(x_high, x_low, tl.trans(s_high), tl.trans(s_low)) * -total[:, None]
-        sums = tl.sum(part * k.to(tl.float32), 1) * by_key
-        d_t += sums * b
-        d_b = sums
+        d_t = tl.sum(part * q.to(tl.float32), 1)
+        high, low = tl.load(solved + in_chunk), tl.load(solved + in_chunk + C * V)
+        part = _pair_times_pair(high, low, tl.trans(s_high), tl.trans(s_low)) * (-total * by_key)[:, None]
         d_k += part * b[:, None]
-        d_lower = _pair_times_pair(x_high, x_low, tl.trans(u_high), tl.trans(u_low))
-        d_lower = tl.where(i > j, -d_lower * between, 0.0)
-        part = d_lower * _product(k, tl.trans(k), None) * by_key[:, None] * by_key[None, :]
-        d_b += tl.sum(part, 1)
-        d_decayed += part * b[:, None]
-        d_lower *= b[:, None]
-        high, low = _high_and_low((d_lower + tl.trans(d_lower)) * by_key[None, :])
-        d_k += _pair_times(high, low, k)
-        v = tl.load(value + token * v_token + head * v_head + v_column[None, :], mask=inside[:, None], other=0.0)
-        d_b += tl.sum((x_high.to(tl.float32) + x_low.to(tl.float32)) * v.to(tl.float32), 1)
-
-        # What goes into the next state.
+        d_b = tl.sum(part * k.to(tl.float32), 1)
+        d_t += d_b * b
         e_high, e_low = tl.load(d_states + in_state), tl.load(d_states + in_state + K * V)
-        part = _pair_times_pair(u_high, u_low, tl.trans(e_high), tl.trans(e_low)) * rest[:, None]
+        high, low = tl.load(updates + in_chunk), tl.load(updates + in_chunk + C * V)
+        part = _pair_times_pair(high, low, tl.trans(e_high), tl.trans(e_low)) * (tl.exp(t_end - t) * by_key)[:, None]
         d_k += part
-        sums = tl.sum(part * k.to(tl.float32), 1) * by_key
-        d_t -= sums
+        left = tl.sum(part * k.to(tl.float32), 1)
         both = (s_high.to(tl.float32) + s_low.to(tl.float32)) * (e_high.to(tl.float32) + e_low.to(tl.float32))
-        at_end = tl.sum(sums, 0) + tl.exp(t_end) * tl.sum(tl.sum(both, 1), 0)
-        d_t += tl.sum(d_decayed, 1) - tl.sum(d_decayed, 0)
-        of_token = (first + row) * beta_token + head * beta_head
-        tl.store(d_decay + of_token, (tl.cumsum(d_t, 0, reverse=True) + at_end).to(d_decay.dtype.element_ty), mask=inside)
+        parts: tl.constexpr = K // COLUMNS
+        found = sums + (place * 2 * (1 + parts) + 2 * (1 + part_of_key)) * C + row
+        tl.store(found, d_t - left)
+        tl.store(found + C, d_b)
+        tl.store(ends + place * parts + part_of_key, tl.sum(left, 0) + tl.exp(t_end) * tl.sum(tl.sum(both, 1), 0))
+    own = rows + (chunk.to(tl.int64) * (heads // GROUPS) + key_head) * 2 * C * K + row[:, None] * K + k_column[None, :]
+    tl.store(own, d_q)
+    tl.store(own + C * K, d_k)
+
+
+@triton.jit
+def _finish(
+    query: tl.tensor,
+    q_token: tl.tensor,
+    q_head: tl.tensor,
+    key: tl.tensor,
+    k_token: tl.tensor,
+    k_head: tl.tensor,
+    chunks: tl.tensor,
+    sums: tl.tensor,
+    ends: tl.tensor,
+    rows: tl.tensor,
+    d_query: tl.tensor,
+    d_key: tl.tensor,
+    d_token: tl.tensor,
+    d_head: tl.tensor,
+    d_decay: tl.tensor,
+    d_beta: tl.tensor,
+    beta_token: tl.tensor,
+    beta_head: tl.tensor,
+    heads: tl.tensor,
+    GROUPS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    """One chunk of one key head, and of the value heads that share it."""
+    key_head, chunk = tl.program_id(0), tl.program_id(1)
+    first = tl.load(chunks + 2 * chunk).to(tl.int64)
+    row, column = tl.arange(0, C), tl.arange(0, K)
+    inside = row < tl.load(chunks + 2 * chunk + 1)
+    token = first + row
+    own = rows + (chunk.to(tl.int64) * (heads // GROUPS) + key_head) * 2 * C * K + row[:, None] * K + column[None, :]
+    target = token[:, None] * d_token + key_head * d_head + column[None, :]
+    q = tl.load(query + token[:, None] * q_token + key_head * q_head + column[None, :], mask=inside[:, None], other=0.0)
+    found = _through_unit(q.to(tl.float32), tl.load(own))
+    tl.store(d_query + target, found.to(d_query.dtype.element_ty), mask=inside[:, None])
+    k = tl.load(key + token[:, None] * k_token + key_head * k_head + column[None, :], mask=inside[:, None], other=0.0)
+    found = _through_unit(k.to(tl.float32), tl.load(own + C * K))
+    tl.store(d_key + target, found.to(d_key.dtype.element_ty), mask=inside[:, None])
+    for group in range(GROUPS):
+        head = key_head * GROUPS + group
+        place = chunk.to(tl.int64) * heads + head
+        mine = sums + place * 2 * (1 + PARTS) * C + row
+        d_t, d_b, at_end = tl.load(mine), tl.load(mine + C), 0.0
+        for part in tl.static_range(PARTS):
+            d_t += tl.load(mine + 2 * (1 + part) * C)
+            d_b += tl.load(mine + (2 * (1 + part) + 1) * C)
+            at_end += tl.load(ends + place * PARTS + part)
+        d_t = tl.cumsum(d_t, 0, reverse=True) + at_end  # a decay counts in the t of its own token and of all later ones
+        of_token = token * beta_token + head * beta_head
+        tl.store(d_decay + of_token, d_t.to(d_decay.dtype.element_ty), mask=inside)
         tl.store(d_beta + of_token, d_b.to(d_beta.dtype.element_ty), mask=inside)
 
-    # The gradients of vectors from those of the vectors at length one.
-    mine = factors + (chunk.to(tl.int64) * heads + key_head * GROUPS) * 4 * C + row
-    inverse = tl.load(mine + 2 * C)[:, None]
-    unit = k.to(tl.float32) * inverse
-    d_k = (d_k - unit * tl.sum(unit * d_k, 1)[:, None]) * inverse
-    target = token * d_token + key_head * d_head + k_column[None, :]
-    tl.store(d_key + target, d_k.to(d_key.dtype.element_ty), mask=inside[:, None])
-    inverse = tl.load(mine + 3 * C)[:, None]
-    unit = q.to(tl.float32) * inverse
-    d_q = (d_q - unit * tl.sum(unit * d_q, 1)[:, None]) * (inverse * scale)
-    tl.store(d_query + target, d_q.to(d_query.dtype.element_ty), mask=inside[:, None])
+
+@triton.jit
+def _through_unit(x: tl.tensor, found: tl.tensor) -> tl.tensor:
+    """The gradient of x, where `found` is that of x at length one over the length of x."""
+    squares = tl.sum(x * x, 1) + 1e-6
+    return found - x * (tl.sum(x * found, 1) / squares)[:, None]
