@@ -1,8 +1,9 @@
-"""flash-linear-attention's kernels for gated delta nets: whether they can be used, and how they are called.
+"""Which kernels compute gated delta nets in half precision on CUDA, and how flash-linear-attention's are called.
 
-They serve half precision on CUDA. float32 is computed by our own code, as their products of float32 are less exact. flash-linear-attention
-refuses Triton 3.4 to 3.7.0 on Hopper GPUs, where its gradients would be wrong; then our own code serves half precision too. So it does
-where the kernels do not agree with it: before they are first used they compute a small row, forward and backward.
+The delta rule runs on our own Triton kernels in bfloat16 (`models/delta_rule_kernels.py`), elsewhere on flash-linear-attention's.
+The convolution and single tokens run on flash-linear-attention's, if it is installed. float32 is computed by our PyTorch code.
+flash-linear-attention refuses Triton 3.4 to 3.7.0 on Hopper GPUs, where its gradients would be wrong; then our PyTorch code serves what is
+left. So it does where kernels do not agree with it: before they are first used they compute a small row, forward and backward.
 """
 
 import logging
@@ -18,9 +19,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
-from tinsmith.models.device import upload
+from tinsmith.models.device import has_triton, upload
 
 INSTALL = "pip install 'tinsmith[fast-delta-nets]'"
+Rule = Callable[..., tuple[Tensor, Tensor]]
+"""Called as `DeltaKernels.delta_rule`."""
 MOST_APART = 0.05
 """How far results of the kernels may lie from ours in float32, as a share of their norm. bfloat16 keeps numbers to 0.4 %."""
 TRIED_LENGTHS, TRIED_HEADS, TRIED_WIDTH = (70, 130), 2, 128
@@ -93,6 +96,16 @@ def kernels_for(x: Tensor) -> DeltaKernels | None:
     return _load(x.device, x.dtype)[0] if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else None
 
 
+def rule_for(key: Tensor, value: Tensor) -> Rule | None:
+    """The kernels of the delta rule for such keys and values [tokens, heads, width]: ours, else flash-linear-attention's."""
+    if value.is_cuda and value.dtype == torch.bfloat16:
+        ours, serves, _ = _load_ours(value.device)
+        if ours is not None and serves(key, value):
+            return ours
+    kernels = kernels_for(value)
+    return None if kernels is None else kernels.delta_rule
+
+
 def announce(device: torch.device, dtype: torch.dtype) -> None:
     """Log once what computes the gated delta nets of a model, and how to get what is faster."""
     if device.type != "cuda":
@@ -100,15 +113,24 @@ def announce(device: torch.device, dtype: torch.dtype) -> None:
     if dtype not in (torch.bfloat16, torch.float16):
         log.info("gated delta nets run on our own PyTorch code: flash-linear-attention serves bfloat16, not %s", dtype)
         return
+    ours, _, wrong = _load_ours(device) if dtype == torch.bfloat16 else (None, None, "they serve bfloat16")
     kernels, obstacle = _load(device, dtype)
-    if kernels is None:
-        log.warning("gated delta nets run on our own PyTorch code, which is slower than flash-linear-attention: %s", obstacle)
+    if ours is not None:
+        log.info("the delta rule of gated delta nets runs on our own Triton kernels")
+        if kernels is None:
+            log.info("their convolution runs on our own PyTorch code, which is slower than flash-linear-attention: %s", obstacle)
+    elif kernels is not None:
+        log.info("gated delta nets run on the kernels of flash-linear-attention, not on ours: %s", wrong)
     else:
-        log.info("gated delta nets run on the kernels of flash-linear-attention")
+        log.warning(
+            "gated delta nets run on our own PyTorch code, which is slower than kernels. Ours: %s; flash-linear-attention: %s",
+            wrong,
+            obstacle,
+        )
 
 
 @torch.enable_grad()
-def disagreement(rule: Callable[..., tuple[Tensor, Tensor]], device: torch.device, dtype: torch.dtype) -> str:
+def disagreement(rule: Rule, device: torch.device, dtype: torch.dtype) -> str:
     """What `rule`, called as `DeltaKernels.delta_rule`, computes otherwise than our own code, forward or backward; empty if nothing."""
     generator, tokens = torch.Generator().manual_seed(0), sum(TRIED_LENGTHS)
 
@@ -153,3 +175,16 @@ def _load(device: torch.device, dtype: torch.dtype) -> tuple[DeltaKernels | None
     except (RuntimeError, OSError, SubprocessError, import_module("triton.errors").TritonError) as error:  # they are compiled here
         wrong = f"its kernels fail here: {error!r}"
     return (None, wrong) if wrong else (kernels, "")
+
+
+@cache
+def _load_ours(device: torch.device) -> tuple[Rule | None, Callable[[Tensor, Tensor], bool], str]:
+    """Our own kernels for bfloat16 or None, which heads they serve, and why they cannot be used."""
+    if not has_triton():
+        return None, lambda _key, _value: False, "Triton is not installed"
+    kernels = import_module("tinsmith.models.delta_rule_kernels")
+    try:
+        wrong = disagreement(kernels.delta_rule, device, torch.bfloat16)
+    except (RuntimeError, OSError, SubprocessError, import_module("triton.errors").TritonError) as error:  # they are compiled here
+        wrong = f"they fail here: {error!r}"
+    return None if wrong else kernels.delta_rule, kernels.serves, wrong

@@ -1,8 +1,8 @@
 """The two operations of a gated delta net over packed sequences: a short causal convolution, and the gated delta rule.
 
 Both take and give the state that continues each sequence. Each sequence is computed from its own tokens only, and no multiplication by zero
-keeps sequences apart, so that a NaN in one cannot reach another, forward or backward. On CUDA in half precision they run on
-flash-linear-attention's kernels where these can be used (`models/delta_kernels.py`), elsewhere on what is written here and in
+keeps sequences apart, so that a NaN in one cannot reach another, forward or backward. On CUDA in half precision they run on kernels, ours
+or flash-linear-attention's, where these can be used (`models/delta_kernels.py`), elsewhere on what is written here and in
 `models/delta_chunks.py`.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks, unit
-from tinsmith.models.delta_kernels import kernels_for
+from tinsmith.models.delta_kernels import kernels_for, rule_for
 from tinsmith.models.device import upload
 
 
@@ -63,21 +63,22 @@ def gated_delta_rule(
     [tokens, value_heads]. `before` [sequences, value_heads, key_dim, value_dim] continues sequences; None means zeros. Returns
     [tokens, value_heads, value_dim] in the dtype of `value`, and the states after the last tokens.
     """
-    kernels = kernels_for(value)
     if lengths.single and before is not None:
+        kernels = kernels_for(value)
         step = _step if kernels is None or torch.is_grad_enabled() else kernels.step
         return step(query, key, value, decay, beta, before)
-    if kernels is not None:
-        return kernels.delta_rule(query, key, value, decay, beta, lengths.lengths, before, True)
+    rule = rule_for(key, value)
+    if rule is not None:
+        return rule(query, key, value, decay, beta, lengths.lengths, before, True)
     chunks = chunks_of(lengths.lengths, key.shape[2], value.device)
     return delta_rule_in_chunks(query, key, value, decay, beta, chunks, before)
 
 
 def gated_delta_rule_anew(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: Lengths) -> Tensor:
     """The outputs of `gated_delta_rule` for sequences that begin here and are not continued: no state is kept of them."""
-    kernels = kernels_for(value)
-    if kernels is not None:
-        return kernels.delta_rule(query, key, value, decay, beta, lengths.lengths, None, False)[0]
+    rule = rule_for(key, value)
+    if rule is not None:
+        return rule(query, key, value, decay, beta, lengths.lengths, None, False)[0]
     chunks = chunks_of(lengths.lengths, key.shape[2], value.device)
     return delta_rule_in_chunks(query, key, value, decay, beta, chunks, None, keeps=False)[0]
 

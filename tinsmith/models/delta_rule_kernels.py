@@ -7,13 +7,15 @@ compute every chunk of every sequence at once. With T = (I + L)⁻¹ and X the g
     prepare      t, β, 1 / |k|, 1 / |q| and T of each chunk
     advance      U = T (β (v - exp(t) k S)), then S' = exp(t_end) S + Rᵀ U
     output       out = exp(t) q S + P U
-    returned     Pᵀ d_out, what the gradient of U gets from the outputs of its own chunk
+    return       Pᵀ d_out, what the gradient of U gets from the outputs of its own chunk
     retreat      X = Tᵀ (Pᵀ d_out + R dS'), then dS = exp(t_end) dS' + (exp(t) q)ᵀ d_out - (β exp(t) k)ᵀ X
-    gradients    those of q, k, decay and β: that of T needs no T, as the gradient of L is -X Uᵀ, and that of W is T⁻ᵀ (-X Sᵀ)
+    inside       what L and P give to the gradients: that of P is d_out Uᵀ, and that of L is -X Uᵀ
+    across       what the states before and after a chunk give to them: d_out Sᵀ, -X Sᵀ, which is that of β exp(t) k, and U dS'ᵀ
+    finish       the gradients of queries and keys through their length, of decays and of β
 
-Results are to be as exact as if all was computed in float32 and rounded at the end. Matrices are multiplied in bfloat16, which keeps 8 bits,
-so numbers are kept as a pair of bfloat16, a high and a low part, which keep 16. Inputs are bfloat16 as they come: lengths of keys and
-queries, β and decays are multiplied in before or after, in float32, so that products of inputs need one pair or none.
+Results in bfloat16 are as exact as if all was computed in float32 and rounded at the end. Matrices are multiplied in bfloat16, which keeps 8
+bits, so numbers are kept as a pair of bfloat16, a high and a low part, which keep 16. Inputs are bfloat16 as they come: lengths of keys
+and queries, β and decays are multiplied in before or after, in float32, so that products of inputs need one pair or none.
 """
 
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ CHUNK = 64
 """Tokens of a chunk."""
 WIDTHS = (16, 32, 64, 128)
 """Widths of keys and values that the kernels compute."""
-STATE_BYTES = 2**32
+STATE_BYTES = 2**30
 """Heads are computed in slices whose states before all chunks take at most so many bytes, which bounds the memory of a long row."""
 
 
@@ -163,7 +165,7 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         d_out, d_after = grads
         inputs = ctx.saved_tensors
-        query, key, value, decay, beta, before = inputs
+        value, before = inputs[2], inputs[5]
         d_out = torch.zeros_like(value) if d_out is None else _dense(d_out.to(value.dtype))
         d_after = d_after if ctx.keeps else None
         d_query, d_key, d_value, d_decay, d_beta = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:5])
@@ -215,7 +217,7 @@ def _advanced(heads: _Heads, inverses: Tensor, factors: Tensor, after: Tensor | 
     key_dim, value_dim = heads.key.shape[2], heads.value.shape[2]
     states, updates = heads.pairs(key_dim, value_dim), heads.pairs(CHUNK, value_dim)
     launch: Any = _advance
-    options = _sliced(ADVANCE, value_dim)
+    options = _along(heads)
     launch[(value_dim // options["COLUMNS"], heads.heads, heads.cuts.sequences.shape[0])](
         heads.key,
         *heads.key.stride()[:2],
@@ -240,8 +242,8 @@ def _advanced(heads: _Heads, inverses: Tensor, factors: Tensor, after: Tensor | 
 def _put_out(heads: _Heads, factors: Tensor, states: Tensor, updates: Tensor, out: Tensor) -> None:
     """Write the outputs [tokens, heads, V]."""
     launch: Any = _output
-    options = _sliced(OUTPUT, heads.value.shape[2])
-    launch[(heads.value.shape[2] // options["COLUMNS"], heads.heads, heads.cuts.chunks.shape[0])](
+    columns = min(OUTPUT_COLUMNS, heads.value.shape[2])
+    launch[(heads.value.shape[2] // columns, heads.heads, heads.cuts.chunks.shape[0])](
         heads.query,
         *heads.query.stride()[:2],
         heads.key,
@@ -255,7 +257,8 @@ def _put_out(heads: _Heads, factors: Tensor, states: Tensor, updates: Tensor, ou
         heads.heads,
         heads.key.shape[2] ** -0.5,
         **heads.shape,
-        **options,
+        COLUMNS=columns,
+        **OUTPUT,
     )
 
 
@@ -290,8 +293,8 @@ def _retreated(
     )
     d_states, solved = heads.pairs(key_dim, value_dim), heads.pairs(CHUNK, value_dim)
     launch = _retreat
-    options = _sliced(RETREAT, value_dim)
-    launch[(value_dim // options["COLUMNS"], heads.heads, heads.cuts.sequences.shape[0])](
+    columns = min(RETREAT_COLUMNS, value_dim)
+    launch[(value_dim // columns, heads.heads, heads.cuts.sequences.shape[0])](
         heads.query,
         *heads.query.stride()[:2],
         heads.key,
@@ -313,7 +316,8 @@ def _retreated(
         **heads.shape,
         ENDS=d_after is None,
         KEEPS=d_before is not None,
-        **options,
+        COLUMNS=columns,
+        **RETREAT,
     )
     return d_states, solved
 
@@ -332,7 +336,7 @@ def _gradients_of(
     d_query, d_key, d_decay, d_beta = targets
     chunks, key_heads, key_dim = heads.cuts.chunks.shape[0], heads.key.shape[1], heads.key.shape[2]
     scale = key_dim**-0.5
-    columns = min(ACROSS["COLUMNS"], key_dim)
+    columns = min(ACROSS_COLUMNS, key_dim)
     parts = key_dim // columns
     matrices = heads.pairs(2, CHUNK, CHUNK)
     sums, ends = heads.exact(2 * (1 + parts), CHUNK), heads.exact(parts)
@@ -374,7 +378,8 @@ def _gradients_of(
         heads.heads,
         scale,
         **heads.shape,
-        **{**ACROSS, "COLUMNS": columns},
+        COLUMNS=columns,
+        **ACROSS,
     )
     launch = _finish
     launch[(key_heads, chunks)](
@@ -396,20 +401,26 @@ def _gradients_of(
     )
 
 
-def _sliced(options: dict[str, int], value_dim: int) -> dict[str, int]:
-    """The options of a kernel whose programs take some of the value columns."""
-    return {**options, "COLUMNS": min(options["COLUMNS"], value_dim)}
+def _along(heads: _Heads) -> dict[str, int]:
+    """How `_advance` is compiled: the fewer programs walk along sequences, the fewer columns each takes, so that they fill the GPU."""
+    value_dim = heads.value.shape[2]
+    columns = heads.heads * heads.cuts.sequences.shape[0] * value_dim  # of all states
+    wide = 64 if columns >= 2 * PROGRAMS * 64 else 32 if columns >= PROGRAMS * 32 else 16
+    return {"COLUMNS": min(wide, value_dim), "num_warps": 4, "num_stages": 3 if wide == 64 else 4}
 
 
+PROGRAMS = 120
+"""About as many as an H100 has multiprocessors (132): from so many programs on one of them has more columns to compute, not fewer."""
+# What was fastest on an H100 with keys and values of 128.
 PREPARE = {"num_warps": 4, "num_stages": 1}
-ADVANCE = {"COLUMNS": 32, "num_warps": 4, "num_stages": 3}
-OUTPUT = {"COLUMNS": 64, "num_warps": 4, "num_stages": 1}
+OUTPUT = {"num_warps": 4, "num_stages": 1}
 RETURN = {"num_warps": 4, "num_stages": 1}
-RETREAT = {"COLUMNS": 32, "num_warps": 4, "num_stages": 3}
+RETREAT = {"num_warps": 4, "num_stages": 3}
 INSIDE = {"num_warps": 4, "num_stages": 1}
-ACROSS = {"COLUMNS": 64, "num_warps": 4, "num_stages": 1}
+ACROSS = {"num_warps": 4, "num_stages": 1}
 FINISH = {"num_warps": 4, "num_stages": 1}
-
+OUTPUT_COLUMNS, RETREAT_COLUMNS, ACROSS_COLUMNS = 64, 32, 32
+"""Columns of values, of values and of keys that a program takes."""
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether Triton's interpreter runs the kernels: it takes the bits of bfloat16 for integers when it multiplies matrices."""
@@ -557,7 +568,7 @@ def _advance(
         state = tl.zeros((K, COLUMNS), tl.float32)
     else:
         state = tl.load(before + (own * heads + head) * K * V + in_state)
-    for number in range(0, tl.cdiv(length, C)):
+    for number in range(tl.cdiv(length, C)):
         place = (first_chunk + number) * heads + head
         inside = (row < length - number * C)[:, None]
         k = tl.load(keys + (first + number * C) * k_token, mask=inside, other=0.0)
@@ -729,7 +740,7 @@ def _retreat(
     else:
         d_state = tl.load(d_after + (own * heads + head) * K * V + in_state)
     count = tl.cdiv(length, C)
-    for step in range(0, count):
+    for step in range(count):
         number = count - 1 - step
         place = (first_chunk + number) * heads + head
         inside = (row < length - number * C)[:, None]
