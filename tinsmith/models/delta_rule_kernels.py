@@ -13,8 +13,8 @@ compute every chunk of every sequence at once. With T = (I + L)⁻¹ and X the g
     across       what the states before and after a chunk give to them: d_out Sᵀ, -X Sᵀ, which is that of β exp(t) k, and U dS'ᵀ
     finish       the gradients of queries and keys through their length, of decays and of β
 
-Results in bfloat16 are as exact as if all was computed in float32 and rounded at the end. Matrices are multiplied in bfloat16, which keeps 8
-bits, so numbers are kept as a pair of bfloat16, a high and a low part, which keep 16. Inputs are bfloat16 as they come: lengths of keys
+Results in bfloat16 are as exact as if all was computed in float32 and rounded at the end. Matrices are multiplied in bfloat16, which keeps
+8 bits, so numbers are kept as a pair of bfloat16, a high and a low part, which keep 16. Inputs are bfloat16 as they come: lengths of keys
 and queries, β and decays are multiplied in before or after, in float32, so that products of inputs need one pair or none.
 """
 
