@@ -14,6 +14,8 @@ with Liger's kernels, all in bfloat16. Parts:
 - pictures  Qwen3-VL-4B, 8 sequences of a new 512² picture and 256 tokens; the pictures are processed beforehand on both sides
 - full      Qwen3-1.7B, all weights, 8 sequences of 1,024; transformers with bfloat16 weights, and with float32 ones under autocast
 - hybrid    Qwen3.5-4B, LoRA of rank 32, 4 and 8 sequences of 1,024
+- chat      Qwen3.5-4B, 128 sequences of 64 to 8,192 tokens, whose lengths are those of chats
+- hybrid_long  Qwen3.5-4B, one sequence of 65,536 tokens
 - deterministic  the 4 sequences of `lora` with the option of that name, against those without
 
     python -m benchmarks.gpu.training --parts card,lora --output benchmarks/results/training.txt
@@ -42,10 +44,27 @@ from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.backend import DatumWork, LocalBackend
 from tinsmith.training.losses import LOSSES
 
-PARTS = ("card", "lora", "warm", "unembed", "recompute", "long", "mixed", "tenants", "pictures", "full", "hybrid", "deterministic")
+PARTS = (
+    "card",
+    "lora",
+    "warm",
+    "unembed",
+    "recompute",
+    "long",
+    "mixed",
+    "tenants",
+    "pictures",
+    "full",
+    "hybrid",
+    "chat",
+    "hybrid_long",
+    "deterministic",
+)
 SIDES = ("ours", "peft", "liger", "transformers")
 LENGTH = 32 if TINY else 1024
 LONG = (64, 256) if TINY else (32768, 131072)
+HYBRID_LONG = 256 if TINY else 65536
+CHAT = (8, 128) if TINY else (64, 8192)
 MIXED = (8, 128) if TINY else (128, 4096)
 RANK = 32
 RANKS = tuple(range(8, 65, 8))
@@ -63,6 +82,12 @@ def batch_of(lengths: Sequence[int]) -> Batch:
 def mixed_lengths() -> list[int]:
     """Those of 32 sequences."""
     return [int(n) for n in np.random.default_rng(1).integers(MIXED[0], MIXED[1] + 1, 32)]
+
+
+def chat_lengths() -> list[int]:
+    """Those of 128 sequences, log-normal with a mean of about 800 tokens."""
+    drawn = np.random.default_rng(2).lognormal(np.log(CHAT[0] * 8), 0.9, 128)
+    return [int(n) for n in drawn.clip(*CHAT)]
 
 
 def datum(model_id: str, rendered: RenderedInput) -> DatumWork:
@@ -268,6 +293,15 @@ class Script:
             self.compare(f"{name}_over_peft", f"{name}/ours", f"{name}/peft" if found else f"{name}/peft_checkpointing", "")
         mine = self.found.get(f"hybrid_8x{LENGTH}/ours", {}).get("tokens_per_s")
         figure("hybrid_over_before", mine / 7906 if mine else None, "at least 1.3 times the 7,906 tokens per second of an H200 before")
+
+    def chat(self) -> None:
+        """A batch of chats, of which most are short."""
+        self.case("chat", "ours", partial(ours, "Qwen3.5-4B", chat_lengths(), {"m": RANK}, self.matmul))
+        self.compare("chat_over_equal_lengths", "chat/ours", f"hybrid_8x{LENGTH}/ours", "at least 0.95")
+
+    def hybrid_long(self) -> None:
+        """One long sequence."""
+        self.case(f"hybrid_long_{HYBRID_LONG}", "ours", partial(ours, "Qwen3.5-4B", [HYBRID_LONG], {"m": RANK}, self.matmul))
 
     def deterministic(self) -> None:
         """What it costs that numbers depend on their own sequence alone."""
