@@ -1,4 +1,4 @@
-"""Whether foreign kernels for gated delta nets are believed: they compute a small row first."""
+"""Whether kernels for gated delta nets are believed: they compute a small row first."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from tests.bases import DEVICE
 from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
-from tinsmith.models.delta_kernels import disagreement, kernels_for
+from tinsmith.models.delta_kernels import convolution_disagreement, disagreement, kernels_for
+from tinsmith.models.delta_rule import Lengths, convolve_anew
 
 PLACES = {"query": 0, "key": 1, "value": 2, "decay": 3, "beta": 4}
 
@@ -60,9 +61,23 @@ def test_wrong_values_are_found() -> None:
     assert disagreement(broken, torch.device(DEVICE), torch.bfloat16).startswith("its states are nan of their norm")
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="on a CPU there are none")
-def test_kernels_that_serve_here_agree_with_ours() -> None:
-    kernels = kernels_for(torch.zeros(1, device=DEVICE, dtype=torch.bfloat16))
-    if kernels is None:
-        pytest.skip("flash-linear-attention is not installed, or refuses this GPU")
-    assert disagreement(kernels.delta_rule, torch.device(DEVICE), torch.bfloat16) == ""
+@pytest.mark.parametrize("name", ["x", "weight"])
+def test_a_wrong_gradient_of_a_convolution_is_found_by_name(name: str) -> None:
+    def convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> Tensor:
+        assert before is None
+        return convolve_anew(x, weight, Lengths(lengths))
+
+    def wrong(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> Tensor:
+        make: Any = _Wrong.apply
+        return convolution(make(x) if name == "x" else x, weight if name == "x" else make(weight), lengths, before)
+
+    assert convolution_disagreement(convolution, torch.device(DEVICE), torch.bfloat16) == ""
+    found = convolution_disagreement(wrong, torch.device(DEVICE), torch.bfloat16)
+    assert found.startswith(f"its gradients of {name} are 0.5 of their norm")
+
+
+def test_bfloat16_on_cuda_runs_on_kernels_and_nothing_else_does() -> None:
+    x = torch.zeros(1, device=DEVICE)
+    assert kernels_for(x) is None
+    assert kernels_for(x.half()) is None
+    assert (kernels_for(x.bfloat16()) is not None) == (DEVICE == "cuda")

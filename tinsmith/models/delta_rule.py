@@ -1,9 +1,8 @@
 """The two operations of a gated delta net over packed sequences: a short causal convolution, and the gated delta rule.
 
 Both take and give the state that continues each sequence. Each sequence is computed from its own tokens only, and no multiplication by zero
-keeps sequences apart, so that a NaN in one cannot reach another, forward or backward. On CUDA in half precision they run on kernels, ours
-or flash-linear-attention's, where these can be used (`models/delta_kernels.py`), elsewhere on what is written here and in
-`models/delta_chunks.py`.
+keeps sequences apart, so that a NaN in one cannot reach another, forward or backward. On CUDA in bfloat16 they run on Triton kernels
+(`models/delta_kernels.py`), elsewhere on what is written here and in `models/delta_chunks.py`.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks, unit
-from tinsmith.models.delta_kernels import kernels_for, rule_for
+from tinsmith.models.delta_kernels import kernels_for
 from tinsmith.models.device import upload
 
 
@@ -64,29 +63,29 @@ def gated_delta_rule(
     [tokens, value_heads, value_dim] in the dtype of `value`, and the states after the last tokens.
     """
     if lengths.single and before is not None:
-        kernels = kernels_for(value)
-        step = _step if kernels is None or torch.is_grad_enabled() else kernels.step
-        return step(query, key, value, decay, beta, before)
-    rule = rule_for(key, value)
-    if rule is not None:
-        return rule(query, key, value, decay, beta, lengths.lengths, before, True)
-    chunks = chunks_of(lengths.lengths, key.shape[2], value.device)
-    return delta_rule_in_chunks(query, key, value, decay, beta, chunks, before)
+        return _step(query, key, value, decay, beta, before)
+    return _delta_rule(query, key, value, decay, beta, lengths, before, keeps=True)
 
 
 def gated_delta_rule_anew(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: Lengths) -> Tensor:
     """The outputs of `gated_delta_rule` for sequences that begin here and are not continued: no state is kept of them."""
-    rule = rule_for(key, value)
-    if rule is not None:
-        return rule(query, key, value, decay, beta, lengths.lengths, None, False)[0]
+    return _delta_rule(query, key, value, decay, beta, lengths, None, keeps=False)[0]
+
+
+def _delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: Lengths, before: Tensor | None, keeps: bool
+) -> tuple[Tensor, Tensor]:
+    kernels = kernels_for(value)
+    if kernels is not None and kernels.serves(key, value):
+        return kernels.delta_rule(query, key, value, decay, beta, lengths.lengths, before, keeps)
     chunks = chunks_of(lengths.lengths, key.shape[2], value.device)
-    return delta_rule_in_chunks(query, key, value, decay, beta, chunks, None, keeps=False)[0]
+    return delta_rule_in_chunks(query, key, value, decay, beta, chunks, before, keeps)
 
 
 def _convolve(x: Tensor, weight: Tensor, lengths: Lengths, before: Tensor | None) -> Tensor:
     kernels = kernels_for(x)
-    if kernels is not None and before is None:
-        return kernels.convolve(x, weight, lengths.lengths)
+    if kernels is not None and (before is None or not before.requires_grad):
+        return kernels.convolution(x, weight, lengths.lengths, before)
     compute: Any = _Convolution.apply
     out: Tensor = compute(x, weight, before, _places_of(lengths.lengths, weight.shape[1] - 1, x.device))
     return out
