@@ -17,36 +17,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the server has it: thr
 
 from tests.crashes import pytest_testnodedown
 from tests.extent import EVERYTHING
-from tests.preloaded import replace_python, serve_processes
+from tests.preloaded import replace_python
 
-replace_python()
+replace_python(serve="TRITON_INTERPRET" in os.environ)  # on a GPU nothing is forked: CUDA does not survive it
 
 if TYPE_CHECKING:
     from tinsmith.models.base import BaseModel
 
 __all__ = ["pytest_testnodedown"]  # a hook
-
-
-PRELOADED = (
-    "tests.bases",
-    "tinsmith.server.main",
-    "tinsmith.engine.__main__",
-    "tinsmith.worker.loop",
-    "tinsmith.worker.bases",
-    "tinsmith.server.parser_process",
-    "tinker.cli",
-)
-"""Modules of which tests start many processes."""
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """In a process that runs tests: import what most of them need, then let the processes that they start begin with it.
-
-    Not on GPUs: CUDA does not survive a fork.
-    """
-    runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
-    if runs_tests and os.environ.get("TINSMITH_TEST_DEVICE", "cpu") == "cpu":
-        serve_processes(PRELOADED)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,19 +1,18 @@
 """Python processes that begin with torch, transformers and this package imported, which takes ten seconds of a core otherwise.
 
-The process of a test run forks itself once, before it computes anything: that child waits for requests and forks itself for each. Whatever
-tests and product start as `sys.executable` is then a small program (`tests/preloaded_python.py`) that asks for such a process, gives it its
-command line, environment, directory and open files, passes on the signals that it gets, and ends as the process ends.
+A test run starts this module as a process. It imports these libraries once, waits for requests and forks itself for each. Whatever tests
+and product start as `sys.executable` is then a small program (`tests/preloaded_python.py`) that asks for such a process, gives it its
+command line, environment, directory and open files, passes on the signals that it gets, and ends as the process ends. So are the processes
+of pytest-xdist that run the tests.
 
 `REAL_PYTHON` starts Python as a user does: for tests of what is imported, or of how much memory a process takes.
 """
 
 import array
 import atexit
-import faulthandler
 import gc
 import io
 import json
-import logging
 import multiprocessing
 import os
 import resource
@@ -22,19 +21,17 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
 import types
-from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from tests.preloaded_python import PASSED_ON
 
 REAL_PYTHON = sys.executable
 """Python itself."""
@@ -46,22 +43,45 @@ MOST_NUMBERS = 2**16
 """The table of a process's open files is as long as the highest number in it."""
 
 
-def replace_python() -> None:
-    """Let `sys.executable` be the small program. It becomes Python itself as long as nothing serves it.
+DIRECTORY = "TINSMITH_TEST_PRELOADED"
+"""The environment variable that names the directory of the small program to all processes of a test run."""
+
+PRELOADED = (
+    "tests.bases",
+    "tinker.cli",
+    "tinsmith.engine.__main__",
+    "tinsmith.server.main",
+    "tinsmith.server.parser_process",
+    "tinsmith.worker.bases",
+    "tinsmith.worker.loop",
+)
+"""Modules of which tests start many processes, or which many tests import."""
+
+
+def replace_python(serve: bool) -> None:
+    """Let `sys.executable` be the small program of this test run; if `serve`, let it be a process that is forked, else Python itself.
 
     Call it before modules are imported that keep `sys.executable`.
     """
-    directory = Path(tempfile.mkdtemp(prefix="preloaded-"))
-    atexit.register(_remove, directory, os.getpid())
-    program = directory / "python"
-    program.write_text(
-        f"#!{REAL_PYTHON} -IS\n"
-        f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\n"
-        f"from preloaded_python import main\nmain({REAL_PYTHON!r}, {str(directory)!r})\n"
-    )
-    program.chmod(0o755)
-    sys.executable = str(program)
-    multiprocessing.set_executable(str(program))
+    if DIRECTORY not in os.environ:
+        directory = Path(tempfile.mkdtemp(prefix="preloaded-"))
+        atexit.register(_remove, directory, os.getpid())
+        program = directory / "python"
+        program.write_text(
+            f"#!{REAL_PYTHON} -IS\n"
+            f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\n"
+            f"from preloaded_python import main\nmain({REAL_PYTHON!r}, {str(directory)!r})\n"
+        )
+        program.chmod(0o755)
+        os.environ[DIRECTORY] = str(directory)
+        if serve:
+            _start_server(directory)
+    _be_started_as(Path(os.environ[DIRECTORY]))
+
+
+def _be_started_as(directory: Path) -> None:
+    sys.executable = str(directory / "python")
+    multiprocessing.set_executable(sys.executable)
 
 
 def _remove(directory: Path, owner: int) -> None:
@@ -70,29 +90,28 @@ def _remove(directory: Path, owner: int) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def serve_processes(modules: Sequence[str]) -> None:
-    """Import these modules, and fork the child that serves the small programs.
+def _start_server(directory: Path) -> None:
+    """Start the process that forks itself. It ends with this one, which holds the other end of its standard input."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(directory / "requests"))  # a small program that is early waits until it is accepted
+        listener.listen(128)
+        number = listener.fileno()
+        command = [REAL_PYTHON, "-m", "tests.preloaded", str(directory), str(number)]
+        root = Path(__file__).parent.parent
+        server = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[number])
+    atexit.register(server.communicate)
 
-    Call it after `replace_python` and before the first computation: threads of OpenMP do not survive a fork.
-    """
-    for module in modules:
+
+def main(directory: str, number: str) -> None:
+    """Import the modules, then fork for each request until standard input is closed."""
+    _be_started_as(Path(directory))
+    for module in PRELOADED:
         import_module(module)
-    directory = Path(sys.executable).parent
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(directory / "requests"))
-    listener.listen(128)
-    lifeline, ours = os.pipe()  # our end closes with this process, which ends the child
-    if os.fork():
-        os.close(lifeline)
-        listener.close()
-        return
-    try:
-        os.close(ours)
-        gc.freeze()  # a collection in a forked process would copy the pages of all that was imported
-        _leave_the_test_run({listener.fileno(), lifeline})
-        _Forks(listener, lifeline, directory).run()
-    finally:
-        os._exit(1)
+    gc.freeze()  # a collection in a forked process would copy the pages of all that was imported
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test run, with which this ends
+    lifeline = os.dup(0)
+    os.dup2(1, 0)
+    _Forks(socket.socket(fileno=int(number)), lifeline, Path(directory)).run()
 
 
 def process_behind(pid: int) -> int:
@@ -199,20 +218,6 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(body), list(numbers)
 
 
-def _leave_the_test_run(kept: set[int]) -> None:
-    """Give up what belongs to the test run: files, captured output, handlers of signals and of logs."""
-    faulthandler.disable()
-    for passed_on in PASSED_ON:
-        signal.signal(passed_on, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    _close_all_but(kept)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
-        os.dup2(nothing, number)
-    logging.root.handlers.clear()
-    logging.root.setLevel(logging.WARNING)
-
-
 def _close_all_but(kept: set[int]) -> None:
     for path in list(Path("/proc/self/fd").iterdir()):
         if int(path.name) not in kept:
@@ -224,6 +229,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     """Run the program that was asked for in this process, and end with it."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     aside = range(min(hard, MOST_NUMBERS) - len(files), min(hard, MOST_NUMBERS))  # above all numbers that they are to have
@@ -302,3 +308,7 @@ def _execute(arguments: list[str]) -> None:
             sys.argv = arguments
             sys.path.insert(0, str(Path(file).resolve().parent))
             runpy.run_path(file, run_name="__main__")
+
+
+if __name__ == "__main__":
+    import_module("tests.preloaded").main(*sys.argv[1:])  # not this `__main__`, so that what is forked finds it under its name

@@ -19,9 +19,9 @@ LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_AS, resource.RLIMIT_FSIZE, res
 def main(python: str, directory: str) -> None:
     """Run the program of the command line in a process that is forked for it, and end as that ends.
 
-    With other options of Python than -B, which such a process cannot obey, this becomes `python`, and so it does if nobody forks.
+    With other options of Python than -B and -u, which such a process cannot obey, this becomes `python`, and so it does if nobody forks.
     """
-    if sys.argv[1:2] == ["-B"]:  # multiprocessing passes it on; a process that is forked writes little byte code
+    while sys.argv[1:2] in (["-B"], ["-u"]):  # of multiprocessing and of pytest-xdist; such a process writes little byte code, and by lines
         del sys.argv[1]
     has_options = len(sys.argv) < 2 or (sys.argv[1].startswith("-") and sys.argv[1] not in ("-c", "-m"))
     if has_options or not os.access(f"{directory}/requests", os.F_OK):
