@@ -66,9 +66,10 @@ PYTEST := $(PYTHON) -m pytest --numprocesses 4 --dist worksteal --max-worker-res
 test: $(DEV_STAMP)
 	$(PYTEST)
 
+test-all: export TINSMITH_TEST_ALL := 1
 test-all: $(DEV_STAMP)
-	TINSMITH_TEST_ALL=1 $(PYTEST)
-	$(MAKE) test-recipes test-vllm
+	$(PYTEST)
+	$(MAKE) --jobs 2 --output-sync test-recipes test-vllm
 
 # Two at a time; those whose names contain a word: make mutations NAMES="ppo AdamW"
 mutations: $(DEV_STAMP)

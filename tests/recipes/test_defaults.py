@@ -5,6 +5,7 @@ What they learn is not looked at here: a step or two of a model with random weig
 
 import pytest
 
+from tests.extent import slow
 from tests.recipes.workshop import Workshop
 
 TRAINING = {
@@ -16,9 +17,11 @@ TRAINING = {
     "multiplayer_rl.twenty_questions.train": ("batch_size=2", "group_size=2", "max_tokens=8", "eval_every=0", "max_steps=1"),
 }
 """Options by recipe."""
+LONGEST = "multiplayer_rl.guess_number.train"
+"""It plays as `twenty_questions` does, for ten times as long."""
 
 
-@pytest.mark.parametrize("recipe", TRAINING)
+@pytest.mark.parametrize("recipe", [*(recipe for recipe in TRAINING if recipe != LONGEST), *slow(LONGEST)])
 def test_a_recipe_trains_its_default_model(random_models: Workshop, recipe: str) -> None:
     outcome = random_models.completed(recipe, f"log_path={recipe}", *TRAINING[recipe])
 

@@ -13,6 +13,7 @@ from tinker import types
 from transformers import AutoConfig, Qwen3_5ForConditionalGeneration
 
 from tests.acceptance.talking import image_input, numbers, text_input, train
+from tests.extent import slow
 from tests.with_vllm.serving import ON_GPU, engine_of, sampling_with_vllm, vllm_pids, wait_for_vllm
 from tests.with_vllm.talking import FREE, learn, sample, snapshot, trainers_logprobs
 from tinsmith.models.tiny import write_tiny_model
@@ -58,8 +59,7 @@ def mean_difference(client: tinker.TrainingClient, *prompts: types.ModelInput) -
 @pytest.mark.parametrize(
     "kind",
     [
-        "qwen3-vl",
-        "qwen3",
+        *slow("qwen3-vl", "qwen3"),  # in float32 they are in `test_agreement.py` and `test_pictures.py`
         pytest.param("qwen3-5", marks=pytest.mark.skipif(ON_GPU, reason="gated delta nets with vLLM on a GPU are refused: not tested")),
     ],
 )

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoImageProcessor, Qwen2_5_VLForConditiona
 
 from tests.acceptance.talking import numbers
 from tests.bases import write_family
+from tests.extent import slow
 from tests.running import Server
 from tests.with_vllm.serving import sampling_with_vllm, wait_for_vllm
 from tests.with_vllm.talking import FREE, learn, sample, snapshot, text_logprobs, worst_difference
@@ -29,7 +30,7 @@ PICTURES: list[tuple[Literal["png", "jpeg"], str, tuple[int, int]]] = [
 """Format, mode, width and height."""
 
 
-@pytest.fixture(params=["qwen3_vl", "qwen2_5_vl"])
+@pytest.fixture(params=["qwen3_vl", *slow("qwen2_5_vl")])
 def family(request: pytest.FixtureRequest, server: Server, vision_dir: Path, tmp_path: Path) -> Iterator[tuple[Server, Path]]:
     """A server that samples a tiny model of the family with vLLM, and the model's directory."""
     with ExitStack() as stack:
