@@ -9,6 +9,7 @@ stuck_s   no thread came on in its Python code, whatever processors and disks do
           are too long. The longest is the wait for what a GPU was given ahead, at most a thousand launches.
 """
 
+import gc
 import os
 import sys
 import threading
@@ -123,6 +124,17 @@ def _positions() -> dict[int, _Position]:
     Daemons serve others or look around, for which nobody waits: a progress bar of a download leaves one that wakes every ten seconds for
     ever. Threads that Python has not started, such as autograd's, have an entry of another class if they have one.
     """
+    # CPython 3.11 crashes if garbage is collected while it makes an object for a call of another thread, and that call ends meanwhile.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _positions_now()
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _positions_now() -> dict[int, _Position]:
     daemons = {thread.ident for thread in threading.enumerate() if thread.daemon and not isinstance(thread, threading._DummyThread)}
     apart = daemons | {threading.get_ident()}
     return {ident: _position(frame) for ident, frame in sys._current_frames().items() if ident not in apart}
