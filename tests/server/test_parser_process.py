@@ -11,6 +11,7 @@ import psutil
 import pytest
 import zstandard
 
+from tests.preloaded import process_behind
 from tests.running import serving
 from tests.server.serving import parsers
 from tests.server.test_training import forward_backward_body
@@ -81,7 +82,7 @@ def test_after_its_death_it_is_started_again() -> None:
         with parser() as other:
             assert (await other.run(receive, body, "identity", 2**20, LIMITS)).key.seq_id == 1
             (child,) = parsers()
-            os.kill(child.pid, signal.SIGKILL)
+            os.kill(process_behind(child.pid), signal.SIGKILL)
             with pytest.raises(EngineUnavailableError, match="ended with exit code -9 at this one; send the request again"):
                 await other.run(receive, body, "identity", 2**20, LIMITS)
             assert (await other.run(receive, body, "identity", 2**20, LIMITS)).key.seq_id == 1

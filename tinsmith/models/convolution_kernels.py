@@ -46,12 +46,12 @@ def seats_of(lengths: tuple[int, ...], device: torch.device) -> Seats:
 
 def convolution(x: Tensor, weight: Tensor, lengths: tuple[int, ...], before: Tensor | None) -> Tensor:
     """The outputs of `convolve` of `models/delta_rule.py`. `before` gets no gradient."""
-    compute: Any = _Convolution.apply
+    compute: Any = _ConvolutionOnKernels.apply
     out: Tensor = compute(x if x.stride(1) == 1 else x.contiguous(), weight, before, seats_of(lengths, x.device))
     return out
 
 
-class _Convolution(torch.autograd.Function):
+class _ConvolutionOnKernels(torch.autograd.Function):
     """Keeps its inputs alone for the backward, which computes the sums below the SiLU again."""
 
     @staticmethod

@@ -76,13 +76,13 @@ def delta_rule(
     keeps: bool,
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta_rule` of `models/delta_rule.py`. Unless `keeps`, the states are an empty tensor."""
-    compute: Any = _DeltaRule.apply
+    compute: Any = _DeltaRuleOnKernels.apply
     found: tuple[Tensor, Tensor] = compute(query, key, value, decay, beta, before, cuts_of(lengths, value.device), keeps)
     return found
 
 
 @dataclass(frozen=True, eq=False)
-class _Heads:
+class _SomeHeads:
     """The inputs of some heads, and how they are cut."""
 
     query: Tensor
@@ -121,7 +121,7 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _slices(inputs: tuple[Any, ...], cuts: Cuts) -> list[tuple[slice, slice, _Heads]]:
+def _slices(inputs: tuple[Any, ...], cuts: Cuts) -> list[tuple[slice, slice, _SomeHeads]]:
     """The inputs in slices of key heads and of value heads that `STATE_BYTES` allows."""
     query, key, value, decay, beta, before = inputs
     key_heads, key_dim = key.shape[1:]
@@ -132,11 +132,13 @@ def _slices(inputs: tuple[Any, ...], cuts: Cuts) -> list[tuple[slice, slice, _He
     for first in range(0, key_heads, many):
         keys, values = slice(first, first + many), slice(first * groups, (first + many) * groups)
         mine = None if before is None else before[:, values].float().contiguous()
-        found.append((keys, values, _Heads(query[:, keys], key[:, keys], value[:, values], decay[:, values], beta[:, values], mine, cuts)))
+        found.append(
+            (keys, values, _SomeHeads(query[:, keys], key[:, keys], value[:, values], decay[:, values], beta[:, values], mine, cuts))
+        )
     return found
 
 
-class _DeltaRule(torch.autograd.Function):
+class _DeltaRuleOnKernels(torch.autograd.Function):
     """Keeps its inputs alone for the backward, which computes the forward's states again."""
 
     @staticmethod
@@ -189,7 +191,7 @@ class _DeltaRule(torch.autograd.Function):
         return d_query, d_key, d_value, d_decay, d_beta, d_before, None, None
 
 
-def _prepared(heads: _Heads) -> tuple[Tensor, Tensor]:
+def _prepared(heads: _SomeHeads) -> tuple[Tensor, Tensor]:
     """T in two parts [chunks, heads, 2, C, C], and t, β, 1 / |k| and 1 / |q| [chunks, heads, 4, C]."""
     inverses, factors = heads.pairs(CHUNK, CHUNK), heads.exact(4, CHUNK)
     launch: Any = _prepare
@@ -212,7 +214,7 @@ def _prepared(heads: _Heads) -> tuple[Tensor, Tensor]:
     return inverses, factors
 
 
-def _advanced(heads: _Heads, inverses: Tensor, factors: Tensor, after: Tensor | None) -> tuple[Tensor, Tensor]:
+def _advanced(heads: _SomeHeads, inverses: Tensor, factors: Tensor, after: Tensor | None) -> tuple[Tensor, Tensor]:
     """The states before each chunk [chunks, heads, 2, K, V] and U [chunks, heads, 2, C, V]; the last states are written to `after`."""
     key_dim, value_dim = heads.key.shape[2], heads.value.shape[2]
     states, updates = heads.pairs(key_dim, value_dim), heads.pairs(CHUNK, value_dim)
@@ -239,7 +241,7 @@ def _advanced(heads: _Heads, inverses: Tensor, factors: Tensor, after: Tensor | 
     return states, updates
 
 
-def _put_out(heads: _Heads, factors: Tensor, states: Tensor, updates: Tensor, out: Tensor) -> None:
+def _put_out(heads: _SomeHeads, factors: Tensor, states: Tensor, updates: Tensor, out: Tensor) -> None:
     """Write the outputs [tokens, heads, V]."""
     launch: Any = _output
     columns = min(OUTPUT_COLUMNS, heads.value.shape[2])
@@ -263,7 +265,7 @@ def _put_out(heads: _Heads, factors: Tensor, states: Tensor, updates: Tensor, ou
 
 
 def _retreated(
-    heads: _Heads,
+    heads: _SomeHeads,
     inverses: Tensor,
     factors: Tensor,
     d_out: Tensor,
@@ -323,7 +325,7 @@ def _retreated(
 
 
 def _gradients_of(
-    heads: _Heads,
+    heads: _SomeHeads,
     factors: Tensor,
     states: Tensor,
     updates: Tensor,
@@ -401,7 +403,7 @@ def _gradients_of(
     )
 
 
-def _along(heads: _Heads) -> dict[str, int]:
+def _along(heads: _SomeHeads) -> dict[str, int]:
     """How `_advance` is compiled: the fewer programs walk along sequences, the fewer columns each takes, so that they fill the GPU."""
     value_dim = heads.value.shape[2]
     columns = heads.heads * heads.cuts.sequences.shape[0] * value_dim  # of all states

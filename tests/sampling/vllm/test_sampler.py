@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,12 @@ def awake() -> threading.Event:
 
 
 @pytest.fixture
-def sampler(text_base: BaseModel, tmp_path: Path, awake: threading.Event, monkeypatch: pytest.MonkeyPatch) -> VLLMSampler:
+def sampler(text_base: BaseModel, tmp_path: Path, awake: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[VLLMSampler]:
     monkeypatch.setattr(servers, "_ANSWERS_WITHIN_S", 0.3)
     config = load(options={"base_models": ["tiny"], "vllm_urls": [NOBODY], "vllm_dir": str(tmp_path)})
-    return start_vllm_sampler(text_base, renderer(text_base), config, awake.set)
+    made = start_vllm_sampler(text_base, renderer(text_base), config, awake.set)
+    yield made
+    made.client.close()
 
 
 def test_without_a_server_each_sample_fails_and_says_why(sampler: VLLMSampler, text_base: BaseModel, awake: threading.Event) -> None:

@@ -164,7 +164,7 @@ def stub(tmp_path: Path) -> Iterator[Stub]:
 
 
 @pytest.fixture
-def bench(text_base: BaseModel, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(text_base: BaseModel, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     """A sampler with that server, which agrees with the trainer on every canary."""
     made = Bench(text_base, stub, tmp_path)
     expected = made.sampler.canary.expected
@@ -175,7 +175,8 @@ def bench(text_base: BaseModel, stub: Stub, tmp_path: Path, monkeypatch: pytest.
         return values
 
     monkeypatch.setattr(made.sampler.canary, "expected", note)
-    return made
+    yield made
+    made.sampler.client.close()
 
 
 def check(events: list[SampleEvent], labels: list[str]) -> list[TokensSampled]:
