@@ -22,6 +22,10 @@ Convolution = Callable[[Tensor, Tensor, tuple[int, ...], Tensor | None], Tensor]
 """`convolution` of `models/convolution_kernels.py`."""
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[int, ...], Tensor | None, bool], tuple[Tensor, Tensor]]
 """`delta_rule` of `models/delta_rule_kernels.py`."""
+CHUNK = 64
+"""Tokens of a chunk of the delta rule."""
+STATE_BYTES = 2**30
+"""Heads are computed in slices whose states before all chunks take at most so many bytes, which bounds the memory of a long row."""
 MOST_APART = 0.05
 """How far results of the kernels may lie from ours in float32, as a share of their norm. bfloat16 keeps numbers to 0.4 %."""
 TRIED_LENGTHS, TRIED_HEADS, TRIED_WIDTH, TRIED_TAPS = (70, 130), 2, 128, 4

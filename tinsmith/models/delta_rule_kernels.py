@@ -28,14 +28,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinsmith.models.delta_kernels import CHUNK, STATE_BYTES
 from tinsmith.models.device import upload
 
-CHUNK = 64
-"""Tokens of a chunk."""
 WIDTHS = (16, 32, 64, 128)
 """Widths of keys and values that the kernels compute."""
-STATE_BYTES = 2**30
-"""Heads are computed in slices whose states before all chunks take at most so many bytes, which bounds the memory of a long row."""
 
 
 @dataclass(frozen=True, eq=False)

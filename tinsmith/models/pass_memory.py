@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tinsmith.models.decoder import KNOWN_TYPES
+from tinsmith.models.delta_kernels import CHUNK, STATE_BYTES
 from tinsmith.models.layers import Attention, DeltaNet
 from tinsmith.models.layout import Layout, LoraTarget
 
@@ -45,13 +46,19 @@ class PassMemory:
     input: int
     """The input of a layer, for a token: all that a recomputed layer keeps of it."""
     transient: int
-    """What a layer's backward takes of a token beside what is kept."""
+    """What the backward of a layer's MLP takes of a token beside what the layer keeps."""
     ends: int
     """What is kept of a token before the first layer and behind the last."""
     logits: int
     """What the LM head takes of a token whose logits are in memory."""
     logits_chunks: int = 1
     """Of how many times `logits_chunk` tokens they are, at most."""
+    rule: int = 0
+    """What the kernels of a delta rule take of a token in their backward, if they compute all heads at once."""
+    rule_most: int = 0
+    """What they take at most: of many tokens they compute some heads after the other."""
+    around_rule: int = 0
+    """What is there beside that of a token, over what the layer keeps; less than nothing, since its MLP keeps nothing any more."""
     divided: bool = False
     """Whether the layers are divided over several workers: all are recomputed then, whatever the effort, because none stays."""
 
@@ -73,9 +80,10 @@ class PassMemory:
         inputs = min(2, len(again)) if effort.offload else len(again)
         kept = inputs * self.input + sum(self.kept[recompute:])
         head = min(self.logits_chunks * logits_chunk, tokens) * self.logits
-        forward_ends = tokens * kept + max(head, tokens * self.transient)
+        transient = max(tokens * self.transient, tokens * self.around_rule + min(tokens * self.rule, self.rule_most))
+        forward_ends = tokens * kept + max(head, transient)
         # A layer that is computed again comes when all that follow have freed what they kept.
-        layer_again = tokens * (inputs * self.input + max(again, default=0) + self.transient)
+        layer_again = tokens * (inputs * self.input + max(again, default=0)) + transient
         return tokens * self.ends + max(forward_ends, layer_again)
 
     def host_bytes(self, tokens: int, effort: Effort) -> int:
@@ -142,7 +150,14 @@ def pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, divided
     # The backward of our own layers has in memory at once the gradients of the MLP's inside, and what it computes again; where its formulas
     # run as written, also what lies between them.
     transient = 2 * row + ((4 if wide else 2) * between if own else between)
-    return PassMemory(tuple(kept), row, transient, 2 * row, logits, logits_chunks=1 if wide else 4, divided=divided)
+    memory = PassMemory(tuple(kept), row, transient, 2 * row, logits, logits_chunks=1 if wide else 4, divided=divided)
+    delta_nets = [kind for kind in layout.layers if isinstance(kind, DeltaNet)]
+    if dtype != torch.bfloat16 or not delta_nets:
+        return memory
+    (rule, most), kind = _rule_kernels(delta_nets[0]), delta_nets[0]
+    gradients = 2 * kind.channels + kind.value_heads * kind.value_dim  # of the convolution's inputs and outputs, and of the rule's outputs
+    mlp = 2 * hidden + widest  # what lies before its norm, and what goes into its activation
+    return replace(memory, rule=rule, rule_most=most, around_rule=(gradients - mlp) * dtype.itemsize)
 
 
 def sliced_pass_memory_of(layout: Layout, text_config: Any, dtype: torch.dtype, count: int) -> PassMemory:
@@ -183,3 +198,15 @@ def _delta_net(kind: DeltaNet, projected: int, own: bool) -> int:
     if own:
         return projected + kind.channels + values + gates
     return 2 * kind.channels + 3 * values + gates
+
+
+def _rule_kernels(kind: DeltaNet) -> tuple[int, int]:
+    """Bytes that `models/delta_rule_kernels.py` takes for a token in the backward, and the most that it takes at once.
+
+    Of each chunk and head: two matrices of all its tokens, U and X, the states before it and their gradient, each of them in two parts of
+    bfloat16; and in float32 the factors of its tokens, and gradients of queries and keys.
+    """
+    pairs = 2 * CHUNK * CHUNK + 2 * CHUNK * kind.value_dim + 2 * kind.key_dim * kind.value_dim
+    of_chunk = kind.value_heads * (pairs + 4 * CHUNK) * FLOAT + kind.key_heads * 2 * CHUNK * kind.key_dim * FLOAT
+    states = kind.value_heads * kind.key_dim * kind.value_dim * FLOAT
+    return of_chunk // CHUNK, of_chunk * STATE_BYTES // states
