@@ -127,6 +127,7 @@ def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(fam
         assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.slow  # `test_architecture.py` looks at what their modules import
 def test_engine_and_server_work_without_torch(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     """A process that imports torch maps its shared libraries (libtorch_cpu.so and others in torch/lib) into its memory, and Python never
     unloads them: so one that has none of them mapped has no `torch` in `sys.modules`. The worker, which has, shows that this would be seen.

@@ -5,7 +5,6 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -378,6 +377,5 @@ def test_a_run_of_reinforcement_learning_is_that_of_one_worker(alone_and_togethe
 
 def test_the_status_names_all_workers(alone_and_together: list[Running]) -> None:
     _, running = alone_and_together
-    workers: Sequence[dict[str, Any]] = running.server.wait_for_status(lambda seen: len(seen["workers"]) == 2)["workers"]
-    assert [process_behind(worker["pid"]) for worker in workers] == worker_pids(running.server)
-    assert {worker["state"] for worker in workers} == {"ready"}
+    seen = running.server.wait_for_status(lambda seen: [worker["state"] for worker in seen["workers"]] == ["ready"] * 2)
+    assert [process_behind(worker["pid"]) for worker in seen["workers"]] == worker_pids(running.server)

@@ -11,6 +11,7 @@ import pytest
 import tinker
 from PIL import Image
 
+from tests.extent import slow
 from tests.rl.scripted import COUNTS, KEEPS_THOUGHTS, SHOUTS, Script, Scripted, ids, settings
 from tests.rl.test_run import config_of
 from tinsmith.errors import ConfigError, UserError
@@ -341,7 +342,7 @@ def test_turns_get_seeds_of_their_own(plain: ChatTemplate) -> None:
     assert seeds[3] == [None, None]
 
 
-@pytest.mark.parametrize("in_flight", [50, 2000])
+@pytest.mark.parametrize("in_flight", [50, *slow(2000)])
 def test_thousands_of_episodes_are_played_and_no_more_at_a_time_than_wanted(in_flight: int, plain: ChatTemplate) -> None:
     at_once, most = 0, 0
 

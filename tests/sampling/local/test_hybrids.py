@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.bases import DEVICE, load, new_ref, picture_chunks, random_adapter, random_tokens, renderer
-from tests.extent import amount
+from tests.extent import amount, slow
 from tests.sampling.local.test_fairness import of_session
 from tests.sampling.local.test_sampler import PARAMS, ask, count_tokens, forward_logprobs, run, sampler_of
 from tinsmith.config import TrainingConfig
@@ -206,7 +206,7 @@ def test_states_of_running_sequences_are_never_more_than_places(hybrid: BaseMode
     run(sampler)
 
 
-@pytest.mark.parametrize(("blocks", "slots"), [(14, 40), (400, 1), (400, 2), (10, 3)])
+@pytest.mark.parametrize(("blocks", "slots"), [(400, 1), (10, 3), *slow((14, 40), (400, 2))])
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_small_cache_changes_nothing(hybrid: BaseModel, blocks: int, slots: int, runs_ahead: bool) -> None:
     sampler = sampler_of(hybrid, blocks, slots, runs_ahead=runs_ahead, prefill_tokens=32)
