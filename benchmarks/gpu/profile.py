@@ -9,7 +9,8 @@ Python slower: it says where time goes, not how much.
 - full      Qwen3-1.7B, all weights, 8 sequences
 - pictures  Qwen3-VL-4B, 8 new pictures
 - decode    a step of the sampler, Qwen3-1.7B, 64 requests, half of them with an adapter
-- alone     the same with one request
+- decode_hybrid  the same of Qwen3.5-4B, without an adapter
+- alone     a step of the sampler, Qwen3-1.7B, with one request
 
     python -m benchmarks.gpu.profile --parts lora,decode
 """
@@ -25,12 +26,12 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.measuring import DEVICE, Figures, begin, finish, isolated, release, say
-from benchmarks.gpu.sampling import ALONE, MANY, Load, Requests, adapter_of, sampler_of, stepped
+from benchmarks.gpu.sampling import ALONE, HYBRID, MANY, Load, Requests, adapter_of, sampler_of, stepped
 from benchmarks.gpu.shapes import base_of, configuration, network_of
 from benchmarks.gpu.training import LENGTH, RANK, backend_of, batch_of, datum, filled, mixed_lengths, rendered_pictures, text_datum, train
 from tinsmith.models.base import BaseModel
 
-PARTS = ("lora", "hybrid", "mixed", "full", "pictures", "decode", "alone")
+PARTS = ("lora", "hybrid", "mixed", "full", "pictures", "decode", "decode_hybrid", "alone")
 LONGEST = 28
 """So many kernels, and so many functions, are listed."""
 LONGEST_GAPS = 12
@@ -135,9 +136,9 @@ def _steps(step: Callable[[], None]) -> Figures:
     return profiled(step, 3)
 
 
-def decoding(load: Load) -> Figures:
+def decoding(load: Load, shape: str = "1.7B") -> Figures:
     """Steps of the sampler in the middle of long answers."""
-    base = _base("1.7B")
+    base = _base(shape)
     sampler, requests = sampler_of(base), Requests()
     adapter = adapter_of(base)
     for row in range(load.rows):
@@ -157,6 +158,7 @@ def main() -> None:
         "full": partial(training, "1.7B", [LENGTH] * 8, 0),
         "pictures": pictures,
         "decode": partial(decoding, MANY[0]),
+        "decode_hybrid": partial(decoding, HYBRID[0], "Qwen3.5-4B"),
         "alone": partial(decoding, ALONE),
     }
     for part in asked.parts:
