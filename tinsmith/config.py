@@ -33,6 +33,11 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Network address to listen on; 0.0.0.0 listens on all")
     port: int = setting(8000, "TCP port to listen on; 0 chooses a free port, which is printed", low=0, high=65535)
+    allowed_hosts: list[str] = setting(
+        [],
+        "Name under which clients reach this server, beside its addresses, localhost and this machine's name; repeat for several. Requests "
+        "with another Host, or from web pages of another site, are refused",
+    )
     long_poll_s: float = setting(
         30.0,
         "How long retrieve_future waits for a result before it answers HTTP 408, after which the client asks again",

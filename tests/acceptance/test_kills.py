@@ -141,7 +141,7 @@ def test_a_disk_without_room_fails_the_save_and_nothing_else(text_only: list[str
 
 def request_bytes(path: str, body: bytes, length: int | None = None) -> bytes:
     """A POST as it goes over the wire, of which not all may follow."""
-    lines = [f"POST /api/v1/{path} HTTP/1.1", "Host: x", f"X-API-Key: {API_KEY}", "Content-Type: application/json"]
+    lines = [f"POST /api/v1/{path} HTTP/1.1", "Host: localhost", f"X-API-Key: {API_KEY}", "Content-Type: application/json"]
     return "\r\n".join([*lines, f"Content-Length: {length or len(body)}", "", ""]).encode() + body
 
 

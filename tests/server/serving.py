@@ -89,7 +89,7 @@ async def served(data_dir: Path, config: Config | None = None, facts: ModelFacts
     if facts is not None:
         hub.base_models.replace([facts.to_dict()])
     transport = httpx.ASGITransport(create_app(hub))
-    async with httpx.AsyncClient(transport=transport, base_url="http://tinsmith") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         yield Served(hub, store, client)
     hub.bodies.parser.close()
     hub.store.close()

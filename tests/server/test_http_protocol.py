@@ -14,6 +14,7 @@ import uvicorn
 from tests.server.serving import served
 from tinsmith.server.main import http_config
 
+JSON = {"Content-Type": "application/json"}
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
@@ -90,9 +91,9 @@ def test_headers_and_bodies_below_the_limits_are_read_as_they_come(tmp_path: Pat
     async def run() -> None:
         async with listening(tmp_path) as (port, _), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/api/v1") as client:
             for _ in range(3):  # the count begins anew with each request of a connection
-                reply = await client.post("telemetry", content=b"[" + b" " * 10**6 + b"]", headers={"x": "a" * 40_000})
+                reply = await client.post("telemetry", content=b"[" + b" " * 10**6 + b"]", headers=JSON | {"x": "a" * 40_000})
                 assert reply.status_code == 200
-            reply = await client.post("telemetry", content=_slowly(b"[" + b" " * 200_000 + b"]"))
+            reply = await client.post("telemetry", content=_slowly(b"[" + b" " * 200_000 + b"]"), headers=JSON)
             assert reply.status_code == 200
 
     asyncio.run(run())

@@ -79,7 +79,7 @@ def test_an_unknown_session_has_no_heartbeat_and_no_end(tmp_path: Path) -> None:
 
 
 def test_a_base_url_with_the_prefix_of_the_api_is_told_to_leave_it_off(tmp_path: Path) -> None:
-    """The first thing that a client of `base_url=http://tinsmith/api/v1` asks for."""
+    """The first thing that a client of `base_url=http://localhost/api/v1` asks for."""
 
     async def run() -> None:
         async with served(tmp_path) as server:
@@ -87,7 +87,7 @@ def test_a_base_url_with_the_prefix_of_the_api_is_told_to_leave_it_off(tmp_path:
             assert reply.status_code == 404
             assert reply.json()["detail"] == (
                 "/api/v1/api/v1/client/config does not exist: the client adds /api/v1 to its base_url by itself; "
-                "leave it off, as in base_url='http://tinsmith'"
+                "leave it off, as in base_url='http://localhost'"
             )
 
     asyncio.run(run())

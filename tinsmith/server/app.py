@@ -4,6 +4,7 @@ from fastapi import FastAPI, Request, Response
 
 from tinsmith.errors import NotFoundError
 from tinsmith.server.hub import Hub
+from tinsmith.server.origins import Origins
 from tinsmith.server.replies import add_error_replies
 from tinsmith.server.routes import checkpoints, cloud, downloads, futures, runs, sampling, service, sessions, status, training
 
@@ -14,6 +15,7 @@ def create_app(hub: Hub) -> FastAPI:
     """The application that serves `hub`."""
     app = FastAPI(title="Tinsmith", openapi_url=None)
     app.state.hub = hub
+    app.add_middleware(Origins, listens_on=hub.config.server.host, allowed_hosts=hub.config.server.allowed_hosts)
     add_error_replies(app)
     # Routes are tried in order: those that every step and every sample takes come first.
     for resource in (futures, training, sampling, service, sessions, runs, checkpoints, downloads, cloud, status):

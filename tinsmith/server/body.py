@@ -91,8 +91,10 @@ def _small(body: bytes, encoding: str) -> bytes | None:
 
 
 def _encoding(request: Request, media_type: str) -> str:
-    """The Content-Encoding: identity or zstd. Raises UserError for another one, or another Content-Type than `media_type`."""
-    given = request.headers.get("content-type", media_type)
+    """The Content-Encoding: identity or zstd. Raises UserError for another one, or another Content-Type than `media_type` or none."""
+    headers = request.headers
+    has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+    given = headers.get("content-type", "" if has_body else media_type)
     if given.partition(";")[0].strip().lower() != media_type:
         raise UserError(f"Content-Type {given!r} is not taken by {request.url.path}; send {media_type}")
     encoding = request.headers.get("content-encoding", "identity")

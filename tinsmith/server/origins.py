@@ -1,0 +1,72 @@
+"""Refusing what web pages send: a page that a browser shows could otherwise use a server on this machine or in this network.
+
+A page of another site sends its own address as Origin. One whose name was made to point here (DNS rebinding) sends that name as Host, so a
+name must be one of this server's; an address of numbers cannot be made to point elsewhere.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+from functools import lru_cache
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tinsmith.server.replies import json_reply
+
+
+class Origins:
+    """An ASGI application that serves another one's requests, unless a web page of another site has sent them (HTTP 403)."""
+
+    def __init__(self, app: ASGIApp, listens_on: str, allowed_hosts: Iterable[str]) -> None:
+        """`listens_on` is the address of the server; `allowed_hosts` are further names that lead to it."""
+        self.app = app
+        self.allowed = {name.lower() for name in allowed_hosts}
+        self.names = {"localhost", socket.gethostname().lower(), listens_on.lower(), *self.allowed}
+        self.refusal = lru_cache(1024)(self._refusal)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve or refuse a request."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        host = origin = None
+        for name, value in scope["headers"]:
+            if name == b"host":
+                host = value
+            elif name == b"origin":
+                origin = value
+        refusal = self.refusal(host, origin)
+        if refusal:
+            return await json_reply({"detail": refusal}, 403)(scope, receive, send)
+        return await self.app(scope, receive, send)
+
+    def _refusal(self, host: bytes | None, origin: bytes | None) -> str:
+        """Why a request with these headers is refused; empty if it is served."""
+        address = "" if host is None else host.decode("latin-1").lower()
+        if host is not None and not self._is_known(_name_of(f"//{address}")):
+            return f"Host {address[:300]!r} is not a name of this server; call it by its address, or allow it with --allowed-host"
+        if origin is None:
+            return ""
+        page = origin.decode("latin-1").lower()
+        if page.partition("://")[2] == address or _name_of(page) in self.allowed:
+            return ""
+        return f"Origin {page[:300]!r} is not this server: pages of other sites may not use it; allow their host with --allowed-host"
+
+    def _is_known(self, name: str) -> bool:
+        return name in self.names or _is_address(name)
+
+
+def _name_of(url: str) -> str:
+    """The host's name, without port; empty if there is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
