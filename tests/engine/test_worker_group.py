@@ -781,6 +781,7 @@ def test_what_one_told_before_another_became_ready_does_not_end_it() -> None:
     assert not hanging([ready, starting])
 
 
+@pytest.mark.slow  # `test_worker_process.py` has the same of one worker; this one computes for half a minute
 def test_a_worker_that_needs_long_to_start_is_waited_for(watch: Callable[..., Watched]) -> None:
     watched = exchanging(watch, "compute", worker_hung_s=STARTS_S)
     watched.start()
