@@ -222,9 +222,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="directory of the results (default: demo-output)")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    model_dir = options.output / "model"
-    console.print(f"making a tiny random {options.kind} model in {model_dir}")
-    write_tiny_model(options.kind, model_dir)
+    model_dir = options.output / options.kind
+    if not (model_dir / "config.json").exists():
+        console.print(f"making a tiny random {options.kind} model in {model_dir}")
+        write_tiny_model(options.kind, model_dir)
     scans = load_scans()
     training, held_out = scans[:TRAINED], scans[TRAINED:]
     console.print("starting the server")

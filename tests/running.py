@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -91,13 +91,22 @@ class Server:
 
     def engine_pid(self) -> int:
         """The engine, which is a child of the server."""
-        (engine,) = (child for child in psutil.Process(self.pid).children() if "tinsmith.engine" in child.cmdline())
-        return process_behind(engine.pid)
+        return self._child_of(self.pid, "tinsmith.engine")
 
     def worker_pid(self) -> int:
         """The worker is the engine's only child."""
-        (worker,) = psutil.Process(self.engine_pid()).children()
-        return process_behind(worker.pid)
+        return self._child_of(self.engine_pid(), "tinsmith.worker")
+
+    def _child_of(self, pid: int, module: str) -> int:
+        """The process that runs this module, once it has been started."""
+
+        def look() -> int | None:
+            with suppress(psutil.Error):  # one has ended meanwhile
+                found = [child for child in psutil.Process(pid).children() if module in child.cmdline()]
+                return process_behind(found[0].pid) if found else None
+            return None
+
+        return self._wait_for(look)
 
     def _wait_for(self, look: Callable[[], T | None]) -> T:
         deadline = time.monotonic() + START_S

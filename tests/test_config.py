@@ -146,6 +146,15 @@ def test_a_wrong_file_is_refused_with_the_reason(tmp_path: Path, text: str, comp
     assert complaint in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "lines"),
+    [("server: {port: 1}\nsampling: {}\nserver: {host: x}\n", "server", (3, 1)), ("server:\n  port: 1\n  port: 2\n", "port", (3, 2))],
+)
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path, text: str, key: str, lines: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match=f"line {lines[0]} has the key '{key}' of line {lines[1]} again"):
+        load(yaml_file(tmp_path, text))
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"server: {port: 9000\n"])
 def test_what_is_no_yaml_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "tinsmith.yaml"

@@ -57,11 +57,25 @@ def setting(
 
 
 def read_yaml(file: Path) -> Mapping[str, Any]:
-    """The tree in a YAML file. Raises ConfigError if the file cannot be read, is not YAML, or holds something else than keys."""
+    """The tree in a YAML file.
+
+    Raises ConfigError if the file cannot be read, is not YAML, has a key twice, or holds something else than keys.
+    """
     import yaml  # here for the same reason as pydantic
 
+    class Loader(yaml.SafeLoader):
+        """PyYAML keeps the last of several equal keys, and drops the others without a word."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            places: dict[Any, int] = {}
+            for key_node, _ in node.value:
+                line, key = key_node.start_mark.line + 1, getattr(key_node, "value", None)
+                if isinstance(key_node, yaml.ScalarNode) and places.setdefault(key, line) != line:
+                    raise yaml.YAMLError(f"line {line} has the key {key!r} of line {places[key]} again; merge what stands below the two")
+            return super().construct_mapping(node, deep)
+
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())  # a YAML error spans several lines
         raise ConfigError(f"cannot read the configuration file {file}: {reason}; it must be YAML in UTF-8") from error

@@ -274,3 +274,13 @@ def test_sizes_that_no_model_can_have_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hidden=4 must be at least 8 and layers=2 at least 1"):
         write_tiny_model("qwen3", tmp_path, hidden=4)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_written_over_a_model(tmp_path: Path) -> None:
+    for name in ("config.json", "other.safetensors"):
+        directory = tmp_path / name.partition(".")[0]
+        directory.mkdir()
+        (directory / name).write_text("mine")
+        with pytest.raises(ConfigError, match="holds a model, which may be in use; name a new directory"):
+            write_tiny_model("qwen3", directory)
+        assert [(path.name, path.read_text()) for path in directory.iterdir()] == [(name, "mine")]

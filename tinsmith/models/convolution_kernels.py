@@ -57,7 +57,7 @@ class _ConvolutionOnKernels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         x, weight, before, seats = arguments
-        out = x.new_empty(x.shape)
+        out: Tensor = x.new_empty(x.shape)
         weight, before = weight.contiguous(), None if before is None else before.contiguous()
         launch: Any = _forward
         launch[_grid(x)](

@@ -59,8 +59,11 @@ def write_tiny_model(
 ) -> None:
     """Write a random model of `hidden` width, `layers` decoder layers (None: `DEFAULT_LAYERS`) and `vocab` embedding rows.
 
-    Raises ConfigError: a kind that is not known, sizes that no model can have, a vocabulary too small for the tokenizer.
+    Raises ConfigError: a kind that is not known, sizes that no model can have, a vocabulary too small for the tokenizer, a directory that
+    holds a model.
     """
+    if (directory / "config.json").exists() or next(directory.glob("*.safetensors"), None):
+        raise ConfigError(f"{directory} holds a model, which may be in use; name a new directory, or delete it first")
     if kind not in DEFAULT_LAYERS:
         raise ConfigError(f"kind={kind!r} must be one of {', '.join(DEFAULT_LAYERS)}")
     layers = DEFAULT_LAYERS[kind] if layers is None else layers

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import resource
@@ -73,7 +74,9 @@ def _listening(config: Config) -> Iterator[socket.socket]:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise ConfigError(f"cannot listen on host={host} port={port}: {error}") from error
+        used = error.errno == errno.EADDRINUSE
+        remedy = f"another program listens there; stop it, or choose another port with --port {port + 1}" if used else str(error)
+        raise ConfigError(f"cannot listen on host={host} port={port}: {remedy}") from error
     with listener:
         yield listener
 
