@@ -1,17 +1,26 @@
 """Bodies of megabytes that arrive together."""
 
 import asyncio
+import pkgutil
+import re
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator
+from importlib import import_module
 from pathlib import Path
 
+import orjson
+import pytest
 import zstandard
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 
 from tests.server.serving import parsers, served
 from tests.server.test_training import PROTOBUF, forward_backward_body
+from tinsmith.server import routes
 from tinsmith.store.store import Store
 from tinsmith.wire.forward_backward import decode_stored
+from tinsmith.wire.json_body import StrictModel, TolerantModel
 
 PARTS, PART_BYTES = 6, 32 * 1024
 
@@ -97,5 +106,50 @@ def test_a_heartbeat_waits_for_nothing_that_is_written(tmp_path: Path) -> None:
             await asyncio.gather(writing, *reading)
             await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
             assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 410
+
+    asyncio.run(run())
+
+
+def test_no_route_parses_a_large_body_where_all_requests_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small it is compressed. Other routes refuse it unread."""
+    parsed: list[int] = []
+
+    def note(model: type[BaseModel], body: bytes) -> BaseModel:
+        parsed.append(len(body))
+        return model.model_validate(orjson.loads(body))
+
+    for model in (StrictModel, TolerantModel):
+        monkeypatch.setattr(model, "model_validate_json", classmethod(note))
+    huge = zstandard.compress(b'{"retrieved_request_ids": [' + b'"",' * 1_000_000 + b'""]}')
+    assert len(huge) < 1000
+
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            modules = [import_module(found.name) for found in pkgutil.iter_modules(routes.__path__, f"{routes.__name__}.")]
+            every = [route for module in modules for route in module.router.routes if isinstance(route, APIRoute)]
+            paths = [f"/api/v1{route.path}" for route in every if "POST" in route.methods]
+            assert len(paths) > 15
+            for path in paths:
+                for media_type in ("application/json", "application/x-protobuf"):
+                    headers = {"Content-Type": media_type, "Content-Encoding": "zstd"}
+                    reply = await server.client.post(re.sub(r"\{[^}]*\}", "x", path), content=huge, headers=headers)
+                    assert reply.status_code < 500, (path, reply.text)
+
+    asyncio.run(run())
+    assert max(parsed, default=0) <= 128 * 1024
+
+
+def test_a_poll_with_too_many_ids_is_refused_and_one_with_many_is_answered(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(tmp_path) as server:
+            session_id = await server.new_session()
+            body = {"session_id": session_id, "sampling_session_seq_id": 1, "base_model": "tiny"}
+            sampler_id = (await server.post("create_sampling_session", body)).json()["sampling_session_id"]
+            poll = {"target": {"sampling_session_id": sampler_id}, "timeout": 0}
+            answered = await server.post("retrieve_futures", poll | {"retrieved_request_ids": ["x"] * 2**16})
+            assert (answered.status_code, answered.json()) == (200, {"completions": [], "cursor": 0})
+            refused = await server.post("retrieve_futures", poll | {"retrieved_request_ids": ["x"] * (2**16 + 1)})
+            assert refused.status_code == 400
+            assert "retrieved_request_ids: List should have at most 65536 items" in refused.json()["detail"]
 
     asyncio.run(run())

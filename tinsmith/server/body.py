@@ -33,6 +33,12 @@ async def read_body(request: Request, max_bytes: int, setting: str | None = None
     return body if encoding == "identity" else await asyncio.to_thread(decompress, body, max_bytes)
 
 
+async def drop_body(request: Request, max_bytes: int) -> None:
+    """Receive a JSON body that nobody needs, as it was sent. Raises as `read_body`."""
+    _encoding(request, "application/json")
+    await _received(request, max_bytes, None)
+
+
 class LargeBodies:
     """Reads bodies of megabytes, many at once, without keeping small requests waiting."""
 

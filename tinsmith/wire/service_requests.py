@@ -4,7 +4,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import FailFast, Field, model_validator
 
-from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Metadata, StrictModel, TolerantModel
+from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Metadata, StrictModel, TolerantModel, parse_json
+
+MOST_ACKNOWLEDGED = 2**16
+"""Samples that one poll can acknowledge. The SDK polls many times a minute."""
 
 
 class CreateSessionRequest(TolerantModel):
@@ -66,8 +69,13 @@ class RetrieveFuturesRequest(StrictModel):
     """The client has the reports up to this cursor."""
     timeout: Annotated[FiniteFloat, Field(ge=0)] | None = None
     """Seconds to wait for a report; None leaves it to the server."""
-    retrieved_request_ids: Annotated[list[str], FailFast(), Field(default_factory=list)]
+    retrieved_request_ids: Annotated[list[str], FailFast(), Field(default_factory=list, max_length=MOST_ACKNOWLEDGED)]
     """Samples whose results the client has."""
+
+
+def parse_poll(body: bytes) -> RetrieveFuturesRequest:
+    """The body of a poll, which may hold many ids. Raises as `parse_json`."""
+    return parse_json(RetrieveFuturesRequest, body)
 
 
 class JoinSamplingSessionRequest(StrictModel):

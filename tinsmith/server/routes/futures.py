@@ -1,5 +1,6 @@
 """Waiting for the outcome of an operation or sample, or of all samples of a client; giving up a sample."""
 
+import asyncio
 import logging
 from functools import partial
 
@@ -14,7 +15,7 @@ from tinsmith.store import ids
 from tinsmith.store.records import Outcome
 from tinsmith.store.store import Store
 from tinsmith.wire.json_body import parse_json
-from tinsmith.wire.service_requests import CancelFutureRequest, RetrieveFutureRequest, RetrieveFuturesRequest
+from tinsmith.wire.service_requests import CancelFutureRequest, RetrieveFutureRequest, parse_poll
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ router = APIRouter()
 _MAX_BODY_BYTES = 64 * 1024
 _MAX_POLL_BYTES = 4 * 2**20
 """Limit of the body of a poll: enough to acknowledge some 50,000 samples."""
+_FORGOTTEN_AT_A_TIME = 100
+"""How many samples are forgotten before other requests have their turn."""
 
 
 @router.post("/retrieve_future")
@@ -46,12 +49,14 @@ async def retrieve_future(request: Request) -> Response:
 async def retrieve_futures(request: Request) -> Response:
     """Which samples of a client have ended since it last asked, after up to `long_poll_s`. The client then fetches each result."""
     hub = hub_of(request)
-    asked = parse_json(RetrieveFuturesRequest, await read_body(request, _MAX_POLL_BYTES))
+    asked = await hub.bodies.read_parsed(request, _MAX_POLL_BYTES, None, "application/json", parse_poll)
     client = asked.target.sampling_session_id, asked.target.cloned_sampler_id
     hub.lifetimes.saw(client[0])
     await hub.sampling_sessions.find(client[0])
-    for request_id in asked.retrieved_request_ids:
+    for number, request_id in enumerate(asked.retrieved_request_ids):
         await _forget(hub, client[0], request_id)
+        if number % _FORGOTTEN_AT_A_TIME == 0:
+            await asyncio.sleep(0)
     longest = hub.config.server.long_poll_s
     reports = await hub.sample_reports.after(client, asked.prev_cursor, longest if asked.timeout is None else min(asked.timeout, longest))
     cursor = reports[-1].cursor if reports else asked.prev_cursor

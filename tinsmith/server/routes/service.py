@@ -6,7 +6,7 @@ import uuid
 from fastapi import APIRouter, Request, Response
 
 from tinsmith.errors import NotFoundError
-from tinsmith.server.body import read_body
+from tinsmith.server.body import drop_body, read_body
 from tinsmith.server.hub import hub_of
 from tinsmith.server.replies import GoneError, json_reply
 from tinsmith.server.sdk_versions import FLAGS_FOR_OLDER, objection
@@ -87,7 +87,7 @@ async def get_server_capabilities(request: Request) -> Response:
 @router.post("/telemetry")
 async def telemetry(request: Request) -> Response:
     """Accept what the SDK reports about itself, and drop it."""
-    await read_body(request, _TELEMETRY_BYTES)
+    await drop_body(request, _TELEMETRY_BYTES)
     return json_reply({"status": "accepted"})
 
 
