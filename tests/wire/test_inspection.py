@@ -91,3 +91,9 @@ def test_counting_ends_at_the_limit() -> None:
 def test_what_is_no_protobuf_is_refused(body: bytes) -> None:
     with pytest.raises(UserError, match="not a protobuf ForwardBackwardRequest"):
         Inspection(body, RequestsConfig())
+
+
+def test_an_id_longer_than_any_that_was_given_is_refused() -> None:
+    body = pb.ForwardBackwardRequest(model_id="x" * 301, seq_id=1).SerializeToString()
+    with pytest.raises(UserError, match="model_id has 301 bytes; no id of this server has more than 300"):
+        Inspection(body, LIMITS)

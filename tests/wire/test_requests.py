@@ -1,11 +1,12 @@
 """JSON requests as the SDK writes them, and what is refused."""
 
 import json
+from types import ModuleType
 from typing import Any
 
 import orjson
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from tinker import types
 from tinker.types.create_model_request import CreateModelRequest as SdkCreateModel
 from tinker.types.create_sampling_session_request import CreateSamplingSessionRequest as SdkSamplingSession
@@ -141,3 +142,16 @@ def test_long_values_are_cut_in_messages() -> None:
     with pytest.raises(UserError) as caught:
         parse_json(service.RetrieveFutureRequest, orjson.dumps({"request_id": ["x" * 10_000]}))
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("module", [checkpoint, service, training])
+def test_no_request_takes_an_id_longer_than_any_that_was_given(module: ModuleType) -> None:
+    """It is refused before anything is looked up or remembered."""
+    models = [found for found in vars(module).values() if isinstance(found, type) and issubclass(found, BaseModel)]
+    names = {"model_id", "request_id", "sampling_session_id", "session_id"}
+    ids = [(model, name) for model in models for name in names & model.model_fields.keys()]
+    assert len(ids) >= 3
+    for model, name in ids:
+        with pytest.raises(ValidationError) as caught:
+            model.model_validate({name: "x" * 301})
+        assert ("string_too_long", (name,)) in [(error["type"], error["loc"]) for error in caught.value.errors()]

@@ -47,8 +47,9 @@ class Lifetimes:
         self.saw_session(ids.session_of(owned_id))
 
     def saw_session(self, session_id: str) -> None:
-        """Note a heartbeat."""
-        self._seen[session_id] = time.monotonic()
+        """Note a heartbeat. Only sessions that were open in the last round are remembered: anyone can make up an id."""
+        if session_id in self._seen:
+            self._seen[session_id] = time.monotonic()
 
     async def is_open(self, session_id: str) -> bool:
         """Whether there is such a session and it has not ended. It is looked up once, so that heartbeats do not wait for the database."""

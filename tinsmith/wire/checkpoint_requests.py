@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tinsmith.wire.json_body import CountFromZero, Metadata, SeqId, StrictModel, TolerantModel
+from tinsmith.wire.json_body import CountFromZero, Id, Metadata, SeqId, StrictModel, TolerantModel
 from tinsmith.wire.paths import check_name
 from tinsmith.wire.training_requests import OptimizerConfig
 
@@ -16,7 +16,7 @@ TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
 class SaveWeightsRequest(StrictModel):
     """POST save_weights: a checkpoint that training can continue from."""
 
-    model_id: str
+    model_id: Id
     seq_id: SeqId
     path: CheckpointName
     """Name of the checkpoint."""
@@ -29,7 +29,7 @@ class SaveWeightsRequest(StrictModel):
 class SaveWeightsForSamplerRequest(StrictModel):
     """POST save_weights_for_sampler: a checkpoint named `path`, or a snapshot for the sampling session `sampling_session_seq_id`."""
 
-    model_id: str
+    model_id: Id
     seq_id: SeqId
     sampling_session_seq_id: CountFromZero | None = None
     path: CheckpointName | None = None
@@ -53,7 +53,7 @@ class SaveWeightsForSamplerRequest(StrictModel):
 class SaveWeightsExternalRequest(StrictModel):
     """POST save_weights_external: files that other tools load, to be downloaded."""
 
-    model_id: str
+    model_id: Id
     seq_id: SeqId
     path: CheckpointName
     ttl_seconds: TtlSeconds | None = None
@@ -65,7 +65,7 @@ class SaveWeightsExternalRequest(StrictModel):
 class LoadWeightsRequest(StrictModel):
     """POST load_weights into a model that was just created."""
 
-    model_id: str
+    model_id: Id
     seq_id: SeqId
     path: str
     """tinker:// path of a checkpoint for training."""
@@ -80,7 +80,7 @@ class LoadWeightsRequest(StrictModel):
 class CreateFromCheckpointRequest(StrictModel):
     """POST load_weights as the first request of a new model, which takes its LoRA configuration from the checkpoint."""
 
-    session_id: str
+    session_id: Id
     model_seq_id: CountFromZero
     path: str
     optimizer: bool
@@ -101,4 +101,4 @@ class CreateFromCheckpointRequest(StrictModel):
 class LoadWeightsAddress(TolerantModel):
     """Which of the two forms of load_weights a request has: into a model that exists, or, without `model_id`, into a new one."""
 
-    model_id: str | None = None
+    model_id: Id | None = None

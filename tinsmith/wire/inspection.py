@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tinsmith.config import RequestsConfig
 from tinsmith.errors import UserError
+from tinsmith.wire.json_body import MAX_ID
 
 _MAX_TENSORS = 32
 """Most loss_fn_inputs of one datum; the API knows eight."""
@@ -59,6 +60,8 @@ class Inspection:
             if number == _DATA and kind == _BYTES:
                 self._inspect_datum(start, end)
             elif number == _MODEL_ID and kind == _BYTES:
+                if end - start > MAX_ID:
+                    raise UserError(f"model_id has {end - start} bytes; no id of this server has more than {MAX_ID}")
                 self.key.model_id = self._text(start, end)
             elif number == _SEQ_ID and kind == _VARINT:
                 self.key.seq_id = start

@@ -8,6 +8,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from tinsmith.errors import UserError, quoted
 
+MAX_ID = 300
+"""Characters of the longest id that is read. Those of this server are shorter."""
 MAX_SEQ_ID = 2**31 - 1
 """The largest seq_id of a training operation: protobuf requests have it as int32."""
 
@@ -30,6 +32,8 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+Id = Annotated[str, Field(max_length=MAX_ID)]
+"""An id that this server gave to a session, a model or a request."""
 SeqId = Annotated[int, Field(ge=1, le=MAX_SEQ_ID)]
 Metadata = Annotated[dict[str, Any], AfterValidator(_check_finite)]
 """A JSON object that the client chooses and that is stored as it is."""

@@ -14,7 +14,7 @@ from tinsmith.config import RequestsConfig
 from tinsmith.errors import NotBuiltError, UserError
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
-from tinsmith.wire.json_body import CountFromZero, FiniteFloat, StrictModel, parse_json
+from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Id, StrictModel, parse_json
 from tinsmith.wire.prompt_scores import MAX_TOPK, PromptAnswers, PromptQuestions, TensorBody, TopLogprobs, parse_targets
 
 MAX_SAMPLES = 1024
@@ -155,7 +155,7 @@ class _ParamsBody(StrictModel):
 
 
 class _SampleBody(StrictModel):
-    sampling_session_id: str | None = None
+    sampling_session_id: Id | None = None
     seq_id: CountFromZero | None = None
     num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     prompt: _PromptBody

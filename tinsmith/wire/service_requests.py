@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import FailFast, Field, model_validator
 
-from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Metadata, StrictModel, TolerantModel, parse_json
+from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Id, Metadata, StrictModel, TolerantModel, parse_json
 
 MOST_ACKNOWLEDGED = 2**16
 """Samples that one poll can acknowledge. The SDK polls many times a minute."""
@@ -23,7 +23,7 @@ class CreateSessionRequest(TolerantModel):
 class SessionHeartbeatRequest(TolerantModel):
     """POST session_heartbeat."""
 
-    session_id: str
+    session_id: Id
 
 
 class FinishReason(TolerantModel):
@@ -42,21 +42,21 @@ class FinishSessionRequest(TolerantModel):
 class RetrieveFutureRequest(StrictModel):
     """POST retrieve_future. `allow_metadata_only` permits a reply without the payload; the whole payload is always allowed, too."""
 
-    request_id: str
+    request_id: Id
     allow_metadata_only: bool = False
 
 
 class CancelFutureRequest(StrictModel):
     """POST cancel_future."""
 
-    request_id: str
+    request_id: Id
 
 
 class SamplesOfClient(StrictModel):
     """Whose samples retrieve_futures asks about."""
 
     type: Literal["sampling_session"] = "sampling_session"
-    sampling_session_id: str
+    sampling_session_id: Id
     cloned_sampler_id: CountFromZero = 0
     """Which client of the sampling session; 0 is the one that created it."""
 
@@ -81,14 +81,14 @@ def parse_poll(body: bytes) -> RetrieveFuturesRequest:
 class JoinSamplingSessionRequest(StrictModel):
     """POST join_sampling_session: one more client of a sampling session."""
 
-    sampling_session_id: str
+    sampling_session_id: Id
     type: Literal["join_sampling_session"] = "join_sampling_session"
 
 
 class CreateSamplingSessionRequest(StrictModel):
     """POST create_sampling_session: of a base model, or of a checkpoint, with `base_model` instead of the base that it names, if given."""
 
-    session_id: str
+    session_id: Id
     sampling_session_seq_id: CountFromZero
     base_model: str | None = None
     model_path: str | None = None

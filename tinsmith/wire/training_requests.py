@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from tinsmith.errors import NotBuiltError
-from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Metadata, SeqId, StrictModel, TolerantModel
+from tinsmith.wire.json_body import CountFromZero, FiniteFloat, Id, Metadata, SeqId, StrictModel, TolerantModel
 
 
 class LoraConfig(StrictModel):
@@ -40,7 +40,7 @@ class OptimizerConfig(StrictModel):
 class CreateModelRequest(StrictModel):
     """POST create_model. Without a LoRA configuration the request asks for full-parameter training, as with a rank of 0."""
 
-    session_id: str
+    session_id: Id
     model_seq_id: CountFromZero
     base_model: str
     user_metadata: Metadata | None = None
@@ -57,14 +57,14 @@ class CreateModelRequest(StrictModel):
 class GetInfoRequest(StrictModel):
     """POST get_info."""
 
-    model_id: str
+    model_id: Id
     type: Literal["get_info"] = "get_info"
 
 
 class OperationKey(TolerantModel):
     """The fields that every training operation has. They suffice to append it to the log, even if the rest is wrong."""
 
-    model_id: str
+    model_id: Id
     seq_id: SeqId
 
 
@@ -84,7 +84,7 @@ class AdamParams(StrictModel):
 class OptimStepRequest(StrictModel):
     """POST optim_step."""
 
-    model_id: str
+    model_id: Id
     seq_id: SeqId
     adam_params: AdamParams
     type: Literal["optim_step"] = "optim_step"
