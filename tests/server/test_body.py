@@ -127,7 +127,7 @@ def test_no_route_parses_a_large_body_where_all_requests_are_served(tmp_path: Pa
         async with served(tmp_path) as server:
             modules = [import_module(found.name) for found in pkgutil.iter_modules(routes.__path__, f"{routes.__name__}.")]
             every = [route for module in modules for route in module.router.routes if isinstance(route, APIRoute)]
-            paths = [f"/api/v1{route.path}" for route in every if "POST" in route.methods]
+            paths = [f"/api/v1{route.path}" for route in every if "POST" in (route.methods or ())]
             assert len(paths) > 15
             for path in paths:
                 for media_type in ("application/json", "application/x-protobuf"):
