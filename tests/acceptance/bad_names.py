@@ -139,8 +139,8 @@ BODIES = [
     Case("list for an object", refused("create_sampling_session", 400, b"[]"), ["body: Input should be an object, got []"]),
     Case(
         "long id",
-        post("create_model", 404, session_id="x" * 10**5, model_seq_id=0, base_model="text"),
-        ["characters left out"],
+        post("create_model", 400, session_id="x" * 10**5, model_seq_id=0, base_model="text"),
+        ["session_id: String should have at most 300 characters"],
     ),
 ]
 

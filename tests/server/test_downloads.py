@@ -44,7 +44,7 @@ def test_every_file_has_an_address_that_needs_no_key(tmp_path: Path) -> None:
                 reply = await server.client.get(url)
                 assert (reply.status_code, reply.content) == (200, FILES[name]), url
                 assert reply.headers["content-length"] == str(len(FILES[name]))
-                assert url.startswith("http://tinsmith/api/v1/download/s%3Atrain%3A0/a%20b/")
+                assert url.startswith("http://localhost/api/v1/download/s%3Atrain%3A0/a%20b/")
 
     asyncio.run(run())
 
