@@ -82,7 +82,7 @@ def begin(description: str | None, parts: Sequence[str], sides: Sequence[str] = 
 def begin_here(script: str, output: Path | None) -> None:
     """Add the lines below to `output` too, and say on which commit and versions they were measured."""
     write_to(output)
-    versions = {name: _version(name) for name in ("torch", "triton", "transformers", "peft", "liger-kernel", "fla-core", "vllm")}
+    versions = {name: _version(name) for name in ("torch", "triton", "transformers", "peft", "liger-kernel", "vllm")}
     present = {name: version for name, version in versions.items() if version}
     say(script=script, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), commit=_commit(), tiny=TINY, **present)
 
