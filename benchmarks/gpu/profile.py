@@ -9,7 +9,7 @@ Python slower: it says where time goes, not how much.
 - full      Qwen3-1.7B, all weights, 8 sequences
 - pictures  Qwen3-VL-4B, 8 new pictures
 - decode    a step of the sampler, Qwen3-1.7B, 64 requests, half of them with an adapter
-- decode_hybrid  the same of Qwen3.5-4B, without an adapter
+- decode_hybrid  the same of Qwen3.5-4B, without an adapter; decode_rl: with 256 requests, all with an adapter
 - alone     a step of the sampler, Qwen3-1.7B, with one request
 
     python -m benchmarks.gpu.profile --parts lora,decode
@@ -31,7 +31,7 @@ from benchmarks.gpu.shapes import base_of, configuration, network_of
 from benchmarks.gpu.training import LENGTH, RANK, backend_of, batch_of, datum, filled, mixed_lengths, rendered_pictures, text_datum, train
 from tinsmith.models.base import BaseModel
 
-PARTS = ("lora", "hybrid", "mixed", "full", "pictures", "decode", "decode_hybrid", "alone")
+PARTS = ("lora", "hybrid", "mixed", "full", "pictures", "decode", "decode_hybrid", "decode_rl", "alone")
 LONGEST = 28
 """So many kernels, and so many functions, are listed."""
 LONGEST_GAPS = 12
@@ -159,6 +159,7 @@ def main() -> None:
         "pictures": pictures,
         "decode": partial(decoding, MANY[0]),
         "decode_hybrid": partial(decoding, HYBRID[0], "Qwen3.5-4B"),
+        "decode_rl": partial(decoding, Load("rl", 256, with_adapter=256), "Qwen3.5-4B"),
         "alone": partial(decoding, ALONE),
     }
     for part in asked.parts:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -80,6 +81,11 @@ def compiled(function: Callable[P, R]) -> Compiled[P, R]:
     The function must not wait for the device, and must read nothing but its arguments.
     """
     return Compiled(function)
+
+
+def import_compiler() -> None:
+    """Begin to import PyTorch's compiler in a thread: it takes seconds, in which weights can be read."""
+    Thread(target=import_module, args=("torch._inductor.compile_fx",), name="import-compiler", daemon=True).start()
 
 
 def keep_compiled(directory: str) -> None:

@@ -157,7 +157,7 @@ def _slope(total: tl.tensor) -> tl.tensor:
     return share * (1 + total * (1 - share))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _forward(
     x: tl.tensor,
     x_token: tl.tensor,
@@ -184,7 +184,7 @@ def _forward(
     tl.store(out + place, (total * tl.sigmoid(total)).to(out.dtype.element_ty), mask=used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _backward(
     x: tl.tensor,
     x_token: tl.tensor,
@@ -221,7 +221,7 @@ def _backward(
     tl.store(d_x + place, found.to(d_x.dtype.element_ty), mask=(token < tokens)[:, None] & inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _of_weight(
     x: tl.tensor,
     x_token: tl.tensor,

@@ -1,7 +1,7 @@
 """Triton kernels for LoRA in a decode batch (`models/batched_lora.py`): two launches for a projection, whatever adapters its rows have.
 
 A row's columns are read on the device, and matrices that no row of a tile needs are not read: buffers for many adapters cost no more than
-small ones.
+small ones. The sizes of a projection are arguments, not constants, so that all projections share what is compiled.
 """
 
 from typing import Any
@@ -50,13 +50,13 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
         rows,
         x.stride(0),
         columns.stride(0),
-        INPUTS=inputs,
-        WIDTH=width,
-        TARGETS=len(a),
+        inputs,
+        width,
+        len(a),
+        share,
         ROWS=row_tile,
         CHUNK=CHUNK,
         STEP=STEP,
-        SHARE=share,
         num_warps=4,
         num_stages=3,
         **overlapping(x.device, rows),
@@ -71,9 +71,9 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
         rows,
         y.stride(0),
         columns.stride(0),
+        width,
+        len(a),
         ALPHA=LORA_ALPHA,
-        WIDTH=width,
-        TARGETS=len(a),
         SPLITS=splits,
         ROWS=row_tile,
         CHUNK=CHUNK,
@@ -95,7 +95,7 @@ def _columns_of(columns: tl.tensor, row: tl.tensor, rows: tl.tensor, stride: tl.
     return start, end, first, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "targets"])
 def _reduce(
     x: tl.tensor,
     a: tl.tensor,
@@ -104,13 +104,13 @@ def _reduce(
     rows: tl.tensor,
     x_stride: tl.tensor,
     columns_stride: tl.tensor,
-    INPUTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TARGETS: tl.constexpr,
+    inputs: tl.tensor,
+    width: tl.tensor,
+    targets: tl.tensor,
+    share: tl.tensor,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
-    SHARE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """X A^T of a tile of rows, one chunk of columns of one target, and a share of the inputs."""
@@ -121,21 +121,21 @@ def _reduce(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)
     start, end, _, _ = _columns_of(columns, row, rows, columns_stride)
-    column = chunk % WIDTH
+    column = chunk % width
     needed = tl.max(((start < end) & (start < column + CHUNK) & (end > column)).to(tl.int32), 0)
     if needed > 0:
         matrix_row = chunk + tl.arange(0, CHUNK)
         sums = tl.zeros([ROWS, CHUNK], tl.float32)
-        for first in range(split * SHARE, tl.minimum(split * SHARE + SHARE, INPUTS), STEP):
+        for first in range(split * share, tl.minimum(split * share + share, inputs), STEP):
             place = first + tl.arange(0, STEP)
-            own_x = tl.load(x + row[:, None] * x_stride + place[None, :], mask=(row < rows)[:, None] & (place < INPUTS)[None, :], other=0.0)
-            own_a = tl.load(a + matrix_row[:, None] * INPUTS + place[None, :], mask=(place < INPUTS)[None, :], other=0.0)
+            own_x = tl.load(x + row[:, None] * x_stride + place[None, :], mask=(row < rows)[:, None] & (place < inputs)[None, :], other=0.0)
+            own_a = tl.load(a + matrix_row[:, None] * inputs + place[None, :], mask=(place < inputs)[None, :], other=0.0)
             sums = tl.dot(own_x, tl.trans(own_a), acc=sums)
-        place = (split * rows + row[:, None]) * (TARGETS * WIDTH) + matrix_row[None, :]
+        place = (split * rows + row[:, None]) * (targets * width) + matrix_row[None, :]
         tl.store(reduced + place, sums, mask=(row < rows)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "targets"])
 def _expand(
     y: tl.tensor,
     b: tl.tensor,
@@ -145,9 +145,9 @@ def _expand(
     rows: tl.tensor,
     y_stride: tl.tensor,
     columns_stride: tl.tensor,
+    width: tl.tensor,
+    targets: tl.tensor,
     ALPHA: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TARGETS: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -171,10 +171,10 @@ def _expand(
             own = (column[None, :] >= start[:, None]) & (column[None, :] < end[:, None])
             u = tl.zeros([ROWS, CHUNK], tl.float32)
             for split in tl.static_range(SPLITS):
-                place = (split * rows + row[:, None]) * (TARGETS * WIDTH) + target * WIDTH + column[None, :]
+                place = (split * rows + row[:, None]) * (targets * width) + target * width + column[None, :]
                 u += tl.load(reduced + place, mask=(row < rows)[:, None], other=0.0)
             u = tl.where(own, u, 0.0)  # elsewhere the first kernel may have left anything
-            matrix = tl.load(b + output[:, None].to(tl.int64) * WIDTH + column[None, :], mask=(output < last_output)[:, None], other=0.0)
+            matrix = tl.load(b + output[:, None].to(tl.int64) * width + column[None, :], mask=(output < last_output)[:, None], other=0.0)
             sums = tl.dot(u.to(b.dtype.element_ty), tl.trans(matrix), acc=sums)
         scale = ALPHA / tl.maximum(end - start, 1).to(tl.float32)
         inside = (row < rows)[:, None] & (output < last_output)[None, :]

@@ -73,6 +73,7 @@ def paged_kernel(
         key.stride(0),
         value.stride(0),
         table.stride(0),
+        splits,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         GROUP_PADDED=max(GROUP_ROWS, triton.next_power_of_2(heads // kv_heads)),
@@ -80,7 +81,6 @@ def paged_kernel(
         HEAD_PADDED=padded,
         BLOCK=block,
         TILE=tile,
-        SPLITS=splits,
         WINDOW=seen,
         STORES=newest is not None,
         num_warps=warps,
@@ -94,12 +94,12 @@ def paged_kernel(
             out,
             parts,
             weights,
+            splits,
             HEADS=heads,
             HEAD_DIM=head_dim,
             HEAD_PADDED=padded,
             BLOCK=block,
             TILE=tile,
-            SPLITS=splits,
             SPLITS_PADDED=triton.next_power_of_2(splits),
             WINDOW=seen,
             num_warps=4,
@@ -120,13 +120,13 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def _shares(length: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr) -> tl.tuple:
+def _shares(length: tl.tensor, splits: tl.tensor, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr) -> tl.tuple:
     """Where the first tile of a row begins, the tokens of each of its splits, and how many splits have any."""
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(length - WINDOW, 0) // BLOCK * BLOCK
     tiles = tl.cdiv(length - begin, TILE)
-    each = tl.maximum(tl.cdiv(tiles, SPLITS), 1)
+    each = tl.maximum(tl.cdiv(tiles, splits), 1)
     return begin, each * TILE, tl.cdiv(tiles, each)
 
 
@@ -165,7 +165,7 @@ def _newest(
     return highest, total, tl.zeros_like(q).to(tl.float32) + tl.where(last == length, v.to(tl.float32), 0.0)[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _attend(
     query: tl.tensor,
     key: tl.tensor,
@@ -182,6 +182,7 @@ def _attend(
     key_stride: tl.tensor,
     value_stride: tl.tensor,
     table_stride: tl.tensor,
+    splits: tl.tensor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
@@ -189,7 +190,6 @@ def _attend(
     HEAD_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     STORES: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -202,7 +202,7 @@ def _attend(
     row = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(lengths + row)
-    begin, share, used = _shares(length, BLOCK, TILE, SPLITS, WINDOW)
+    begin, share, used = _shares(length, splits, BLOCK, TILE, WINDOW)
     group = tl.arange(0, GROUP_PADDED)
     channel = tl.arange(0, HEAD_PADDED)
     heads = kv_head * GROUP + group
@@ -246,7 +246,7 @@ def _attend(
         if used == 1:
             tl.store(out + row_heads[:, None] * HEAD_DIM + channel[None, :], found.to(out.dtype.element_ty), mask=held)
         else:
-            place = row_heads * SPLITS + split
+            place = row_heads * splits + split
             tl.store(parts + place[:, None] * HEAD_DIM + channel[None, :], found.to(parts.dtype.element_ty), mask=held)
             tl.store(weights + place, (highest + tl.log2(total)).to(weights.dtype.element_ty), mask=group < GROUP)
     elif split == 0:  # a row of length 0
@@ -254,18 +254,18 @@ def _attend(
         tl.store(out + row_heads[:, None] * HEAD_DIM + channel[None, :], nothing, mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge(
     lengths: tl.tensor,
     out: tl.tensor,
     parts: tl.tensor,
     weights: tl.tensor,
+    splits: tl.tensor,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     WINDOW: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -276,15 +276,15 @@ def _merge(
         gdc_wait()
     head = tl.program_id(0)
     row = tl.program_id(1)
-    _, _, used = _shares(tl.load(lengths + row), BLOCK, TILE, SPLITS, WINDOW)
+    _, _, used = _shares(tl.load(lengths + row), splits, BLOCK, TILE, WINDOW)
     if used > 1:
         place = row.to(tl.int64) * HEADS + head
         split = tl.arange(0, SPLITS_PADDED)
         channel = tl.arange(0, HEAD_PADDED)
-        weight = tl.load(weights + place * SPLITS + split, mask=split < used, other=float("-inf"))
+        weight = tl.load(weights + place * splits + split, mask=split < used, other=float("-inf"))
         weight = tl.exp2(weight - tl.max(weight, 0))
         weight = weight / tl.sum(weight, 0)
         inside = (split < used)[:, None] & (channel < HEAD_DIM)[None, :]
-        found = tl.load(parts + (place * SPLITS + split)[:, None] * HEAD_DIM + channel[None, :], mask=inside, other=0.0)
+        found = tl.load(parts + (place * splits + split)[:, None] * HEAD_DIM + channel[None, :], mask=inside, other=0.0)
         merged = tl.sum(found * weight[:, None], 0)
         tl.store(out + place * HEAD_DIM + channel, merged.to(out.dtype.element_ty), mask=channel < HEAD_DIM)

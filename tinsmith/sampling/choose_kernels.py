@@ -99,7 +99,7 @@ def _temperature_of(temperature: tl.tensor, row: tl.tensor, coldest: tl.tensor) 
     return tl.where(greedy, 1.0, tl.minimum(tl.maximum(own, coldest), hottest)), greedy
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _scan(
     logits: tl.tensor,
     temperature: tl.tensor,
@@ -146,7 +146,7 @@ def _kept(x: tl.tensor, left: tl.tensor, row: tl.tensor, vocabulary: tl.tensor, 
     return tl.where(found == float("-inf"), float("-inf"), x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _grow(
     logits: tl.tensor,
     left: tl.tensor,
@@ -192,7 +192,7 @@ def _bits(numbers: tl.tensor, row: tl.tensor) -> tl.tensor:
     return tl.load(numbers + row).to(tl.uint64, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _walk(
     logits: tl.tensor,
     left: tl.tensor,

@@ -59,16 +59,16 @@ def check_leaks(base: BaseModel, probes: Sequence[Probe]) -> None:
     """Raise ConfigError if sequences of a packed row reach each other."""
     order = row_order(probes)
     packed = packed_logprobs(base, probes)
-    alone = [_gradients(base, [probe], [0]) for probe in probes]
+    alone = [gradients(base, [probe], [0]) for probe in probes]
     for own in (order[::2], order[1::2]):
         changed = [probe if i in own else _shuffled(probe) for i, probe in enumerate(probes)]
         found = packed_logprobs(base, changed)
         _refuse("a sequence changes with the tokens of others in its packed row", max(_apart(found[i], packed[i]) for i in own), EXACT)
-        gradients = _gradients(base, probes, own)
-        others = [gradients.tokens[i] for i in range(len(probes)) if i not in own]
+        here = gradients(base, probes, own)
+        others = [here.tokens[i] for i in range(len(probes)) if i not in own]
         _refuse("the loss of a sequence has gradients in others of its packed row", max(g.abs().max().item() for g in others), 0.0)
         if base.dtype == torch.float32:
-            _compare_gradients(probes, own, gradients, alone)
+            _compare_gradients(probes, own, here, alone)
 
 
 def _shuffled(probe: Probe) -> Probe:
@@ -88,7 +88,7 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class _Gradients:
+class Gradients:
     """Of a fixed random sum of the log-probabilities of some probes."""
 
     tokens: list[Tensor]
@@ -98,7 +98,7 @@ class _Gradients:
 
 
 @torch.enable_grad()
-def _gradients(base: BaseModel, probes: Sequence[Probe], counted: Collection[int]) -> _Gradients:
+def gradients(base: BaseModel, probes: Sequence[Probe], counted: Collection[int]) -> Gradients:
     """Those of the probes whose numbers are in `counted`, computed in one packed row of all."""
     adapters = {id(probe.adapter): probe.adapter for probe in probes if probe.adapter is not None}
     with _embeddings(base) as embeddings:
@@ -113,7 +113,7 @@ def _gradients(base: BaseModel, probes: Sequence[Probe], counted: Collection[int
     for key, adapter in adapters.items():
         count = len(adapter.leaves())
         by_adapter[key], rest = torch.cat([g.flatten().float() for g in rest[:count]]), rest[count:]
-    return _Gradients([pieces[i] for i in range(len(probes))], by_adapter)
+    return Gradients([pieces[i] for i in range(len(probes))], by_adapter)
 
 
 def _direction(x: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def _embeddings(base: BaseModel) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def _compare_gradients(probes: Sequence[Probe], own: Collection[int], found: _Gradients, alone: Sequence[_Gradients]) -> None:
+def _compare_gradients(probes: Sequence[Probe], own: Collection[int], found: Gradients, alone: Sequence[Gradients]) -> None:
     """The gradients of the probes `own`, in a row with others, are those that they have alone."""
     pairs = [(found.tokens[i], alone[i].tokens[0]) for i in own]
     for key in {id(probes[i].adapter) for i in own if probes[i].adapter is not None}:

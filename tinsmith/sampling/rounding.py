@@ -17,12 +17,15 @@ precision: single values count there, not means, and sums inside of a module rou
 @contextmanager
 def rounded_otherwise(model: nn.Module) -> Iterator[None]:
     """Outputs of the model's linears, norms and so on change by up to one unit of their last place, at random."""
-    generator = torch.Generator().manual_seed(0)
+    generators: dict[torch.device, torch.Generator] = {}
 
     def change(_module: object, _inputs: object, output: Any) -> Any:
         if not isinstance(output, Tensor):
             return output
-        relative = torch.finfo(output.dtype).eps / 2 * (2 * torch.rand(output.shape, generator=generator) - 1).to(output.device)
+        if output.device not in generators:
+            generators[output.device] = torch.Generator(output.device).manual_seed(0)
+        drawn = torch.rand(output.shape, generator=generators[output.device], device=output.device)
+        relative = torch.finfo(output.dtype).eps / 2 * (2 * drawn - 1)
         return (output * (1 + relative)).to(output.dtype)
 
     leaves = [module for module in model.modules() if not list(module.children())]

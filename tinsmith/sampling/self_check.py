@@ -14,6 +14,7 @@ is refused with a ConfigError that says what and by how much.
 
 import hashlib
 import io
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +29,8 @@ from tinsmith.config import ImagesConfig, SamplingConfig
 from tinsmith.errors import ConfigError, NotFoundError
 from tinsmith.models.attention import ATTENTION
 from tinsmith.models.base import BaseModel, use_attention
+from tinsmith.models.compile_ahead import rehearsal
+from tinsmith.models.device import has_triton
 from tinsmith.models.families import positions
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.models.layout import LM_HEAD
@@ -38,7 +41,7 @@ from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
-from tinsmith.sampling.leaks import CHUNK, EXACT, Probe, check_leaks, packed_logprobs
+from tinsmith.sampling.leaks import CHUNK, EXACT, Probe, check_leaks, gradients, packed_logprobs
 from tinsmith.sampling.local.cache_shape import CacheSizes
 from tinsmith.sampling.local.kv_cache import blocks_for
 from tinsmith.sampling.local.sampler import LocalSampler
@@ -48,6 +51,8 @@ from tinsmith.sampling.tower_check import check_tower
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
+
+log = logging.getLogger(__name__)
 
 LENGTHS = (40, 7, 25, 25)
 """Tokens of the text sequences."""
@@ -78,13 +83,34 @@ def check_base_model(base: BaseModel, samples: bool) -> None:
             renderer = Renderer(base, ImagesConfig(), _no_blob)
             if renderer.local is not None:
                 check_tower(base, renderer.local)
-            _check(base, _probes(base, renderer), samples)
+            probes = _probes(base, renderer)
+            _rehearse(base, probes, samples)
+            _check(base, probes, samples)
     except ConfigError as error:
         raise ConfigError(f"{base.name} ({base.family.model_type}) cannot be served: {error}") from error
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # the network's own code does not take a packed row
         raise ConfigError(f"{base.name} ({base.family.model_type}) cannot be served: its network fails on a packed row: {error}") from error
     finally:
         base.features.clear()
+
+
+def _rehearse(base: BaseModel, probes: list[Probe], samples: bool) -> None:
+    """On a GPU, have the kernels compiled at once that the check launches one after the other."""
+    if base.device.type != "cuda" or not has_triton():
+        return
+    base.features.clear()
+    try:
+        with rehearsal():
+            for row in (probes[:1], probes):
+                gradients(base, row, range(len(row)))
+            if samples:
+                sampler = _sampler(base, probes)
+                for request in (_request(num_samples=1, prompt_logprobs=True), _request(num_samples=2, prompt_logprobs=False)):
+                    _sampled(sampler, probes, request)
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # the check says whether that matters
+        log.info("%s: kernels are compiled one after the other, which takes longer: %s", base.name, error)
+    finally:
+        base.features.clear()  # those of the pictures were computed without kernels
 
 
 def _check(base: BaseModel, probes: list[Probe], samples: bool) -> None:
@@ -268,9 +294,7 @@ def _head_settings(base: BaseModel) -> str:
 
 def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], allowed: float) -> None:
     """Sample an answer to every probe, all at once, then go on behind each answer, and compute all of it again without a cache."""
-    longest = [len(probe.rendered) + ANSWER + FURTHER + ANSWER for probe in probes]
-    sizes = CacheSizes(sum(2 * blocks_for(length) for length in longest), 6 * len(probes))
-    sampler = LocalSampler(base, SamplingConfig(prefill_tokens=PIECE), CHUNK, sizes)
+    sampler = _sampler(base, probes)
     first = _sampled(sampler, probes, _request(num_samples=1, prompt_logprobs=True))
     prompts = []
     for result in first:
@@ -289,6 +313,13 @@ def _check_sampler(base: BaseModel, probes: list[Probe], alone: list[Tensor], al
         raise ConfigError("the sampler finds nothing of a prompt that it has computed before")
     what = "what goes on from the prefix cache gives other log-probabilities than a full forward pass"
     _compare(base, what, *_answers(base, further, second), allowed)
+
+
+def _sampler(base: BaseModel, probes: list[Probe]) -> LocalSampler:
+    """A sampler with room for two answers to each probe, twice."""
+    longest = [len(probe.rendered) + ANSWER + FURTHER + ANSWER for probe in probes]
+    sizes = CacheSizes(sum(2 * blocks_for(length) for length in longest), 6 * len(probes))
+    return LocalSampler(base, SamplingConfig(prefill_tokens=PIECE), CHUNK, sizes)
 
 
 def _sampled(sampler: LocalSampler, probes: list[Probe], request: SampleRequest) -> list[SampleResult]:

@@ -13,6 +13,8 @@ from tinsmith.errors import ConfigError
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.sampling.prefix import BLOCK
 
+SAVED = 8
+"""One of so many slots is for saved states."""
 FREE_BLOCKS = 2**16
 """Blocks of a model in which no layer attends: they only count its tokens, and take no memory."""
 
@@ -28,10 +30,10 @@ class CacheSizes:
     def places(self) -> int:
         """How many sequences of a model with gated delta nets can run at once.
 
-        A quarter of the slots is left to saved states. Without them every prompt that begins like an earlier one would be computed whole
+        An eighth of the slots is left to saved states. Without them every prompt that begins like an earlier one would be computed whole
         while all places are taken, which is always the case in reinforcement learning.
         """
-        return self.slots - self.slots // 4
+        return self.slots - self.slots // SAVED
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class CacheShape:
         """
         slots = 0
         if self.state_bytes:
-            useful = -(-4 * max_running // 3)  # a quarter of them is for saved states
+            useful = -(-SAVED * max_running // (SAVED - 1))
             slots = max(1, min(useful, budget // (2 * self.state_bytes)))
         left = budget - slots * self.state_bytes
         blocks = max(left, 0) // self.block_bytes if self.block_bytes else FREE_BLOCKS
