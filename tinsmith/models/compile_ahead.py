@@ -1,32 +1,68 @@
 """Compiling Triton kernels in threads before they are first needed: one behind the other they would take a minute at the first start.
 
-Code runs once as a rehearsal. It launches no kernel, so that it only says which variants it needs, and threads compile these meanwhile.
+The code that will launch them runs once as a rehearsal, in which nothing is launched: it only says which variants of kernels it needs.
 """
 
+import hashlib
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
-from typing import Any, cast
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tinsmith import __version__
 
 THREADS = 16
 """Variants that are compiled at a time, at most; as many as the machine has processors, if these are fewer."""
+UNWRITTEN = ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"))
+"""Functions whose tensors hold zeros in a rehearsal, as no kernel writes them: indices and tokens that exist."""
+
+log = logging.getLogger(__name__)
+
+
+def compile_ahead(what: str, rehearse: Callable[[], object]) -> None:
+    """Compile the kernels that `rehearse` launches on CUDA. Where that was done before for `what` the cache has them, and nothing is done.
+
+    What `rehearse` computes means nothing, and it must keep none of it. Where it fails, kernels are compiled when they are needed.
+    """
+    done = _marker(what)
+    if done is not None and done.exists():
+        return
+    began = time.monotonic()
+    try:
+        with _rehearsal() as variants:
+            rehearse()
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # on zeros; what is computed for good raises its own
+        log.info("kernels are compiled when they are needed, which takes longer: a rehearsal failed: %s", error)
+        return
+    log.info("compiled %d variants of kernels, %.1f s", len(variants), time.monotonic() - began)
+    if done is not None:
+        done.parent.mkdir(parents=True, exist_ok=True)
+        done.touch()
+
+
+def _marker(what: str) -> Path | None:
+    """The file that says that kernels for `what` lie in the cache beside it; None if there is no cache of ours."""
+    cache = os.environ.get("TRITON_CACHE_DIR")
+    versions = [__version__, torch.__version__, version("triton"), torch.cuda.get_device_name()]
+    name = hashlib.sha256("\n".join([what, *versions]).encode()).hexdigest()[:16]
+    return Path(cache) / "rehearsed" / name if cache else None
 
 
 @contextmanager
-def rehearsal() -> Iterator[None]:
-    """Around code on CUDA that shall only say which variants of kernels it needs; they are compiled when this ends.
-
-    Inside, no Triton kernel of ours is launched in this process, and tensors that kernels would fill hold zeros: what is computed means
-    nothing, and must not be kept. A variant that cannot be compiled raises its error when it is needed.
-    """
+def _rehearsal() -> Iterator[list[object]]:
+    """Inside, no Triton kernel is launched in this process. Their variants are compiled when this ends; yields one entry for each."""
     kernel, contexts = import_module("triton.runtime.jit").JITFunction, import_module("triton.runtime._async_compile")
-    launch, zeros = kernel.run, cast("Callable[[], AbstractContextManager[object]]", _Zeros)
+    launch = kernel.run
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
         compiler = import_module("triton").AsyncCompileMode(threads, ignore_errors=True)
 
@@ -37,25 +73,22 @@ def rehearsal() -> Iterator[None]:
             finally:
                 contexts.active_mode.reset(token)
 
+        kept = [(owner, name, getattr(owner, name)) for owner, name in UNWRITTEN]
         kernel.run = compile_only
+        for owner, name, function in kept:
+            setattr(owner, name, _zeroed(function))
         try:
-            with compiler, zeros():
-                yield
+            with compiler:
+                yield compiler.raw_futures
         finally:
             kernel.run = launch
+            for owner, name, function in kept:
+                setattr(owner, name, function)
 
 
-class _Zeros(TorchDispatchMode):
-    """New tensors whose numbers nobody has written hold zeros, which are indices and tokens that exist."""
+def _zeroed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(function)
+    def zeros(*args: Any, **kwargs: Any) -> Tensor:
+        return function(*args, **kwargs).zero_()
 
-    UNWRITTEN = (
-        torch.ops.aten.empty,
-        torch.ops.aten.empty_like,
-        torch.ops.aten.empty_strided,
-        torch.ops.aten.new_empty,
-        torch.ops.aten.new_empty_strided,
-    )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result.zero_() if func.overloadpacket in self.UNWRITTEN and isinstance(result, Tensor) else result
+    return zeros

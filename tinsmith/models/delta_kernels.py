@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, logsigmoid, silu
 
-from tinsmith.models.compile_ahead import rehearsal
+from tinsmith.models.compile_ahead import compile_ahead
 from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
 from tinsmith.models.device import has_triton
 
@@ -120,11 +120,14 @@ def _load(device: torch.device) -> tuple[DeltaKernels | None, str]:
         return None, "Triton is not installed"
     convolution = import_module("tinsmith.models.convolution_kernels").convolution
     rules = import_module("tinsmith.models.delta_rule_kernels")
+
+    def try_both() -> list[str]:
+        rule = disagreement(rules.delta_rule, device, torch.bfloat16)
+        return [rule, convolution_disagreement(convolution, device, torch.bfloat16)]
+
     try:
-        with rehearsal():
-            disagreement(rules.delta_rule, device, torch.bfloat16)
-            convolution_disagreement(convolution, device, torch.bfloat16)
-        wrong = disagreement(rules.delta_rule, device, torch.bfloat16) or convolution_disagreement(convolution, device, torch.bfloat16)
+        compile_ahead("delta rule", try_both)
+        wrong = next((wrong for wrong in try_both() if wrong), "")
     except (RuntimeError, OSError, SubprocessError, import_module("triton.errors").TritonError) as error:  # they are compiled here
         wrong = f"they fail here: {error!r}"
     return (None, wrong) if wrong else (DeltaKernels(convolution, rules.delta_rule, rules.serves), "")

@@ -29,7 +29,7 @@ from tinsmith.config import ImagesConfig, SamplingConfig
 from tinsmith.errors import ConfigError, NotFoundError
 from tinsmith.models.attention import ATTENTION
 from tinsmith.models.base import BaseModel, use_attention
-from tinsmith.models.compile_ahead import rehearsal
+from tinsmith.models.compile_ahead import compile_ahead
 from tinsmith.models.device import has_triton
 from tinsmith.models.families import positions
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind
@@ -84,7 +84,7 @@ def check_base_model(base: BaseModel, samples: bool) -> None:
             if renderer.local is not None:
                 check_tower(base, renderer.local)
             probes = _probes(base, renderer)
-            _rehearse(base, probes, samples)
+            _compile(base, probes, samples)
             _check(base, probes, samples)
     except ConfigError as error:
         raise ConfigError(f"{base.name} ({base.family.model_type}) cannot be served: {error}") from error
@@ -94,23 +94,22 @@ def check_base_model(base: BaseModel, samples: bool) -> None:
         base.features.clear()
 
 
-def _rehearse(base: BaseModel, probes: list[Probe], samples: bool) -> None:
-    """On a GPU, have the kernels compiled at once that the check launches one after the other."""
+def _compile(base: BaseModel, probes: list[Probe], samples: bool) -> None:
+    """On a GPU, have the kernels compiled at once that the check would compile one after the other."""
     if base.device.type != "cuda" or not has_triton():
         return
+
+    def rehearse() -> None:
+        for row in (probes[:1], probes):
+            gradients(base, row, range(len(row)))
+        if samples:
+            sampler = _sampler(base, probes)
+            for request in (_request(num_samples=1, prompt_logprobs=True), _request(num_samples=2, prompt_logprobs=False)):
+                _sampled(sampler, probes, request)
+
     base.features.clear()
-    try:
-        with rehearsal():
-            for row in (probes[:1], probes):
-                gradients(base, row, range(len(row)))
-            if samples:
-                sampler = _sampler(base, probes)
-                for request in (_request(num_samples=1, prompt_logprobs=True), _request(num_samples=2, prompt_logprobs=False)):
-                    _sampled(sampler, probes, request)
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # the check says whether that matters
-        log.info("%s: kernels are compiled one after the other, which takes longer: %s", base.name, error)
-    finally:
-        base.features.clear()  # those of the pictures were computed without kernels
+    compile_ahead(f"{base.config.to_json_string()} {base.dtype} {samples}", rehearse)
+    base.features.clear()  # those of pictures were computed without kernels
 
 
 def _check(base: BaseModel, probes: list[Probe], samples: bool) -> None:
