@@ -1,7 +1,8 @@
 """When a generated sequence ends: end-of-sequence ids, the request's stop ids, or its stop strings."""
 
+from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 from tokenizers.decoders import DecodeStream
 
@@ -10,7 +11,7 @@ _INVALID_PREFIX = "Invalid prefix encountered"
 
 
 class StopIds:
-    """Stops at one of a set of token ids."""
+    """Stops at one of a set of token ids. It remembers nothing, so that all sequences of a request share it."""
 
     def __init__(self, ids: Iterable[int]) -> None:
         self.ids = frozenset(ids)
@@ -19,26 +20,83 @@ class StopIds:
         """Whether generation ends with this token, which belongs to the answer."""
         return token in self.ids
 
+    def for_another(self) -> Self:
+        """The rule for another sequence of the request."""
+        return self
+
 
 class StopStrings:
     """Stops at a token id, or as soon as the generated text contains one of the strings. Fed every token of one sequence, in order."""
 
     def __init__(self, ids: Iterable[int], strings: tuple[str, ...], tokenizer: Any) -> None:
         self.ids = frozenset(ids)
-        self.strings = strings
+        self.strings = StringMatcher(strings)
+        self.tokenizer = tokenizer
         self.text = TextStream(tokenizer)
-        self.tail = ""
-        self.keep = max(len(string) for string in strings) - 1
+        self.matched = 0
 
     def stops(self, token: int) -> bool:
         """Whether generation ends with this token, which belongs to the answer."""
         if token in self.ids:
             return True
-        text = self.tail + self.text.add(token)
-        if any(string in text for string in self.strings):
-            return True
-        self.tail = text[-self.keep :] if self.keep else ""
-        return False
+        self.matched, found = self.strings.read(self.matched, self.text.add(token))
+        return found
+
+    def for_another(self) -> "StopStrings":
+        """The rule for another sequence of the request, which shares what is large."""
+        another = StopStrings((), (), self.tokenizer)
+        another.ids, another.strings = self.ids, self.strings
+        return another
+
+
+class StringMatcher:
+    """Finds any of some strings in text that comes in pieces, one step for each character however many strings there are.
+
+    The automaton of Aho and Corasick (1975). Its states are the beginnings of the strings, 0 is the empty one.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        self.longer: list[dict[str, int]] = [{}]
+        """For each state, the states that are one character longer."""
+        self.complete = [False]
+        """Whether a state ends with one of the strings."""
+        for string in strings:
+            self._add(string)
+        self.shorter = [0] * len(self.longer)
+        """For each state, the longest other state that it ends with."""
+        self._link()
+
+    def _add(self, string: str) -> None:
+        state = 0
+        for character in string:
+            if character not in self.longer[state]:
+                self.longer[state][character] = len(self.longer)
+                self.longer.append({})
+                self.complete.append(False)
+            state = self.longer[state][character]
+        self.complete[state] = True
+
+    def _link(self) -> None:
+        states = deque(self.longer[0].values())
+        while states:  # shorter ones first
+            state = states.popleft()
+            self.complete[state] |= self.complete[self.shorter[state]]
+            for character, longer in self.longer[state].items():
+                self.shorter[longer] = self._step(self.shorter[state], character)
+                states.append(longer)
+
+    def _step(self, state: int, character: str) -> int:
+        while state and character not in self.longer[state]:
+            state = self.shorter[state]
+        return self.longer[state].get(character, 0)
+
+    def read(self, state: int, text: str) -> tuple[int, bool]:
+        """The state after more text, and whether one of the strings is complete somewhere in it. A text begins in state 0."""
+        for character in text:
+            state = self._step(state, character)
+            if self.complete[state]:
+                return state, True
+        return state, False
 
 
 class TextStream:

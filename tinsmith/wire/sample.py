@@ -20,6 +20,13 @@ from tinsmith.wire.prompt_scores import MAX_TOPK, PromptAnswers, PromptQuestions
 MAX_SAMPLES = 1024
 """Largest num_samples of one request."""
 
+MAX_STOP_STRINGS = 256
+"""Most stop strings of one request."""
+MAX_STOP_CHARACTERS = 2**14
+"""Most characters of all stop strings of one request together."""
+MAX_STOP_IDS = 2**14
+"""Most stop ids of one request."""
+
 _OBJECTS_BESIDE_CHUNKS = 4
 """The body, its prompt, sampling_params and target_prompt_logprobs."""
 
@@ -150,6 +157,12 @@ class _ParamsBody(StrictModel):
         items = value if isinstance(value, list) else [] if value is None else [value]
         texts = all(isinstance(item, str) and item for item in items)
         if texts or (isinstance(value, list) and all(type(item) is int and 0 <= item < 2**31 for item in items)):
+            characters = sum(map(len, items)) if texts else 0
+            if len(items) > (MAX_STOP_STRINGS if texts else MAX_STOP_IDS) or characters > MAX_STOP_CHARACTERS:
+                raise ValueError(
+                    f"send at most {MAX_STOP_STRINGS} texts, of at most {MAX_STOP_CHARACTERS} characters together, "
+                    f"or at most {MAX_STOP_IDS} token ids; these are {len(items)}" + (f" of {characters} characters" if texts else "")
+                )
             return value
         raise ValueError("send a text, a list of texts, or a list of token ids in [0, 2**31); no text may be empty")
 

@@ -125,7 +125,8 @@ class LocalSampler:
             max_new=self._max_new(len(rendered), params.max_tokens),
             unfinished=request.num_samples,
         )
-        job.sequences = [Sequence(job, index, self._stop_rule(job)) for index in range(job.num_samples)]
+        rule = self._stop_rule(job)
+        job.sequences = [Sequence(job, index, rule.for_another()) for index in range(job.num_samples)]
         self.schedule.waiting.add(job.session, job.sequences[0])
 
     def publish(self, weights: Weights) -> None:

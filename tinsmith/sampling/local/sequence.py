@@ -24,6 +24,10 @@ class StopRuleState(Protocol):
         """Whether generation ends with this token."""
         ...
 
+    def for_another(self) -> "StopRuleState":
+        """The rule for another sequence of the request."""
+        ...
+
 
 @dataclass(eq=False)
 class SampleJob:
