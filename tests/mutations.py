@@ -76,7 +76,6 @@ class Ended:
 
 
 PEFT = "tests/training/test_against_peft.py"
-HYBRID = "tests/training/test_packed_hybrid.py"
 OPTIMIZER = "tests/training/test_optimizer.py"
 FULL = "tests/training/test_full.py"
 LOSSES = "tests/training/test_losses.py"
@@ -115,7 +114,7 @@ MUTATIONS = (
         "tinsmith/training/packed_pass.py",
         "results[order[place]] = result",
         "results[place] = result",
-        ("tests/training/test_packed_pass.py",),
+        (BACKEND,),
     ),
     Mutation(
         "a part of a sampled sequence gets the log-probabilities of its beginning",
@@ -224,21 +223,21 @@ MUTATIONS = (
         "tinsmith/models/pass_plan.py",
         "return convolve_anew(x, weight, self.lengths)",
         "return convolve_anew(x, weight, Lengths((len(x),)))",
-        (HYBRID,),
+        (PEFT,),
     ),
     Mutation(
         "the gradient of a convolution reaches the sequence before",
         "tinsmith/models/delta_rule.py",
         "places, taps = ctx.places, weight.shape[1]",
         "places, taps = _places_of((len(x),), weight.shape[1] - 1, x.device), weight.shape[1]",
-        (HYBRID,),
+        (PEFT,),
     ),
     Mutation(
         "the state of a delta net goes on into the next sequence",
         "tinsmith/models/pass_plan.py",
         "return gated_delta_rule_anew(query, key, value, decay, beta, self.lengths)",
         "return gated_delta_rule_anew(query, key, value, decay, beta, Lengths((len(query),)))",
-        (HYBRID,),
+        (PEFT,),
     ),
     Mutation(
         "the gradient of a delta net's state goes to the neighbouring sequence",
@@ -282,7 +281,7 @@ MUTATIONS = (
         "tinsmith/models/base.py",
         "features = self.picture_features(row.pictures)",
         "features = self.picture_features(row.pictures[::-1])",
-        (BACKEND, HYBRID),
+        (BACKEND, PEFT),
     ),
     Mutation(
         "pixel values are not normalised",
@@ -457,7 +456,7 @@ MUTATIONS = (
         "tinsmith/training/loss_groups.py",
         "name: np.concatenate([datum.loss_inputs[name].reshape(len(datum.rendered), width) for datum in datums])",
         "name: np.concatenate([datum.loss_inputs[name].reshape(len(datum.rendered), width) for datum in datums[::-1]])",
-        ("tests/training/test_packed_pass.py",),
+        (BACKEND,),
     ),
     Mutation(
         "the mask of dro is ignored",

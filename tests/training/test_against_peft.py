@@ -19,13 +19,16 @@ from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer
 
-TEXT_FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
-VISION_FAMILIES = ["qwen2_5_vl", "qwen3_vl", "qwen3_5"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
 
 
-def peft_twin(directory: Path, base: BaseModel, adapter: Adapter) -> Any:
+LENGTHS_OF_HYBRIDS = [1, 2, 3, 4, 63, 64, 65, 4096]
+"""Around the taps of a convolution and the chunks of a delta net, and many chunks."""
+
+
+def peft_twin(directory: Path, base: BaseModel, adapter: Adapter, **options: Any) -> Any:
     """The same model and adapter, in transformers and PEFT. Parts of a layer are the blocks of one adapter whose B is block-diagonal."""
-    network = transformers_model(directory)
+    network = transformers_model(directory, **options)
     rank, layers = adapter.shape.rank, layers_of_adapter(base, adapter)
     joined = {path: len(names) for path, names in layers.items() if len(names) > 1}
     config = LoraConfig(
@@ -74,20 +77,22 @@ def twin_logprobs(twin: Any, base: BaseModel, rendered: RenderedInput, targets: 
     return logprobs
 
 
-@pytest.mark.parametrize("family", families([*TEXT_FAMILIES, *VISION_FAMILIES, *OTHER_DECODERS]))
+@pytest.mark.parametrize("family", families([*FAMILIES, *OTHER_DECODERS]))
 def test_logprobs_and_gradients_equal_peft(family_base: Callable[[str], BaseModel], family_dir: Callable[[str], Path], family: str) -> None:
     base = family_base(family)
     adapter = random_adapter(base, rank=4, seed=1)
     backend = LocalBackend(base, TrainingConfig())
     backend.optimizers["a"] = ModelOptimizer(adapter)
     render = renderer(base)
-    inputs = [render.render([random_tokens(1, 21)]), render.render([random_tokens(2, 13)])]
+    lengths = LENGTHS_OF_HYBRIDS if family == "qwen3_5" else [21, 13]
+    inputs = [render.render([random_tokens(seed, length)]) for seed, length in enumerate(lengths)]
     if base.family.takes_images:
-        inputs += [render.render([*picture_chunks(base, 3, 6), *picture_chunks(base, 5, 8, width=64, height=128)])]
+        inputs[1:1] = [render.render([*picture_chunks(base, 3, 6), *picture_chunks(base, 5, 70, width=64, height=128)])]
+        inputs.append(render.render(picture_chunks(base, 9, 5)))
     work = [datum("a", rendered, seed) for seed, rendered in enumerate(inputs)]
     results = backend.run_pass(work, backward=True).results
 
-    twin = peft_twin(family_dir(family), base, adapter)
+    twin = peft_twin(family_dir(family), base, adapter, attn_implementation="sdpa" if max(lengths) > 1000 else "eager")
     loss = torch.zeros(())
     for item, result in zip(work, results, strict=True):
         expected = twin_logprobs(twin, base, item.rendered, shifted(item.rendered))

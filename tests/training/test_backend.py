@@ -1,10 +1,11 @@
-"""Passes: packing, mixing and merging change nothing; failures stay with their model."""
+"""Passes: packing, mixing and merging change nothing; what one model does reaches no other."""
 
 import gc
 import tracemalloc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,53 +13,32 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.bases import datum, picture_chunks, random_tokens, renderer, text
+from tests.bases import datum, new_ref, picture_chunks, random_tokens, renderer, text
+from tests.extent import amount
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
-from tinsmith.training.backend import DatumWork, LocalBackend
+from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
+from tinsmith.training.losses import LOSSES
 from tinsmith.training.optimizer import ModelOptimizer
 
 STEP = AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, grad_clip_norm=0.0)
 
 
 def backend_with(base: BaseModel, **ranks: int) -> LocalBackend:
-    """A backend with a model for each name, whose B is far from zero."""
+    """A backend with a model for each name: an adapter whose B is far from zero, or with rank 0 all parameters, unlike the base's."""
     backend = LocalBackend(base, TrainingConfig(logits_chunk=16))
     for seed, (name, rank) in enumerate(ranks.items()):
         backend.create_model(name, LoraShape(rank, seed))
+        weights = backend.optimizers[name].weights
         generator = torch.Generator().manual_seed(seed)
-        for pair in adapter_of(backend, name).masters.values():
-            pair.b.copy_(torch.randn(pair.b.shape, generator=generator) * 0.05)
-        backend.optimizers[name].weights.refresh()
+        for tensor in [pair.b for pair in weights.masters.values()] if isinstance(weights, Adapter) else weights.tensors():
+            tensor.add_(torch.randn(tensor.shape, generator=generator).to(tensor.device), alpha=0.05 if rank else 0.02)
+        weights.refresh()
     return backend
-
-
-def adapter_of(backend: LocalBackend, name: str) -> Adapter:
-    """What a LoRA model trains."""
-    weights = backend.optimizers[name].weights
-    assert isinstance(weights, Adapter)
-    return weights
-
-
-@pytest.mark.parametrize("rank", [4, 0])
-def test_a_model_that_is_deleted_frees_its_tensors(text_base: BaseModel, rank: int) -> None:
-    backend = LocalBackend(text_base, TrainingConfig())
-    backend.create_model("gone", LoraShape(rank, seed=0))
-    backend.run_pass([datum("gone", renderer(text_base).render([random_tokens(0, 9)]))], backward=True)
-    backend.optim_step("gone", STEP)
-    backend.run_pass([datum("gone", renderer(text_base).render([random_tokens(1, 9)]))], backward=True)
-    optimizer = backend.optimizers["gone"]
-    assert isinstance(optimizer, ModelOptimizer)
-    moments = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
-    held = [*optimizer.weights.leaves(), *optimizer.weights.buffers(), *moments, *(optimizer.totals or [])]
-    alive = [weakref.ref(tensor) for tensor in held]
-    del optimizer, held, moments
-    backend.delete_model("gone")
-    gc.collect()
-    assert not [tensor for tensor in alive if tensor() is not None]
 
 
 def gradients(backend: LocalBackend, name: str) -> list[Tensor]:
@@ -69,100 +49,148 @@ def gradients(backend: LocalBackend, name: str) -> list[Tensor]:
     return found
 
 
-def run_alone(backend: LocalBackend, work: Sequence[DatumWork]) -> list[np.ndarray]:
-    """Each datum in a pass of its own."""
-    logprobs = []
-    for item in work:
-        (result,) = backend.run_pass([item], backward=True).results
-        assert result is not None
-        logprobs.append(result.logprobs)
-    return logprobs
+def compute(backend: LocalBackend, work: Sequence[DatumWork]) -> list[DatumResult]:
+    """The results of one pass, which does not fail, and whose gradients the optimizers get."""
+    outcome = backend.run_pass(work, backward=True)
+    assert outcome.failures == {}
+    return [result for result in outcome.results if result is not None]
 
 
-def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Equal to 1e-5 of the largest gradient."""
+def assert_same(actual: Sequence[Tensor], expected: Sequence[Tensor], bound: float = 1e-5) -> None:
+    """Equal to `bound` of the largest gradient."""
     for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5 * max(1.0, e.abs().max().item()))
+        torch.testing.assert_close(a, e, rtol=bound, atol=bound * max(1.0, e.abs().max().item()))
 
 
-@settings(max_examples=8, deadline=None)
-@given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6), seed=st.integers(0, 1000))
-def test_packed_equals_one_by_one(text_base: BaseModel, lengths: list[int], seed: int) -> None:
-    backend = backend_with(text_base, a=4)
-    render = renderer(text_base)
-    work = [datum("a", render.render([random_tokens(seed + i, n)]), seed + i) for i, n in enumerate(lengths)]
-    alone = run_alone(backend, work)
-    expected = gradients(backend, "a")
-    packed = backend.run_pass(work, backward=True)
-    for one, together in zip(alone, packed.results, strict=True):
-        assert together is not None
-        np.testing.assert_allclose(together.logprobs, one, rtol=2e-6, atol=1e-5)
-    assert_same(gradients(backend, "a"), expected)
+def assert_each_alone(backend: LocalBackend, work: Sequence[DatumWork], hybrid: bool = False) -> None:
+    """In one pass data have the log-probabilities, and models the gradients, of passes with one datum each.
+
+    Chunks of a delta net begin elsewhere in a packed row, and its sums are rounded otherwise.
+    """
+    bound = 1e-4 if hybrid else 1e-5
+    alone = [result for item in work for result in compute(backend, [item])]
+    expected = {name: gradients(backend, name) for name in {item.model_id for item in work}}
+    for one, together in zip(alone, compute(backend, work), strict=True):
+        np.testing.assert_allclose(together.logprobs, one.logprobs, rtol=2e-6, atol=bound)
+    for name, wanted in expected.items():
+        assert_same(gradients(backend, name), wanted, bound)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
-def test_text_and_image_datums_together_equal_each_alone(family_base: Callable[[str], BaseModel], family: str) -> None:
+@pytest.mark.parametrize(("family", "examples"), [("qwen3", 8), ("qwen3_5", amount(4, 100))])
+def test_packed_equals_one_by_one(family_base: Callable[[str], BaseModel], family: str, examples: int) -> None:
     base = family_base(family)
-    backend, render = backend_with(base, a=4), renderer(base)
-    inputs = [
-        render.render([random_tokens(1, 9)]),
-        render.render(picture_chunks(base, 2, 6)),
-        render.render([*picture_chunks(base, 4, 4, width=64, height=160), *picture_chunks(base, 6, 5)]),
-        render.render([random_tokens(8, 9)]),
-    ]
-    work = [datum("a", rendered, seed) for seed, rendered in enumerate(inputs)]
-    alone = run_alone(backend, work)
-    expected = gradients(backend, "a")
-    mixed = backend.run_pass(work, backward=True)
-    for one, together in zip(alone, mixed.results, strict=True):
-        assert together is not None
-        np.testing.assert_allclose(together.logprobs, one, rtol=2e-6, atol=1e-5)
-    assert_same(gradients(backend, "a"), expected)
+    backend, render = backend_with(base, a=4, b=8), renderer(base)
+
+    @settings(max_examples=examples, deadline=None)
+    @given(lengths=st.lists(st.integers(1, 70), min_size=2, max_size=6), seed=st.integers(0, 1000))
+    def check(lengths: list[int], seed: int) -> None:
+        chosen = np.random.default_rng(seed).integers(0, 2, len(lengths))
+        rendered = [render.render([random_tokens(seed + i, n)]) for i, n in enumerate(lengths)]
+        assert_each_alone(backend, [datum("ab"[chosen[i]], own, seed + i) for i, own in enumerate(rendered)], family == "qwen3_5")
+
+    check()
 
 
-def test_two_models_of_different_rank_in_one_pass_equal_each_alone(text_base: BaseModel) -> None:
-    backend, render = backend_with(text_base, a=4, b=16), renderer(text_base)
-    inputs = [render.render([random_tokens(i, 7 + 3 * i)]) for i in range(4)]
-    work = [datum("ab"[i % 2], rendered, i) for i, rendered in enumerate(inputs)]
-    alone = run_alone(backend, work)
-    expected = {name: gradients(backend, name) for name in "ab"}
-    merged = backend.run_pass(work, backward=True)
-    for one, together in zip(alone, merged.results, strict=True):
-        assert together is not None
-        np.testing.assert_allclose(together.logprobs, one, rtol=2e-6, atol=1e-5)
-    for name in "ab":
-        assert_same(gradients(backend, name), expected[name])
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("qwen3", {"a": 4, "b": 16}),
+        ("qwen3", {"a": 0, "lora": 4, "b": 0, "other": 8}),
+        ("llama", {"a": 0}),
+        ("qwen3_vl", {"a": 4}),
+        ("qwen3_vl", {"a": 0}),
+        ("qwen2_5_vl", {"a": 4}),
+        ("qwen3_5", {"a": 3, "b": 8, "c": 0}),
+    ],
+)
+def test_models_and_their_texts_and_pictures_in_one_pass_equal_each_alone(
+    family_base: Callable[[str], BaseModel], family: str, ranks: Mapping[str, int]
+) -> None:
+    base = family_base(family)
+    backend, render = backend_with(base, **ranks), renderer(base)
+    inputs = [render.render([random_tokens(i, 5 + 4 * i)]) for i in range(2 * len(ranks))]
+    if base.family.takes_images:
+        inputs.insert(1, render.render(picture_chunks(base, 2, 6)))
+        inputs.insert(3, render.render([*picture_chunks(base, 4, 4, width=64, height=160), *picture_chunks(base, 6, 5)]))
+    names = [list(ranks)[i % len(ranks)] for i in range(len(inputs))]
+    assert_each_alone(backend, [datum(name, own, i) for i, (name, own) in enumerate(zip(names, inputs, strict=True))], family == "qwen3_5")
 
 
 def test_targets_of_different_width_share_a_pass(text_base: BaseModel) -> None:
     backend, render = backend_with(text_base, a=4), renderer(text_base)
     generator = np.random.default_rng(0)
     rendered = [render.render([random_tokens(i, 6)]) for i in range(3)]
-    work = [
-        datum("a", rendered[0], 0),
-        datum("a", rendered[1], 1, generator.integers(0, 2048, (6, 3))),
-        datum("a", rendered[2], 2, generator.integers(0, 2048, (6, 1))),
-    ]
-    alone = run_alone(backend, work)
-    expected = gradients(backend, "a")
-    together = backend.run_pass(work, backward=True).results
-    assert [r.logprobs.shape for r in together if r] == [(6,), (6, 3), (6, 1)]
-    for one, other in zip(alone, together, strict=True):
-        assert other is not None
-        np.testing.assert_allclose(other.logprobs, one, rtol=2e-6, atol=1e-5)
-    assert_same(gradients(backend, "a"), expected)
+    widths = [None, generator.integers(0, 2048, (6, 3)), generator.integers(0, 2048, (6, 1))]
+    work = [datum("a", own, i, targets) for i, (own, targets) in enumerate(zip(rendered, widths, strict=True))]
+    assert [result.logprobs.shape for result in compute(backend, work)] == [(6,), (6, 3), (6, 1)]
+    backend.clear_gradients("a")
+    assert_each_alone(backend, work)
+
+
+def with_loss(item: DatumWork, name: str) -> DatumWork:
+    """The datum with another loss, which gets its numbers from the weights."""
+    weights = item.loss_inputs["weights"]
+    given = {"logprobs": weights - 3, "advantages": weights, "sequence_ratio_mask": np.ones_like(weights), "weights": weights}
+    loss = LOSSES[name]
+    return replace(item, loss=loss, loss_inputs={key: given[key] for key in loss.inputs})
+
+
+def test_results_are_those_of_their_datums_whatever_losses_share_a_row(text_base: BaseModel) -> None:
+    backend, render = backend_with(text_base, a=4, b=4), renderer(text_base)
+    plain = [datum("ab"[i % 2], render.render([random_tokens(i, 5 + i % 4)]), i) for i in range(12)]
+    work = [with_loss(item, sorted(LOSSES)[i % len(LOSSES)]) for i, item in enumerate(plain)]
+    for item, result in zip(work, compute(backend, work), strict=True):
+        (alone,) = compute(backend, [item])
+        np.testing.assert_allclose(result.logprobs, alone.logprobs, rtol=1e-5, atol=1e-5)
+        assert result.loss == pytest.approx(alone.loss, rel=1e-4, abs=1e-4)
+        assert result.metrics == pytest.approx(alone.metrics, rel=1e-3, abs=1e-4)
+        assert set(result.metrics) == set(item.loss.metrics)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that compute or copy something. Of those that take memory, the one numbered `fails` finds none."""
+
+    def __init__(self, fails: int = 0) -> None:
+        begin: Any = super().__init__
+        begin()
+        self.fails = fails
+        self.count: int = 0
+        self.taking_memory: int = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view:
+            self.count += 1
+            if not function.name().split("::")[1].split(".")[0].endswith("_"):
+                self.taking_memory += 1
+                if self.taking_memory == self.fails:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("names", [("cross_entropy",), ("gspo",), ("stable_reinforce", "ppo")])
+def test_many_datums_take_as_many_operations_as_few(text_base: BaseModel, names: tuple[str, ...]) -> None:
+    backend, render = backend_with(text_base, a=4, b=4), renderer(text_base)
+    backend.config.logits_chunk = 1024  # more than there are positions
+
+    def operations(datums: int) -> int:
+        work = [datum("ab"[i % 2], render.render([random_tokens(i, 8)]), i) for i in range(datums)]
+        with Operations() as counted:
+            compute(backend, [with_loss(item, names[i // 2 % len(names)]) for i, item in enumerate(work)])
+        for name in "ab":
+            backend.clear_gradients(name)
+        return counted.count
+
+    operations(8)
+    assert operations(64) == operations(8)
 
 
 def test_many_targets_of_one_model_cost_another_no_memory(text_base: BaseModel) -> None:
-    backend = backend_with(text_base, a=4, b=4)
+    backend, render = backend_with(text_base, a=4, b=4), renderer(text_base)
     wide = np.zeros((1, 2**18), dtype=np.int64)
-    work = [
-        datum("a", renderer(text_base).render([random_tokens(1, 1)]), targets=wide),
-        datum("b", renderer(text_base).render([random_tokens(2, 999)])),
-    ]
+    work = [datum("a", render.render([random_tokens(1, 1)]), targets=wide), datum("b", render.render([random_tokens(2, 999)]))]
     tracemalloc.start()
     try:
-        assert backend.run_pass(work, backward=True).failures == {}
+        compute(backend, work)
         assert tracemalloc.get_traced_memory()[1] < 20 * wide.nbytes
     finally:
         tracemalloc.stop()
@@ -171,61 +199,76 @@ def test_many_targets_of_one_model_cost_another_no_memory(text_base: BaseModel) 
 def test_forward_leaves_the_gradients_alone(text_base: BaseModel) -> None:
     backend, render = backend_with(text_base, a=4), renderer(text_base)
     work = [datum("a", render.render([random_tokens(0, 8)]))]
-    trained = backend.run_pass(work, backward=True).results[0]
+    (trained,) = compute(backend, work)
     before = [g.clone() for g in backend.optimizers["a"].gradients or []]
     scored = backend.run_pass(work, backward=False).results[0]
-    assert trained is not None
     assert scored is not None
     np.testing.assert_array_equal(scored.logprobs, trained.logprobs)
     assert_same(backend.optimizers["a"].gradients or [], before)
 
 
-def test_a_nan_in_one_model_does_not_reach_another(text_base: BaseModel) -> None:
-    backend, render = backend_with(text_base, sick=4, well=4), renderer(text_base)
-    work = [datum(name, render.render([random_tokens(i, 9)]), i) for i, name in enumerate(["sick", "well", "sick", "well"])]
-    run_alone(backend, [work[1], work[3]])
-    expected = gradients(backend, "well")
-    for pair in adapter_of(backend, "sick").masters.values():
-        pair.b.fill_(float("nan"))
+@pytest.mark.parametrize(("family", "rank"), [("qwen3", 4), ("qwen3", 0), ("qwen3_5", 4)])
+def test_a_nan_stays_with_its_model(family_base: Callable[[str], BaseModel], family: str, rank: int) -> None:
+    base = family_base(family)
+    backend, render = backend_with(base, sick=rank, well=rank, lora=4), renderer(base)
+    work = [datum(name, render.render([random_tokens(i, 33)]), i) for i, name in enumerate(["sick", "well", "lora", "sick", "well"])]
+    well = [i for i, item in enumerate(work) if item.model_id != "sick"]
+    alone = compute(backend, [work[i] for i in well])
+    expected = {name: gradients(backend, name) for name in ("well", "lora")}
+    for tensor in backend.optimizers["sick"].weights.tensors():
+        tensor.fill_(torch.nan)
     backend.optimizers["sick"].weights.refresh()
-    results = backend.run_pass(work, backward=True).results
-    assert results[0] is not None
+    results = compute(backend, work)
     assert np.isnan(results[0].logprobs).all()
-    assert_same(gradients(backend, "well"), expected)
+    for i, one in zip(well, alone, strict=True):
+        np.testing.assert_allclose(results[i].logprobs, one.logprobs, rtol=2e-6, atol=1e-5)
+    for name, wanted in expected.items():
+        assert_same(gradients(backend, name), wanted, 1e-4 if family == "qwen3_5" else 1e-5)
 
 
-def test_only_the_work_that_fails_gets_the_error(text_base: BaseModel) -> None:
-    backend, render = backend_with(text_base, guilty=4, innocent=4), renderer(text_base)
-    rendered = render.render([random_tokens(0, 6)])
-    good = datum("innocent", rendered)
-    bad = replace(datum("guilty", rendered), loss_inputs={"weights": np.ones(7, np.float32)})  # for 6 positions
-    run_alone(backend, [good])
-    expected = gradients(backend, "innocent")
-    outcome = backend.run_pass([bad, good, bad], backward=True)
-    assert list(outcome.failures) == [0, 2]
-    assert "the pass failed: ValueError: cannot reshape array of size 7 into shape (6" in outcome.failures[0]
-    assert [result is None for result in outcome.results] == [True, False, True]
-    assert backend.optimizers["guilty"].gradients is None
-    assert_same(gradients(backend, "innocent"), expected)
-
-
-def test_training_never_changes_the_base(text_base: BaseModel) -> None:
-    before = {name: tensor.clone() for name, tensor in text_base.network.state_dict().items()}
-    backend, render = backend_with(text_base, a=4), renderer(text_base)
-    for _ in range(3):
-        backend.run_pass([datum("a", render.render([random_tokens(0, 12)]))], backward=True)
-        backend.optim_step("a", STEP)
-    after = text_base.network.state_dict()
+def test_training_changes_nothing_of_base_neighbours_and_snapshots(vision_base: BaseModel) -> None:
+    base, render = vision_base, renderer(vision_base)
+    before = {name: tensor.clone() for name, tensor in base.network.state_dict().items()}
+    backend = backend_with(base, lora=4, full=0, idle=4, idle_full=0)
+    inputs = [render.render([random_tokens(1, 17)]), render.render(picture_chunks(base, 3, 6))]
+    idle = [datum(name, own) for own in inputs for name in ("idle", "idle_full")]
+    scored = compute(backend, idle)
+    kept = {name: [tensor.clone() for tensor in backend.optimizers[name].weights.tensors()] for name in ("idle", "idle_full")}
+    snapshots = {name: backend.snapshot(name, new_ref()) for name in ("lora", "full")}
+    frozen = {name: [tensor.clone() for tensor in snapshot.tensors()] for name, snapshot in snapshots.items()}
+    for _ in range(2):
+        compute(backend, [datum(name, own) for own in inputs for name in ("lora", "full")])
+        for name in ("lora", "full"):
+            backend.optim_step(name, STEP)
+    after = base.network.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert not any(parameter.requires_grad for parameter in base.network.parameters())
+    for name, tensors in kept.items():
+        assert all(torch.equal(a, b) for a, b in zip(tensors, backend.optimizers[name].weights.tensors(), strict=True))
+    for name, tensors in frozen.items():
+        assert all(torch.equal(a, b) for a, b in zip(tensors, snapshots[name].tensors(), strict=True))
+        assert not any(torch.equal(a, b) for a, b in zip(tensors, backend.optimizers[name].weights.tensors(), strict=True))
+    for one, other in zip(scored, compute(backend, idle), strict=True):
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
-def test_one_seed_gives_one_adapter(text_base: BaseModel) -> None:
+@pytest.mark.parametrize("rank", [4, 0])
+def test_a_model_that_is_deleted_frees_its_tensors(text_base: BaseModel, rank: int) -> None:
     backend = LocalBackend(text_base, TrainingConfig())
-    for name, seed in {"a": 5, "b": 5, "c": 6}.items():
-        backend.create_model(name, LoraShape(8, seed))
-    a, b, c = (backend.optimizers[name].weights.tensors() for name in "abc")
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    assert not torch.equal(a[0], c[0])
+    backend.create_model("gone", LoraShape(rank, seed=0))
+    for seed in range(2):
+        if seed:
+            backend.optim_step("gone", STEP)
+        compute(backend, [datum("gone", renderer(text_base).render([random_tokens(seed, 9)]))])
+    optimizer = backend.optimizers["gone"]
+    assert isinstance(optimizer, ModelOptimizer)
+    moments = [tensor for state in optimizer.adamw.state.values() for tensor in state.values()]
+    held = [*optimizer.weights.leaves(), *optimizer.weights.buffers(), *moments, *(optimizer.totals or [])]
+    alive = [weakref.ref(tensor) for tensor in held]
+    del optimizer, held, moments
+    backend.delete_model("gone")
+    gc.collect()
+    assert not [tensor for tensor in alive if tensor() is not None]
 
 
 @pytest.mark.parametrize(
@@ -245,16 +288,15 @@ def test_the_client_chooses_what_is_trained(vision_base: BaseModel, shape: LoraS
     assert not any("visual" in name for name in names)
 
 
-def test_it_learns_a_sentence_with_and_without_the_head(text_base: BaseModel) -> None:
+@pytest.mark.parametrize("train_unembed", [True, False])
+def test_it_learns_a_sentence_with_and_without_the_head(text_base: BaseModel, train_unembed: bool) -> None:
     sentence = text_base.tokenizer("The tinsmith mends one small kettle.")["input_ids"]
-    for train_unembed in (True, False):
-        backend = LocalBackend(text_base, TrainingConfig())
-        backend.create_model("a", LoraShape(16, 0, train_unembed=train_unembed))
-        rendered = renderer(text_base).render([text(*sentence[:-1])])
-        work = [datum("a", rendered, targets=np.array(sentence[1:], dtype=np.int64))]
-        work[0].loss_inputs["weights"][:] = 1.0
-        for _ in range(60):
-            result = backend.run_pass(work, backward=True).results[0]
-            backend.optim_step("a", STEP)
-        assert result is not None
-        assert result.loss / len(rendered) < 0.05
+    backend = LocalBackend(text_base, TrainingConfig())
+    backend.create_model("a", LoraShape(16, 0, train_unembed=train_unembed))
+    rendered = renderer(text_base).render([text(*sentence[:-1])])
+    work = [datum("a", rendered, targets=np.array(sentence[1:], dtype=np.int64))]
+    work[0].loss_inputs["weights"][:] = 1.0
+    for _ in range(60):
+        (result,) = compute(backend, work)
+        backend.optim_step("a", STEP)
+    assert result.loss / len(rendered) < 0.05

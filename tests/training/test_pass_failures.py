@@ -1,25 +1,27 @@
 """A pass that fails: only the datum whose fault it is, and no gradient counts twice."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.bases import datum, load, random_tokens, renderer
-from tests.training.test_backend import assert_same, backend_with, gradients
+from tests.training.test_backend import Operations, assert_same, backend_with, compute, gradients
 from tinsmith.models.base import BaseModel
 from tinsmith.models.pass_memory import Effort
 from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
 
-ERRORS = {
+ERRORS: dict[str, Exception | str] = {
     "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
     "torch": RuntimeError("The size of tensor a (6) must match the size of tensor b (7)"),
     "python": IndexError("index 9 is out of bounds"),
+    "shape": "the pass failed: ValueError: cannot reshape array of size 8 into shape (7",
+    "gone": "model gone is not loaded; create it anew",
 }
+"""What torch raises, or what is said of numbers for another length and of a model that memory had no room for."""
 
 
 def break_on(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, guilty: DatumWork, error: Exception) -> None:
@@ -40,48 +42,27 @@ def test_one_bad_datum_fails_alone_and_the_results_of_the_others_are_their_own(
 ) -> None:
     backend, render = backend_with(text_base, a=4, b=4), renderer(text_base)
     work = [datum("ab"[i % 2], render.render([random_tokens(i, 5 + i)]), i) for i in range(7)]
-    alone = [backend.run_pass([item], backward=True).results[0] for item in work if item is not work[2]]
+    alone = [result for item in work if item is not work[2] for result in compute(backend, [item])]
     expected = {name: gradients(backend, name) for name in "ab"}
-    break_on(backend, monkeypatch, work[2], ERRORS[kind])
+    error = ERRORS[kind]
+    if isinstance(error, Exception):
+        break_on(backend, monkeypatch, work[2], error)
+    elif kind == "gone":
+        work[2] = replace(work[2], model_id="gone")
+    else:
+        work[2] = replace(work[2], loss_inputs={"weights": np.ones(8, np.float32)})
 
     outcome = backend.run_pass(work, backward=True)
 
     assert list(outcome.failures) == [2]
-    assert str(ERRORS[kind]) in outcome.failures[2]
+    assert str(error) in outcome.failures[2]
     assert outcome.results[2] is None
     for one, together in zip(alone, [result for i, result in enumerate(outcome.results) if i != 2], strict=True):
-        assert one is not None
         assert together is not None
         np.testing.assert_allclose(together.logprobs, one.logprobs, rtol=2e-6, atol=1e-5)
     for name in "ab":
         assert_same(gradients(backend, name), expected[name])
     assert (backend.tokens_per_pass < backend.config.tokens_per_pass) == (kind == "memory")
-
-
-def test_a_model_that_is_gone_fails_alone(text_base: BaseModel) -> None:
-    """As one of which neither the former weights nor those to load had room in the memory."""
-    backend, render = backend_with(text_base, a=4), renderer(text_base)
-    work = [datum(model_id, render.render([random_tokens(i, 5)]), i) for i, model_id in enumerate(("gone", "a", "gone"))]
-    outcome = backend.run_pass(work, backward=True)
-    assert outcome.failures == dict.fromkeys((0, 2), "model gone is not loaded; create it anew")
-    assert [result is None for result in outcome.results] == [True, False, True]
-
-
-class OutOfMemoryAt(TorchDispatchMode):
-    """Torch, whose `at`-th operation that takes memory finds none; the ones before and after do."""
-
-    def __init__(self, at: int) -> None:
-        begin: Any = super().__init__
-        begin()
-        self.at = at
-        self.seen = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and not func.name().split("::")[1].split(".")[0].endswith("_"):
-            self.seen += 1
-            if self.seen == self.at:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("dtype", "passes_before"), [("float32", 0), ("bfloat16", 0), ("bfloat16", 1)])
@@ -92,16 +73,14 @@ def test_memory_that_runs_out_at_any_operation_of_a_pass_counts_no_gradient_twic
     backend, render = backend_with(base, a=4, b=4), renderer(base)
     work = [datum("ab"[i % 2], render.render([random_tokens(i, 6)]), i) for i in range(4)]
 
-    def run(at: int) -> tuple[int, dict[str, list[torch.Tensor]]]:
+    def run(fails: int) -> tuple[int, dict[str, list[torch.Tensor]]]:
         for _ in range(passes_before):
-            backend.run_pass(work, backward=True)
-        with OutOfMemoryAt(at) as mode:
-            outcome = backend.run_pass(work, backward=True)
-        assert outcome.failures == {}
-        assert [result is None for result in outcome.results] == [False] * 4
-        return mode.seen, {name: gradients(backend, name) for name in "ab"}
+            compute(backend, work)
+        with Operations(fails) as operations:
+            assert len(compute(backend, work)) == 4
+        return operations.taking_memory, {name: gradients(backend, name) for name in "ab"}
 
-    total, expected = run(at=0)
+    total, expected = run(fails=0)
     # The copy to the host, what makes the sums of both models ready, the end of the backward pass, and far inside of the pass.
     for at in (total, total - 1, total - 20, total - 50, total // 2):
         _, found = run(at)
