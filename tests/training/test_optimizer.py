@@ -1,30 +1,35 @@
-"""The optimizer step is torch's AdamW, number for number."""
+"""The optimizer step is torch's AdamW, number for number, whether torch takes it or a kernel of ours.
+
+On a CPU the kernel runs in Triton's interpreter, which knows no bfloat16; on CUDA it runs as it is.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.bases import DEVICE, new_ref
-from tinsmith.errors import UserError
-from tinsmith.models.full import FullWeights, Weights
+from tinsmith.errors import DeviceLostError, UserError
+from tinsmith.models.full import FullState, FullWeights, Weights, new_compact_weights, new_full_weights
 from tinsmith.models.lora import Adapter, LoraPair
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
+from tinsmith.training import optimizer as module
+from tinsmith.training.compact import CompactOptimizer, Optimizer
 from tinsmith.training.optimizer import ModelOptimizer
-from tinsmith.training.update_check import Bounds
 
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+IN_KERNELS = "full in kernels"
+WAYS = {"lora": torch.float32, "lora in half": torch.bfloat16, "full": torch.float32, "full in half": torch.bfloat16, IN_KERNELS: HALF}
+"""What is trained and by whom, with the precision of passes."""
 
-def small_adapter() -> Adapter:
-    generator = torch.Generator().manual_seed(3)
-    pairs = {name: LoraPair(torch.randn(2, 5, generator=generator), torch.randn(4, 2, generator=generator)) for name in ("up", "down")}
-    return Adapter(LoraShape(2, 0), pairs, torch.float32, device=torch.device(DEVICE))
-
-
-def gradients(weights: Weights, seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(tensor.shape, generator=generator).to(DEVICE) for tensor in weights.tensors()]
-
+SHAPES = {"embed.weight": (37, 24), "mlp.weight": (130, 33), "norm.weight": (24,)}
+"""One has more numbers than a program of the kernel computes."""
 
 SETTINGS = [
     AdamSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0, grad_clip_norm=0.0),
@@ -34,90 +39,173 @@ SETTINGS = [
 ]
 
 
-def test_steps_with_changing_settings_equal_torch() -> None:
-    optimizer = ModelOptimizer(small_adapter())
-    copies = [tensor.clone().requires_grad_() for tensor in optimizer.weights.tensors()]
-    reference = torch.optim.AdamW(copies)
-    for seed, settings in enumerate(SETTINGS):
-        first, second = gradients(optimizer.weights, seed), gradients(optimizer.weights, seed + 100)
-        optimizer.contribution([gradient.clone() for gradient in first])()
-        optimizer.contribution([gradient.clone() for gradient in second])()
-        metrics = optimizer.step(settings)
-        for copy, a, b in zip(copies, first, second, strict=True):
-            copy.grad = a + b
-        if settings.grad_clip_norm > 0:
-            norm = torch.nn.utils.clip_grad_norm_(copies, settings.grad_clip_norm)
-        else:
-            norm = torch.nn.utils.get_total_norm([copy.grad for copy in copies if copy.grad is not None])
-        reference.param_groups[0].update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
-        reference.step()
-        assert metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
-        for tensor, copy in zip(optimizer.weights.tensors(), copies, strict=True):
-            torch.testing.assert_close(tensor, copy.detach(), atol=1e-7, rtol=1e-6)
-        for tensor, leaf in zip(optimizer.weights.tensors(), optimizer.weights.leaves(), strict=True):
-            assert torch.equal(tensor, leaf)
+def settings(lr: float = 1e-2, eps: float = 1e-12, weight_decay: float = 0.0, grad_clip_norm: float = 0.0) -> AdamSettings:
+    return AdamSettings(lr, (0.9, 0.95), eps, weight_decay, grad_clip_norm)
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def weights_for(way: str) -> Weights:
+    """Full weights, or LoRA, where one B is 0."""
+    if way.startswith("full"):
+        masters = {name: drawn(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items())}
+        return FullWeights(LoraShape(0, 0), masters, WAYS[way])
+    pairs = {"up": LoraPair(drawn(2, 5, seed=0), drawn(4, 2, seed=1) * 0), "down": LoraPair(drawn(2, 5, seed=2), drawn(4, 2, seed=3))}
+    return Adapter(LoraShape(2, 0), pairs, WAYS[way], device=torch.device(DEVICE))
+
+
+def adapter() -> ModelOptimizer:
+    """Of a small one in float32."""
+    return ModelOptimizer(weights_for("lora"))
+
+
+def gradients(weights: Weights, seed: int) -> list[Tensor]:
+    """As a pass finds them."""
+    return [drawn(*leaf.shape, seed=100 * seed + i).to(leaf.dtype) for i, leaf in enumerate(weights.leaves())]
+
+
+def accumulate(optimizer: ModelOptimizer, found: list[Tensor]) -> None:
+    """One pass, which leaves what it is given as it is."""
+    optimizer.contribution([gradient.clone() for gradient in found])()
+
+
+def everything(optimizer: ModelOptimizer) -> list[Tensor]:
+    """Copies of all that a step changes."""
+    weights = optimizer.weights
+    return [tensor.detach().clone() for tensor in (*weights.tensors(), *weights.leaves(), *optimizer.moments().values())]
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+@pytest.fixture(params=WAYS)
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ModelOptimizer]:
+    """A new optimizer of each way, whatever the device."""
+    if request.param == IN_KERNELS:
+        pytest.importorskip("triton")
+    monkeypatch.setattr(module, "_steps_in_kernels", lambda weights: request.param == IN_KERNELS)
+    return lambda: ModelOptimizer(weights_for(request.param))
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Any:
+    pytest.importorskip("triton")
+    return importlib.import_module("tinsmith.training.adamw_kernels")
+
+
+@pytest.fixture
+def full_in_kernels(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], ModelOptimizer]:
+    """A new optimizer that takes its steps in kernels."""
+    monkeypatch.setattr(module, "_steps_in_kernels", lambda weights: True)
+    return lambda: ModelOptimizer(weights_for(IN_KERNELS))
+
+
+class Reference:
+    """torch's AdamW over copies of the masters, in float64, each a tensor for itself."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.copies = {name: master.double().requires_grad_() for name, master in weights.named_tensors().items()}
+        self.adamw = torch.optim.AdamW(self.copies.values())
+
+    def step(self, found: list[Tensor], settings: AdamSettings) -> float:
+        """Returns the norm of the gradient."""
+        for copy, gradient in zip(self.copies.values(), found, strict=True):
+            copy.grad = gradient.double()
+        norm = torch.nn.utils.clip_grad_norm_(self.copies.values(), settings.grad_clip_norm or torch.inf)
+        self.adamw.param_groups[0].update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+        self.adamw.step()
+        return norm.item()
+
+    def moments(self) -> dict[str, Tensor]:
+        """By the names that ours have."""
+        return {f"{name}.{entry}": value for name, copy in self.copies.items() for entry, value in self.adamw.state[copy].items()}
+
+    def assert_like(self, weights: Weights) -> None:
+        """Within a few roundings of float32; the working copies are the masters, rounded."""
+        for master, leaf, copy in zip(weights.tensors(), weights.leaves(), self.copies.values(), strict=True):
+            torch.testing.assert_close(master.double(), copy.detach(), rtol=2e-6, atol=2e-7)
+            assert torch.equal(master.to(leaf.dtype), leaf.detach())
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_steps_with_changing_settings_equal_torch(make: Callable[[], ModelOptimizer], passes: int) -> None:
+    """Gradients of several passes are added up in float32; those of one stay as they came where a kernel steps."""
+    optimizer = make()
+    reference = Reference(optimizer.weights)
+    for number, chosen in enumerate(SETTINGS):
+        found = [gradients(optimizer.weights, 10 * number + each) for each in range(passes)]
+        for of_pass in found:
+            accumulate(optimizer, of_pass)
+        assert {total.dtype for total in optimizer.totals or []} == {HALF if optimizer.kernels and passes == 1 else torch.float32}
+        sums = [sum((part.float() for part in parts), torch.zeros((), device=DEVICE)) for parts in zip(*found, strict=True)]
+        assert_equal(optimizer.gradients or [], sums)
+        metrics = optimizer.step(chosen)
+        assert optimizer.totals is None
+        assert metrics["grad_norm"] == pytest.approx(reference.step(sums, chosen), rel=1e-6)
+        reference.assert_like(optimizer.weights)
 
 
 def test_an_adapter_steps_as_torch_does_with_all_its_numbers_in_one_tensor() -> None:
     """Bit for bit: what differs from one tensor for each matrix is only which numbers a processor computes side by side."""
-    optimizer = ModelOptimizer(small_adapter())
+    optimizer = adapter()
     (buffer,) = optimizer.weights.buffers()
     copy = buffer.clone().requires_grad_()
     reference = torch.optim.AdamW([copy], fused=True)
-    for seed, settings in enumerate(SETTINGS[:2]):
-        flat = torch.empty_like(buffer)
-        for view, gradient in zip(optimizer.weights.cut([flat]), gradients(optimizer.weights, seed), strict=True):
+    for seed, chosen in enumerate(SETTINGS[:2]):
+        copy.grad = torch.empty_like(buffer)
+        for view, gradient in zip(optimizer.weights.cut([copy.grad]), gradients(optimizer.weights, seed), strict=True):
             view.copy_(gradient)
-        optimizer.contribution(gradients(optimizer.weights, seed))()
-        optimizer.step(settings)
-        copy.grad = flat
-        reference.param_groups[0].update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+        accumulate(optimizer, gradients(optimizer.weights, seed))
+        optimizer.step(chosen)
+        reference.param_groups[0].update(lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, weight_decay=chosen.weight_decay)
         reference.step()
         assert torch.equal(buffer, copy.detach())
 
 
-def test_what_torch_remembers_of_each_tensor_is_gone_on_from() -> None:
-    """Checkpoints of earlier versions were written by an AdamW that had each matrix for itself."""
-    adapter = small_adapter()
-    copies = {name: tensor.clone().requires_grad_() for name, tensor in adapter.named_tensors().items()}
-    reference = torch.optim.AdamW(list(copies.values()), lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
-    for seed in range(3):
-        for copy, gradient in zip(copies.values(), gradients(adapter, seed), strict=True):
-            copy.grad = gradient
-        reference.step()
-    pairs = {name: LoraPair(copies[f"{name}.a"].detach(), copies[f"{name}.b"].detach()) for name in adapter.masters}
-    moments = {f"{name}.{entry}": value for name, copy in copies.items() for entry, value in reference.state[copy].items()}
-    optimizer = ModelOptimizer(Adapter(adapter.shape, pairs, torch.float32, device=torch.device(DEVICE)), moments)
-    assert list(optimizer.moments()) == list(moments)
-    assert all(torch.equal(value.cpu(), moments[name].cpu()) for name, value in optimizer.moments().items())
-    optimizer.contribution(gradients(adapter, 3))()
-    optimizer.step(settings())
-    for copy, gradient in zip(copies.values(), gradients(adapter, 3), strict=True):
-        copy.grad = gradient
-    reference.step()
-    for tensor, copy in zip(optimizer.weights.tensors(), copies.values(), strict=True):
-        torch.testing.assert_close(tensor, copy.detach(), atol=1e-7, rtol=1e-6)
+def test_a_model_goes_on_from_what_was_remembered(make: Callable[[], ModelOptimizer]) -> None:
+    """By itself, to the same bits, or by an AdamW that had each matrix for itself, as in checkpoints of earlier versions."""
+    straight = make()
+    reference = Reference(straight.weights)
+    for number in range(3):
+        accumulate(straight, gradients(straight.weights, number))
+        straight.step(SETTINGS[1])
+        reference.step(gradients(straight.weights, number), SETTINGS[1])
+    resumed = []
+    for moments in (straight.moments(), reference.moments()):
+        weights = make().weights
+        for tensor, trained in zip(weights.tensors(), straight.weights.tensors(), strict=True):
+            tensor.copy_(trained)
+        weights.refresh()
+        resumed.append(ModelOptimizer(weights, {name: value.clone() for name, value in moments.items()}))
+        assert list(resumed[-1].moments()) == list(moments)
+        assert {float(value) for name, value in resumed[-1].moments().items() if name.endswith(".step")} == {3.0}
+    for optimizer in (straight, *resumed):
+        accumulate(optimizer, gradients(optimizer.weights, 3))
+        optimizer.step(SETTINGS[1])
+    reference.step(gradients(straight.weights, 3), SETTINGS[1])
+    assert_equal(straight.weights.tensors(), resumed[0].weights.tensors())
+    reference.assert_like(resumed[1].weights)
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_passes_add_up_where_a_pass_does_not_reach_all(kind: str, dtype: torch.dtype) -> None:
-    optimizer = ModelOptimizer(fresh_weights(kind, dtype))
-    passes: list[list[torch.Tensor | None]] = [[g.to(dtype) for g in gradients(optimizer.weights, seed)] for seed in range(3)]
+def test_gradients_of_passes_add_up_where_a_pass_does_not_reach_all(make: Callable[[], ModelOptimizer]) -> None:
+    optimizer = make()
+    passes: list[list[Tensor | None]] = [[*gradients(optimizer.weights, seed)] for seed in range(3)]
     passes[0][0] = passes[2][1] = None
     expected = [torch.zeros_like(tensor) for tensor in optimizer.weights.tensors()]
     for found in passes:
+        before = None if optimizer.gradients is None else [total.clone() for total in optimizer.gradients]
+        add = optimizer.contribution([None if gradient is None else gradient.clone() for gradient in found])
+        assert (optimizer.gradients is None) == (before is None)
+        assert_equal(optimizer.gradients or [], before or [])
+        add()
         for total, gradient in zip(expected, found, strict=True):
             if gradient is not None:
                 total += gradient.float()
-        before = None if optimizer.gradients is None else [total.clone() for total in optimizer.gradients]
-        add = optimizer.contribution([None if gradient is None else gradient.clone() for gradient in found])
-        if before is None:
-            assert optimizer.gradients is None
-        else:
-            assert all(torch.equal(a, b) for a, b in zip(before, optimizer.gradients or [], strict=True))
-        add()
-        assert all(torch.equal(a, b) for a, b in zip(expected, optimizer.gradients or [], strict=True))
+        assert_equal(optimizer.gradients or [], expected)
 
 
 def test_gradients_that_share_their_memory_count_once_each() -> None:
@@ -131,76 +219,55 @@ def test_gradients_that_share_their_memory_count_once_each() -> None:
     assert joint.eq(1).all()
 
 
+def test_gradients_of_which_some_are_float32_already_count_as_they_are(full_in_kernels: Callable[[], ModelOptimizer]) -> None:
+    """Memory may end while those of a pass are widened: the pass fails, and the step goes on with what was there before."""
+    optimizer, plain = full_in_kernels(), full_in_kernels()
+    for each in (optimizer, plain):
+        accumulate(each, gradients(each.weights, 0))
+    assert optimizer.totals is not None
+    optimizer.totals[0] = optimizer.totals[0].float()
+    norms = [each.step(SETTINGS[2])["grad_norm"] for each in (optimizer, plain)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    assert_equal(optimizer.weights.tensors(), plain.weights.tensors())
+
+
 def test_the_norm_of_many_numbers_is_exact() -> None:
     """On a CPU, float32 loses four digits if it adds up as many squares one after the other."""
-    generator = torch.Generator().manual_seed(0)
     wide = {"up": LoraPair(torch.zeros(8, 500_000), torch.zeros(4, 8))}
     optimizer = ModelOptimizer(Adapter(LoraShape(8, 0), wide, torch.float32, device=torch.device(DEVICE)))
-    found = [torch.rand(tensor.shape, generator=generator).to(DEVICE) for tensor in optimizer.weights.tensors()]
-    optimizer.contribution([gradient.clone() for gradient in found])()
+    found = [gradient.abs() for gradient in gradients(optimizer.weights, 0)]
+    accumulate(optimizer, found)
     expected = torch.cat([gradient.double().flatten() for gradient in found]).norm().item()
     assert optimizer.step(SETTINGS[0])["grad_norm"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_step_consumes_its_gradients() -> None:
-    optimizer = ModelOptimizer(small_adapter())
-    optimizer.contribution(list(gradients(optimizer.weights, 0)))()
+def test_a_step_consumes_its_gradients(make: Callable[[], ModelOptimizer]) -> None:
+    optimizer = make()
+    accumulate(optimizer, gradients(optimizer.weights, 0))
     optimizer.step(SETTINGS[0])
-    before = [tensor.clone() for tensor in optimizer.weights.tensors()]
+    before = everything(optimizer)
     assert optimizer.step(SETTINGS[0])["grad_norm"] == 0.0
-    assert all(torch.equal(a, b) for a, b in zip(before, optimizer.weights.tensors(), strict=True))
+    assert_equal(everything(optimizer), before)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(bad: float) -> None:
-    optimizer = ModelOptimizer(small_adapter())
-    optimizer.contribution(list(gradients(optimizer.weights, 0)))()
-    optimizer.step(SETTINGS[0])
-    before = [tensor.clone() for tensor in optimizer.weights.tensors()]
-    broken = gradients(optimizer.weights, 1)
-    broken[2][0, 0] = bad
-    optimizer.contribution(list(broken))()
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(make: Callable[[], ModelOptimizer], bad: float) -> None:
+    optimizer = make()
+    accumulate(optimizer, gradients(optimizer.weights, 0))
+    optimizer.step(SETTINGS[1])
+    before, broken = everything(optimizer), gradients(optimizer.weights, 1)
+    broken[2].view(-1)[3] = bad
+    accumulate(optimizer, broken)
     with pytest.raises(UserError, match=r"gradient norm is (nan|inf): the step was refused"):
-        optimizer.step(SETTINGS[0])
-    assert all(torch.equal(a, b) for a, b in zip(before, optimizer.weights.tensors(), strict=True))
+        optimizer.step(SETTINGS[1])
     assert optimizer.gradients is None
-
-
-def test_a_snapshot_does_not_follow() -> None:
-    optimizer = ModelOptimizer(small_adapter())
-    snapshot, late = (optimizer.weights.snapshot(new_ref()) for _ in range(2))
-    before = [tensor.clone() for tensor in snapshot.leaves()]  # of the other they are first asked for when training has gone on
-    optimizer.contribution(list(gradients(optimizer.weights, 0)))()
-    optimizer.step(SETTINGS[0])
-    for each in (snapshot, late):
-        assert all(torch.equal(a, b) for a, b in zip(before, each.leaves(), strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(before, each.tensors(), strict=True))
-    assert not torch.equal(optimizer.weights.leaves()[0], before[0])
-
-
-def settings(lr: float = 1e-2, eps: float = 1e-12, weight_decay: float = 0.0) -> AdamSettings:
-    return AdamSettings(lr, (0.9, 0.95), eps, weight_decay, grad_clip_norm=0.0)
-
-
-def fresh_weights(kind: str, dtype: torch.dtype) -> Weights:
-    """LoRA with B = 0, or full weights."""
-    generator = torch.Generator().manual_seed(3)
-    device = torch.device(DEVICE)
-    a, other = torch.randn(2, 5, generator=generator), torch.randn(4, 2, generator=generator)
-    if kind == "lora":
-        return Adapter(LoraShape(2, 0), {"up": LoraPair(a, torch.zeros(4, 2)), "down": LoraPair(a.clone(), other)}, dtype, device=device)
-    return FullWeights(LoraShape(0, 0), {"embed.weight": a.to(device), "norm.weight": torch.ones(7, device=device)}, dtype)
-
-
-def everything(optimizer: ModelOptimizer) -> list[torch.Tensor]:
-    """Copies of all that a step changes."""
-    weights = optimizer.weights
-    return [tensor.detach().clone() for tensor in (*weights.tensors(), *weights.leaves(), *optimizer.moments().values())]
+    assert_equal(everything(optimizer), before)
+    accumulate(optimizer, gradients(optimizer.weights, 2))
+    optimizer.step(SETTINGS[1])
+    assert {float(value) for name, value in optimizer.moments().items() if name.endswith(".step")} == {2.0}
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
-@pytest.mark.parametrize("kind", ["lora", "full"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("changed", "remedy"),
     [
@@ -212,47 +279,44 @@ def everything(optimizer: ModelOptimizer) -> list[torch.Tensor]:
     ],
 )
 def test_an_update_that_is_not_finite_is_refused_and_changes_nothing(
-    steps_before: int, kind: str, dtype: torch.dtype, changed: dict[str, float], remedy: str
+    make: Callable[[], ModelOptimizer], steps_before: int, changed: dict[str, float], remedy: str
 ) -> None:
-    optimizer = ModelOptimizer(fresh_weights(kind, dtype))
+    optimizer = make()
     zero_somewhere = [gradient * (gradient > 0) for gradient in gradients(optimizer.weights, 0)]
     for _ in range(steps_before):
-        optimizer.contribution([gradient.clone() for gradient in zero_somewhere])()
+        accumulate(optimizer, zero_somewhere)
         optimizer.step(settings())
     before = everything(optimizer)
-    optimizer.contribution([gradient.clone() for gradient in zero_somewhere])()
+    accumulate(optimizer, zero_somewhere)
     with pytest.raises(UserError, match=f"the update is not finite: .*weights.* of .* would be infinite or NaN with .*{remedy}"):
         optimizer.step(settings(**changed))
-    after = everything(optimizer)
-    assert len(after) == len(before)
-    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
+    assert_equal(everything(optimizer), before)
     assert optimizer.gradients is None
     assert all(tensor.grad is None for tensor in optimizer.weights.tensors())
 
 
 def test_weights_that_only_overflow_in_the_working_precision_are_refused() -> None:
-    optimizer = ModelOptimizer(fresh_weights("full", torch.bfloat16))
-    optimizer.weights.tensors()[1].fill_(3.4e38)  # float32 holds it, bfloat16 rounds it to infinity
-    optimizer.contribution([torch.zeros_like(tensor) for tensor in optimizer.weights.tensors()])()
+    optimizer = ModelOptimizer(weights_for("full in half"))
+    optimizer.weights.tensors()[2].fill_(3.4e38)  # float32 holds it, bfloat16 rounds it to infinity
+    accumulate(optimizer, [torch.zeros_like(tensor) for tensor in optimizer.weights.tensors()])
     with pytest.raises(UserError, match=r"weights in torch.bfloat16 of norm.weight would be infinite"):
         optimizer.step(settings())
 
 
-def test_a_step_that_the_bounds_do_not_prove_is_computed_as_torch_does_if_it_is_finite() -> None:
-    optimizers = [ModelOptimizer(small_adapter()) for _ in range(2)]
-    optimizers[1].bounds = Bounds(1.0, 0.0, 0.0)
-    for seed in range(3):
-        for optimizer in optimizers:
-            optimizer.contribution(gradients(optimizer.weights, seed))()
-            optimizer.step(settings(eps=0.0))  # no gradient is 0, so nothing is divided by 0
-    copies = [tensor.clone().requires_grad_() for tensor in small_adapter().tensors()]
-    reference = torch.optim.AdamW(copies, lr=1e-2, betas=(0.9, 0.95), eps=0.0, weight_decay=0.0)
-    for seed in range(3):
-        for copy, gradient in zip(copies, gradients(small_adapter(), seed), strict=True):
-            copy.grad = gradient
-        reference.step()
-    for tensor, copy in zip(optimizers[0].weights.tensors(), copies, strict=True):
-        torch.testing.assert_close(tensor, copy.detach(), atol=1e-7, rtol=1e-6)
+@pytest.mark.parametrize("grad_clip_norm", [0.0, 0.5])
+def test_a_step_that_no_bound_proves_is_computed_as_torch_does_if_it_is_finite(
+    make: Callable[[], ModelOptimizer], grad_clip_norm: float
+) -> None:
+    """With an eps of 0. The look ahead does not change its gradients, and clips them too."""
+    optimizer = make()
+    reference = Reference(optimizer.weights)
+    chosen = settings(eps=0.0, grad_clip_norm=grad_clip_norm)
+    for number in range(3):
+        found = gradients(optimizer.weights, number)
+        accumulate(optimizer, found)
+        optimizer.step(chosen)
+        reference.step(found, chosen)
+    reference.assert_like(optimizer.weights)
 
 
 @given(
@@ -267,9 +331,9 @@ def test_a_step_that_the_bounds_do_not_prove_is_computed_as_torch_does_if_it_is_
 def test_weights_and_moments_stay_within_their_bounds(
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, scale: float
 ) -> None:
-    optimizer = ModelOptimizer(small_adapter())
+    optimizer = adapter()
     for seed in range(4):
-        optimizer.contribution([gradient * scale * 10.0 ** (seed - 2) for gradient in gradients(optimizer.weights, seed)])()
+        accumulate(optimizer, [gradient * scale * 10.0 ** (seed - 2) for gradient in gradients(optimizer.weights, seed)])
         optimizer.step(AdamSettings(lr, (beta1, beta2), eps, weight_decay, 0.0))
         if (bounds := optimizer.bounds) is None:
             continue
@@ -280,3 +344,85 @@ def test_weights_and_moments_stay_within_their_bounds(
             ([value for name, value in state.items() if name.endswith("exp_avg_sq")], bounds.second),
         ):
             assert max(tensor.abs().max().item() for tensor in found) <= bound * (1 + 1e-5)
+
+
+def test_a_snapshot_does_not_follow() -> None:
+    optimizer = adapter()
+    snapshot, late = (optimizer.weights.snapshot(new_ref()) for _ in range(2))
+    before = [tensor.clone() for tensor in snapshot.leaves()]  # of the other they are first asked for when training has gone on
+    accumulate(optimizer, gradients(optimizer.weights, 0))
+    optimizer.step(SETTINGS[0])
+    for each in (snapshot, late):
+        assert_equal([*each.leaves(), *each.tensors()], before * 2)
+    assert not torch.equal(optimizer.weights.leaves()[0], before[0])
+
+
+@pytest.mark.parametrize("function", ["step", "step_as_written"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_a_step_of_the_kernel_is_that_of_torch(kernels: Any, function: str, dtype: torch.dtype) -> None:
+    weights = weights_for(IN_KERNELS)
+    reference = Reference(weights)
+    moments = [(torch.zeros_like(master), torch.zeros_like(master)) for master in weights.tensors()]
+    for number, chosen in enumerate(SETTINGS[:2] * 2, 1):
+        found = [drawn(*shape, seed=100 * number + i).to(dtype) for i, shape in enumerate(SHAPES.values())]
+        factors = kernels.Factors.of(chosen, number, 1.0)
+        for master, leaf, gradient, (first, second) in zip(weights.tensors(), weights.leaves(), found, moments, strict=True):
+            getattr(kernels, function)(master, gradient, first, second, leaf, factors)
+        reference.step(found, chosen)
+        reference.assert_like(weights)
+
+
+def test_tensors_with_other_strides_step_too(kernels: Any) -> None:
+    """A base model may have them; the gradient lies in another order."""
+    turned, straight = drawn(40, 60, seed=1).t(), drawn(40, 60, seed=1).t().contiguous()
+    gradient, factors = drawn(60, 40, seed=2), kernels.Factors.of(SETTINGS[1], 1, 0.5)
+    for master in (turned, straight):
+        leaf = master.to(HALF)
+        kernels.step(master, gradient, torch.zeros_like(master), torch.zeros_like(master), leaf, factors)
+        assert torch.equal(leaf, master.to(HALF))
+    torch.testing.assert_close(turned, straight, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("state", ["float32", "compact"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_a_base_that_lie_otherwise_are_trained_as_gradients_lie(dtype: torch.dtype, state: FullState) -> None:
+    """On a GPU torch's AdamW refuses gradients that are laid out otherwise."""
+    parameters = {"turned": drawn(24, 16, seed=0).t(), "straight": drawn(9, 5, seed=1)}
+    shape, device = LoraShape(0, 0), torch.device(DEVICE)
+    optimizer: Optimizer
+    if state == "compact":
+        optimizer = CompactOptimizer(new_compact_weights(shape, parameters, dtype, device, state), state)
+    else:
+        optimizer = ModelOptimizer(new_full_weights(shape, parameters, dtype))
+    before = {name: tensor.clone() for name, tensor in optimizer.weights.named_tensors().items()}
+    assert all(torch.equal(before[name], parameter) for name, parameter in parameters.items())
+    assert all(leaf.is_contiguous() for leaf in optimizer.weights.leaves())
+    optimizer.contribution([torch.ones_like(leaf) for leaf in optimizer.weights.leaves()])()
+    optimizer.step(SETTINGS[0])
+    for name, tensor in optimizer.weights.named_tensors().items():
+        torch.testing.assert_close(tensor.float(), before[name] - SETTINGS[0].lr, rtol=2**-7 * (dtype == torch.bfloat16) + 1e-6, atol=1e-3)
+
+
+def test_a_step_that_fails_halfway_ends_the_worker(
+    kernels: Any, full_in_kernels: Callable[[], ModelOptimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are of no step. To say that they stayed as they were would be wrong, and another step would move some of them twice."""
+    optimizer = full_in_kernels()
+    accumulate(optimizer, gradients(optimizer.weights, 0))
+    step, calls = kernels.step, []
+
+    def failing(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no")
+        step(*arguments)
+
+    monkeypatch.setattr(kernels, "step", failing)
+    with pytest.raises(DeviceLostError, match="changed some of the weights"):
+        optimizer.step(SETTINGS[1])
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="on a CPU torch takes all steps")
+def test_kernels_step_full_weights_in_half_precision_alone() -> None:
+    in_kernels = [way for way in WAYS if ModelOptimizer(weights_for(way)).kernels is not None]
+    assert in_kernels == ["full in half", IN_KERNELS]
