@@ -194,14 +194,3 @@ def test_rows_without_gradient_leave_no_trace_even_where_the_logprob_is_minus_in
     assert got[0, 0] == float("-inf")
     (grad,) = torch.autograd.grad(got, [hidden], torch.tensor([[0.0], [0.0]]))
     assert torch.equal(grad, torch.zeros_like(hidden))
-
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_a_target_that_occurs_twice_gets_both_gradients(width: int) -> None:
-    torch.manual_seed(0)
-    hidden = torch.randn(1, HIDDEN, requires_grad=True)
-    head = torch.randn(VOCABULARY, HIDDEN)
-    targets = torch.full((1, width), 7)
-    (many,) = torch.autograd.grad(target_logprobs(hidden, head, targets, [Segment(0, 1, None)], 4).sum(), [hidden])
-    (one,) = torch.autograd.grad(target_logprobs(hidden, head, targets[:, :1], [Segment(0, 1, None)], 4).sum(), [hidden])
-    torch.testing.assert_close(many, width * one)

@@ -61,43 +61,40 @@ def test_cross_entropy_is_the_weighted_sum_with_weights_of_any_sign(shape: tuple
 
 
 @pytest.mark.parametrize(
-    ("name", "config"),
+    ("name", "config", "given"),
     [
-        *((name, {}) for name in FORMULAS),
-        *((name, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}) for name in CLIPPING),
-        *((name, {"clip_high_threshold": 1.5}) for name in CLIPPING),
-        ("dro", {"beta": 0.0}),
-        ("dro", {"beta": 0.7}),
-        ("stable_reinforce", {"kl_coeff": 0.3}),
+        *((name, {}, ()) for name in FORMULAS),
+        *((name, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}, ()) for name in CLIPPING),
+        *((name, {"clip_high_threshold": 1.5}, ()) for name in CLIPPING),
+        ("dro", {"beta": 0.0}, ()),
+        ("dro", {"beta": 0.7}, ()),
+        *(("dro", {}, given) for given in (("mask",), ("weights",), ("mask", "weights"))),
+        ("stable_reinforce", {"kl_coeff": 0.3}, ()),
     ],
 )
 @pytest.mark.parametrize("drift", [0.0, 0.05, 1.5])
-def test_a_policy_loss_equals_plain_torch(name: str, config: dict[str, float], drift: float) -> None:
+@pytest.mark.parametrize(("dtype", "bounds"), [(torch.float32, (2e-6, 2e-5, 1e-5, 1e-6)), (torch.float64, (1e-12,) * 4)])
+def test_a_policy_loss_equals_plain_torch(
+    name: str, config: dict[str, float], given: tuple[str, ...], drift: float, dtype: torch.dtype, bounds: tuple[float, ...]
+) -> None:
+    """Of dro, a mask or weights decide which positions count, whatever advantages and sampled log-probabilities are there."""
     for seed in range(8):
         logprobs, inputs = policy_inputs(seed, 40, drift)
+        generator = torch.Generator().manual_seed(100 + seed)
+        inputs |= {key: (torch.rand(40, generator=generator) < 0.5).float() for key in given}
+        logprobs, inputs = logprobs.to(dtype), {key: values.to(dtype) for key, values in inputs.items()}
         loss, gradient = value_and_gradient(name, logprobs, inputs, **config)
         leaf = logprobs.clone().requires_grad_()
         expected = FORMULAS[name](leaf, inputs, DEFAULTS[name] | config)
-        torch.testing.assert_close(loss, expected.detach(), rtol=2e-6, atol=2e-5)
-        torch.testing.assert_close(gradient, torch.autograd.grad(expected, [leaf])[0], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("given", [("mask",), ("weights",), ("mask", "weights")])
-def test_a_mask_or_weights_decide_which_positions_dro_counts(given: tuple[str, ...]) -> None:
-    """Whatever advantages and sampled log-probabilities are there."""
-    for seed in range(8):
-        logprobs, inputs = policy_inputs(seed, 40, 0.5)
-        generator = torch.Generator().manual_seed(100 + seed)
-        inputs |= {name: (torch.rand(40, generator=generator) < 0.5).float() for name in given}
-        loss, gradient = value_and_gradient("dro", logprobs.double(), {name: values.double() for name, values in inputs.items()})
-        leaf = logprobs.double().requires_grad_()
-        expected = FORMULAS["dro"](leaf, {name: values.double() for name, values in inputs.items()}, DEFAULTS["dro"])
-        torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(gradient, torch.autograd.grad(expected, [leaf])[0], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(loss, expected.detach(), rtol=bounds[0], atol=bounds[1])
+        torch.testing.assert_close(gradient, torch.autograd.grad(expected, [leaf])[0], rtol=bounds[2], atol=bounds[3])
 
 
 def test_dro_pulls_a_sampled_token_without_advantage_back_and_leaves_padding_alone() -> None:
-    """With beta 0.5: 0.25 · (lp - q)² and its slope. A mask counts a sampled token whose log-probability was exactly 0."""
+    """With beta 0.5: 0.25 · (lp - q)² and its slope. A mask counts a sampled token whose log-probability was exactly 0.
+
+    Without a penalty an impossible token that has no advantage moves nothing.
+    """
     logprobs, sampled = torch.tensor([-1.0, -INF]), torch.tensor([-3.0, 0.0])
     inputs = {"logprobs": sampled, "advantages": torch.zeros(2)}
     loss, gradient = value_and_gradient("dro", logprobs, inputs, beta=0.5)
@@ -105,11 +102,8 @@ def test_dro_pulls_a_sampled_token_without_advantage_back_and_leaves_padding_alo
     certain = {"logprobs": torch.zeros(2), "advantages": torch.zeros(2), "mask": torch.tensor([1.0, 0.0])}
     loss, gradient = value_and_gradient("dro", logprobs, certain, beta=0.5)
     assert (float(loss), gradient.tolist()) == (0.25, [-0.5, 0.0])
-
-
-def test_dro_without_penalty_is_not_moved_by_an_impossible_token_without_advantage() -> None:
-    inputs = {"logprobs": torch.tensor([-3.0, -1.0]), "advantages": torch.tensor([0.0, 2.0])}
-    loss, gradient = value_and_gradient("dro", torch.tensor([-INF, -1.5]), inputs, beta=0.0)
+    impossible = {"logprobs": torch.tensor([-3.0, -1.0]), "advantages": torch.tensor([0.0, 2.0])}
+    loss, gradient = value_and_gradient("dro", torch.tensor([-INF, -1.5]), impossible, beta=0.0)
     assert (float(loss), gradient.tolist()) == (3.0, [0.0, -2.0])
 
 
@@ -222,19 +216,6 @@ def test_a_ratio_beyond_float32_is_clipped_like_any_other(name: str, value: floa
     assert gradient.tolist() == pytest.approx([slope])
 
 
-def test_stable_reinforce_is_importance_sampling_where_sampler_and_trainer_agree() -> None:
-    """Also around there: while no ratio is beyond 1.5, and the drift is at most 0.2. With a penalty only where they agree."""
-    for seed in range(8):
-        for drift in (0.0, 0.1):
-            logprobs, inputs = policy_inputs(seed, 40, drift)
-            logprobs, inputs = logprobs.double(), {name: values.double() for name, values in inputs.items()}
-            inputs["logprobs"][2] = logprobs[2]  # it may be in the mask, and is no padding then
-            inputs["advantages"] = inputs["advantages"] * inputs["sequence_ratio_mask"]
-            expected = value_and_gradient("importance_sampling", logprobs, inputs)
-            actual = value_and_gradient("stable_reinforce", logprobs, inputs, kl_coeff=0.0 if drift else 0.5)
-            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_stable_reinforce_has_the_values_that_its_formula_gives_by_hand() -> None:
     """Two sampled tokens with ratios of 1/2 and e, of which the second is held at 2, behind one of the prompt.
 
@@ -298,26 +279,6 @@ def test_stable_reinforce_bounds_the_weight_of_a_token_for_any_ratio(
     assert gradient.tolist() == pytest.approx([0.0] * 7 + [0.0 if gap == -INF else 0.5 * max(-1.0, min(gap, 1.0))] + [0.0] * 42, abs=1e-5)
 
 
-def test_stable_reinforce_takes_weight_from_a_sequence_that_has_drifted_as_a_whole() -> None:
-    ones = torch.ones(10)
-    for gap, weight in ((-0.1, math.exp(-0.1)), (-0.2, math.exp(-0.2)), (-0.4, 0.5 * math.exp(-0.4)), (-3.0, 0.2 * math.exp(-3.0))):
-        _, gradient = value_and_gradient(
-            "stable_reinforce", -5 * ones + gap, {"logprobs": -5 * ones, "advantages": ones, "sequence_ratio_mask": ones}
-        )
-        assert (-gradient).tolist() == pytest.approx([weight] * 10, rel=1e-5)
-
-
-def test_only_a_loss_that_says_more_than_its_value_is_asked_for_it() -> None:
-    assert [name for name, loss in LOSSES.items() if loss.metrics] == ["stable_reinforce"]
-    assert LOSSES["ppo"].diagnose(torch.zeros(3), {}, DatumSpans([2, 1], torch.device("cpu"))).shape == (0, 2)
-
-
-def test_losses_that_are_not_built_say_what_to_use_instead() -> None:
-    for name in NOT_BUILT:
-        with pytest.raises(NotBuiltError, match=f"loss_fn '{name}' is not built: .*forward_backward_custom"):
-            find_loss(name, {})
-
-
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
@@ -331,8 +292,9 @@ def test_losses_that_are_not_built_say_what_to_use_instead() -> None:
         ("stable_reinforce", {"kl_coeff": -0.1}, r"loss_fn_config\['kl_coeff'\] is -0.1; it must be a finite number, at least 0"),
         ("stable_reinforce", {"clip_high_threshold": 2.0}, "'clip_high_threshold' is not one of stable_reinforce's: kl_coeff"),
         ("ppo", {"clip_low_threshold": 1.3}, "clip_low_threshold=1.3, clip_high_threshold=1.2; the low one must not be above"),
+        *((name, {}, f"loss_fn '{name}' is not built: .*forward_backward_custom") for name in NOT_BUILT),
     ],
 )
 def test_unknown_names_and_wrong_settings_are_refused(name: str, config: dict[str, float | str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(NotBuiltError if name in NOT_BUILT else UserError, match=message):
         find_loss(name, config)
