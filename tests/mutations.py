@@ -166,7 +166,7 @@ MUTATIONS = (
         "tinsmith/models/packed_lora.py",
         "found = _scaled_product(_outputs(mine, group).mT, self._reduced(reduced, group), self.scale, like=group.b)",
         "found = _scaled_product(_outputs(mine, group).mT, self._reduced(reduced, group), self.scale**2, like=group.b)",
-        ("tests/models/test_lora_linear.py", PEFT),
+        ("tests/models/test_fused.py", PEFT),
     ),
     Mutation(
         "the adapter of one projection is dropped",
@@ -180,7 +180,7 @@ MUTATIONS = (
         "tinsmith/models/packed_lora.py",
         "_add_product(part.of(dh), du, part.a, part.scale)",
         "pass",
-        ("tests/models/test_lora_linear.py", PEFT),
+        ("tests/models/test_fused.py", PEFT),
     ),
     Mutation(
         "a sequence of a packed row is computed with its neighbour's adapter",
@@ -252,7 +252,7 @@ MUTATIONS = (
         "positions=upload(torch.cat([s.positions for s in sequences], dim=1).numpy(), device),",
         "positions=upload(torch.cat([s.positions for s in sequences], dim=1).numpy()"
         " + np.repeat(np.cumsum([0, *lengths[:-1]]), lengths), device),",
-        ("tests/rendering/test_packing.py",),
+        ("tests/rendering/test_renderer.py",),
     ),
     # ---- Pictures
     Mutation(
@@ -310,7 +310,7 @@ MUTATIONS = (
         "tinsmith/models/lora.py",
         "if self.flat_working.dtype != self.flat.dtype:\n            self.flat_working.copy_(self.flat)",
         "return",
-        ("tests/models/test_lora.py", OPTIMIZER),
+        ("tests/models/test_layout.py", OPTIMIZER),
     ),
     Mutation(
         "the prefix cache is shared between weights",

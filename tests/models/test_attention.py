@@ -60,7 +60,7 @@ def half_row(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_in_half_precision_packed_is_each_alone_but_for_rounding(name: str) -> None:
+def test_in_half_precision_packed_is_each_alone_but_for_rounding_and_no_nan_reaches_a_neighbour(name: str) -> None:
     """Within 1 %: bfloat16 keeps numbers to 0.4 %, and what lies between is rounded too. The reference is float32 on the same numbers."""
     lengths, window, dense = ROWS[name]
     rows = half_row(sum(lengths))
@@ -74,15 +74,11 @@ def test_in_half_precision_packed_is_each_alone_but_for_rounding(name: str) -> N
     for one, other in zip((got, *found), (expected, *torch.autograd.grad(expected, exact, weights)), strict=True):
         one, other = one.detach().float(), other.detach()
         assert float((one - other).norm() / other.norm()) < 0.01
-
-
-@pytest.mark.parametrize("name", ["equal, cuDNN", "ragged", "equal and short", "window"])
-def test_in_half_precision_no_nan_reaches_a_neighbour(name: str) -> None:
-    lengths, window, _ = ROWS[name]
-    rows = half_row(sum(lengths))
+    if len(lengths) == 1:
+        return
     with torch.no_grad():
         for x in rows:
             x[: lengths[0]] = torch.nan
-    got = PackedPlan(lengths, torch.device(DEVICE), torch.bfloat16).attend(0, *rows, 0.3, window)
+    got = plan.attend(0, *rows, 0.3, window)
     for x in (got, *torch.autograd.grad(got, rows, torch.ones_like(got))):
         assert torch.isfinite(x[lengths[0] :]).all()

@@ -77,14 +77,3 @@ def test_what_is_compiled_is_kept_in_the_directory_that_is_named(tmp_path: Path,
     monkeypatch.setenv("HOME", str(tmp_path))
     keep_compiled("")
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / ".cache/tinsmith/compiled/triton")
-
-
-def test_tensors_that_require_gradients_are_no_other_form() -> None:
-    function = Compiled(scaled.function)
-    function._compiled = torch.compile(function.function, backend="aot_eager", dynamic=False, fullgraph=True)
-    before = compilations()
-    for wanted in (False, True):
-        x, weight = torch.randn(5, 24, device=DEVICE, requires_grad=wanted), torch.randn(24, device=DEVICE)
-        with torch.no_grad():
-            function._call_compiled([x, weight], x, weight)
-    assert compilations() == before + 1

@@ -1,6 +1,7 @@
 """Our walk through the layers against the transformers modules: hidden states and gradients, and what is not taken apart."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,19 @@ from torch import Tensor, nn
 from tests.bases import DEVICE, load, picture_chunks, random_adapter, random_tokens, renderer, write_decoder
 from tests.extent import families
 from tinsmith.config import ModelsConfig
-from tinsmith.models.base import BaseModel, base_model_of
+from tinsmith.models.base import BaseModel, PackedRow, base_model_of
 from tinsmith.models.decoder import read_decoder
 from tinsmith.models.families import family_of, read_config
 from tinsmith.models.full import Weights, new_full_weights
 from tinsmith.models.pass_plan import PackedPlan
+from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack
 
 KNOWN = ["llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_text"]
 
 Dirs = Callable[[str], Path]
+Bases = Callable[[str], BaseModel]
 
 
 def wide(directory: Path) -> BaseModel:
@@ -35,14 +38,22 @@ def wide(directory: Path) -> BaseModel:
     return replace(base, decoder=decoder, dtype=torch.float64)
 
 
-def run(base: BaseModel, owners: Sequence[Weights | None], direction_of: Sequence[int] | None = None) -> tuple[Tensor, list[Tensor]]:
-    """Hidden states of a row with a sequence for each owner, and the gradients of all weights from the sequences chosen."""
+def row_of(base: BaseModel, owners: Sequence[Weights | None]) -> PackedRow:
+    """A row with a sequence for each owner, and pictures in the first if the model takes them."""
     render = renderer(base)
     inputs = [render.render([random_tokens(seed, 9 + 3 * seed)]) for seed in range(len(owners))]
     if base.family.takes_images:
         inputs[0] = render.render([*picture_chunks(base, 3, 6), *picture_chunks(base, 5, 4, width=64, height=128)])
-    row = pack(inputs, owners, base.device)
-    hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
+    return pack(inputs, owners, base.device)
+
+
+def run(
+    base: BaseModel, owners: Sequence[Weights | None], direction_of: Sequence[int] | None = None, recompute: int = 0, offload: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """Hidden states of a row, and the gradients of all weights from the sequences chosen; so many layers are recomputed."""
+    row = row_of(base, owners)
+    with kept_in_host_memory(len(row.token_ids)) if offload else nullcontext():
+        hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype), recompute)
     parts = list(hidden.split(row.lengths))
     chosen = range(len(parts)) if direction_of is None else direction_of
     loss = torch.stack([(parts[i] * direction(parts[i])).sum() for i in chosen]).sum()
@@ -82,8 +93,8 @@ def test_full_weights_equal_the_modules(family_dir: Dirs, family: str, shape: di
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_a_nan_reaches_no_neighbour(family_dir: Dirs, family: str) -> None:
-    base = load(family_dir(family))
+def test_a_nan_reaches_no_neighbour(family_base: Bases, family: str) -> None:
+    base = family_base(family)
     well, sick = random_adapter(base, seed=1), random_adapter(base, rank=8, seed=2)
     owners = [well, sick, None]
     hidden, gradients = run(base, owners, [0, 2])
@@ -100,12 +111,9 @@ def test_a_nan_reaches_no_neighbour(family_dir: Dirs, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", families(KNOWN))
-def test_joined_weights_are_the_memory_of_the_modules(family_dir: Dirs, family: str) -> None:
-    directory = family_dir(family)
-    kind = family_of("tiny", read_config(str(directory)))
-    network = kind.auto_class.from_pretrained(str(directory), dtype=torch.float32)
-    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
-    base = load(directory)
+def test_joined_weights_are_the_memory_of_the_modules(family_base: Bases, family_dir: Dirs, family: str) -> None:
+    base = family_base(family)
+    before = base.family.auto_class.from_pretrained(str(family_dir(family)), dtype=torch.float32).state_dict()
     after = base.network.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(tensor.cpu(), before[name]) for name, tensor in after.items())
@@ -155,15 +163,11 @@ def test_a_model_with_another_module_runs_through_the_modules(family_dir: Dirs, 
     assert all("strange" in line for line in said)
 
 
-def test_a_pass_without_gradients_gives_the_same_bits(family_dir: Dirs) -> None:
-    for family in ("qwen3", "qwen3_5"):
-        base = load(family_dir(family))
-        owners = [random_adapter(base, seed=1), None]
-        hidden, _ = run(base, owners)
-        with torch.no_grad():
-            render = renderer(base)
-            inputs = [render.render([random_tokens(seed, 9 + 3 * seed)]) for seed in range(2)]
-            if base.family.takes_images:
-                inputs[0] = render.render([*picture_chunks(base, 3, 6), *picture_chunks(base, 5, 4, width=64, height=128)])
-            row = pack(inputs, owners, base.device)
-            assert torch.equal(base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype)), hidden)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_pass_without_gradients_gives_the_same_bits(family_base: Bases, family: str) -> None:
+    base = family_base(family)
+    owners = [random_adapter(base, seed=1), None]
+    hidden, _ = run(base, owners)
+    row = row_of(base, owners)
+    with torch.no_grad():
+        assert torch.equal(base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype)), hidden)

@@ -1,12 +1,16 @@
-"""Whether kernels for gated delta nets are believed: they compute a small row first."""
+"""Whose way a gated delta net takes: kernels are believed when they have computed a small row, and transformers computes in PyTorch."""
 
+import functools
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tests.bases import DEVICE
+from tinsmith.models.base import BaseModel
 from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
 from tinsmith.models.delta_kernels import convolution_disagreement, disagreement, kernels_for
 from tinsmith.models.delta_rule import Lengths, convolve_anew
@@ -81,3 +85,24 @@ def test_bfloat16_on_cuda_runs_on_kernels_and_nothing_else_does() -> None:
     assert kernels_for(x) is None
     assert kernels_for(x.half()) is None
     assert (kernels_for(x.bfloat16()) is not None) == (DEVICE == "cuda")
+
+
+FUNCTIONS = ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update"]
+
+
+def test_transformers_computes_in_pytorch_where_kernels_are_installed(hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = hybrid_base.language_model.layers[0].linear_attn
+    hidden = torch.randn(1, 9, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    expected = layer(hidden)
+    for name in FUNCTIONS:
+
+        def kernel(*arguments: object, **keywords: object) -> None:
+            raise AssertionError("a kernel was called")
+
+        written = inspect.unwrap(getattr(modeling_qwen3_5, name))
+        monkeypatch.setattr(modeling_qwen3_5, name, functools.wraps(written)(kernel))
+    kernels = [getattr(modeling_qwen3_5, name) for name in FUNCTIONS]
+    with pytest.raises(AssertionError, match="a kernel was called"):
+        type(layer).forward(layer, hidden)
+    assert torch.equal(layer(hidden), expected)
+    assert [getattr(modeling_qwen3_5, name) for name in FUNCTIONS] == kernels  # as they were

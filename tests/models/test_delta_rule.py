@@ -1,4 +1,7 @@
-"""Convolution and gated delta rule of packed sequences, against the formulas written out token by token, values and gradients."""
+"""Convolution and gated delta rule of packed sequences, against the formulas written out token by token, values and gradients.
+
+The Triton kernels, which an interpreter runs on a CPU, are compared with our own code in float64.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -9,10 +12,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import logsigmoid, silu
 
 from tests.bases import DEVICE
-from tinsmith.models import delta_chunks
+from tinsmith.models import delta_chunks, delta_rule_kernels
+from tinsmith.models.convolution_kernels import convolution
+from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
 from tinsmith.models.delta_rule import Lengths, convolve, convolve_anew, gated_delta_rule, gated_delta_rule_anew
 
 KEY_HEADS, GROUPS, KEY_DIM, VALUE_DIM = 2, 2, 5, 3
@@ -105,37 +110,38 @@ def assert_same(got: Sequence[Tensor], expected: Sequence[Tensor], bound: float 
         torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
 
 
-LENGTHS = st.lists(st.integers(1, 24), min_size=1, max_size=5)
-
-
-@settings(deadline=None, max_examples=8)
-@given(LENGTHS, st.booleans())
-@example([1, 1, 1], True)
-@example([1, 1, 1], False)
-def test_the_rule_equals_the_recurrence(lengths: list[int], states: bool) -> None:
-    inputs = rule_inputs(lengths, states)
-    got = rule(lengths, inputs)
-    expected = recurrence(lengths, *inputs)
-    assert_same(values_and_gradients(got, inputs), values_and_gradients(expected, inputs))
-
-
-@settings(deadline=None, max_examples=8)
-@given(LENGTHS, st.booleans())
-@example([1, 1, 1], True)
-@example([1, 1, 1], False)
-def test_the_convolution_equals_its_formula(lengths: list[int], states: bool) -> None:
-    inputs = convolution_inputs(lengths, states)
-    got = convolve(inputs[0], inputs[1], Lengths(tuple(lengths)), inputs[2])
-    expected = taps_of(lengths, *inputs)
-    assert_same(values_and_gradients(got, inputs), values_and_gradients(expected, inputs))
+EXAMPLES = given(lengths=st.lists(st.integers(1, 24), min_size=1, max_size=5), states=st.booleans())
 
 
 @pytest.mark.parametrize("key_dim", [5, 24, 64])  # chunks of 16, 32 and 64 tokens
-@pytest.mark.parametrize("states", [False, True])
-def test_chunks_of_every_size(key_dim: int, states: bool) -> None:
-    inputs = rule_inputs(HARD, states, key_dim)
-    got = rule(HARD, inputs)
-    assert_same(values_and_gradients(got, inputs), values_and_gradients(recurrence(HARD, *inputs), inputs))
+@settings(deadline=None, max_examples=4)
+@EXAMPLES
+@example([1, 1, 1], True)
+@example([1, 1, 1], False)
+@example(HARD, True)
+@example(HARD, False)
+def test_the_rule_equals_the_recurrence(key_dim: int, lengths: list[int], states: bool) -> None:
+    """Also where no state is kept."""
+    inputs = rule_inputs(lengths, states, key_dim)
+    expected = values_and_gradients(recurrence(lengths, *inputs), inputs)
+    assert_same(values_and_gradients(rule(lengths, inputs), inputs), expected)
+    if not states:
+        expected = values_and_gradients(recurrence(lengths, *inputs)[:1], inputs)
+        assert_same(values_and_gradients([rule_anew(lengths, inputs)], inputs), expected)
+
+
+@settings(deadline=None, max_examples=8)
+@EXAMPLES
+@example([1, 1, 1], True)
+@example([1, 1, 1], False)
+@example(HARD, False)
+def test_the_convolution_equals_its_formula(lengths: list[int], states: bool) -> None:
+    x, weight, before = inputs = convolution_inputs(lengths, states)
+    expected = values_and_gradients(taps_of(lengths, *inputs), inputs)
+    assert_same(values_and_gradients(convolve(x, weight, Lengths(tuple(lengths)), before), inputs), expected)
+    if not states:
+        expected = values_and_gradients(taps_of(lengths, *inputs)[:1], inputs)
+        assert_same(values_and_gradients([convolve_anew(x, weight, Lengths(tuple(lengths)))], inputs), expected)
 
 
 def test_heads_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,16 +149,6 @@ def test_heads_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = values_and_gradients(rule([33, 5], inputs), inputs)
     monkeypatch.setattr(delta_chunks, "SLICE_NUMBERS", 1)
     assert_same(values_and_gradients(rule([33, 5], inputs), inputs), whole)
-
-
-def test_rows_that_keep_no_state() -> None:
-    lengths = Lengths(tuple(HARD))
-    inputs = rule_inputs(HARD, states=False)
-    kept = rule(HARD, inputs)[0]
-    assert_same(values_and_gradients([rule_anew(HARD, inputs)], inputs), values_and_gradients([kept], inputs))
-    row = convolution_inputs(HARD, states=False)
-    kept = convolve(row[0], row[1], lengths, None)[0]
-    assert_same(values_and_gradients([convolve_anew(row[0], row[1], lengths)], row), values_and_gradients([kept], row))
 
 
 def test_a_sequence_in_windows_equals_the_whole() -> None:
@@ -186,6 +182,99 @@ def test_repeated_keys_in_float32() -> None:
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4 * max(1.0, theirs.abs().max().item()))
 
 
+WIDTH = 16
+WIDE = 130
+"""Channels of the kernel of the convolution."""
+ROUNDED = 2**-7
+"""How far bfloat16 rounds at most, as a share: the interpreter cuts numbers off."""
+EXACT = 2**-13
+"""How far float32 results of kernels may lie from those of float64: numbers are kept in two bfloat16."""
+
+
+def for_rule_kernels(lengths: Sequence[int], key_heads: int, groups: int, states: bool) -> list[Tensor]:
+    """Query, key, value, decay, beta and perhaps states, in the precisions that kernels take."""
+    generator, tokens, heads = torch.Generator().manual_seed(0), sum(lengths), key_heads * groups
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    made = [drawn(tokens, count, WIDTH).bfloat16() for count in (key_heads, key_heads, heads)]
+    made += [logsigmoid(drawn(tokens, heads) + 2), drawn(tokens, heads).sigmoid().bfloat16()]
+    return [x.to(DEVICE) for x in [*made, *([drawn(len(lengths), heads, WIDTH, WIDTH)] if states else [])]]
+
+
+def for_convolution_kernel(lengths: Sequence[int]) -> list[Tensor]:
+    """x in rows that are wider than it, weight, and what came before."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    shapes = (sum(lengths), WIDE + 6), (WIDE, TAPS), (len(lengths), TAPS - 1, WIDE)
+    x, weight, before = (torch.randn(*shape, generator=generator).bfloat16().to(DEVICE) for shape in shapes)
+    return [x[:, 3 : WIDE + 3], weight, before]
+
+
+def gradients_of(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs, and the gradients of a fixed random sum of them, in their own precision."""
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(out.shape, generator=generator).bfloat16().to(out) for out in outs]
+    return [x.detach() for x in (*outs, *torch.autograd.grad(outs, leaves, weights))]
+
+
+def assert_rounded(got: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+    for ours, theirs in zip(got, exact, strict=True):
+        assert (ours.double() - theirs).norm() <= (ROUNDED if ours.dtype == torch.bfloat16 else EXACT) * theirs.norm()
+
+
+def rule_of_kernels(lengths: tuple[int, ...], given: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, the last states if there are some before, and gradients."""
+    query, key, value, decay, beta, *before = leaves = [x.detach().requires_grad_() for x in given]
+    found = delta_rule_kernels.delta_rule(query, key, value, decay, beta, lengths, before[0] if before else None, bool(before))
+    return gradients_of(found[: 1 + len(before)], leaves)
+
+
+@pytest.mark.parametrize(("lengths", "groups", "states"), [((1, 65, 64), 2, True), ((130,), 1, False)])
+def test_the_kernels_of_the_rule(lengths: tuple[int, ...], groups: int, states: bool) -> None:
+    given = for_rule_kernels(lengths, 1, groups, states)
+    query, key, value, decay, beta, *before = exact = [x.double().requires_grad_() for x in given]
+    chunks = chunks_of(lengths, WIDTH, value.device)
+    found = delta_rule_in_chunks(query, key, value, decay, beta, chunks, before[0] if before else None, states)
+    assert_rounded(rule_of_kernels(lengths, given), gradients_of(found[: 1 + states], exact))
+
+
+@pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.parametrize("lengths", [(1, 2, 3, 40), (97,)])
+def test_the_kernel_of_the_convolution(lengths: tuple[int, ...], continues: bool) -> None:
+    x, weight, earlier = for_convolution_kernel(lengths)
+    before = earlier if continues else None
+    ours, exact = ([y.to(dtype).detach().requires_grad_() for y in (x, weight)] for dtype in (torch.bfloat16, torch.float64))
+    out = convolution(ours[0], ours[1], lengths, before)
+    wanted, _ = convolve(exact[0], exact[1], Lengths(lengths), None if before is None else before.double())
+    assert out.dtype == torch.bfloat16
+    assert_rounded(gradients_of([out], ours), gradients_of([wanted], exact))
+
+
+def test_heads_of_kernels_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that are computed one after the other, for the memory, give the same bits."""
+    given = for_rule_kernels((70,), 2, 1, states=True)
+    whole = rule_of_kernels((70,), given)
+    monkeypatch.setattr(delta_rule_kernels, "STATE_BYTES", 1)
+    assert all(torch.equal(one, other) for one, other in zip(rule_of_kernels((70,), given), whole, strict=True))
+
+
+def test_what_came_before_is_that_of_the_same_sequence() -> None:
+    """A row that is cut anywhere, and goes on with what came before, has the bits of the whole row."""
+    x, weight, _ = for_convolution_kernel((20,))
+    whole = convolution(x, weight, (20,), None)
+    for cut in (1, 2, 3, 11):
+        _, after = convolve(x[:cut], weight, Lengths((cut,)), None)
+        assert torch.equal(convolution(x[cut:], weight, (20 - cut,), after), whole[cut:])
+
+
+def test_what_heads_are_served_by_kernels() -> None:
+    head = torch.zeros(1, 1, 128, dtype=torch.bfloat16)
+    assert delta_rule_kernels.serves(head, head)
+    assert not delta_rule_kernels.serves(head.float(), head.float())
+    assert not delta_rule_kernels.serves(head[:, :, :24], head)
+
+
 def spoil(row: Tensor, spoiled: slice) -> Tensor:
     """The row with NaN in place of some tokens."""
     row = row.detach().clone()
@@ -193,32 +282,52 @@ def spoil(row: Tensor, spoiled: slice) -> Tensor:
     return row.requires_grad_()
 
 
-Operation = Callable[[list[Tensor], Lengths], Tensor]
-OPERATIONS: dict[str, tuple[Callable[[], list[Tensor]], Operation]] = {
+FEW = [3, 66, 2]
+Operation = tuple[list[int], Callable[[], list[Tensor]], Callable[[list[Tensor], tuple[int, ...]], Tensor]]
+OPERATIONS: dict[str, Operation] = {
     "convolution": (
+        HARD,
         lambda: [convolution_inputs(HARD, False)[0]],
-        lambda x, lengths: convolve_anew(x[0], torch.ones(CHANNELS, TAPS).to(x[0]), lengths),
+        lambda x, lengths: convolve_anew(x[0], torch.ones(CHANNELS, TAPS).to(x[0]), Lengths(lengths)),
     ),
-    "rule": (lambda: rule_inputs(HARD, False)[:5], lambda x, lengths: rule_anew(lengths.lengths, x)),
+    "rule": (HARD, lambda: rule_inputs(HARD, False)[:5], lambda x, lengths: rule_anew(lengths, x)),
+    "kernel of the convolution": (
+        FEW,
+        lambda: for_convolution_kernel(FEW)[::2],
+        lambda x, lengths: convolution(x[0], torch.ones(WIDE, TAPS).to(x[0]), lengths, x[1]),
+    ),
+    "kernels of the rule": (
+        FEW,
+        lambda: for_rule_kernels(FEW, 1, 1, False),
+        lambda x, lengths: delta_rule_kernels.delta_rule(*x[:5], lengths, None, False)[0],
+    ),
 }
+"""Lengths, inputs by token, behind which what came before each sequence may be, and what is computed."""
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("neighbour", range(len(HARD)))
+@pytest.mark.parametrize(
+    ("operation", "neighbour"), [(name, each) for name, (lengths, *_) in OPERATIONS.items() for each in range(len(lengths))]
+)
 def test_no_nan_crosses_forward_or_backward(operation: str, neighbour: int) -> None:
-    """A neighbour whose inputs, or whose gradients, are NaN leaves the bits of all others as they are."""
-    make, compute = OPERATIONS[operation]
-    lengths, starts = Lengths(tuple(HARD)), [0, *itertools.accumulate(HARD)]
+    """A neighbour whose inputs, and whose gradients, are NaN leaves the bits of all others as they are."""
+    lengths, make, compute = OPERATIONS[operation]
+    starts = [0, *itertools.accumulate(lengths)]
     theirs = slice(starts[neighbour], starts[neighbour + 1])
-    clean = make()
-    others = torch.ones(sum(HARD), dtype=torch.bool, device=clean[0].device)
+    clean = [x.detach().requires_grad_() for x in make()]
+    others = torch.ones(sum(lengths), dtype=torch.bool, device=clean[0].device)
     others[theirs] = False
-    out = compute(clean, lengths)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype).to(out.device)
-    expected = [out, *torch.autograd.grad(out, clean, weights)]
-    spoiled = [spoil(x, theirs) for x in clean]
-    out = compute(spoiled, lengths)
-    got = [out, *torch.autograd.grad(out, spoiled, spoil(weights, theirs).detach())]
-    assert got[0][theirs].isnan().any()
+    by_token = [len(x) == sum(lengths) for x in clean]
+
+    def run(inputs: list[Tensor], weights: Tensor) -> list[Tensor]:
+        out = compute(inputs, tuple(lengths))
+        tokens = [x for x, by in zip(inputs, by_token, strict=True) if by]
+        return [out, *torch.autograd.grad(out, tokens, weights.to(out))]
+
+    weights = torch.randn(compute(clean, tuple(lengths)).shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = run(clean, weights)
+    places = [theirs if by else slice(neighbour, neighbour + 1) for by in by_token]
+    spoiled = [spoil(x, place) for x, place in zip(clean, places, strict=True)]
+    got = run(spoiled, spoil(weights, theirs).detach())
     for ours, wanted in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours[others], wanted[others], rtol=0, atol=0)
+        assert ours[theirs].isnan().all()
+        assert torch.equal(ours[others], wanted[others])

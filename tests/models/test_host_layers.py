@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.bases import DEVICE, datum, load, on_host, picture_chunks, random_tokens, renderer
+from tests.bases import DEVICE, datum, on_host, picture_chunks, random_tokens, renderer
 from tinsmith.config import Config, DistributedConfig, ModelsConfig, SamplingConfig, TrainingConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
@@ -52,10 +52,10 @@ def test_it_passes_the_self_check(family_dir: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
-def test_it_trains_with_the_same_numbers(family: str, family_dir: Callable[[str], Path]) -> None:
+def test_it_trains_with_the_same_numbers(family: str, family_dir: Callable[[str], Path], family_base: Callable[[str], BaseModel]) -> None:
     base = on_host(family_dir(family), device=DEVICE)
     losses, gradients = trained(base)
-    expected = trained(load(family_dir(family)))
+    expected = trained(family_base(family))
     assert losses == expected[0]
     assert all(torch.equal(one, other) for one, other in zip(gradients, expected[1], strict=True))
     assert {parameter.device.type for parameter in parameters(base, of_layers=True)} == {"cpu"}
@@ -63,9 +63,11 @@ def test_it_trains_with_the_same_numbers(family: str, family_dir: Callable[[str]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
-def test_other_weights_stand_in_the_place_of_the_bases(family: str, family_dir: Callable[[str], Path]) -> None:
+def test_other_weights_stand_in_the_place_of_the_bases(
+    family: str, family_dir: Callable[[str], Path], family_base: Callable[[str], BaseModel]
+) -> None:
     """All of them, or some: what is not there is the base's. The base has its own behind them."""
-    bases = [on_host(family_dir(family), device=DEVICE), load(family_dir(family))]
+    bases = [on_host(family_dir(family), device=DEVICE), family_base(family)]
 
     def logprobs(base: BaseModel, owner: FullWeights | None) -> NDArray[np.float32]:
         chunks = picture_chunks(base, 1, 8, width=64, height=64) if base.family.takes_images else [random_tokens(1, 12)]

@@ -1,4 +1,4 @@
-"""Memory: what the machine has, what this process holds, and what a limit on it leaves."""
+"""The machine: what memory it has, what this process holds and what a limit on it leaves; threads of small and large passes."""
 
 import mmap
 import os
@@ -10,11 +10,14 @@ import torch
 
 from tests.bases import DEVICE
 from tests.preloaded import REAL_PYTHON
+from tinsmith.models.base import BaseModel
 from tinsmith.models.machine import give_back_pinned_memory, look_around, memory_held
+from tinsmith.models.threads import SMALL_PASS, SMALL_STEP, threads_for, threads_for_step
 
 LIMITED = """
 import resource
 import psutil
+from tinsmith.models.base import BaseModel
 from tinsmith.models.machine import look_around
 spare = 2**28
 resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + spare, resource.RLIM_INFINITY))
@@ -56,3 +59,24 @@ def test_a_limit_on_the_address_space_is_obeyed() -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([REAL_PYTHON, "-c", LIMITED], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="threads only matter on a CPU")
+@pytest.mark.parametrize(("size", "threads"), [(0.5, 1), (2.0, 2)])
+def test_a_small_pass_takes_one_thread_and_leaves_the_number_as_it_was_also_if_it_fails(
+    text_base: BaseModel, size: float, threads: int
+) -> None:
+    weights = sum(target.in_features * target.out_features for target in text_base.layout.targets.values())
+    with threads_for(text_base, int(size * SMALL_PASS / weights)):
+        assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2
+    with pytest.raises(RuntimeError), threads_for(text_base, 1):
+        raise RuntimeError
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("parameters", "threads"), [(SMALL_STEP - 1, 1), (SMALL_STEP, 2)])
+def test_small_optimizer_steps_take_one_thread(parameters: int, threads: int) -> None:
+    with threads_for_step(parameters):
+        assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2

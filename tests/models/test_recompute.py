@@ -1,71 +1,51 @@
 """Layers that are computed again, and inputs that wait in host memory: the same bits, and less is kept."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.bases import DEVICE, load, new_ref, picture_chunks, random_adapter, random_tokens, renderer, text
-from tinsmith.models.base import BaseModel, PackedRow
+from tests.bases import DEVICE, load, new_ref, random_adapter, random_tokens, renderer, text
+from tests.extent import families
+from tests.models.test_decoder import row_of, run
+from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights, new_full_weights
 from tinsmith.models.pass_plan import PackedPlan
-from tinsmith.models.recompute import kept_in_host_memory
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.packing import pack
 
-FAMILIES = ["llama", "qwen3", "gemma", "gpt_neox", "qwen3_vl", "qwen3_5"]
-
-
-def row_of(base: BaseModel, owners: list[Weights]) -> PackedRow:
-    """A row with a sequence for each owner, and pictures if the model takes them."""
-    render = renderer(base)
-    inputs = [render.render([random_tokens(seed, 9 + seed)]) for seed in range(len(owners))]
-    if base.family.takes_images:
-        inputs[0] = render.render(picture_chunks(base, 3, 6))
-    return pack(inputs, owners, base.device)
-
-
-def run(base: BaseModel, owners: list[Weights], recompute: int, offload: bool = False) -> tuple[Tensor, list[Tensor]]:
-    """Hidden states of a row and the gradients of all weights, with so many layers recomputed."""
-    row = row_of(base, owners)
-    plan = PackedPlan(row.lengths, base.device, base.dtype)
-    with kept_in_host_memory(len(row.token_ids)) if offload else nullcontext():
-        hidden = base.hidden_states(row, plan, recompute)
-    direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
-    leaves = [leaf for owner in {id(owner): owner for owner in owners}.values() for leaf in owner.leaves()]
-    found = torch.autograd.grad((hidden * direction).sum(), leaves, allow_unused=True)
-    return hidden.detach(), [torch.zeros(()) if gradient is None else gradient for gradient in found]
+FAMILIES = ["llama", "qwen3", "olmo", "gemma2", "gemma", "gpt_neox", "qwen3_vl", "qwen3_5"]
 
 
 def assert_equal_bits(base: BaseModel, owners: list[Weights]) -> None:
     """Every number of recomputed layers, with and without host memory, gives what keeping everything gives."""
     layers = base.text_config.num_hidden_layers
-    hidden, gradients = run(base, owners, 0)
-    assert sum(gradient.ndim > 0 for gradient in gradients) > layers
+    hidden, gradients = run(base, owners)
+    assert sum(bool(gradient.any()) for gradient in gradients) > layers
     for recompute, offload in [*((count, False) for count in range(1, layers + 1)), (layers, True)]:
-        again, found = run(base, owners, recompute, offload)
+        again, found = run(base, owners, recompute=recompute, offload=offload)
         assert torch.equal(again, hidden)
         assert all(torch.equal(one, other) for one, other in zip(found, gradients, strict=True)), (recompute, offload)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_get_the_same_bits(family_base: Callable[[str], BaseModel], family: str) -> None:
-    base = family_base(family)
-    assert_equal_bits(base, [random_adapter(base, seed=1), random_adapter(base, rank=8, seed=2)])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_full_weights_get_the_same_bits(family_base: Callable[[str], BaseModel], family: str) -> None:
-    base = family_base(family)
+def full_weights(base: BaseModel) -> FullWeights:
+    """Other weights than the base's: a backward that read those would be noticed."""
     shape = LoraShape(0, 0)
     weights = new_full_weights(shape, base.full_targets(shape), base.dtype)
     for master in weights.tensors():
-        master.mul_(1.25)  # other weights than the base's: a backward that read those would be noticed
+        master.mul_(1.25)
     weights.refresh()
-    assert_equal_bits(base, [weights, weights])
+    return weights
+
+
+@pytest.mark.parametrize("kind", ["adapters", "full weights"])
+@pytest.mark.parametrize("family", families(FAMILIES))
+def test_weights_get_the_same_bits(family_base: Callable[[str], BaseModel], family: str, kind: str) -> None:
+    base = family_base(family)
+    adapters = [random_adapter(base, seed=1), random_adapter(base, rank=8, seed=2)]
+    assert_equal_bits(base, [*adapters] if kind == "adapters" else [full_weights(base)] * 2)
 
 
 def test_inputs_that_wait_in_pieces_come_back_as_they_were(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +96,5 @@ def test_passes_without_gradients_and_passes_that_fail_leave_nothing_switched_on
 def test_full_weights_are_no_part_of_a_base_after_a_backward(text_base: BaseModel) -> None:
     """Which puts them into the layers again while it computes."""
     before = {name: parameter.data_ptr() for name, parameter in text_base.network.named_parameters()}
-    shape = LoraShape(0, 0)
-    weights: FullWeights = new_full_weights(shape, text_base.full_targets(shape), text_base.dtype)
-    run(text_base, [weights], text_base.text_config.num_hidden_layers)
+    run(text_base, [full_weights(text_base)], recompute=text_base.text_config.num_hidden_layers)
     assert {name: parameter.data_ptr() for name, parameter in text_base.network.named_parameters()} == before

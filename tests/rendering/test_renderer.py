@@ -1,4 +1,4 @@
-"""Token ids and pixel values are the Hugging Face processor's; text may be cut anywhere; what does not fit is refused."""
+"""Token ids and pixel values are the Hugging Face processor's, also in a packed row; what does not fit is refused."""
 
 import io
 import itertools
@@ -23,6 +23,7 @@ from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.pictures import PictureInput
 from tinsmith.rendering import renderer as rendering
+from tinsmith.rendering.packing import pack
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
@@ -123,13 +124,6 @@ def test_a_picture_that_fails_in_one_thread_fails_in_each_by_itself(vision_base:
     assert len(shared.render([good])) == 6
 
 
-def test_a_wrong_label_is_refused_also_for_an_image_that_is_known(vision_base: BaseModel) -> None:
-    render, right = renderer(vision_base), image(3)
-    render.render([right])
-    with pytest.raises(UserError, match="labelled 'jpeg' but is 'png'"):
-        render.render([replace(right, format="jpeg")])
-
-
 def test_bytes_in_the_store_are_read_by_their_hash(vision_base: BaseModel) -> None:
     asked: list[bytes] = []
     chunk = image(3)
@@ -144,12 +138,6 @@ def test_bytes_in_the_store_are_read_by_their_hash(vision_base: BaseModel) -> No
     assert torch.equal(render.render([stored]).pictures[0].pixel_values, renderer(vision_base).render([chunk]).pictures[0].pixel_values)
     render.render([stored])
     assert asked == [chunk.sha256]
-
-
-def test_expected_tokens_are_checked_against_our_own_count(vision_base: BaseModel) -> None:
-    assert len(renderer(vision_base).render([image(0, expected_tokens=6)])) == 6
-    with pytest.raises(UserError, match="chunk 1: expected_tokens is 7, but the image takes 6 tokens"):
-        renderer(vision_base).render([text(1), image(0, expected_tokens=7)])
 
 
 @pytest.mark.parametrize(
@@ -168,13 +156,22 @@ def test_what_a_text_model_cannot_take_is_refused(text_base: BaseModel, chunks: 
         renderer(text_base).render(chunks)
 
 
-def test_a_broken_image_names_its_chunk(vision_base: BaseModel) -> None:
-    good = image(0)
-    assert good.data is not None
-    with pytest.raises(UserError, match="chunk 1: "):
-        renderer(vision_base).render([text(1), ImageChunk(good.sha256, good.data[:200], "png", None)])
-    with pytest.raises(UserError, match="chunk 0: "):
-        renderer(vision_base, max_image_pixels=100).render([good])
+@pytest.mark.parametrize(
+    ("wrong", "limits", "message"),
+    [
+        (image(3, expected_tokens=7), {}, "chunk 1: expected_tokens is 7, but the image takes 6 tokens"),
+        (replace(image(3), format="jpeg"), {}, "labelled 'jpeg' but is 'png'"),
+        (image(3), {"max_image_pixels": 100}, "chunk 1: "),
+    ],
+)
+def test_a_picture_that_is_not_as_it_should_be_is_refused_also_if_it_is_known(
+    vision_base: BaseModel, wrong: ImageChunk, limits: dict[str, int], message: str
+) -> None:
+    render = renderer(vision_base, **limits)
+    if not limits:
+        assert len(render.render([image(3, expected_tokens=6)])) == 6
+    with pytest.raises(UserError, match=message):
+        render.render([text(1), wrong])
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
@@ -204,3 +201,19 @@ def test_a_text_in_a_thousand_chunks_is_checked_at_once(text_base: BaseModel) ->
     assert renderer(text_base).render(chunks).token_ids.tolist() == [number % 100 for number in range(1000)]
     with pytest.raises(UserError, match="chunk 700: token at position 0 is 9999"):
         renderer(text_base).render([*chunks[:700], text(9999), *chunks])
+
+
+def test_tokens_and_positions_are_those_of_each_sequence_alone(vision_base: BaseModel) -> None:
+    """Rotary positions that went on from one sequence to the next would change no result but for rounding, which grows with them."""
+    render = renderer(vision_base)
+    chunks = ([random_tokens(1, 5)], picture_chunks(vision_base, 2, 4), [random_tokens(3, 1)], picture_chunks(vision_base, 4, 3, width=64))
+    sequences = [render.render(own) for own in chunks]
+    row = pack(sequences, [None] * len(sequences), torch.device("cpu"))
+    parts = zip(sequences, row.token_ids.split(row.lengths), row.positions.split(row.lengths, dim=1), strict=True)
+    for sequence, token_ids, positions in parts:
+        np.testing.assert_array_equal(token_ids.numpy(), sequence.token_ids)
+        assert torch.equal(positions, sequence.positions)
+        assert (positions[:, 0] == 0).all()
+    assert (row.token_ids[row.picture_index] == render.placeholder).all()
+    assert len(row.picture_index) == int((row.token_ids == render.placeholder).sum())
+    assert [picture.sha256 for picture in row.pictures] == [picture.sha256 for each in sequences for picture in each.pictures]
