@@ -16,7 +16,7 @@ from tests.memory import CountedMemory
 from tinsmith.errors import UserError
 from tinsmith.models.batched_lora import FEWEST, BatchedAdapters, output_tiles
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
-from tinsmith.models.layout import LM_HEAD, Layout, read_layout
+from tinsmith.models.layout import Layout, read_layout
 from tinsmith.models.lora import Adapter, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
@@ -158,23 +158,3 @@ def test_columns_are_given_once_and_given_again(layout: Layout) -> None:
     assert batched.place(third) == (0, 20)
     assert batched.place(first) == (20, 36)
     assert (batched.columns, batched.generation) == (64, 2)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU captures no graphs")
-def test_a_captured_graph_computes_with_the_newest_weights(layout: Layout) -> None:
-    batched = BatchedAdapters(layout, torch.device(DEVICE), HALF, 64)
-    old, new = random_adapter(layout, 8, HALF), random_adapter(layout, 6, HALF)
-    columns = columns_of(batched, [None, old])
-    plain = next(plain for plain in plain_layers(layout, HALF) if plain.name != LM_HEAD)
-    x = torch.randn(2, plain.projection.in_features, device=DEVICE).to(HALF)
-    batched.for_rows(columns).apply(plain, x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = batched.for_rows(columns).apply(plain, x)
-    generation = batched.generation
-    batched.forget(old)
-    columns.copy_(columns_of(batched, [new, None]))
-    graph.replay()
-    assert batched.generation == generation
-    torch.testing.assert_close(out.double(), plain.exact(x, [new, None]), atol=BOUNDS[HALF], rtol=BOUNDS[HALF])

@@ -47,24 +47,15 @@ def row_of(base: BaseModel, owners: Sequence[Weights | None]) -> PackedRow:
     return pack(inputs, owners, base.device)
 
 
-def run(
-    base: BaseModel, owners: Sequence[Weights | None], direction_of: Sequence[int] | None = None, recompute: int = 0, offload: bool = False
-) -> tuple[Tensor, list[Tensor]]:
-    """Hidden states of a row, and the gradients of all weights from the sequences chosen; so many layers are recomputed."""
+def run(base: BaseModel, owners: Sequence[Weights | None], recompute: int = 0, offload: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """Hidden states of a row, and the gradients of all weights; so many layers are recomputed."""
     row = row_of(base, owners)
     with kept_in_host_memory(len(row.token_ids)) if offload else nullcontext():
         hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype), recompute)
-    parts = list(hidden.split(row.lengths))
-    chosen = range(len(parts)) if direction_of is None else direction_of
-    loss = torch.stack([(parts[i] * direction(parts[i])).sum() for i in chosen]).sum()
+    direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
     leaves = [leaf for owner in {id(owner): owner for owner in owners if owner is not None}.values() for leaf in owner.leaves()]
-    found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    found = torch.autograd.grad((hidden * direction).sum(), leaves, allow_unused=True)
     return hidden.detach(), [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
-
-
-def direction(x: Tensor) -> Tensor:
-    """Random numbers in the shape of x."""
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
 
 
 def assert_close(ours: tuple[Tensor, list[Tensor]], theirs: tuple[Tensor, list[Tensor]], bound: float) -> None:
@@ -90,24 +81,6 @@ def test_full_weights_equal_the_modules(family_dir: Dirs, family: str, shape: di
     lora = LoraShape(0, 0, **shape)
     weights = new_full_weights(lora, base.full_targets(lora), torch.float64)
     assert_close(run(base, [weights, weights]), run(replace(base, decoder=None), [weights, weights]), 1e-9)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_a_nan_reaches_no_neighbour(family_base: Bases, family: str) -> None:
-    base = family_base(family)
-    well, sick = random_adapter(base, seed=1), random_adapter(base, rank=8, seed=2)
-    owners = [well, sick, None]
-    hidden, gradients = run(base, owners, [0, 2])
-    for leaf in sick.leaves():
-        leaf.data.fill_(torch.nan)
-    spoiled, found = run(base, owners, [0, 2])
-    last = len(hidden) - 15
-    starts = [0, last - 12, last, len(hidden)]
-    assert spoiled[starts[1] : starts[2]].isnan().all()
-    for index in (0, 2):
-        assert torch.equal(spoiled[starts[index] : starts[index + 1]], hidden[starts[index] : starts[index + 1]])
-    count = len(well.leaves())
-    assert all(torch.equal(one, other) for one, other in zip(found[:count], gradients[:count], strict=True))
 
 
 @pytest.mark.parametrize("family", families(KNOWN))
@@ -161,13 +134,3 @@ def test_a_model_with_another_module_runs_through_the_modules(family_dir: Dirs, 
     said = [record.message for record in caplog.records if "runs through its transformers modules" in record.message]
     assert len(said) == 4
     assert all("strange" in line for line in said)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_a_pass_without_gradients_gives_the_same_bits(family_base: Bases, family: str) -> None:
-    base = family_base(family)
-    owners = [random_adapter(base, seed=1), None]
-    hidden, _ = run(base, owners)
-    row = row_of(base, owners)
-    with torch.no_grad():
-        assert torch.equal(base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype)), hidden)

@@ -201,34 +201,28 @@ def test_the_configuration_names_the_tokenizers_ids(family_dir: MakeDirectory, f
     assert generation["eos_token_id"] == [tokenizer.encode("<|im_end|>")[0], tokenizer.encode("<|endoftext|>")[0]]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3-vl", "qwen3-5"])
+DIGESTS: dict[TinyKind, tuple[str, str] | None] = {
+    "qwen3": None,
+    "qwen3-vl": (
+        "0703254274ebfe4bf89e65f427fa1fc0ccaeeb2b603c6509ce5ef21489c37009",
+        "2a8e8463123b50e2cd12dd2817e6bd8a3d767e7a48a2bac4a200f3399d6801fd",
+    ),
+    "qwen3-5": (
+        "41b15b21032f112352af6838d2e9eccfd901922aa8dbacd921592388abb85453",
+        "891a7e53fbbb73278d7b2f23e24611c4d6fbc579926d5c581396d88f301e945f",
+    ),
+}
+"""Of weights and tokenizer, on every machine."""
+
+
+@pytest.mark.parametrize("kind", DIGESTS)
 def test_a_seed_fixes_every_byte(tmp_path: Path, kind: TinyKind) -> None:
-    for name, seed in (("one", 3), ("same", 3), ("other", 4)):
-        write_tiny_model(kind, tmp_path / name, hidden=32, layers=1, vocab=300, seed=seed)
+    for name, seed in (("one", 0), ("same", 0), ("other", 4)):
+        write_tiny_model(kind, tmp_path / name, hidden=32, layers=4 if kind == "qwen3-5" else 1, vocab=300, seed=seed)
     one, same, other = (digests(tmp_path / name) for name in ("one", "same", "other"))
     assert one == same
     assert [name for name in one if one[name] != other[name]] == ["model.safetensors"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "weights", "tokens"),
-    [
-        (
-            "qwen3-vl",
-            "0703254274ebfe4bf89e65f427fa1fc0ccaeeb2b603c6509ce5ef21489c37009",
-            "2a8e8463123b50e2cd12dd2817e6bd8a3d767e7a48a2bac4a200f3399d6801fd",
-        ),
-        (
-            "qwen3-5",
-            "41b15b21032f112352af6838d2e9eccfd901922aa8dbacd921592388abb85453",
-            "891a7e53fbbb73278d7b2f23e24611c4d6fbc579926d5c581396d88f301e945f",
-        ),
-    ],
-)
-def test_the_files_are_the_same_on_every_machine(tmp_path: Path, kind: TinyKind, weights: str, tokens: str) -> None:
-    write_tiny_model(kind, tmp_path, hidden=32, layers=4 if kind == "qwen3-5" else 1, vocab=300)
-    assert digests(tmp_path)["model.safetensors"] == weights
-    assert digests(tmp_path)["tokenizer.json"] == tokens
+    assert DIGESTS[kind] in (None, (one["model.safetensors"], one["tokenizer.json"]))
 
 
 @pytest.mark.parametrize(("kind", "auto"), [("qwen3", AutoModelForCausalLM), ("qwen3-5", AutoModelForImageTextToText)])

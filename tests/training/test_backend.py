@@ -196,14 +196,19 @@ def test_many_targets_of_one_model_cost_another_no_memory(text_base: BaseModel) 
         tracemalloc.stop()
 
 
-def test_forward_leaves_the_gradients_alone(text_base: BaseModel) -> None:
-    backend, render = backend_with(text_base, a=4), renderer(text_base)
-    work = [datum("a", render.render([random_tokens(0, 8)]))]
-    (trained,) = compute(backend, work)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_pass_without_gradients_gives_the_same_bits_and_leaves_gradients_alone(
+    family_base: Callable[[str], BaseModel], family: str
+) -> None:
+    base = family_base(family)
+    backend, render = backend_with(base, a=4), renderer(base)
+    chunks = picture_chunks(base, 2, 6) if base.family.takes_images else [random_tokens(1, 12)]
+    work = [datum("a", render.render([random_tokens(0, 8)])), datum("a", render.render(chunks))]
+    trained = compute(backend, work)
     before = [g.clone() for g in backend.optimizers["a"].gradients or []]
-    scored = backend.run_pass(work, backward=False).results[0]
-    assert scored is not None
-    np.testing.assert_array_equal(scored.logprobs, trained.logprobs)
+    for result, scored in zip(trained, backend.run_pass(work, backward=False).results, strict=True):
+        assert scored is not None
+        np.testing.assert_array_equal(scored.logprobs, result.logprobs)
     assert_same(backend.optimizers["a"].gradients or [], before)
 
 

@@ -106,6 +106,7 @@ def test_a_nan_stays_with_its_rows_and_its_adapter(chunk: int, keep: int, dtype:
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("said", [False, True])
 def test_a_row_without_gradient_gets_none_where_its_logits_are_no_numbers(dtype: torch.dtype, width: int, said: bool) -> None:
+    torch.manual_seed(0)
     hidden = torch.randn(3, HIDDEN).to(dtype)
     hidden[1] = float("nan")
     hidden.requires_grad_()
@@ -117,16 +118,8 @@ def test_a_row_without_gradient_gets_none_where_its_logits_are_no_numbers(dtype:
     found = torch.autograd.grad(got, leaves, torch.tensor([[1.0], [0.0], [1.0]]).expand(3, width))
     assert torch.equal(found[0][1], torch.zeros(HIDDEN, dtype=dtype))
     assert all(grad.isfinite().all() for grad in found)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_any_row_that_is_wanted_gradients_are_zero(dtype: torch.dtype) -> None:
-    hidden, head = torch.randn(3, HIDDEN).to(dtype).requires_grad_(), torch.randn(VOCABULARY, HIDDEN).to(dtype)
-    adapter = head_adapter(0, dtype)
-    got = target_logprobs(hidden, head, torch.tensor([[1], [2], [3]]), [Segment(0, 3, adapter)], 2, 8, np.zeros(3, dtype=bool))
-    assert got.isfinite().all()
-    found = torch.autograd.grad(got.sum(), [hidden, *adapter.leaves()])
-    assert not any(grad.any() for grad in found)
+    got = target_logprobs(hidden[:1], head, targets[:1], [Segment(0, 1, adapter)], 2, 8, np.zeros(1, dtype=bool))
+    assert not any(grad.any() for grad in torch.autograd.grad(got.sum(), [hidden, *adapter.leaves()]))
 
 
 @pytest.mark.parametrize("width", [1, 2])

@@ -192,26 +192,23 @@ def test_the_inputs_say_where_a_gradient_may_be(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("importance_sampling", 0.0), ("ppo", -0.8), ("cispo", 0.0), ("gspo", -0.8), ("stable_reinforce", 0.0)],
+    ("name", "gap", "advantage", "value", "slope"),
+    [
+        *((name, -INF, 1.0, 0.0, 0.0) for name in ("importance_sampling", "ppo", "cispo", "gspo", "stable_reinforce")),
+        *((name, -INF, -1.0, 0.0, 0.0) for name in ("importance_sampling", "cispo", "stable_reinforce")),
+        *((name, -INF, -1.0, 0.8, 0.0) for name in ("ppo", "gspo")),
+        *((name, 199.0, 1.0, -1.2, 0.0) for name in ("ppo", "gspo")),
+        ("cispo", 199.0, 1.0, 4.0, -4.0),
+        ("stable_reinforce", 199.0, 1.0, 0.0, 0.0),
+    ],
 )
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_a_target_that_has_become_impossible_counts_as_ratio_zero(name: str, value: float, advantage: float) -> None:
-    """With A < 0, ppo and gspo stop at the lower bound."""
+def test_a_ratio_of_zero_or_beyond_float32_is_clipped_like_any_other(
+    name: str, gap: float, advantage: float, value: float, slope: float
+) -> None:
+    """A target that has become impossible counts as ratio zero; with A < 0, ppo and gspo stop at the lower bound then."""
     one = torch.tensor([1.0])
-    inputs = {"logprobs": -one, "advantages": advantage * one, "sequence_ratio_mask": one}
-    loss, gradient = value_and_gradient(name, torch.tensor([-INF]), inputs)
-    assert float(loss) == pytest.approx(value * advantage if advantage < 0 else 0.0)
-    assert gradient.tolist() == [0.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "slope"),
-    [("ppo", -1.2, 0.0), ("cispo", 4.0, -4.0), ("gspo", -1.2, 0.0), ("stable_reinforce", 0.0, 0.0)],
-)
-def test_a_ratio_beyond_float32_is_clipped_like_any_other(name: str, value: float, slope: float) -> None:
-    one = torch.tensor([1.0])
-    loss, gradient = value_and_gradient(name, -one, {"logprobs": -200 * one, "advantages": one, "sequence_ratio_mask": one})
+    inputs = {"logprobs": (-1 - max(gap, 0.0)) * one, "advantages": advantage * one, "sequence_ratio_mask": one}
+    loss, gradient = value_and_gradient(name, torch.tensor([-INF if gap == -INF else -1.0]), inputs)
     assert float(loss) == pytest.approx(value)
     assert gradient.tolist() == pytest.approx([slope])
 

@@ -12,7 +12,7 @@ from tests.bases import datum, load, random_tokens, renderer
 from tests.training.test_backend import Operations, assert_same, backend_with, compute, gradients
 from tinsmith.models.base import BaseModel
 from tinsmith.models.pass_memory import Effort
-from tinsmith.training.backend import DatumResult, DatumWork, LocalBackend
+from tinsmith.training.backend import DatumResult, DatumWork
 
 ERRORS: dict[str, Exception | str] = {
     "memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
@@ -24,18 +24,6 @@ ERRORS: dict[str, Exception | str] = {
 """What torch raises, or what is said of numbers for another length and of a model that memory had no room for."""
 
 
-def break_on(backend: LocalBackend, monkeypatch: pytest.MonkeyPatch, guilty: DatumWork, error: Exception) -> None:
-    """Make every pass with this datum fail where torch would raise."""
-    run = backend._run
-
-    def failing(work: Sequence[DatumWork], backward: bool, effort: Effort) -> list[DatumResult]:
-        if any(item is guilty for item in work):
-            raise error
-        return run(work, backward, effort)
-
-    monkeypatch.setattr(backend, "_run", failing)
-
-
 @pytest.mark.parametrize("kind", sorted(ERRORS))
 def test_one_bad_datum_fails_alone_and_the_results_of_the_others_are_their_own(
     text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -44,12 +32,17 @@ def test_one_bad_datum_fails_alone_and_the_results_of_the_others_are_their_own(
     work = [datum("ab"[i % 2], render.render([random_tokens(i, 5 + i)]), i) for i in range(7)]
     alone = [result for item in work if item is not work[2] for result in compute(backend, [item])]
     expected = {name: gradients(backend, name) for name in "ab"}
-    error = ERRORS[kind]
-    if isinstance(error, Exception):
-        break_on(backend, monkeypatch, work[2], error)
-    elif kind == "gone":
+    run, error = backend._run, ERRORS[kind]
+
+    def failing(some: Sequence[DatumWork], backward: bool, effort: Effort) -> list[DatumResult]:
+        if isinstance(error, Exception) and any(item is work[2] for item in some):
+            raise error
+        return run(some, backward, effort)
+
+    monkeypatch.setattr(backend, "_run", failing)
+    if kind == "gone":
         work[2] = replace(work[2], model_id="gone")
-    else:
+    elif kind == "shape":
         work[2] = replace(work[2], loss_inputs={"weights": np.ones(8, np.float32)})
 
     outcome = backend.run_pass(work, backward=True)
