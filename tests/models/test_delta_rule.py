@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, silu
 
 from tests.bases import DEVICE
+from tests.extent import slow
 from tinsmith.models import delta_chunks, delta_rule_kernels
 from tinsmith.models.convolution_kernels import convolution
 from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
@@ -299,17 +300,22 @@ OPERATIONS: dict[str, Operation] = {
     "kernels of the rule": (
         FEW,
         lambda: for_rule_kernels(FEW, 1, 1, False),
-        lambda x, lengths: delta_rule_kernels.delta_rule(*x[:5], lengths, None, False)[0],
+        lambda x, lengths: delta_rule_kernels.delta_rule(x[0], x[1], x[2], x[3], x[4], lengths, None, False)[0],
     ),
 }
 """Lengths, inputs by token, behind which what came before each sequence may be, and what is computed."""
 
 
 @pytest.mark.parametrize(
-    ("operation", "neighbour"), [(name, each) for name, (lengths, *_) in OPERATIONS.items() for each in range(len(lengths))]
+    ("operation", "neighbour"),
+    [
+        *((name, place) for name in ("convolution", "rule") for place in range(len(HARD))),
+        *((name, 1) for name in ("kernel of the convolution", "kernels of the rule")),
+        *slow(*((name, place) for name in ("kernel of the convolution", "kernels of the rule") for place in (0, 2))),
+    ],
 )
 def test_no_nan_crosses_forward_or_backward(operation: str, neighbour: int) -> None:
-    """A neighbour whose inputs, and whose gradients, are NaN leaves the bits of all others as they are."""
+    """A neighbour whose inputs, and whose gradients, are NaN leaves the bits of all others as they are: those before it and behind it."""
     lengths, make, compute = OPERATIONS[operation]
     starts = [0, *itertools.accumulate(lengths)]
     theirs = slice(starts[neighbour], starts[neighbour + 1])

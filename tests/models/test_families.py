@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from tests.bases import load, picture_chunks, random_tokens, renderer, write_decoder
+from tinsmith.config import ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, pick_device
 from tinsmith.models.families import IMAGE_FAMILIES, Family, family_of, positions, read_config
 from tinsmith.models.layers import Attention, DeltaNet
+from tinsmith.models.sizing import size_of
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
@@ -118,6 +120,12 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_a_context_beyond_the_models_own_is_refused(family_dir: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match="max_context=99999999 is more than tiny was built for"):
-        load(family_dir("qwen3"), max_context=99999999)
+    """Also where its sizes alone are asked for."""
+    source = str(family_dir("qwen3"))
+    limit = json.loads((family_dir("qwen3") / "config.json").read_text())["max_position_embeddings"]
+    assert [size_of(source, ModelsConfig(max_context=wanted)).max_context for wanted in (0, 77)] == [limit, 77]
     assert load(family_dir("qwen3"), max_context=77).max_context == 77
+    with pytest.raises(ConfigError, match=f"max_context={limit + 1} is more than .* was built for: {limit} tokens"):
+        size_of(source, ModelsConfig(max_context=limit + 1))
+    with pytest.raises(ConfigError, match=f"max_context={limit + 1} is more than tiny was built for"):
+        load(family_dir("qwen3"), max_context=limit + 1)

@@ -1,6 +1,5 @@
 """What LoRA covers and what is computed together, from a configuration as from a loaded model; adapters, all of whose matrices lie so."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +9,9 @@ import torch
 from torch import nn
 
 from tests.bases import DEVICE, new_ref, random_adapter
-from tinsmith.config import ModelsConfig
-from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.layout import LM_HEAD, empty_network, read_layout, side_by_side
 from tinsmith.models.lora import Adapter, LoraPair, new_adapter
-from tinsmith.models.sizing import size_of
 from tinsmith.protocol.shapes import LoraShape
 
 FAMILIES = ["qwen3", "phi3", "gpt_neox", "qwen3_vl", "qwen3_5"]
@@ -86,14 +82,6 @@ def test_a_target_is_found_in_the_rows_of_its_projection(family_base: Callable[[
 
 def modules(base: BaseModel) -> list[str]:
     return [module for projection in base.layout.projections.values() for module in projection.modules]
-
-
-def test_sizes_have_the_context_that_the_model_will_have(family_dir: Callable[[str], Path]) -> None:
-    source = str(family_dir("qwen3"))
-    limit = json.loads((family_dir("qwen3") / "config.json").read_text())["max_position_embeddings"]
-    assert [size_of(source, ModelsConfig(max_context=wanted)).max_context for wanted in (0, 77)] == [limit, 77]
-    with pytest.raises(ConfigError, match=f"max_context={limit + 1} is more than .* was built for: {limit} tokens"):
-        size_of(source, ModelsConfig(max_context=limit + 1))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -66,15 +66,6 @@ def test_in_bfloat16_we_are_no_further_off_than_transformers(
     assert torch.cat(ours).median() <= 1.1 * torch.cat(theirs).median()
 
 
-def test_more_pictures_than_go_through_at_once(vision_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures = pictures_of(vision_base)
-    whole = vision_base.tower.features(pictures)
-    monkeypatch.setattr(vision_tower, "PATCHES_AT_ONCE", 100)
-    parts = vision_base.tower.features(pictures)
-    for one, other in zip(whole, parts, strict=True):
-        torch.testing.assert_close(one.embeddings, other.embeddings, rtol=1e-5, atol=1e-5)
-
-
 def test_pictures_of_two_renderers_keep_their_own_levels(vision_base: BaseModel) -> None:
     """As those of a self-check and of a server would, whose processors were loaded apart."""
     pictures = [picture for _ in range(2) for picture in pictures_of(vision_base)[:2]]
@@ -84,14 +75,18 @@ def test_pictures_of_two_renderers_keep_their_own_levels(vision_base: BaseModel)
     torch.testing.assert_close(second, fourth)
 
 
-def test_what_follows_from_a_size_is_kept_within_a_limit(vision_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_of_memory_change_no_features(vision_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pictures than go through at once, and more sizes than what follows from them is kept of."""
     pictures = pictures_of(vision_base)
+    whole = vision_base.tower.features(pictures)
+    monkeypatch.setattr(vision_tower, "PATCHES_AT_ONCE", 100)
     monkeypatch.setattr(vision_tower, "GRID_BYTES", 2**17)
     tower = VisionTower(vision_base.network.model.visual, vision_base.device, vision_base.dtype)
-    features = tower.features(pictures)
+    parts = tower.features(pictures)
     assert 0 < len(tower.grids) < len({picture.grid_thw for picture in pictures})
-    for one, other in zip(features, tower.features(pictures), strict=True):
-        assert torch.equal(one.embeddings, other.embeddings)
+    for one, part, again in zip(whole, parts, tower.features(pictures), strict=True):
+        torch.testing.assert_close(one.embeddings, part.embeddings, rtol=1e-5, atol=1e-5)
+        assert torch.equal(part.embeddings, again.embeddings)
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
