@@ -1,15 +1,13 @@
 """A worker without models that exchanges with others over gloo, as real ones do: how it does so is the first of its arguments.
 
-apart    it is ready, and told to forget a checkpoint it enters an exchange to which the others never come
-early    it does so while it starts, once all have met
-hang     the second one hangs while it starts, before it meets the others
-compute  there it computes for long in the place of that
+apart  it is ready, and told to forget a checkpoint it enters an exchange to which the others never come
+hang   before the second one meets the others, it computes for long, and then hangs
 """
 
 import sys
 from typing import TYPE_CHECKING
 
-from tests.engine.light_worker import DOES, FACTS
+from tests.engine.light_worker import FACTS, compute, hang
 from tinsmith.protocol.heartbeat import Heartbeat
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.place import Place
@@ -41,17 +39,17 @@ def main() -> None:
     link = ChildLink(address, keys)
     heartbeat = Heartbeat(address, int(engine_pid), keys)
     heartbeat.start()
-    for _ in range(TURNS if how in DOES and rank == "1" else 0):
-        DOES[how](heartbeat)
-        heartbeat.busy()
+    if how == "hang" and rank == "1":
+        for _ in range(TURNS):
+            compute(heartbeat)
+        hang(heartbeat)
+    heartbeat.busy()
     import torch  # which takes seconds, in which heartbeats come
 
     from tinsmith.distributed.process_group import ProcessGroup
 
     group = ProcessGroup(Place(int(rank), int(count), meeting), torch.device("cpu"), None, heartbeat.exchanges)
     group.connect()
-    if how == "early":
-        enter_apart(group)
     link.send(WorkerReady([FACTS.to_dict()], "cpu"))
     while True:
         heartbeat.idle()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.here import Beat
+from tests.engine.here import LONG_S, Beat
 from tests.engine.light_worker import COMPUTES_S, FACTS, REASON
 from tests.preloaded import REAL_PYTHON
 from tinsmith.config import Config, ServerConfig
@@ -23,11 +23,8 @@ from tinsmith.engine.worker_process import WorkerProcess
 from tinsmith.errors import ConfigError
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import ForgetCheckpoint, Ready, Recovering, Sample, Shutdown
+from tinsmith.protocol.serving import ForgetCheckpoint, Shutdown
 from tinsmith.protocol.work import Answer, WorkerReady
-
-LONG_S = 120.0
-"""How long anything here may take on a busy machine."""
 
 
 def light(how: str) -> tuple[str, ...]:
@@ -186,46 +183,45 @@ def test_a_worker_that_cannot_start_is_tried_at_longer_and_longer_intervals(
     assert delay_after_the_end() == pytest.approx(1000.0, abs=500.0)  # one that was ready is no sign of something lasting
 
 
-def test_what_a_worker_says_at_last_is_the_reason(watch: Callable[..., Watched]) -> None:
+def test_what_a_worker_says_at_last_is_the_reason_and_what_it_answered_before_is_kept(watch: Callable[..., Watched]) -> None:
     worker = watch("ready")
-    worker.start()
+    pid = worker.start()
+    worker.ask("before")
     worker.ask("lost")
-    worker.until(lambda: worker.ends)
-    assert worker.ends == [f"the worker process ended unexpectedly ({REASON})"]
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it is dead, which nobody has noticed yet
+    assert worker.process.ended() == f"the worker process ended unexpectedly ({REASON})"
+    assert worker.process.last_messages == [Answer(0, {"path": "before"})]
 
 
-def test_a_worker_that_shows_no_sign_of_life_is_killed(watch: Callable[..., Watched]) -> None:
-    worker = watch("ready", worker_hung_s=4.0)
-    os.kill(worker.start(), signal.SIGSTOP)
-    worker.until(lambda: worker.ends)
-    assert worker.ends == ["the worker process ended unexpectedly (it had shown no sign of life for 4 s (worker_hung_s) and was killed)"]
+SILENT = "shown no sign of life for 4 s"
+STILL = r"made no progress in its work for \d+ s \(worker_still_s\)"
+STUCK = r"been in one and the same call for \d+ s \(worker_stuck_s\)"
 
 
-def test_a_worker_that_is_frozen_while_it_starts_is_not_waited_for_as_long_as_one_that_loads(watch: Callable[..., Watched]) -> None:
-    worker = watch("loading", worker_still_s=4.0)
+@pytest.mark.parametrize(
+    ("how", "does", "settings", "why"),
+    [
+        ("ready", "", {"worker_hung_s": 4.0}, rf"{SILENT} \(worker_hung_s\)"),
+        ("loading", "", {"worker_still_s": 4.0}, rf"{SILENT} \(worker_still_s\)"),  # it is not waited for as long as one that loads
+        ("ready", "hang", {"worker_still_s": 4.0}, STILL),  # its device's thread hangs in a driver, while its heartbeats go on
+        # It waits for a kernel that never ends, and uses its processor all the time.
+        ("ready", "spin", {"worker_still_s": 4.0, "worker_hung_s": 4.0, "worker_stuck_s": 6.0}, STUCK),
+    ],
+    ids=["silent", "frozen while it starts", "hanging", "spinning"],
+)
+def test_a_worker_that_shows_no_life_or_no_progress_is_killed(
+    watch: Callable[..., Watched], how: str, does: str, settings: dict[str, float], why: str
+) -> None:
+    worker = watch(how, **settings)
     worker.process.start_if_due()
+    worker.until(lambda: worker.process.is_ready or how == "loading")
     assert worker.process.pid is not None
-    os.kill(worker.process.pid, signal.SIGSTOP)
+    if does:
+        worker.ask(does)
+    else:
+        os.kill(worker.process.pid, signal.SIGSTOP)
     worker.until(lambda: worker.ends)
-    assert worker.ends == ["the worker process ended unexpectedly (it had shown no sign of life for 4 s (worker_still_s) and was killed)"]
-
-
-def test_a_worker_that_beats_and_makes_no_progress_is_killed(watch: Callable[..., Watched]) -> None:
-    """As one whose device's thread hangs in a driver, while its heartbeats go on."""
-    worker = watch("ready", worker_still_s=4.0)
-    worker.start()
-    worker.ask("hang")
-    worker.until(lambda: worker.ends)
-    assert re.search(r"\(it had made no progress in its work for \d+ s \(worker_still_s\) and was killed\)$", worker.ends[0])
-
-
-def test_a_worker_that_spins_in_one_call_is_killed(watch: Callable[..., Watched]) -> None:
-    """As one that waits for a kernel that never ends. It uses its processor all the time."""
-    worker = watch("ready", worker_still_s=4.0, worker_hung_s=4.0, worker_stuck_s=6.0)
-    worker.start()
-    worker.ask("spin")
-    worker.until(lambda: worker.ends)
-    assert re.search(r"\(it had been in one and the same call for \d+ s \(worker_stuck_s\) and was killed\)$", worker.ends[0])
+    assert re.fullmatch(rf"the worker process ended unexpectedly \(it had {why} and was killed\)", worker.ends[0])
 
 
 def test_a_worker_that_starts_may_be_in_one_call_for_long(watch: Callable[..., Watched]) -> None:
@@ -259,51 +255,41 @@ def test_an_engine_that_could_not_listen_itself_takes_nobody_for_silent(
     assert (worker.ends, worker.process.pid) == ([], pid)
 
 
-class Unkillable:
-    """Processes that SIGKILL does not end, as where the kernel waits for a driver: it is not sent."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.spared: list[int] = []
-        monkeypatch.setattr("subprocess.Popen.kill", lambda process: self.spared.append(process.pid))
-        monkeypatch.setattr(launching, "KILL_S", 0.5)
-
-    def end(self) -> None:
-        """What the kernel does in the end, perhaps."""
-        for pid in {*self.spared}:
-            os.kill(pid, signal.SIGKILL)
-
-
 @pytest.fixture
-def unkillable(watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> Iterator[Unkillable]:
-    processes = Unkillable(monkeypatch)
-    yield processes
-    processes.end()
+def spared(watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Processes that SIGKILL did not end, as where the kernel waits for a driver: it was not sent."""
+    spared: list[int] = []
+    monkeypatch.setattr("subprocess.Popen.kill", lambda process: spared.append(process.pid))
+    monkeypatch.setattr(launching, "KILL_S", 0.5)
+    yield spared
+    for pid in {*spared}:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_a_worker_that_nothing_can_end_is_named_when_it_is_killed_and_left_behind(
-    watch: Callable[..., Watched], unkillable: Unkillable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    watch: Callable[..., Watched], spared: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.0)
     worker = watch("ready", worker_still_s=4.0)
     first = worker.start()
     worker.ask("hang")
-    worker.until(lambda: unkillable.spared)
+    worker.until(lambda: spared)
     assert f"worker (process {first}) is ended: it had made no progress in its work for" in caplog.text
     worker.until(lambda: worker.ends)
-    assert re.search(r"\(it had made no progress in its work for \d+ s \(worker_still_s\) and was killed\)$", worker.ends[0])
+    assert re.search(rf"\(it had {STILL} and was killed\)$", worker.ends[0])
     assert caplog.text.count(f"process {first} does not end 0 s after it was killed") == 1
     assert worker.start() != first
 
 
 @pytest.mark.parametrize("end", [WorkerProcess.kill, lambda process: process.stop(0.0)], ids=["killed", "stopped"])
 def test_nobody_waits_for_ever_for_a_worker_that_nothing_can_end(
-    watch: Callable[..., Watched], unkillable: Unkillable, end: Callable[[WorkerProcess], None]
+    watch: Callable[..., Watched], spared: list[int], end: Callable[[WorkerProcess], None]
 ) -> None:
     worker = watch("stubborn")
     pid = worker.start()
     end(worker.process)
     worker.until(lambda: worker.process.pid is None)
-    assert pid in unkillable.spared
+    assert pid in spared
     assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None  # it still runs
 
 
@@ -324,7 +310,7 @@ def test_a_worker_that_is_told_to_stop_ends_by_itself_or_is_killed(watch: Callab
 
 
 @contextmanager
-def engine_with(how: str, data_dir: Path, count: int = 1) -> Iterator[tuple[ParentLink, Engine]]:
+def engine_with(how: str, data_dir: Path, count: int) -> Iterator[tuple[ParentLink, Engine]]:
     """An engine over workers of that behaviour, and the server's end of its link."""
     with link_of_an_engine() as (server, link):
         config = Config(["tiny=unused"], str(data_dir))
@@ -336,17 +322,19 @@ def engine_with(how: str, data_dir: Path, count: int = 1) -> Iterator[tuple[Pare
             workers.stop(0.0)
 
 
-@pytest.mark.parametrize(("how", "why"), [("broken", "exit code 2"), ("lost", REASON)])
-def test_an_engine_whose_first_worker_cannot_start_ends_with_the_reason(tmp_path: Path, how: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "count", "why"), [("broken", 1, r"the .* \(exit code 2\)"), ("lost", 2, rf"worker [01] of 2: the .* \({REASON}\)")]
+)
+def test_an_engine_whose_first_workers_cannot_start_ends_with_the_reason(tmp_path: Path, how: str, count: int, why: str) -> None:
     with (
-        engine_with(how, tmp_path) as (_, engine),
-        pytest.raises(ConfigError, match=rf"the worker process ended unexpectedly \({why}\) before it could take work; its output above"),
+        engine_with(how, tmp_path, count) as (_, engine),
+        pytest.raises(ConfigError, match=f"^{why} before it could take work; its output above"),
     ):
         engine.run(os.getppid())
 
 
 def test_an_engine_that_is_told_to_stop_ends_its_worker(tmp_path: Path) -> None:
-    with engine_with("ready", tmp_path) as (server, engine):
+    with engine_with("ready", tmp_path, 1) as (server, engine):
         engine.workers.start_if_due()
         process = engine.workers.workers[0].process
         assert process is not None
@@ -355,29 +343,6 @@ def test_an_engine_that_is_told_to_stop_ends_its_worker(tmp_path: Path) -> None:
         server.send(Shutdown())
         engine.run(os.getppid())
         assert process.poll() == 0
-
-
-def test_the_server_is_told_that_a_worker_is_lost_and_that_another_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.0)
-    told: list[Message] = []
-    with engine_with("ready", tmp_path) as (server, engine):
-
-        def until(seen: Callable[[], object]) -> None:
-            deadline = time.monotonic() + LONG_S
-            while not seen():
-                assert time.monotonic() < deadline, told
-                engine.receive(0.05)
-                engine.turn()
-                told.extend(message for message in server.receive() if isinstance(message, Ready | Recovering))
-
-        until(lambda: told)
-        assert told == [Ready([FACTS.to_dict()])]
-        pid = engine.workers.workers[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        server.send(Sample("s:sample:0/0", 1, "tiny", None, 1, False, b"{}"))  # on its way to a worker that is no more: it ends nothing
-        until(lambda: len(told) == 3)
-    assert told == [Ready([FACTS.to_dict()]), Recovering("the worker process ended unexpectedly (signal 9)"), Ready([FACTS.to_dict()])]
 
 
 def test_a_worker_that_ends_before_it_reads_its_configuration_ends_no_engine() -> None:
