@@ -1,7 +1,9 @@
 """An engine and its worker in this process: real messages between them, real store, real models; only the processes are left out."""
 
+import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Done
 from tinsmith.protocol.work import RunPass, WorkerReady, WorkerStatus
+from tinsmith.store.database import FILE_NAME
+from tinsmith.store.files import CHECKPOINTS_DIR
 from tinsmith.store.records import CommandKind, Model, NewCommand, Outcome
 from tinsmith.store.store import Store
 from tinsmith.training.backend import DatumWork, LocalBackend, PassResult
 from tinsmith.wire import tinker_pb2
-from tinsmith.wire.forward_backward import move_images_out
+from tinsmith.wire.forward_backward import StoredRequest, move_images_out
 from tinsmith.worker.loop import Worker
 from tinsmith.worker.passes import Trained
 from tinsmith.worker.records import AskedRecords
@@ -221,15 +225,8 @@ class Here:
         target: int = 1,
         pictures: Sequence[bytes] = (),
     ) -> None:
-        """A datum of text for each length, then one for each picture, of `PICTURE_TOKENS` and a word before it."""
-        message = tinker_pb2.ForwardBackwardRequest(model_id=f"s:train:{model}", seq_id=seq, loss_fn="cross_entropy")
-        message.forward_only = forward_only
-        for length in lengths:
-            _add_datum(message, length, length, target)
-        for data in pictures:
-            image = _add_datum(message, 1, 1 + PICTURE_TOKENS, target).model_input.add().image
-            image.data, image.format = data, "png"
-        stored = move_images_out(message)
+        """Ask for what `forward_request` says."""
+        stored = forward_request(lengths, pictures, forward_only, target)
         self.add(model, seq, "forward_backward", stored.payload, image_digests=stored.image_digests, images=stored.images)
 
     def snapshot(self, model: str, seq: int, number: int = 1) -> None:
@@ -283,7 +280,21 @@ class Here:
         """What the server says."""
         self.engine.handle(travelled(message))
 
+    @contextmanager
+    def locked(self) -> Iterator[sqlite3.Connection]:
+        """While the body runs, another connection holds the lock of the database, as a backup does."""
+        other = sqlite3.connect(Path(self.config.data_dir) / FILE_NAME, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        try:
+            yield other
+        finally:
+            other.close()
+
     # ---- Outcomes
+
+    def checkpoint_directories(self) -> list[str]:
+        """Names of those that hold files of checkpoints."""
+        return [path.name for path in (Path(self.config.data_dir) / CHECKPOINTS_DIR).iterdir()]
 
     def outcome(self, model: str, seq: int) -> Outcome:
         found = self.store.outcome(f"s:train:{model}/{seq}")
@@ -292,6 +303,19 @@ class Here:
 
     def error(self, model: str, seq: int) -> str | None:
         return self.outcome(model, seq).error
+
+
+def forward_request(
+    lengths: Sequence[int] = (), pictures: Sequence[bytes] = (), forward_only: bool = False, target: int = 1
+) -> StoredRequest:
+    """A datum of text for each length, then one for each picture, of `PICTURE_TOKENS` and a word before it."""
+    message = tinker_pb2.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy", forward_only=forward_only)
+    for length in lengths:
+        _add_datum(message, length, length, target)
+    for data in pictures:
+        image = _add_datum(message, 1, 1 + PICTURE_TOKENS, target).model_input.add().image
+        image.data, image.format = data, "png"
+    return move_images_out(message)
 
 
 def _add_datum(message: tinker_pb2.ForwardBackwardRequest, words: int, length: int, target: int) -> tinker_pb2.Datum:

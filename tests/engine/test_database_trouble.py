@@ -3,8 +3,6 @@
 import errno
 import os
 import resource
-import shutil
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,10 +19,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Bye, Done, EndSession, Saving, Shutdown
 from tinsmith.store.database import FILE_NAME
-from tinsmith.store.files import CHECKPOINTS_DIR, SNAPSHOTS_DIR
-from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
-from tinsmith.training.checkpoint import write_state
 
 MODEL = "s:train:a"
 
@@ -38,17 +33,6 @@ def here(vision_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     made.settle()
     assert made.store.status(f"{MODEL}/0") == "done"
     return made
-
-
-@contextmanager
-def locked(here: Here) -> Iterator[sqlite3.Connection]:
-    """Another connection holds the lock, as a backup does."""
-    other = sqlite3.connect(Path(here.config.data_dir) / FILE_NAME, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    try:
-        yield other
-    finally:
-        other.close()
 
 
 @contextmanager
@@ -91,10 +75,6 @@ def everything_ran(here: Here) -> bool:
     return not engine.unread and not engine.trainer.forward.passes and engine.trainer.is_idle and here.process.is_resting
 
 
-def files_of_checkpoints(here: Here) -> list[Path]:
-    return list((Path(here.config.data_dir) / CHECKPOINTS_DIR).iterdir())
-
-
 def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its session has ended by itself, so no client is there to save it again."""
     passed, now = 0.0, time.monotonic
@@ -126,45 +106,35 @@ def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(here: He
     assert here.store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None
 
 
-@pytest.mark.parametrize("trouble", [locked, full])
+@pytest.mark.parametrize("trouble", [Here.locked, full])
 def test_a_step_that_was_applied_is_reported_as_applied_once_the_database_takes_it(
     here: Here, trouble: Callable[[Here], AbstractContextManager[object]]
 ) -> None:
+    """Failures wait for it too."""
     told = len(here.told)
-    requests = [f"{MODEL}/{seq_id}" for seq_id in range(1, 5)]
+    requests = [f"{MODEL}/{seq_id}" for seq_id in range(1, 6)]
     here.optim("a", 1)
     for seq_id in (2, 3):
         here.forward("a", seq_id, [500])
     here.optim("a", 4)
+    here.optim("a", 5, learning_rate=-1.0)
     with trouble(here):
         here.until(lambda: everything_ran(here))
         assert [outcome.request_id for outcome in here.engine.recorder.waiting] == requests
         assert steps_taken(here) == 1
         assert here.told[told:] == []
-        assert [here.store.status(request) for request in requests] == ["queued"] * 4
+        assert [here.store.status(request) for request in requests] == ["queued"] * 5
     here.settle()
     assert here.told[told:] == requests
-    assert [here.error("a", seq_id) for seq_id in range(1, 5)] == [None] * 4
+    assert [here.error("a", seq_id) is not None for seq_id in range(1, 6)] == [False] * 4 + [True]
     assert steps_taken(here) == 1
-
-
-def test_failures_wait_for_the_database_too_and_are_told_once(here: Here) -> None:
-    told = len(here.told)
-    here.optim("a", 1, learning_rate=-1.0)
-    here.optim("a", 2)
-    with locked(here):
-        here.until(lambda: everything_ran(here))
-        assert here.told[told:] == []
-    here.settle()
-    assert here.told[told:] == [f"{MODEL}/1", f"{MODEL}/2"]
-    assert [here.error("a", seq_id) is not None for seq_id in (1, 2)] == [True, False]
 
 
 def test_training_stops_when_too_much_waits_for_the_database_and_goes_on_afterwards(here: Here) -> None:
     here.engine.recorder.limit_bytes = 1.0
     here.forward("a", 1, [4])
     here.forward("a", 3, [4])
-    with locked(here):
+    with here.locked():
         here.until(lambda: here.engine.recorder.is_full)
         here.engine.trainer.queue.models[MODEL].next_seq = 3  # the next operation is ready
         for _ in range(5):
@@ -221,50 +191,14 @@ def test_a_checkpoint_is_saved_once_the_database_takes_it_and_others_do_not_wait
     here.save("a", 1, "kept")
     here.optim("a", 2)
     here.create("b")
-    with locked(here):
+    with here.locked():
         here.until(lambda: here.engine.trainer.put_off and here.engine.recorder.waiting)
         assert here.engine.trainer.put_off == {MODEL}
         assert [outcome.request_id for outcome in here.engine.recorder.waiting] == ["s:train:b/0"]
-        assert files_of_checkpoints(here) == []
+        assert here.checkpoint_directories() == []
     here.settle()
     assert [here.store.status(f"{MODEL}/{seq_id}") for seq_id in (1, 2)] == ["done", "done"]
     assert here.store.checkpoint(f"tinker://{MODEL}/weights/kept") is not None
-
-
-def test_a_checkpoint_whose_files_are_written_waits_for_its_row_and_is_not_written_again(
-    here: Here, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writes = 0
-
-    def counting(*arguments: object) -> None:
-        nonlocal writes
-        writes += 1
-        write_state(*arguments)  # type: ignore[arg-type]
-
-    attempts, put = 0, here.store.put_checkpoint
-
-    def putting(checkpoint: Checkpoint) -> None:
-        nonlocal attempts
-        attempts += 1
-        put(checkpoint)
-
-    monkeypatch.setattr("tinsmith.worker.models.write_state", counting)
-    monkeypatch.setattr(here.store, "put_checkpoint", putting)
-    here.process.is_stuck = True
-    here.save("a", 1, "kept")
-    here.optim("a", 2)
-    here.until(lambda: here.engine.trainer.running)
-    here.process.is_stuck = False
-    with locked(here):
-        here.until(lambda: here.engine.trainer.saves.unrecorded)
-        here.until(lambda: attempts >= 3)
-        assert [outcome.request_id for outcome in here.engine.recorder.waiting] == [f"{MODEL}/2"]  # it has neither failed nor succeeded
-        assert here.store.status(f"{MODEL}/1") == "queued"
-        assert len(files_of_checkpoints(here)) == 1
-    here.settle()
-    assert [here.error("a", seq_id) for seq_id in (1, 2)] == [None, None]
-    assert writes == 1
-    assert [path.name for path in files_of_checkpoints(here)] == [here.store.require_checkpoint(f"tinker://{MODEL}/weights/kept").directory]
 
 
 def test_a_session_that_ends_while_the_database_is_away_is_saved_and_unloaded_later(here: Here) -> None:
@@ -273,29 +207,13 @@ def test_a_session_that_ends_while_the_database_is_away_is_saved_and_unloaded_la
         here.say(EndSession("s", save=True))
         here.turn()
         assert here.engine.trainer.ending == {}
-    with locked(here):
+    with here.locked():
         here.until(lambda: here.engine.trainer.put_off)
         assert MODEL in here.engine.trainer.operations.models
     here.settle()
     assert here.engine.trainer.operations.models == {}
     assert here.store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None
     assert here.error("a", 1) == "it was cancelled: its session ended before the operation was run"
-
-
-def test_files_of_snapshots_that_are_missing_do_not_keep_a_session_from_ending(here: Here) -> None:
-    snapshots = here.worker.snapshots
-    snapshots.memory_bytes = 0
-    for seq_id in (1, 2, 3):
-        here.snapshot("a", seq_id, number=seq_id)
-    here.settle()
-    snapshots.spill.settle()
-    for directory in (Path(here.config.data_dir) / SNAPSHOTS_DIR).iterdir():
-        shutil.rmtree(directory)
-    here.say(EndSession("s", save=False))
-    here.settle()
-    assert here.engine.trainer.operations.models == {}
-    assert snapshots.held == {}
-    assert snapshots.spill.keys() == []
 
 
 def run_to_the_end(here: Here, monkeypatch: pytest.MonkeyPatch, hear: Callable[[list[Message]], None]) -> list[Message]:
@@ -312,38 +230,25 @@ def run_to_the_end(here: Here, monkeypatch: pytest.MonkeyPatch, hear: Callable[[
     return said
 
 
-def test_a_step_that_was_applied_is_recorded_before_the_engine_stops(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("left", ["model", "worker", "nothing"])
+def test_a_step_that_was_applied_is_recorded_before_the_engine_stops(here: Here, monkeypatch: pytest.MonkeyPatch, left: str) -> None:
+    """Also if no model is left to be saved, or no worker."""
     here.optim("a", 1)
-    with locked(here) as lock:
+    with here.locked() as lock:
         here.until(lambda: here.engine.recorder.waiting)
+        if left != "model":
+            here.engine.trainer.operations.models.clear()
+            here.process.is_ready = left == "worker"
 
         def hear(said: list[Message]) -> None:
-            if sum(isinstance(message, Saving) for message in said) == 2:  # the first attempt to save has failed
+            if sum(isinstance(message, Saving) for message in said) == (2 if left == "model" else 1):  # the first attempt has failed
                 lock.close()
 
         said = run_to_the_end(here, monkeypatch, hear)
     store = Store.open(Path(here.config.data_dir))
-    assert store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None
+    assert (store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None) == (left == "model")
     assert store.status(f"{MODEL}/1") == "done"
     assert [message.request_id for message in said if isinstance(message, Done)] == [f"{MODEL}/1"]
-
-
-@pytest.mark.parametrize("worker", ["ready", "gone"])
-def test_outcomes_are_recorded_before_the_engine_stops_also_if_no_model_is_left(
-    here: Here, monkeypatch: pytest.MonkeyPatch, worker: str
-) -> None:
-    here.optim("a", 1)
-    with locked(here) as lock:
-        here.until(lambda: here.engine.recorder.waiting)
-        here.engine.trainer.operations.models.clear()
-        here.process.is_ready = worker == "ready"
-
-        def hear(said: list[Message]) -> None:
-            if isinstance(said[-1], Saving):
-                lock.close()
-
-        run_to_the_end(here, monkeypatch, hear)
-    assert Store.open(Path(here.config.data_dir)).status(f"{MODEL}/1") == "done"
 
 
 def test_a_model_that_is_being_made_when_the_engine_is_stopped_does_not_keep_it(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,16 +261,6 @@ def test_a_model_that_is_being_made_when_the_engine_is_stopped_does_not_keep_it(
     store = Store.open(Path(here.config.data_dir))
     assert store.status("s:train:b/0") == "done"
     assert store.checkpoint("tinker://s:train:b/weights/session-end") is not None
-
-
-def test_a_database_that_stays_locked_does_not_keep_the_engine_from_stopping(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinsmith.engine.loop.BUSY_S", 0.5)
-    here.create("b")
-    here.settle()
-    with locked(here):
-        said = run_to_the_end(here, monkeypatch, lambda said: None)
-    assert isinstance(said[-1], Bye)
-    assert Store.open(Path(here.config.data_dir)).checkpoint(f"tinker://{MODEL}/weights/session-end") is None
 
 
 def test_a_model_whose_load_failed_for_want_of_memory_ends_nothing_else(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What is computed together, and when: pictures pass by pass, and a second pass ahead where that helps."""
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.bases import png
-from tests.engine.here import PICTURE_TOKENS, Here
+from tests.engine.here import LONG_S, PICTURE_TOKENS, Here
 from tinsmith.config import ImagesConfig, TrainingConfig
 from tinsmith.engine.passes import ForwardOperation, next_pass
 from tinsmith.models.base import BaseModel
@@ -104,30 +105,46 @@ def test_a_sequence_of_all_workers_has_a_pass_of_its_own() -> None:
 
 def passes_ahead(here: Here, operations: int) -> int:
     """How many passes the engine gives a worker that has prepared so many operations, before it has heard of any."""
-    here.process.is_stuck = True
+    here.process.is_stuck, before = True, len(here.process.passes)
     here.until(lambda: sum(op.prepared is not None for op in here.engine.trainer.forward.operations.get("s:train:a", ())) == operations)
     here.turn()
-    sent = len(here.process.passes)
+    sent = len(here.process.passes) - before
     here.process.is_stuck = False
     here.settle()
     return sent
 
 
-def test_a_pass_with_pictures_is_given_ahead_so_that_they_are_decoded_meanwhile(here: Here) -> None:
+def test_a_pass_is_given_ahead_where_the_device_would_wait_for_it_and_not_where_more_may_join_it(here: Here) -> None:
+    """One with pictures is decoded meanwhile, and one that is full grows no more."""
     here.forward("a", 1, [3])
     here.forward("a", 2, forward_only=True, pictures=[png(1)])
     assert passes_ahead(here, operations=2) == 2
-    assert [backward for _, _, backward in here.process.computed] == [True, False]
-
-
-def test_a_full_pass_is_given_ahead_so_that_the_device_does_not_wait_for_it(here: Here) -> None:
-    here.forward("a", 1, [14, 14, 14])
+    here.forward("a", 3, [14, 14, 14])
     assert passes_ahead(here, operations=1) == 2
-    assert [tokens for _, tokens, _ in here.process.computed] == [14, 14, 14]
-
-
-def test_a_small_pass_is_not_given_ahead_because_more_may_join_it(here: Here) -> None:
-    for seq in (1, 2, 3):
-        here.forward("a", seq, [3], forward_only=seq == 2)
+    for seq in (4, 5, 6):
+        here.forward("a", seq, [3], forward_only=seq == 5)
     assert passes_ahead(here, operations=3) == 1
-    assert [backward for _, _, backward in here.process.computed] == [True, False, True]
+    passes = [(tokens, backward) for _, tokens, backward in here.process.computed]
+    assert passes == [(3, True), (7, False), (14, True), (14, True), (14, True), (3, True), (3, False), (3, True)]
+
+
+def test_an_answer_to_a_dropped_request_is_not_taken_for_that_of_the_next(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker would be told to compute datums that it does not have yet."""
+    released = threading.Event()
+    renderer = renderer_of(here)
+    read = renderer.read_blob
+
+    def late(digest: bytes) -> bytes:
+        assert released.wait(LONG_S)
+        return read(digest)
+
+    monkeypatch.setattr(renderer, "read_blob", late)
+    here.forward("a", 1, pictures=[png(1)])
+    here.until(lambda: here.worker.passes.preparing)
+    (message,) = here.worker.passes.preparing.values()
+    here.engine.trainer.take(Prepared(message.number - 1, message.operation, True, [7], [{}]))
+    here.turn()
+    assert here.process.passes == []
+    released.set()
+    here.settle()
+    assert here.error("a", 1) is None

@@ -1,8 +1,6 @@
 """The end of a worker: models come back as their last step left them, and what cannot come back says so."""
 
-import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ from torch import Tensor
 from tests.engine.here import Here
 from tinsmith.protocol.serving import Done, EndSession, Ready, Recovering, Sample, SampleFailed
 from tinsmith.protocol.work import PassDone
-from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import kept_copies
 from tinsmith.store.records import Model, SamplingSession
 
@@ -25,17 +22,6 @@ LENGTHS = [30, 20, 30]
 def here(make: Callable[..., Here]) -> Here:
     """One model that is ready."""
     return make()
-
-
-@contextmanager
-def locked(here: Here) -> Iterator[None]:
-    """Another connection holds the lock of the database, as a backup does."""
-    other = sqlite3.connect(Path(here.config.data_dir) / FILE_NAME, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-    finally:
-        other.close()
 
 
 def state(here: Here, model: str = "a") -> dict[str, Tensor]:
@@ -155,25 +141,22 @@ def test_without_copies_what_was_stepped_is_lost_and_named_with_the_newest_check
     step(here, 3)
     step(here, 1, "b")
     here.process.is_stuck = True
-    for model, seq in (("a", 5), ("b", 3)):
+    lost = [("a", 5), ("a", 6), ("b", 3), ("b", 4)]
+    for model, seq in lost[::2]:
         here.forward(model, seq, [30, 30])
         here.optim(model, seq + 1)
     here.until(lambda: here.process.passes)
     here.process.die(REASON)
     here.turn()
     assert [message.reason for message in here.said if isinstance(message, Recovering)] == [REASON]
-    for model, seqs in (("a", (5, 6)), ("b", (3, 4))):
-        for seq in seqs:
-            failed = here.outcome(model, seq)
-            assert failed.category == "server"
-            assert str(failed.error).startswith(
-                f"{REASON}, and there is no copy of what the last step left (--kept-copies-gib, --kept-copies-share); "
-            )
-            assert ("tinker://s:train:a/weights/newest" in str(failed.error)) == (model == "a")
-            assert f"s:train:{model}/{seq}" in here.told
-    assert "it has no checkpoint to go on from" in str(here.error("b", 3))
-    assert list(here.engine.trainer.operations.models) == ["s:train:c"]
-    assert here.engine.filed == {}
+    reason = f"{REASON}, and there is no copy of what the last step left (--kept-copies-gib, --kept-copies-share); "
+    for model, seq in lost:
+        failed = here.outcome(model, seq)
+        assert (failed.category, str(failed.error).startswith(reason)) == ("server", True)
+        goes_on = "tinker://s:train:a/weights/newest" if model == "a" else "it has no checkpoint to go on from"
+        assert goes_on in str(failed.error)
+        assert f"s:train:{model}/{seq}" in here.told
+    assert (list(here.engine.trainer.operations.models), here.engine.filed) == (["s:train:c"], {})
     here.process.is_stuck = False
     here.new_worker()
     here.settle()
@@ -443,23 +426,8 @@ def doomed(make: Callable[..., Here]) -> Here:
     return made
 
 
-def test_a_model_in_the_making_is_made_by_the_next_worker(here: Here) -> None:
-    here.process.is_stuck = True
-    here.create("b")
-    here.forward("b", 1, [4])
-    here.until(lambda: here.engine.trainer.running)
-    here.process.die(REASON)
-    for _ in range(3):
-        here.turn()
-    assert here.store.status("s:train:b/0") == "queued"
-    here.process.is_stuck = False
-    here.new_worker()
-    here.settle()
-    assert [here.error("b", seq) for seq in (0, 1)] == [None, None]
-    assert "s:train:b" in here.backend().optimizers
-
-
-def test_a_model_whose_making_ends_two_workers_is_not_made_by_a_third(here: Here) -> None:
+@pytest.mark.parametrize("ends", [1, 2])
+def test_a_model_in_the_making_is_made_by_the_next_worker_and_not_by_a_third(here: Here, ends: int) -> None:
     """It may be what ends them: every time, all other clients would lose their models."""
     here.create("b")
     here.forward("b", 1, [4])
@@ -468,43 +436,40 @@ def test_a_model_whose_making_ends_two_workers_is_not_made_by_a_third(here: Here
         here.process.is_stuck = "s:train:b" in here.engine.trainer.running
         return here.process.is_stuck
 
-    for _ in range(2):
+    for _ in range(ends):
         here.until(reached)
         die(here)
     here.create("d")
     here.settle()
-    failed = here.outcome("b", 0)
-    assert (failed.error, failed.category) == (f"{REASON} while the operation was run, for the second time", "server")
-    assert "model s:train:b is not loaded" in str(here.error("b", 1))
     assert here.error("d", 0) is None
     assert here.engine.trainer.suspects == set()
-
-
-def test_an_engine_sleeps_once_a_locked_database_has_heard_of_the_loss(here: Here) -> None:
-    here.process.die(REASON)
-    with locked(here):
-        here.turn()
-        assert here.engine.has_lost
-    here.until(lambda: not here.engine.has_lost)
-    here.turn()
-    assert here.engine.patience() > 0
+    if ends == 1:
+        assert [here.error("b", seq) for seq in (0, 1)] == [None, None]
+        assert "s:train:b" in here.backend().optimizers
+    else:
+        failed = here.outcome("b", 0)
+        assert (failed.error, failed.category) == (f"{REASON} while the operation was run, for the second time", "server")
+        assert "model s:train:b is not loaded" in str(here.error("b", 1))
 
 
 def test_models_come_back_when_a_locked_database_has_heard_of_their_snapshots(here: Here) -> None:
     here.process.die(REASON)
-    with locked(here):
+    with here.locked():
         here.turn()
+        assert here.engine.has_lost
     here.new_worker()
-    with locked(here):
+    with here.locked():
         for _ in range(3):
             here.turn()
         assert here.engine.trainer.comeback.under_way is None
     here.settle()
+    assert here.engine.patience() > 0
     assert "s:train:a" in here.backend().optimizers
     assert any(isinstance(message, Ready) for message in here.said)
 
 
 def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(doomed: Here) -> None:
+    """Also if the next worker ends before."""
     here = doomed
     here.process.is_stuck = True
     here.optim("a", 3)
@@ -512,24 +477,26 @@ def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(doo
     here.create("b")
     here.optim("a", 4)
     here.process.is_stuck = False
-    here.process.die(REASON)
-    with locked(here):
-        here.turn()
-    here.new_worker()
-    with locked(here):
-        for _ in range(3):
+    names = [f"s:train:{name}" for name in ("a/3", "a/4", "b/0")]
+    for _ in range(2):
+        here.process.die(REASON)
+        with here.locked():
             here.turn()
-        assert not any(isinstance(message, Ready) for message in here.said)
-        assert [here.store.status(f"s:train:{name}") for name in ("a/3", "a/4", "b/0")] == ["queued"] * 3
-        assert here.backend().optimizers == {}
+        here.new_worker()
+        with here.locked():
+            for _ in range(3):
+                here.turn()
+    assert not any(isinstance(message, Ready) for message in here.said)
+    assert [here.store.status(name) for name in names] == ["queued"] * 3
+    assert here.backend().optimizers == {}
     here.settle()
-    assert any(isinstance(message, Ready) for message in here.said)
     assert [str(here.error("a", seq)).startswith(REASON) for seq in (3, 4)] == [True, True]
     assert here.error("b", 0) is None
-    assert [here.told.count(f"s:train:{name}") for name in ("a/3", "a/4", "b/0")] == [1, 1, 1]
+    assert [here.told.count(name) for name in names] == [1, 1, 1]
     assert "s:train:a" not in here.engine.trainer.queue.models  # nothing of it is left to be called overdue
-    lost = next(place for place, message in enumerate(here.said) if isinstance(message, Done) and message.request_id == "s:train:a/3")
-    assert lost < next(place for place, message in enumerate(here.said) if isinstance(message, Ready))
+    told = [message for message in here.said if isinstance(message, Done | Ready)]
+    order = [type(message) for message in told if isinstance(message, Ready) or message.request_id == names[0]]
+    assert order == [Done, Ready]
 
 
 def test_what_comes_while_the_loss_waits_for_an_earlier_outcome_fails_once_with_its_model(doomed: Here) -> None:
@@ -540,7 +507,7 @@ def test_what_comes_while_the_loss_waits_for_an_earlier_outcome_fails_once_with_
     here.optim("a", 4)
     here.engine.unread.clear()  # its wake-up is still on the way
     here.process.is_stuck = False
-    with locked(here):
+    with here.locked():
         here.until(lambda: here.engine.recorder.waiting)
         here.process.die(REASON)
         here.engine.unread.add("s:train:a")
@@ -551,22 +518,6 @@ def test_what_comes_while_the_loss_waits_for_an_earlier_outcome_fails_once_with_
     assert str(here.error("a", 4)).startswith(REASON)
     assert [here.told.count(f"s:train:a/{seq}") for seq in (3, 4)] == [1, 1]
     assert "s:train:a" not in here.engine.trainer.queue.models  # nothing of it is left to be called overdue
-
-
-def test_a_second_end_before_the_first_is_recorded_loses_nothing(doomed: Here) -> None:
-    here = doomed
-    here.process.is_stuck = True
-    here.optim("a", 3)
-    here.until(lambda: here.engine.trainer.running)
-    for _ in range(2):
-        here.process.die(REASON)
-        with locked(here):
-            here.turn()
-        here.new_worker()
-    here.process.is_stuck = False
-    here.settle()
-    assert str(here.error("a", 3)).startswith(REASON)
-    assert here.told.count("s:train:a/3") == 1
 
 
 def test_samples_that_come_while_no_worker_is_there_are_covered_by_the_message_that_it_ended(here: Here) -> None:

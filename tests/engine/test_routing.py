@@ -104,17 +104,14 @@ def test_pictures_tell_prompts_apart_and_count_as_tokens() -> None:
     assert asked.loads == [0, 0]
 
 
-def test_samples_and_their_lengths_are_what_costs() -> None:
-    asked = Asked(2)
-    samples = [asked.sample(tokens(1, 2), max_tokens=10, num=4), asked.sample(tokens(2, 2), max_tokens=None, num=2)]
-    # Without max_tokens an answer is taken to be as long as its prompt.
-    assert asked.loads == [2 * BLOCK + DECODE * 4 * 10, 2 * BLOCK + DECODE * 2 * 2 * BLOCK]
-    asked.finish(*samples)
-    assert asked.loads == [0, 0]
-
-
 def test_what_has_ended_or_is_forgotten_leaves_nothing_behind() -> None:
     """Exactly 0 after thousands of samples: what rounding left behind would add up in an engine that runs for months."""
+    asked = Asked(2)
+    pair = [asked.sample(tokens(1, 2), max_tokens=10, num=4), asked.sample(tokens(2, 2), max_tokens=None, num=2)]
+    # Samples and their lengths are what costs. Without max_tokens an answer is taken to be as long as its prompt.
+    assert asked.loads == [2 * BLOCK + DECODE * 4 * 10, 2 * BLOCK + DECODE * 2 * 2 * BLOCK]
+    asked.finish(*pair)
+    assert asked.loads == [0, 0]
     asked = Asked(3)
     samples = [asked.sample(tokens(i % 7, i % 5), max_tokens=1 + i % 11, num=1 + i % 3, session=f"s{i % 2}") for i in range(2000)]
     assert len(asked.routing.running) == 2000
@@ -126,16 +123,6 @@ def test_what_has_ended_or_is_forgotten_leaves_nothing_behind() -> None:
     asked.finish(*samples)
     assert (asked.loads, asked.routing.running) == ([0, 0, 0], {})
     assert asked.routing.of(samples[0][1], 1) is None
-
-
-def test_runs_of_one_request_are_told_apart() -> None:
-    asked = Asked(2)
-    body = orjson.dumps({"prompt": {"chunks": [{"tokens": [1] * BLOCK}]}, "sampling_params": {"max_tokens": 1}})
-    chosen = [asked.routing.choose(Sample("s:sample:0/1", run, "tiny", None, 1, False, body)) for run in (1, 2)]
-    assert chosen == [0, 1]
-    asked.routing.ended("s:sample:0/1", 1)
-    assert (asked.routing.of("s:sample:0/1", 1), asked.routing.of("s:sample:0/1", 2)) == (None, 1)
-    assert asked.loads == [0, BLOCK + DECODE]
 
 
 def test_very_large_requests_are_not_read() -> None:

@@ -12,12 +12,12 @@ import pytest
 from torch import Tensor
 
 from tests.engine.here import LONG_S, Here
-from tests.engine.test_database_trouble import files_of_checkpoints, locked
 from tests.engine.test_recovery import LENGTHS, REASON, assert_same, die, results, state, step
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.serving import EndSession
 from tinsmith.protocol.work import Answer, CallFailed, Copied
 from tinsmith.store.files import kept_copies
+from tinsmith.store.records import Checkpoint
 from tinsmith.training.checkpoint import SavedState, read_state, write_state
 from tinsmith.worker.exports import write_external
 
@@ -31,8 +31,8 @@ class SlowDisk:
         self.reached, self.released = threading.Event(), threading.Event()
         self.released.set()
         self.is_full = False
-        self.writing = self.most = 0
-        """Saves that are being written now, and most of them at a time."""
+        self.writing = self.most = self.count = 0
+        """Saves that are being written now, most of them at a time, and all that were written."""
 
     def hold(self) -> None:
         """Hold what comes from now on."""
@@ -42,6 +42,7 @@ class SlowDisk:
     def write(self, real: Callable[..., None], *arguments: Any, **options: Any) -> None:
         """Write as the real function does, later."""
         self.writing += 1
+        self.count += 1
         self.most = max(self.most, self.writing)
         self.reached.set()
         assert self.released.wait(LONG_S)
@@ -129,16 +130,6 @@ def test_the_model_goes_on_while_its_save_is_written_and_the_save_is_of_before(h
     assert_same(tensors_of(saved(here)), before)
 
 
-def test_steps_beside_a_save_are_those_without_one(here: Here, disk: SlowDisk, make: Callable[..., Here]) -> None:
-    hold_save(here, disk)
-    step_beside(here, 4)
-    disk.released.set()
-    here.settle()
-    expected, after = waited_for(make, 1, 4)
-    assert results(here, 1, 2, 4, 5) == expected
-    assert_same(state(here), after)
-
-
 @pytest.mark.parametrize("kind", ["save_weights_for_sampler", "save_weights_external"])
 def test_saves_for_other_purposes_keep_their_model_no_longer(here: Here, disk: SlowDisk, kind: Any) -> None:
     disk.hold()
@@ -151,16 +142,21 @@ def test_saves_for_other_purposes_keep_their_model_no_longer(here: Here, disk: S
     assert results(here, 3)
 
 
-def test_a_write_that_fails_after_a_step_fails_the_save_alone(here: Here, disk: SlowDisk, make: Callable[..., Here]) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_beside_a_save_are_those_without_one_and_a_write_that_fails_fails_the_save_alone(
+    here: Here, disk: SlowDisk, make: Callable[..., Here], fails: bool
+) -> None:
     hold_save(here, disk)
     step_beside(here, 4)
-    disk.is_full = True
+    disk.is_full = fails
     disk.released.set()
     here.settle()
-    refused = here.outcome("a", 3)
-    assert "No space left on device" in str(refused.error)
-    assert refused.category == "server"
-    assert (files_of_checkpoints(here), here.store.checkpoint(f"tinker://{MODEL}/weights/kept")) == ([], None)
+    if fails:
+        refused = here.outcome("a", 3)
+        assert ("No space left on device" in str(refused.error), refused.category) == (True, "server")
+        assert (here.checkpoint_directories(), here.store.checkpoint(f"tinker://{MODEL}/weights/kept")) == ([], None)
+    else:
+        assert results(here, 3)
     disk.is_full = False
     step(here, 6)
     expected, after = waited_for(make, 1, 4, 6)
@@ -208,17 +204,20 @@ def test_the_next_save_of_a_model_waits_for_the_one_before(here: Here, disk: Slo
     assert_same(tensors_of(saved(here)), after if overwrite else before)
 
 
-def test_saves_of_several_models_are_written_at_once(here: Here, disk: SlowDisk) -> None:
+def test_saves_of_several_models_are_written_at_once_and_others_train_beside_them(here: Here, disk: SlowDisk) -> None:
     here.create("b")
     here.settle()
     hold_save(here, disk)
     here.save("b", 1, "kept")
     here.until(lambda: disk.most == 2)
-    here.optim("b", 2)
-    here.until(lambda: "s:train:b/2" in here.told)
+    here.create("c")
+    for model in "bc":
+        here.forward(model, 2 if model == "b" else 1, [5])
+        here.optim(model, 3 if model == "b" else 2)
+    here.until(lambda: {"s:train:b/3", "s:train:c/2"} <= set(here.told))
     disk.released.set()
     here.settle()
-    assert [here.error("a", 3), here.error("b", 1)] == [None, None]
+    assert [here.error(model, seq) for model, seq in (("a", 3), ("b", 1), ("b", 3), ("c", 2))] == [None] * 4
 
 
 # ---- What a lost worker leaves
@@ -357,24 +356,37 @@ def test_what_a_worker_says_of_saves_that_it_had_before_touches_nothing(here: He
 # ---- The database
 
 
-def test_a_model_goes_on_while_the_row_of_its_save_waits(here: Here, disk: SlowDisk) -> None:
+def test_a_model_goes_on_while_the_row_of_its_save_waits_and_nothing_is_written_again(
+    here: Here, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts, put = 0, here.store.put_checkpoint
+
+    def putting(checkpoint: Checkpoint) -> None:
+        nonlocal attempts
+        attempts += 1
+        put(checkpoint)
+
+    monkeypatch.setattr(here.store, "put_checkpoint", putting)
     before = state(here)
     hold_save(here, disk)
     here.process.is_stuck = True
     here.forward("a", 4, LENGTHS, target=4)
     here.optim("a", 5, learning_rate=0.1)
     here.until(lambda: here.engine.trainer.forward.passes)
-    with locked(here):
+    with here.locked():
         disk.released.set()
         here.until(lambda: here.engine.trainer.saves.unrecorded)
         assert here.engine.trainer.wait_s < LONG_S
         here.process.is_stuck = False
-        here.until(lambda: here.engine.trainer.operations.models[MODEL].state == 2)
+        here.until(lambda: here.engine.trainer.operations.models[MODEL].state == 2 and attempts >= 3)
         assert here.engine.trainer.put_off == set()
+        assert f"{MODEL}/3" not in {outcome.request_id for outcome in here.engine.recorder.waiting}  # it has neither failed nor succeeded
+        assert here.store.status(f"{MODEL}/3") == "queued"
     here.settle()
     assert results(here, 3, 4, 5)
     assert_same(tensors_of(saved(here)), before)
-    assert not here.engine.trainer.backoff.is_failing
+    assert (disk.count, here.engine.trainer.backoff.is_failing) == (1, False)
+    assert here.checkpoint_directories() == [here.store.require_checkpoint(f"tinker://{MODEL}/weights/kept").directory]
 
 
 def test_a_save_that_waits_for_its_row_outlives_the_worker(here: Here, disk: SlowDisk) -> None:
@@ -382,7 +394,7 @@ def test_a_save_that_waits_for_its_row_outlives_the_worker(here: Here, disk: Slo
     before = state(here)
     hold_save(here, disk)
     step_beside(here, 4)
-    with locked(here):
+    with here.locked():
         disk.released.set()
         here.until(lambda: here.engine.trainer.saves.unrecorded)
         die(here)
@@ -417,47 +429,33 @@ def test_a_model_is_unloaded_when_its_save_has_ended(here: Here, disk: SlowDisk,
 
 
 def test_an_engine_that_is_stopped_ends_the_saves_that_are_written(here: Here, disk: SlowDisk) -> None:
+    """It says that it writes one, so the server has patience with it."""
     hold_save(here, disk)
+    assert here.engine.trainer.saving == MODEL
     step_beside(here, 4)
     after = state(here)
     threading.Timer(0.5, disk.released.set).start()
     here.engine._end()
+    assert here.engine.trainer.saving is None
     assert here.engine.trainer.is_stopped
     assert results(here, 3)
     assert_same(tensors_of(saved(here, "session-end")), after)
 
 
-def test_an_engine_that_is_stopped_does_not_wait_for_ever_for_a_row(here: Here, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinsmith.engine.loop.BUSY_S", 0.5)
-    hold_save(here, disk)
-    with locked(here):
-        disk.released.set()
-        here.until(lambda: here.engine.trainer.saves.unrecorded)
-        here.engine._end()
-    assert here.engine.trainer.is_stopped
-    assert here.store.status(f"{MODEL}/3") == "queued"  # which the next server calls failed
-
-
-def test_an_engine_that_is_stopped_does_not_wait_for_the_row_of_a_lost_model(
-    here: Here, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_engine_that_is_stopped_does_not_wait_for_ever_for_a_row(
+    here: Here, disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
     monkeypatch.setattr("tinsmith.engine.loop.BUSY_S", 0.5)
     hold_save(here, disk)
-    with locked(here):
+    with here.locked():
         disk.released.set()
         here.until(lambda: here.engine.trainer.saves.unrecorded)
-        here.engine.trainer.operations.models.pop(MODEL)  # as when it could not come back after its workers had ended
+        if is_lost:
+            here.engine.trainer.operations.models.pop(MODEL)  # as when it could not come back after its workers had ended
         here.engine._end()
     assert here.engine.trainer.is_stopped
-
-
-def test_an_engine_that_is_stopped_says_that_it_writes_a_save(here: Here, disk: SlowDisk) -> None:
-    """So the server has patience with it."""
-    hold_save(here, disk)
-    assert here.engine.trainer.saving == MODEL
-    disk.released.set()
-    here.until(lambda: not here.engine.trainer.saves.writing)
-    assert here.engine.trainer.saving is None
+    assert here.store.status(f"{MODEL}/3") == "queued"  # which the next server calls failed
 
 
 def test_a_save_that_had_not_ended_with_the_engine_fails_and_what_ended_behind_it_stays(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -26,10 +27,6 @@ def a_pass(*lengths: int) -> RunPass:
 def with_pictures(*datums: tuple[int, dict[str, int]]) -> RunPass:
     """A pass of datums of these lengths, and pixels of the pictures in them."""
     return replace(a_pass(*(length for length, _ in datums)), pixels=[pictures for _, pictures in datums])
-
-
-def places_of(shares: list[RunPass | None]) -> list[list[int]]:
-    return [[] if share is None else [place for _, place in share.pieces] for share in shares]
 
 
 def lengths_of(shares: list[RunPass | None]) -> list[list[int]]:
@@ -56,22 +53,17 @@ def test_where_all_compute_every_pass_who_has_no_datum_is_told_of_it() -> None:
     assert all(share and (share.number, share.base_model, share.backward) == (7, "tiny", True) for share in shares)
 
 
-@given(st.lists(st.integers(1, 2**17), min_size=1, max_size=40), st.integers(2, 9))
-def test_no_worker_has_more_than_one_datum_over_an_even_share(lengths: list[int], count: int) -> None:
-    """When a datum was given to a worker, nobody had less to do, so at most the mean of all; it is the last that this worker got."""
-    mean = sum(map(cost, lengths)) / count
-    for share in lengths_of(divide(a_pass(*lengths), count, ENOUGH)):
-        assert sum(map(cost, share)) <= (mean + min(map(cost, share), default=0.0)) * (1 + 1e-9)  # sums of floats in another order
-
-
 @given(st.lists(st.tuples(st.integers(1, 2**14), st.integers(0, 2**24)), min_size=1, max_size=40), st.integers(2, 9))
 def test_pictures_count_for_an_even_share(datums: list[tuple[int, int]], count: int) -> None:
-    """As above, where each datum has a picture of its own, or none."""
+    """No worker has more than one datum over it: when that was given to it, nobody had less to do, so at most the mean of all.
+
+    Each datum has a picture of its own, or none.
+    """
     whole = with_pictures(*((length, {f"{place}": pixels} if pixels else {}) for place, (length, pixels) in enumerate(datums)))
     costs = [cost(length) + picture_cost(pixels, length) for length, pixels in datums]
     for share in divide(whole, count, ENOUGH):
         own = [costs[place] for _, place in share.pieces] if share else []
-        assert sum(own) <= (sum(costs) / count + min(own, default=0.0)) * (1 + 1e-9)
+        assert sum(own) <= (sum(costs) / count + min(own, default=0.0)) * (1 + 1e-9)  # sums of floats in another order
 
 
 def test_a_worker_alone_gets_the_pass_as_it_is() -> None:
@@ -80,89 +72,66 @@ def test_a_worker_alone_gets_the_pass_as_it_is() -> None:
     assert share is whole
 
 
-def test_the_dearest_datum_goes_first_to_the_worker_with_least_to_do() -> None:
-    assert lengths_of(divide(a_pass(1, 2, 3, 4, 5, 6), 2, ENOUGH)) == [[1, 3, 6], [2, 4, 5]]
-    assert lengths_of(divide(a_pass(5, 9, 5), 2, ENOUGH)) == [[9], [5, 5]]
-    assert lengths_of(divide(a_pass(4, 4, 4, 4), 4, ENOUGH)) == [[4], [4], [4], [4]]
+SHORT = QUADRATIC_TOKENS // 16
 
 
-def test_workers_for_whom_there_is_no_datum_get_nothing() -> None:
-    shares = divide(a_pass(4, 9), 4, ENOUGH)
-    assert lengths_of(shares) == [[9], [4], [], []]
-    assert shares[2:] == [None, None]
-
-
-def test_a_long_sequence_costs_more_than_short_ones_of_as_many_tokens() -> None:
-    """One of QUADRATIC_TOKENS costs twice its tokens, so it stands against twice as many in short ones."""
-    assert cost(QUADRATIC_TOKENS) == 2 * QUADRATIC_TOKENS
-    short = QUADRATIC_TOKENS // 64
-    first, second = lengths_of(divide(a_pass(QUADRATIC_TOKENS, *[short] * 128), 2, ENOUGH))
-    # A short one costs 520, 126 of them 65,520, and the long one 65,536: so the second worker gets one more, and the first the last.
-    assert (first, len(second)) == ([QUADRATIC_TOKENS, short], 127)
-
-
-def test_what_costs_little_does_not_go_beyond_the_memory_of_a_worker() -> None:
-    """A long sequence costs as much as twice its tokens in short ones, which take twice the memory: the rest goes to who has room."""
-    short = QUADRATIC_TOKENS // 16
-    whole = a_pass(QUADRATIC_TOKENS, *[short] * 32)
-    tokens = [sum(share) for share in lengths_of(divide(whole, 2, ENOUGH))]
-    assert tokens[1] > 1.5 * QUADRATIC_TOKENS
-    most = sum(whole.lengths) // 2
-    assert [sum(share) for share in lengths_of(divide(whole, 2, most))] == [most, most]
+@pytest.mark.parametrize(
+    ("lengths", "count", "most", "shares"),
+    [
+        # The dearest goes first, to the worker with least to do.
+        ([1, 2, 3, 4, 5, 6], 2, ENOUGH, [[1, 3, 6], [2, 4, 5]]),
+        ([5, 9, 5], 2, ENOUGH, [[9], [5, 5]]),
+        ([4, 4, 4, 4], 4, ENOUGH, [[4], [4], [4], [4]]),
+        ([4, 9], 4, ENOUGH, [[9], [4], [], []]),
+        # A long sequence costs more than short ones of as many tokens: one of QUADRATIC_TOKENS costs twice its tokens. A short one costs
+        # 2,176, 30 of them 65,280, and the long one 65,536: so the second worker gets one more, and the first the last.
+        ([QUADRATIC_TOKENS, *[SHORT] * 32], 2, ENOUGH, [[QUADRATIC_TOKENS, SHORT], [SHORT] * 31]),
+        # Short ones that cost as much take twice the memory: the rest goes to who has room.
+        ([QUADRATIC_TOKENS, *[SHORT] * 32], 2, 24 * SHORT, [[QUADRATIC_TOKENS, *[SHORT] * 8], [SHORT] * 24]),
+        # What has no room anywhere goes to the worker with most room.
+        ([90, 60, 50], 2, 100, [[90], [60, 50]]),
+        ([300, 200], 2, 100, [[300], [200]]),
+        ([300, 200, 100], 2, 100, [[300], [200, 100]]),
+    ],
+)
+def test_sequences_are_divided_by_what_they_cost_and_take(lengths: list[int], count: int, most: int, shares: list[list[int]]) -> None:
+    assert lengths_of(divide(a_pass(*lengths), count, most)) == shares
 
 
 def test_a_picture_costs_a_fifth_of_its_tokens_and_more_if_it_is_large() -> None:
+    """And no more than its sequence has tokens for: some models make a photograph of 12 million pixels as small as 64 tokens."""
     assert picture_cost(100 * PIXELS_OF_A_TOKEN, 1000) == TOWER_COST * 100 * (1 + 100 * PIXELS_OF_A_TOKEN / QUADRATIC_PIXELS)
     assert picture_cost(QUADRATIC_PIXELS, 2000) == 2 * TOWER_COST * QUADRATIC_PIXELS / PIXELS_OF_A_TOKEN
-
-
-def test_a_picture_costs_no_more_than_its_sequence_has_tokens_for() -> None:
-    """A model that takes pictures of 64 tokens makes a photograph of 12 million pixels as small."""
     assert picture_cost(12_000_000, 64) == picture_cost(64 * PIXELS_OF_A_TOKEN, 64)
 
 
-def test_no_worker_gets_all_new_pictures() -> None:
-    """Sequences of one length in turns: by their tokens alone each second one would go to the first worker."""
-    whole = with_pictures(*(pair for number in range(4) for pair in ((300, {f"{number}": 256 * PIXELS_OF_A_TOKEN}), (300, {}))))
-    assert places_of(divide(whole, 2, ENOUGH)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert places_of(divide(replace(whole, pixels=[]), 2, ENOUGH)) == [
-        [0, 2, 4, 6],
-        [1, 3, 5, 7],
-    ]
+ANSWER = (2**14, {"large": 2**24})
 
 
-def test_a_huge_picture_stands_against_many_small_ones() -> None:
-    """It costs 2.3 times its pixels, and they hardly more than theirs: 3,181 against 168 each. Of their tokens alone 15.9 were as much."""
-    huge = (2100, {"huge": 2048 * PIXELS_OF_A_TOKEN})
-    small = [(140, {f"small {number}": 128 * PIXELS_OF_A_TOKEN}) for number in range(20)]
-    assert lengths_of(divide(with_pictures(*small, huge), 2, ENOUGH)) == [[140, 2100], [140] * 19]
-
-
-def test_a_picture_of_several_sequences_costs_a_worker_once() -> None:
-    """A text of 80,415, and three answers about one picture: 24,576 each, and 37,635 for the picture."""
-    answer = (2**14, {"large": 2**24})
-    whole = with_pictures((37_500, {}), answer, answer, answer)
-    assert places_of(divide(whole, 2, ENOUGH)) == [[0], [1, 2, 3]]
-    others = [(2**14, {f"large {number}": 2**24}) for number in range(3)]
-    whole = with_pictures((37_500, {}), *others)
-    assert places_of(divide(whole, 2, ENOUGH)) == [[0, 3], [1, 2]]
-
-
-def test_a_share_with_pictures_stays_within_the_memory_of_a_worker() -> None:
-    """The picture makes the first one's share the dearest by far, yet the second has no room for more than two of the texts."""
-    whole = with_pictures((100, {"huge": 10**7}), (60, {}), (60, {}), (60, {}))
-    assert lengths_of(divide(whole, 2, 160)) == [[100, 60], [60, 60]]
-
-
-def test_workers_are_not_told_of_pixels() -> None:
-    shares = divide(with_pictures((9, {"one": 5}), (8, {})), 2, ENOUGH)
-    assert [share and share.pixels for share in shares] == [[], []]
-
-
-def test_what_has_no_room_anywhere_goes_to_the_worker_with_most_room() -> None:
-    assert lengths_of(divide(a_pass(90, 60, 50), 2, 100)) == [[90], [60, 50]]
-    assert lengths_of(divide(a_pass(300, 200), 2, 100)) == [[300], [200]]
-    assert lengths_of(divide(a_pass(300, 200, 100), 2, 100)) == [[300], [200, 100]]
+@pytest.mark.parametrize(
+    ("datums", "most", "places"),
+    [
+        # Sequences of one length in turns: by their tokens alone each second one, with all pictures, would go to the first worker.
+        ([pair for name in "abcd" for pair in ((300, {name: 256 * PIXELS_OF_A_TOKEN}), (300, {}))], ENOUGH, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ([(300, {})] * 8, ENOUGH, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        # A huge picture costs 2.3 times its pixels, and small ones hardly more than theirs: 3,181 against 168 each.
+        (
+            [*((140, {f"small {place}": 128 * PIXELS_OF_A_TOKEN}) for place in range(20)), (2100, {"huge": 2048 * PIXELS_OF_A_TOKEN})],
+            ENOUGH,
+            [[0, 20], [*range(1, 20)]],
+        ),
+        # One of several sequences costs a worker once: a text of 80,415, and three answers of 24,576 each about one picture of 37,635.
+        ([(37_500, {}), ANSWER, ANSWER, ANSWER], ENOUGH, [[0], [1, 2, 3]]),
+        ([(37_500, {}), *((2**14, {name: 2**24}) for name in "abc")], ENOUGH, [[0, 3], [1, 2]]),
+        # The picture makes the first one's share the dearest by far, yet the second has no room for more than two of the texts.
+        ([(100, {"huge": 10**7}), (60, {}), (60, {}), (60, {})], 160, [[0, 3], [1, 2]]),
+    ],
+    ids=["in turns", "texts", "huge", "shared", "not shared", "memory"],
+)
+def test_pictures_are_divided_by_what_they_cost(datums: list[tuple[int, dict[str, int]]], most: int, places: list[list[int]]) -> None:
+    shares = divide(with_pictures(*datums), 2, most)
+    assert [[place for _, place in share.pieces] for share in shares if share] == places
+    assert [share.pixels for share in shares if share] == [[], []]  # workers are not told of them
 
 
 # ---- Results
@@ -266,9 +235,3 @@ def test_a_share_that_failed_fails_its_operations_and_no_other() -> None:
     (operation,) = asked.work.take_complete()
     assert (operation.command.seq_id, operation.results[0].loss) == (2, 2.0)
     assert operation.results[0].logprobs.tolist() == [-1.5] * 4
-
-
-def test_a_pass_of_which_all_failed_has_all_failures() -> None:
-    joined = join([failed(("a", 0)), failed(("b", 0), ("a", 1))], 5)
-    assert (joined.results, joined.metrics, joined.payload) == ([], [], b"")
-    assert [failure[:2] for failure in joined.failures] == [("a", 0), ("b", 0), ("a", 1)]

@@ -53,15 +53,17 @@ def test_neighbouring_work_of_all_models_shares_passes_and_a_step_is_a_barrier_f
     assert here.process.computed[1] == ([a], 2, True)
 
 
-def test_a_pass_keeps_its_budget_and_is_fair(here: Here) -> None:
-    here.create("long")
-    here.create("short")
-    here.forward("long", 1, [30] * 5)
-    here.forward("short", 1, [10])
+@pytest.mark.parametrize(
+    ("lengths", "computed"),
+    [({"a": [30] * 5, "b": [10]}, [("ab", 40), ("aa", 60), ("aa", 60)]), ({"a": [100, 4]}, [("a", 100), ("a", 4)])],
+    ids=["fair", "one over the budget runs alone"],
+)
+def test_a_pass_keeps_its_budget_and_is_fair(here: Here, lengths: dict[str, list[int]], computed: list[tuple[str, int]]) -> None:
+    for model, of_datums in lengths.items():
+        here.create(model)
+        here.forward(model, 1, of_datums)
     here.settle()
-    assert here.process.computed[0] == (["s:train:long", "s:train:short"], 40, True)
-    assert all(tokens <= 64 for _, tokens, _ in here.process.computed)
-    assert sum(tokens for _, tokens, _ in here.process.computed) == 160
+    assert [("".join(model[-1] for model in models), tokens) for models, tokens, _ in here.process.computed] == computed
 
 
 def test_models_take_turns_of_half_a_pass_and_go_first_that_were_served_longest_ago(here: Here) -> None:
@@ -105,75 +107,59 @@ def test_base_models_take_turns(text_base: BaseModel, tmp_path: Path) -> None:
     assert here.engine.trainer.forward.served.keys() == {"s:train:a", "s:train:b", "s:train:short"}
 
 
-def test_nothing_is_remembered_of_models_that_are_unloaded(here: Here) -> None:
+def test_nothing_is_remembered_of_models_that_are_unloaded_but_their_tokens(here: Here) -> None:
     here.create("a")
-    here.forward("a", 1, [30] * 5)
+    here.forward("a", 1, [5, 4])
+    here.settle()
+    assert here.engine.trainer.trained_tokens == {"s:train:a": 9}
+    here.forward("a", 2, [30] * 5)
     here.until(lambda: here.engine.trainer.forward.passes)
     here.say(EndSession("s", save=False))
     here.settle()
-    assert here.engine.trainer.operations.models == {}
-    assert here.engine.trainer.forward.served == {}
+    assert (here.engine.trainer.operations.models, here.engine.trainer.forward.served) == ({}, {})
+    assert (here.engine.trainer.trained_tokens, here.engine.trainer.trained_before) == ({}, 9 + 150)
 
 
-def test_a_datum_over_the_budget_runs_alone(here: Here) -> None:
+def ask(here: Here, seq: int, what: str) -> None:
+    """An operation of `a` that is right, or wrong in some way."""
+    match what:
+        case "step" | "wrong step":
+            here.optim("a", seq, learning_rate=1e-3 if what == "step" else -1.0)
+        case "rejected":
+            here.add("a", seq, REJECTED, b"the body is too large")
+        case _:
+            here.forward("a", seq, [4], forward_only="forward" in what, target=5000 if "wrong" in what else 1)
+
+
+WRONG = "datum 0: target_tokens at position 0 is 5000, which is not in the vocabulary of 2048"
+REFUSED = "the step was refused and the gradients are cleared, because an operation before it failed: seq_id "
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [
+        [("gradients", None), ("wrong gradients", WRONG), ("step", REFUSED + "2"), ("gradients", None), ("step", None)],
+        [("gradients", None), ("wrong forward", WRONG), ("step", None)],
+        [("gradients", None), ("wrong step", "learning_rate")],
+        [("wrong gradients", WRONG), ("wrong step", "learning_rate"), ("gradients", None), ("step", None)],
+        [("rejected", "the body is too large"), ("step", REFUSED + "1: the body is too large")],
+    ],
+)
+def test_a_step_is_refused_with_its_gradients_if_one_of_its_operations_failed_and_the_next_is_its_own(
+    here: Here, operations: list[tuple[str, str | None]]
+) -> None:
+    """What computes no gradients spoils none. A rejected operation keeps its place."""
     here.create("a")
-    here.forward("a", 1, [100, 4])
+    for seq, (what, _) in enumerate(operations, 1):
+        ask(here, seq, what)
     here.settle()
-    assert [tokens for _, tokens, _ in here.process.computed] == [100, 4]
-
-
-def test_forward_and_backward_do_not_share_a_pass(here: Here) -> None:
-    here.create("a")
-    for seq in (1, 2, 3):
-        here.forward("a", seq, [3], forward_only=seq == 2)
-    here.settle()
-    assert [backward for _, _, backward in here.process.computed] == [True, False, True]
-
-
-def test_a_failed_contribution_refuses_the_step_and_clears_it(here: Here) -> None:
-    here.create("a")
-    here.forward("a", 1, [4])
-    here.forward("a", 2, [4], target=5000)
-    here.optim("a", 3)
-    here.forward("a", 4, [4])
-    here.optim("a", 5)
-    here.settle()
-    assert here.error("a", 1) is None
-    assert here.error("a", 2) == "datum 0: target_tokens at position 0 is 5000, which is not in the vocabulary of 2048"
-    assert "the step was refused and the gradients are cleared, because an operation before it failed: seq_id 2" in str(here.error("a", 3))
-    assert here.error("a", 5) is None
-    moments = here.backend().optimizers["s:train:a"].moments()
-    assert {value.item() for name, value in moments.items() if name.endswith(".step")} == {1}
-
-
-def test_a_failed_forward_leaves_the_step_alone(here: Here) -> None:
-    here.create("a")
-    here.forward("a", 1, [4])
-    here.forward("a", 2, [4], forward_only=True, target=5000)
-    here.optim("a", 3)
-    here.settle()
-    assert here.error("a", 2) is not None
-    assert here.error("a", 3) is None
-
-
-def test_a_refused_step_clears_the_gradients(here: Here) -> None:
-    here.create("a")
-    here.forward("a", 1, [4])
-    here.optim("a", 2, learning_rate=-1.0)
-    here.settle()
-    assert "learning_rate" in str(here.error("a", 2))
-    assert here.backend().optimizers["s:train:a"].gradients is None
-
-
-def test_a_step_that_failed_by_itself_leaves_nothing_behind_for_the_next(here: Here) -> None:
-    here.create("a")
-    here.forward("a", 1, [4], target=5000)
-    here.optim("a", 2, learning_rate=-1.0)
-    here.forward("a", 3, [4])
-    here.optim("a", 4)
-    here.settle()
-    assert "learning_rate" in str(here.error("a", 2))
-    assert here.error("a", 4) is None
+    for seq, (_, error) in enumerate(operations, 1):
+        found = here.error("a", seq)
+        assert found is None if error is None else error in str(found)
+    optimizer = here.backend().optimizers["s:train:a"]
+    assert optimizer.gradients is None
+    taken = [value.item() for name, value in optimizer.moments().items() if name.endswith(".step")]
+    assert {*taken} == ({1} if ("step", None) in operations else set())
 
 
 def test_an_overdue_step_leaves_nothing_behind_for_the_next(impatient: Here) -> None:
@@ -236,15 +222,6 @@ def test_a_long_datum_is_not_overtaken_for_ever(here: Here) -> None:
         here.forward("short", seq, [30, 30])
     here.settle()
     assert [models for models, _, _ in here.process.computed].index(["s:train:long"]) == 2
-
-
-def test_a_rejected_operation_keeps_its_place_and_spoils_the_step(here: Here) -> None:
-    here.create("a")
-    here.add("a", 1, REJECTED, b"the body is too large")
-    here.optim("a", 2)
-    here.settle()
-    assert here.error("a", 1) == "the body is too large"
-    assert "seq_id 1: the body is too large" in str(here.error("a", 2))
 
 
 def test_a_gap_fails_the_operation_behind_it_and_the_step(impatient: Here) -> None:
@@ -321,13 +298,3 @@ def test_a_snapshot_is_taken_in_order(here: Here) -> None:
     assert orjson.loads(here.outcome("a", 3).result or b"") == {"sampling_session_id": "s:sample:1"}
     assert not (first.tensors()[1] == second.tensors()[1]).all()
     assert (second.tensors()[1] == live.tensors()[1]).all()
-
-
-def test_an_unloaded_model_leaves_no_counter_behind_and_its_tokens_count(here: Here) -> None:
-    here.create("a")
-    here.forward("a", 1, [5, 4])
-    here.settle()
-    assert here.engine.trainer.trained_tokens == {"s:train:a": 9}
-    here.say(EndSession("s", save=False))
-    here.settle()
-    assert (here.engine.trainer.trained_tokens, here.engine.trainer.trained_before) == ({}, 9)

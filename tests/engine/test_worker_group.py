@@ -15,10 +15,9 @@ import pytest
 from tests.engine.exchanging_worker import TURNS
 from tests.engine.here import LONG_S, Wire
 from tests.engine.light_worker import COMPUTES_S, FACTS
-from tests.engine.test_worker_process import engine_with, light, link_of_an_engine
+from tests.engine.test_worker_process import Watched, engine_with, light, link_of_an_engine
 from tinsmith.config import Config, DistributedConfig, SamplingConfig, ServerConfig
 from tinsmith.engine import worker_process
-from tinsmith.engine.launching import ChildProcesses
 from tinsmith.engine.watching import SETTLED, Signs, hanging
 from tinsmith.engine.worker_group import LOOK_FOR_HOSTS_S, WorkerGroup
 from tinsmith.engine.worker_process import WorkerProcess
@@ -55,6 +54,8 @@ from tinsmith.protocol.work import (
 
 KILLED = "the worker process ended unexpectedly (signal 9)"
 PATH = "tinker://a/weights/b"
+WRITER = writer_of("m", 2)
+"""The worker that saves the model `m` where one does for all."""
 
 
 class SpokenFor(WorkerProcess):
@@ -89,10 +90,9 @@ class Spoken:
     """A group whose workers are the test's."""
 
     def __init__(self, data_dir: Path, count: int, sampler: str, shard: str) -> None:
-        self.launcher = Hosts()
         sampling, distributed = SamplingConfig(sampler=sampler), DistributedConfig(count, shard)
         config = Config(["tiny=unused"], str(data_dir), sampling=sampling, distributed=distributed)
-        self.group = WorkerGroup(config, Wire(), count, launcher=self.launcher)  # type: ignore[arg-type]
+        self.group = WorkerGroup(config, Wire(), count)  # type: ignore[arg-type]
         self.workers = [SpokenFor(worker.config) for worker in self.group.workers]
         self.group.workers[:] = self.workers
 
@@ -124,23 +124,6 @@ class Spoken:
     def told_kinds(self) -> list[list[type[Message]]]:
         return [[type(message) for message in of_worker] for of_worker in self.told()]
 
-    def create(self, model_id: str) -> None:
-        """A model that all have."""
-        self.group.send(CreateModel(1000, "tiny", model_id, {}))
-        for rank in range(len(self.workers)):
-            self.says(rank, Answer(1000, {}))
-        self.told()
-
-
-class Hosts(ChildProcesses):
-    """Child processes that are said to run on hosts."""
-
-    def __init__(self) -> None:
-        self.known: list[str] | None = []
-
-    def hosts(self) -> list[str] | None:
-        return self.known
-
 
 @pytest.fixture
 def speak(tmp_path: Path) -> Iterator[Callable[..., Spoken]]:
@@ -153,7 +136,7 @@ def speak(tmp_path: Path) -> Iterator[Callable[..., Spoken]]:
 
     yield make
     for spoken in made:
-        spoken.group._forget_meeting()
+        spoken.group.stop(0.0)
 
 
 @pytest.fixture
@@ -226,13 +209,15 @@ def test_workers_meet_at_one_place_that_goes_with_them(speak: Callable[..., Spok
     assert (alone.workers[0].place.meeting, alone.workers[0].environment) == ("", {})
 
 
-def test_workers_on_other_hosts_start_when_these_are_known_and_are_told_of_one_meeting(speak: Callable[..., Spoken]) -> None:
+def test_workers_on_other_hosts_start_when_these_are_known_and_are_told_of_one_meeting(
+    speak: Callable[..., Spoken], monkeypatch: pytest.MonkeyPatch
+) -> None:
     spoken = speak()
-    group = spoken.group
-    spoken.launcher.known = None
+    group, known = spoken.group, list[str]()
+    monkeypatch.setattr(group.launcher, "hosts", lambda: known or None)
     group.start_if_due()
     assert ({worker.state for worker in spoken.workers}, 0 < group.wait_s <= LOOK_FOR_HOSTS_S) == ({"down"}, True)
-    spoken.launcher.known = ["10.0.0.1", "10.0.0.2"]
+    known += ["10.0.0.1", "10.0.0.2"]
     group._look_at = 0.0  # it is time to look again
     for _ in range(2):
         spoken.start()
@@ -268,22 +253,17 @@ def test_each_worker_has_a_gpu_of_its_own_and_the_first_has_the_vllm_servers(
 
 
 @pytest.mark.parametrize("last", [0, 1])
-def test_what_all_are_asked_for_is_answered_once_and_after_the_last(pair: Spoken, last: int) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_all_are_asked_for_is_answered_once_and_after_the_last(pair: Spoken, last: int, fails: bool) -> None:
+    """What fails on all is a failure like that of one worker."""
     for call in calls("m"):
         pair.group.send(call)
         assert pair.told() == [[call], [call]]
-        assert pair.says(1 - last, Answer(call.number, {"rank": 1 - last})) == []
-        answering = writer_of("m", 2) if isinstance(call, OptimStep) else 0  # the one that keeps a copy says so
-        assert pair.says(last, Answer(call.number, {"rank": last})) == [Answer(call.number, {"rank": answering})]
-    assert pair.group._awaited == {}
-
-
-def test_what_fails_on_all_is_a_failure_like_that_of_one_worker(pair: Spoken) -> None:
-    for call in calls("m"):
-        pair.group.send(call)
-        assert [pair.says(rank, failed(call.number, rank)) for rank in range(2)] == [[], [failed(call.number, 0)]]
-    assert DeleteModel not in pair.told_kinds()[0]
-    assert pair.group._awaited == {}
+        replies = [failed(call.number, rank) if fails else Answer(call.number, {"rank": rank}) for rank in range(2)]
+        assert pair.says(1 - last, replies[1 - last]) == []
+        told = WRITER if isinstance(call, OptimStep) and not fails else 0  # the one that keeps a copy says so
+        assert pair.says(last, replies[last]) == [replies[told]]
+    assert (pair.told(), pair.group._awaited) == ([[], []], {})
 
 
 @pytest.mark.parametrize("kind", [SaveModel, ExportModel])
@@ -311,7 +291,6 @@ def saved_to(directory: str) -> SaveModel:
     return SaveModel(1, "tiny", "m", True, {"tinker_path": PATH, "directory": directory})
 
 
-WRITER = writer_of("m", 2)
 PARTS = [PartWritten(1, [("a", rank, 1, 0)]) for rank in range(2)]
 
 
@@ -401,8 +380,8 @@ def test_a_model_that_one_worker_cannot_make_is_deleted_on_all(pair: Spoken, cal
 @pytest.mark.parametrize("call", calls("m")[2:])
 def test_a_model_that_is_not_the_same_on_all_ends_the_group(pair: Spoken, call: Message) -> None:
     """A step that one alone refuses, or weights that it alone cannot load into a model that is there."""
-    pair.create("m")
-    assert pair.group._loaded == {"m"}
+    pair.group.send(CreateModel(1, "tiny", "m", {}))
+    assert [len(pair.says(rank, Answer(1, {}))) for rank in range(2)] == [0, 1]
     pair.group.send(call)
     number = getattr(call, "number")  # noqa: B009
     assert (pair.says(0, Answer(number, {})), pair.says(1, failed(number, 1))) == ([], [])
@@ -476,14 +455,9 @@ def test_a_pass_is_computed_by_all_and_told_as_one(pair: Spoken) -> None:
     assert np.frombuffer(done.payload[:32], np.float64).tolist() == [0.0, 1.0, 1.0, 1.0]
     assert np.frombuffer(done.payload[32:], np.float32).tolist() == [-9.0, -2.0, -3.0, -4.0]
     assert (done.tokens_per_pass, pair.group._awaited) == (200, {})
-
-
-def test_a_worker_without_a_share_of_a_pass_is_not_waited_for(pair: Spoken) -> None:
-    first, second = shares_of(pair, RunPass(1, "tiny", True, [("m/1", 0)], [9]))
-    assert second is None
-    (done,) = pair.says(0, computed(0, first))
-    assert done.results == [("m/1", 0, [1])]
-    assert [each["pass_tokens"] for each in pair.group.shown] == [9, 0]
+    first, second = shares_of(pair, RunPass(2, "tiny", True, [("m/1", 0)], [9]))
+    assert second is None  # and is not waited for
+    assert [len(pair.says(0, computed(0, first))), *(each["pass_tokens"] for each in pair.group.shown)] == [1, 18, 9]
 
 
 def test_a_share_that_fails_leaves_the_others_their_results(pair: Spoken) -> None:
@@ -687,27 +661,15 @@ def test_of_workers_that_wait_for_each_other_the_one_that_hangs_is_named_or_all(
 # ---- With processes
 
 
-class WatchedGroup:
-    """A group of real processes, and why it ended. `turn` is what the engine's loop does with it, but for starting it."""
+class WatchedGroup(Watched):
+    """A group of real processes, with what it said and why it ended."""
 
     def __init__(self, link: ChildLink, data_dir: Path, count: int, **settings: Any) -> None:
-        self.link = link
+        super().__init__(link, "ready")
         self.group = WorkerGroup(Config(["tiny=unused"], str(data_dir), server=ServerConfig(**settings)), link, count, light("ready"))
-        self.patience_s = LONG_S
-        self.messages: list[Message] = []
-        self.ends: list[str] = []
+        self.process = self.group  # type: ignore[assignment]  # it does for all what a worker's does for one
 
-    def until(self, seen: Callable[[], object]) -> None:
-        deadline = time.perf_counter() + self.patience_s
-        while not seen():
-            assert time.perf_counter() < deadline, (self.group.shown, self.messages, self.ends)
-            self.link.receive(0.05)
-            self.messages += self.group.receive()
-            self.group.watch()
-            reason = self.group.ended()
-            self.ends += [] if reason is None else [reason]
-
-    def start(self) -> list[int]:
+    def start_all(self) -> list[int]:
         """Start all, and wait until they are ready; their process ids."""
         self.until(lambda: self.group.wait_s == 0)
         self.group.start_if_due()
@@ -740,7 +702,7 @@ def test_a_worker_that_is_killed_ends_the_others_and_all_are_started_again(
 ) -> None:
     monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.0)
     watched = watch()
-    first, group = watched.start(), watched.group
+    first, group = watched.start_all(), watched.group
     group.send(sample(1))
     group.send(OptimStep(13, "tiny", "m", {}))
     os.kill(first[1], signal.SIGKILL)
@@ -748,7 +710,7 @@ def test_a_worker_that_is_killed_ends_the_others_and_all_are_started_again(
     assert watched.ends == [f"worker 1 of 2: {KILLED}"]
     assert (watched.messages, watched.pids, [worker.is_ready for worker in group.workers]) == ([], [], [False, False])
     assert (group._awaited, group._routing.running, group.busy_s) == ({}, {}, 0.0)
-    assert not {*first} & {*watched.start()}
+    assert not {*first} & {*watched.start_all()}
     group.send(ForgetCheckpoint("again"))
     watched.until(lambda: len(watched.messages) == 2)
     assert watched.messages == [Answer(0, {"path": "again"})] * 2  # what was sent to the former reaches none
@@ -761,7 +723,7 @@ def test_a_worker_that_ends_because_another_did_is_named_only_if_no_other_has_en
 ) -> None:
     """Between CPUs the others learn of an end at once, and end too: the engine may see both at the same time, or the cause last."""
     watched = watch()
-    first, second = watched.start()
+    first, second = watched.start_all()
     watched.group.workers[0].send(ForgetCheckpoint("follow"))
     os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
     if kills:
@@ -775,7 +737,7 @@ def test_a_worker_that_ends_because_another_did_is_named_only_if_no_other_has_en
 def test_a_worker_that_hangs_while_others_wait_for_it_is_named_and_ends_the_others(watch: Callable[..., WatchedGroup]) -> None:
     """All send heartbeats, and none uses its processor: those that wait in an exchange are not the reason."""
     watched = watch(worker_still_s=4.0)
-    watched.start()
+    watched.start_all()
     for worker, path in zip(watched.group.workers, ("exchange", "hang"), strict=True):
         worker.send(ForgetCheckpoint(path))
     watched.until(lambda: watched.ends)
@@ -796,7 +758,7 @@ def exchanging(watch: Callable[..., WatchedGroup], how: str, count: int, **setti
 def test_workers_that_all_wait_for_each_other_are_ended(watch: Callable[..., WatchedGroup]) -> None:
     """As where the network between them is lost and that to the engine is not: none hangs, and nobody computes."""
     watched = exchanging(watch, "apart", 2, worker_still_s=4.0)
-    watched.start()
+    watched.start_all()
     watched.group.send(ForgetCheckpoint("apart"))
     watched.until(lambda: watched.ends)
     why = r"all wait for each other in an exchange, and nothing comes: it had made no progress in its work for \d+ s \(worker_still_s\)"

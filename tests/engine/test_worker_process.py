@@ -46,6 +46,7 @@ class Watched:
     def __init__(self, link: ChildLink, how: str, launcher: Launcher | None = None, **settings: Any) -> None:
         self.link = link
         self.process = WorkerProcess(Config(server=ServerConfig(**settings)), link, light(how), launcher)
+        self.patience_s = LONG_S
         self.messages: list[Message] = []
         self.ends: list[str] = []
 
@@ -59,9 +60,9 @@ class Watched:
 
     def until(self, seen: Callable[[], object]) -> None:
         """Go on until that is true."""
-        deadline = time.perf_counter() + LONG_S
+        deadline = time.perf_counter() + self.patience_s
         while not seen():
-            assert time.perf_counter() < deadline, (self.process.state, self.messages, self.ends)
+            assert time.perf_counter() < deadline, (vars(self.process), self.messages, self.ends)
             self.turn()
 
     def start(self) -> int:
@@ -122,26 +123,7 @@ def test_a_worker_is_started_once_and_tells_what_it_serves(watch: Callable[..., 
 
 
 def test_a_worker_that_is_killed_is_reported_once_and_another_takes_its_place(watch: Callable[..., Watched]) -> None:
-    worker = watch("ready")
-    first = worker.start()
-    os.kill(first, signal.SIGKILL)
-    worker.until(lambda: worker.ends)
-    assert worker.ends == ["the worker process ended unexpectedly (signal 9)"]
-    assert (worker.process.state, worker.process.pid, worker.process.busy_s) == ("down", None, 0.0)
-    assert 0.0 < worker.process.wait_s <= worker_process.FIRST_DELAY_S
-    worker.process.start_if_due()
-    assert worker.process.pid is None  # not before it is due
-    worker.until(lambda: worker.process.wait_s == 0.0)
-    assert worker.start() != first
-    worker.ask("again")
-    worker.until(lambda: worker.answers)
-    assert (worker.answers, len(worker.ends)) == (["again"], 1)
-
-
-def test_messages_to_a_dead_worker_do_not_block_and_never_reach_the_next(
-    watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 0.0)
+    """Messages to the dead one do not block, and never reach the next."""
     worker = watch("ready")
     first = worker.start()
     os.kill(first, signal.SIGKILL)
@@ -149,12 +131,18 @@ def test_messages_to_a_dead_worker_do_not_block_and_never_reach_the_next(
     for _ in range(1000):
         worker.ask("to the dead")
     worker.until(lambda: worker.ends)
+    assert worker.ends == ["the worker process ended unexpectedly (signal 9)"]
+    assert (worker.process.state, worker.process.pid, worker.process.busy_s) == ("down", None, 0.0)
+    assert 0.0 < worker.process.wait_s <= worker_process.FIRST_DELAY_S
+    worker.process.start_if_due()
+    assert worker.process.pid is None  # not before it is due
     for _ in range(1000):
         worker.ask("to nobody")
+    worker.until(lambda: worker.process.wait_s == 0.0)
     assert worker.start() != first
     worker.ask("to the next")
     worker.until(lambda: worker.answers)
-    assert worker.answers == ["to the next"]
+    assert (worker.answers, len(worker.ends)) == (["to the next"], 1)
 
 
 def test_a_worker_that_cannot_start_is_tried_at_longer_and_longer_intervals(

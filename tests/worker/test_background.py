@@ -5,15 +5,12 @@ import threading
 import time
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
 import pytest
 
+from tests.engine.here import LONG_S
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.worker.background import Background
-
-LONG_S = 120.0
-"""How long anything here may take on a busy machine."""
 
 
 def delivered(background: Background) -> None:
@@ -25,36 +22,18 @@ def delivered(background: Background) -> None:
         time.sleep(0.001)
 
 
-def test_work_is_done_in_a_thread_and_its_result_handed_over_in_ours() -> None:
-    background = Background("test", 2, lambda: None)
-    threads: dict[str, str] = {}
-    results: list[Any] = []
-
-    def work() -> int:
-        threads["work"] = threading.current_thread().name
-        return 7
-
-    def then(ended: "Future[int]") -> None:
-        threads["then"] = threading.current_thread().name
-        results.append(ended.result())
-
-    background.run(work, then)
-    assert background.running == 1
-    delivered(background)
-    assert results == [7]
-    assert threads["work"].startswith("test")
-    assert threads["then"] == threading.current_thread().name
-
-
-def test_nothing_is_handed_over_before_it_is_asked_for() -> None:
+def test_work_is_done_in_a_thread_and_its_result_handed_over_in_ours_when_it_is_asked_for() -> None:
     woken = threading.Event()
-    background = Background("test", 1, woken.set)
-    results: list[int] = []
-    background.run(lambda: 7, lambda ended: results.append(ended.result()))
+    background = Background("test", 2, woken.set)
+    results: list[tuple[str, str]] = []
+    background.run(lambda: threading.current_thread().name, lambda ended: results.append((ended.result(), threading.current_thread().name)))
     assert woken.wait(LONG_S)
     assert (results, background.has_ended, background.running) == ([], True, 1)
     background.deliver()
-    assert (results, background.has_ended, background.running) == ([7], False, 0)
+    assert (background.has_ended, background.running) == (False, 0)
+    ((in_thread, in_ours),) = results
+    assert in_thread.startswith("test")
+    assert in_ours == threading.current_thread().name
 
 
 def test_an_error_goes_to_who_asked_and_to_nobody_else() -> None:

@@ -68,10 +68,10 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid=f"GPU-{gpu}", name="a GPU"))
 
 
-def refused(shared: bool) -> str:
+def refused(shared: bool, gpu: str = GPU) -> str:
     """The error for a server that would use the GPU too."""
     with pytest.raises(ConfigError) as error:
-        lock(GPU, "cuda:0 (a GPU)", shared, patience_s=0.0)
+        lock(gpu, "cuda:0 (a GPU)", shared, patience_s=0.0)
     return str(error.value)
 
 
@@ -99,41 +99,24 @@ def is_refused(**options: object) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("how", ["alone", "shared"])
-def test_who_wants_a_gpu_for_itself_is_refused_one_that_is_used(hold: Hold, how: str) -> None:
-    holder = hold(how)
-    text = refused(shared=False)
-    assert text.startswith("cuda:0 (a GPU) is used by another server")
-    assert "start both with --memory-share" in text
-    if Path("/proc/locks").is_file():
-        assert re.findall(r"process (\d+)", text) == [str(holder.pid)]
-
-
-def test_who_shares_is_refused_one_that_another_has_for_itself(hold: Hold) -> None:
-    hold("alone")
+def test_a_gpu_is_one_servers_or_shared_by_several_until_their_processes_end(hold: Hold) -> None:
+    alone = hold("alone")
     assert "is used by another server" in refused(shared=True)
-
-
-def test_several_may_share(hold: Hold) -> None:
-    first, second = hold("shared"), hold("shared")
-    lock(GPU, "cuda:0", shared=True, patience_s=0.0).close()
-    first.kill()
-    first.wait(START_S)
-    assert "is used by another server" in refused(shared=False)
-    second.kill()
-    second.wait(START_S)
-    assert is_free()
-
-
-def test_another_gpu_is_free(hold: Hold) -> None:
-    hold("alone", "GPU-1-3")
-    assert is_free()
-
-
-def test_a_holder_that_is_killed_leaves_the_gpu_to_the_next(hold: Hold) -> None:
-    hold("alone").kill()
-    assert is_free()
-    assert hold("alone").poll() is None
+    assert is_free("GPU-1-3")
+    for holders in ([alone], [hold("shared", "GPU-4"), hold("shared", "GPU-4")]):
+        gpu = "GPU-4" if len(holders) == 2 else GPU
+        if len(holders) == 2:
+            lock(gpu, "cuda:0", shared=True, patience_s=0.0).close()
+        for holder in holders:
+            text = refused(shared=False, gpu=gpu)
+            assert text.startswith("cuda:0 (a GPU) is used by another server")
+            assert "start both with --memory-share" in text
+            if Path("/proc/locks").is_file():
+                assert str(holder.pid) in re.findall(r"process (\d+)", text)
+            holder.kill()
+            holder.wait(START_S)
+        assert is_free(gpu)
+        assert hold("alone", gpu).poll() is None
 
 
 def test_a_holder_hands_its_lock_to_no_program_that_it_starts() -> None:
@@ -226,29 +209,20 @@ def test_nobody_else_reads_or_writes_where_locks_lie(place: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def linked(place: Path) -> None:
-    """A link to a directory that would do."""
-    (place.parent / "elsewhere").mkdir(mode=0o700)
-    place.symlink_to(place.parent / "elsewhere")
-
-
-def opened(place: Path) -> None:
-    """A directory into which everybody may write."""
-    place.mkdir()
-    place.chmod(0o777)
-
-
-def written(place: Path) -> None:
-    """A file."""
-    place.write_text("")
-
-
-@pytest.mark.parametrize("prepare", [linked, opened, written])
-def test_a_place_that_is_not_the_users_alone_is_refused(place: Path, prepare: Callable[[Path], None]) -> None:
-    prepare(place)
+@pytest.mark.parametrize("kind", ["link", "open directory", "file"])
+def test_a_place_that_is_not_the_users_alone_is_refused(place: Path, kind: str) -> None:
+    elsewhere = place.parent / "elsewhere"
+    if kind == "link":  # to a directory that would do
+        elsewhere.mkdir(mode=0o700)
+        place.symlink_to(elsewhere)
+    elif kind == "file":
+        place.write_text("")
+    else:
+        place.mkdir()
+        place.chmod(0o777)
     with pytest.raises(ConfigError, match=f"{re.escape(str(place))}, which holds the locks of GPUs, .*; remove it"):
         lock(GPU, "cuda:0", shared=True)
-    assert not (place.parent / "elsewhere" / f"{GPU}.lock").exists()
+    assert not (elsewhere / f"{GPU}.lock").exists()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a directory of somebody else")

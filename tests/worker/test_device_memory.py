@@ -9,7 +9,6 @@ import pytest
 
 from tests.bases import load
 from tests.models.published import SERVED
-from tests.worker.test_passes import bench_of, request
 from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import CPU_CACHE, ModelBytes, divide_memory, longest_trained
@@ -18,7 +17,6 @@ from tinsmith.models.sizing import beside_weights, size_of
 from tinsmith.modes import Share, plan_modes
 from tinsmith.plan import make_plan
 from tinsmith.protocol.facts import ModelFacts, advertised_context
-from tinsmith.protocol.work import Prepared, PrepareFailed
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.worker.device_memory import DeviceMemory
@@ -67,20 +65,6 @@ def test_plan_and_server_agree_on_what_two_base_models_leave_each_other(
         beside, alone = (plan_modes(sizes[family], share, config, 32, 1, others)[0] for others in ([sizes[other]], []))
         assert beside.cache_bytes == memory.budgets[family].cache
         assert 0 < beside.longest_sequence == memory.longest_trained(family) < alone.longest_sequence
-
-
-def test_what_the_memory_cannot_train_is_refused_with_both_numbers(text_base: BaseModel, tmp_path: Path) -> None:
-    bench = bench_of(text_base, tmp_path)
-    trained = bench.passes.bases["tiny"]
-    bench.passes.bases = {"tiny": replace(trained, longest=6)}
-    bench.prepare("m/1", request([6, 5]))
-    assert isinstance(bench.answer(), Prepared)
-    bench.prepare("m/2", request([6, 7]))
-    refused = bench.answer()
-    assert isinstance(refused, PrepareFailed)
-    assert "datum 1: the model input holds 7 tokens, and the memory of this server's device trains up to 6" in refused.error
-    bench.prepare("m/3", request([9], forward_only=True))  # nothing is kept of it
-    assert isinstance(bench.answer(), Prepared)
 
 
 def test_a_server_that_only_samples_plans_nothing_for_training(text_base: BaseModel) -> None:

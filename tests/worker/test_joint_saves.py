@@ -72,7 +72,7 @@ class Workers:
     def __init__(self, data_dir: Path, root: str) -> None:
         self.data_dir = data_dir
         self.said: list[list[Message]] = [[] for _ in range(COUNT)]
-        self.answers: list[dict[str, Any]] = []
+        self.answers: list[dict[str, Any] | BaseException] = []
         self.files = CheckpointFiles(data_dir, root)
         self.ended = threading.Event()
         self.disk = Background("disk", 4, self.ended.set)
@@ -81,7 +81,7 @@ class Workers:
         ]
 
     def answer(self, save: Save, work: Callable[[], dict[str, Any]]) -> None:
-        self.disk.run(work, lambda ended: self.answers.append(ended.result()))
+        self.disk.run(work, lambda ended: self.answers.append(ended.exception() or ended.result()))
 
     def settle(self) -> None:
         while self.disk.running:
@@ -144,20 +144,13 @@ def test_the_checkpoint_is_that_of_one_worker(workers: Workers, backend: LocalBa
     assert workers.unfinished == []
 
 
-@pytest.fixture(scope="module")
-def exported(backend: LocalBackend, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The external weights that one worker writes."""
-    directory = tmp_path_factory.mktemp("exported") / "alone"
-    write_external(backend.copy_state(MODEL, optimizer=False), backend.base.layout, directory, [])
-    return directory
-
-
-def test_external_weights_are_those_of_one_worker(workers: Workers, backend: LocalBackend, exported: Path) -> None:
+def test_external_weights_are_those_of_one_worker(workers: Workers, backend: LocalBackend, tmp_path: Path) -> None:
     place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer=False)
     told = workers.written(ExportModel(1, "tiny", MODEL, [], row_of(place, "external")), state)
     workers.finish(FinishSave(1, place, told))
+    write_external(state, backend.base.layout, tmp_path / "alone", [])
     with workers.files.fetched(place) as directory:
-        assert contents(directory) == contents(exported)
+        assert contents(directory) == contents(tmp_path / "alone")
     assert workers.unfinished == []
 
 
@@ -180,11 +173,8 @@ def test_a_part_that_is_missing_makes_no_checkpoint(workers: Workers, backend: L
     """Whatever the engine says."""
     place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer=True)
     told = workers.written(SaveModel(1, "tiny", MODEL, True, row_of(place, "training")), state, [writer_of(MODEL, COUNT)])
-    failures: list[BaseException | None] = []
-    for saves in workers.saves:
-        saves.answer = lambda save, work: workers.disk.run(work, lambda ended: failures.append(ended.exception()))
     workers.finish(FinishSave(1, place, told))
-    assert "adapter.safetensors does not hold what the workers wrote to its bytes" in str(failures)
+    assert "adapter.safetensors does not hold what the workers wrote to its bytes" in str(workers.answers)
     assert (workers.files.remaining_bytes(place), workers.unfinished) == (0, [])
 
 
@@ -208,12 +198,9 @@ def test_an_export_leaves_nothing_unencrypted_or_fails(workers: Workers, backend
         if not ignore_errors:
             raise OSError("the disk keeps it")
 
-    failures: list[BaseException | None] = []
-    for saves in workers.saves:
-        saves.answer = lambda save, work: workers.disk.run(work, lambda ended: failures.append(ended.exception()))
     monkeypatch.setattr(joint_saves, "shutil", SimpleNamespace(rmtree=kept))
     workers.finish(FinishSave(1, place, told))
-    assert "the disk keeps it" in str(failures)
+    assert "the disk keeps it" in str(workers.answers)
     assert workers.files.finished_places() == []
 
 

@@ -1,8 +1,8 @@
 """What several workers know of the kept copies that one of them writes."""
 
-import time
 from pathlib import Path
 
+from tests.worker.test_background import delivered
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.place import Place
@@ -43,7 +43,7 @@ def test_one_model_may_take_all_the_room_of_several_workers_and_others_none_beyo
     def keeps(worker: KeptCopies, model_id: str, step: int) -> bool:
         kept: list[bool] = []
         worker.keep(backend, model_id, kept_copies(tmp_path, model_id) / str(step), "", kept.append)
-        settle(threads)
+        delivered(threads)
         return kept == [True]
 
     assert keeps(workers[0], MODELS[0], 1)
@@ -55,17 +55,8 @@ def test_one_model_may_take_all_the_room_of_several_workers_and_others_none_beyo
     assert keeps(restarted[0], MODELS[0], 3)
     for worker in restarted:
         worker.forget(MODELS[0])
-    settle(threads)
+    delivered(threads)
     assert list(kept_copies(tmp_path, "").parent.iterdir()) == []
     assert keeps(restarted[1], MODELS[1], 3)
     assert not keeps(restarted[0], MODELS[0], 4)
     threads.close()
-
-
-def settle(threads: Background) -> None:
-    """Wait until all that was started has ended, and hand it over."""
-    until = time.monotonic() + 30
-    while threads.running:
-        assert time.monotonic() < until
-        threads.deliver()
-        time.sleep(0.001)

@@ -1,12 +1,9 @@
 """The sampling half of a worker on a real sampler: what fails, what that leaves behind, and who waits for whom."""
 
 import base64
-import logging
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +14,8 @@ import orjson
 import pytest
 
 from tests.bases import new_ref, png, random_adapter, renderer
+from tests.engine.here import LONG_S
+from tests.worker.test_passes import occupied
 from tinsmith.config import SamplingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraPair
@@ -31,10 +30,6 @@ from tinsmith.worker import samples
 from tinsmith.worker.background import Background
 from tinsmith.worker.samples import Sampled, Samples
 from tinsmith.worker.snapshots import Held, Snapshots
-from tinsmith.worker.status import WorkerStatusReporter
-
-LONG_S = 120.0
-"""How long anything here may take on a busy machine."""
 
 BLANKS = b" " * (samples.SMALL_BYTES + 1)
 """Make any request a large one."""
@@ -105,17 +100,6 @@ def bench_of(base: BaseModel, directory: Path, **settings: Any) -> Bench:
     return Bench(made, sampler, sent, recorded)
 
 
-@contextmanager
-def occupied(background: Background) -> Iterator[None]:
-    """While the body runs, the only thread of this pool is at something else."""
-    over = threading.Event()
-    background.run(over.wait, lambda _: None)
-    try:
-        yield
-    finally:
-        over.set()
-
-
 def test_samples_go_on_with_newer_inflight_weights_and_say_so(text_base: BaseModel, tmp_path: Path) -> None:
     bench = bench_of(text_base, tmp_path)
     snapshots = bench.samples.snapshots
@@ -140,49 +124,7 @@ def test_samples_go_on_with_newer_inflight_weights_and_say_so(text_base: BaseMod
     }
 
 
-def test_a_sample_is_a_line_for_debugging_and_all_are_summed_up(
-    text_base: BaseModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG, "tinsmith")
-    bench = bench_of(text_base, tmp_path)
-    reporter = WorkerStatusReporter(bench.samples, lambda _: None)
-    for _ in range(2):
-        for number in range(3):
-            bench.samples.add(sample(str(number)))
-        bench.settle()
-        reporter.sum_up()
-    reporter.sum_up()
-    lines = [(record.levelname, record.getMessage().partition(" in ")[0]) for record in caplog.records]
-    assert [line for level, line in lines if level == "INFO" and line.startswith("samples")] == ["samples: 3 finished, 12 tokens"] * 2
-    assert sum(level == "DEBUG" and line.startswith("sample=") for level, line in lines) == 6
-
-
-def test_a_sample_that_fails_harms_no_other(text_base: BaseModel, tmp_path: Path) -> None:
-    bench = bench_of(text_base, tmp_path)
-    misshapen = random_adapter(text_base)
-    misshapen.working["lm_head"] = LoraPair(*(tensor[:, :1] for tensor in misshapen.working["lm_head"]))
-    bench.samples.snapshots.publish("tiny", "s:train:0/1", misshapen)
-    bench.samples.add(sample("healthy"))
-    bench.samples.add(sample("broken", "s:train:0/1"))
-    bench.samples.add(sample("gone", "s:train:0/2"))
-    bench.samples.add(sample("no JSON", prompt=0))
-    bench.samples.add(replace(sample("no base"), base_model="other"))
-    bench.settle()
-    failed = {m.request_id: (m.category, m.gone) for m in bench.sent if isinstance(m, SampleFailed)}
-    assert failed == {
-        "broken": ("server", False),
-        "gone": ("user", True),
-        "no JSON": ("user", False),
-        "no base": ("server", False),
-    }
-    assert [m.request_id for m in bench.sent if isinstance(m, SampleDone)] == ["healthy"]
-    assert (bench.samples.started, bench.samples.sessions) == ({}, {"tiny": {}})
-    assert not any(bench.sampler.cache.users)
-
-
-def test_an_answer_that_cannot_be_written_fails_its_sample_alone(
-    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_that_fails_harms_no_other(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(sequences: list[SampledSequence], *more: Any) -> bytes:
         if len(sequences) == 2:
             raise ValueError("too large")
@@ -190,12 +132,36 @@ def test_an_answer_that_cannot_be_written_fails_its_sample_alone(
 
     monkeypatch.setattr(samples, "encode_sample_response", failing)
     bench = bench_of(text_base, tmp_path)
-    bench.samples.add(sample("wrong", num_samples=2))
-    bench.samples.add(sample("right"))
+    misshapen = random_adapter(text_base)
+    misshapen.working["lm_head"] = LoraPair(*(tensor[:, :1] for tensor in misshapen.working["lm_head"]))
+    bench.samples.snapshots.publish("tiny", "s:train:0/1", misshapen)
+    bench.recorded.close()
+    bench.samples.add(sample("healthy"))
+    bench.samples.add(sample("broken", "s:train:0/1"))
+    bench.samples.add(sample("gone", "s:train:0/2"))
+    bench.samples.add(sample("no JSON", prompt=0))
+    bench.samples.add(large(sample("no large JSON", prompt=0)))
+    bench.samples.add(large(sample("large")))
+    bench.samples.add(replace(sample("no base"), base_model="other"))
+    bench.samples.add(sample("cannot be written", num_samples=2))
+    bench.samples.add(sample("s:sample:0/1", record_stability_info=True))
     bench.settle()
+    failed = {m.request_id: (m.category, m.gone) for m in bench.sent if isinstance(m, SampleFailed)}
+    assert failed == {
+        "broken": ("server", False),
+        "gone": ("user", True),
+        "no JSON": ("user", False),
+        "no large JSON": ("user", False),
+        "no base": ("server", False),
+        "cannot be written": ("server", False),
+        "s:sample:0/1": ("server", False),
+    }
     answers = bench.answers()
-    assert answers["wrong"] == "internal error: ValueError('too large')"
-    assert len(answers["right"][0]) == 4
+    assert answers["cannot be written"] == "internal error: ValueError('too large')"
+    assert "recorded_sequences.sqlite cannot be used: " in answers["s:sample:0/1"]
+    assert [len(answers[name][0]) for name in ("healthy", "large")] == [4, 4]
+    assert (bench.samples.load(), bench.samples.started, bench.samples.sessions) == ((0, 0), {}, {"tiny": {}})
+    assert not any(bench.sampler.cache.users)
 
 
 def test_what_was_sampled_is_recorded_before_its_client_is_answered(text_base: BaseModel, tmp_path: Path) -> None:
@@ -221,17 +187,6 @@ def test_what_was_sampled_is_recorded_before_its_client_is_answered(text_base: B
     bench.samples.end_session("s")
     bench.settle()
     assert recorded.find(found) == {}
-
-
-def test_a_sample_that_cannot_be_recorded_fails_alone(text_base: BaseModel, tmp_path: Path) -> None:
-    bench = bench_of(text_base, tmp_path)
-    bench.recorded.close()
-    bench.samples.add(sample("s:sample:0/1", record_stability_info=True))
-    bench.samples.add(sample("s:sample:0/2"))
-    bench.settle()
-    answers = bench.answers()
-    assert "recorded_sequences.sqlite cannot be used: " in answers["s:sample:0/1"]
-    assert len(answers["s:sample:0/2"][0]) == 4
 
 
 def test_a_request_id_that_is_sent_again_is_another_run(text_base: BaseModel, tmp_path: Path) -> None:
@@ -339,17 +294,6 @@ def test_a_small_request_is_rendered_in_a_thread_while_its_picture_is_new(vision
         bench.samples.add(again)
         bench.until(lambda: bench.sent)
     assert len(bench.answers()["s:sample:1/0"][0]) == 4
-
-
-def test_what_is_wrong_with_a_large_request_is_its_own_failure(text_base: BaseModel, tmp_path: Path) -> None:
-    bench = bench_of(text_base, tmp_path)
-    bench.samples.add(large(sample("wrong", prompt=0)))
-    bench.samples.add(large(sample("right")))
-    bench.settle()
-    failed = {message.request_id: message.category for message in bench.sent if isinstance(message, SampleFailed)}
-    assert failed == {"wrong": "user"}
-    assert [message.request_id for message in bench.sent if isinstance(message, SampleDone)] == ["right"]
-    assert bench.samples.load() == (0, 0)
 
 
 @pytest.mark.parametrize("how", ["sample", "session"])
@@ -508,14 +452,6 @@ def test_a_stream_is_told_its_tokens_in_one_message_a_step(text_base: BaseModel,
         assert tokens == list(np.frombuffer(sequence.tokens, dtype="<i4"))
         np.testing.assert_array_equal(np.array(logprobs, dtype=np.float32), np.frombuffer(sequence.logprobs, dtype="<f4"))
     assert sorted(done) == ["one:sample:0/0", "silent:sample:0/0", "two:sample:0/0"]
-
-
-def test_without_streams_no_tokens_are_told(text_base: BaseModel, tmp_path: Path) -> None:
-    bench = bench_of(text_base, tmp_path)
-    for number in range(3):
-        bench.samples.add(sample(f"s:sample:0/{number}"))
-    bench.settle()
-    assert [type(message) for message in bench.sent] == [SampleDone] * 3
 
 
 def test_a_stream_that_is_cancelled_is_told_nothing_more(text_base: BaseModel, tmp_path: Path) -> None:

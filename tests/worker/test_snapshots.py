@@ -1,42 +1,34 @@
 """Frozen weights in memory and on disk."""
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.bases import load, new_ref, random_adapter
+from tests.checkpoints import Checkpoints, find
 from tinsmith.config import TrainingConfig
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import NotFoundError, TinsmithError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
+from tinsmith.models.lora import Adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.store.files import CheckpointFiles
-from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.checkpoint import About, SavedState, write_state
-from tinsmith.worker.checkpoint_files import write_files
+from tinsmith.wire.paths import CheckpointPath
 from tinsmith.worker.snapshots import Snapshots
+from tinsmith.worker.spill import Key, Spill, Written
 
 
 def make(base: BaseModel, data_dir: Path, limit_bytes: float = 2**30) -> Snapshots:
     return Snapshots({"tiny": base}, Store.open(data_dir), CheckpointFiles(data_dir), data_dir / "snapshots", limit_bytes)
-
-
-def sampled(snapshots: Snapshots, weights_id: str) -> Weights:
-    """The weights as a sample gets them: those in memory, or else what is read."""
-    held = snapshots.find("tiny", weights_id)
-    if held is None:
-        snapshots.hold(("tiny", weights_id), snapshots.reader("tiny", weights_id))
-        held = snapshots.find("tiny", weights_id)
-    assert held is not None
-    return held
 
 
 def files(data_dir: Path, snapshots: Snapshots) -> int:
@@ -58,7 +50,7 @@ def test_the_snapshots_of_one_model_are_withdrawn(text_base: BaseModel, tmp_path
     assert files(tmp_path, snapshots) == 0
     assert list(snapshots.held) == [("tiny", "s:train:10/2")]
     with pytest.raises(NotFoundError, match="gone"):
-        sampled(snapshots, "s:train:1/2")
+        find(snapshots, "s:train:1/2")
 
 
 def test_the_least_recently_sampled_go_to_disk_and_come_back(text_base: BaseModel, tmp_path: Path) -> None:
@@ -66,12 +58,12 @@ def test_the_least_recently_sampled_go_to_disk_and_come_back(text_base: BaseMode
     snapshots = make(text_base, tmp_path, limit_bytes=2.5 * adapters["m/0"].nbytes)
     snapshots.publish("tiny", "m/0", adapters["m/0"])
     snapshots.publish("tiny", "m/1", adapters["m/1"])
-    assert sampled(snapshots, "m/0") is adapters["m/0"]
+    assert find(snapshots, "m/0") is adapters["m/0"]
     snapshots.publish("tiny", "m/2", adapters["m/2"])
     assert [key[1] for key in snapshots.held] == ["m/0", "m/2"]
     for snapshot_id, adapter in adapters.items():
         for _ in range(2):
-            assert equal(sampled(snapshots, snapshot_id), adapter)
+            assert equal(find(snapshots, snapshot_id), adapter)
         assert len(snapshots.held) == 2
     assert files(tmp_path, snapshots) == 3
 
@@ -86,7 +78,7 @@ def test_full_weights_go_to_disk_and_come_back_in_the_precision_of_the_base(fami
         taken[f"m/{number}"] = backend.snapshot("m", new_ref())
         snapshots.publish("tiny", f"m/{number}", taken[f"m/{number}"])
     assert files(tmp_path, snapshots) == 1
-    again = sampled(snapshots, "m/0")
+    again = find(snapshots, "m/0")
     assert again is not taken["m/0"]
     assert (again.shape, again.nbytes) == (taken["m/0"].shape, taken["m/0"].nbytes)
     assert equal(again, taken["m/0"])
@@ -104,7 +96,7 @@ def test_inflight_weights_take_the_place_of_former_ones_also_of_those_on_disk(te
     snapshots.publish("tiny", "m/inflight", new)
     snapshots.publish("tiny", "other/2", random_adapter(text_base))
     snapshots.spill.settle()
-    again = sampled(snapshots, "m/inflight")
+    again = find(snapshots, "m/inflight")
     assert again is not new
     assert (equal(again, new), again.ref) == (True, new.ref)
 
@@ -151,15 +143,15 @@ def test_two_hundred_steps_stay_under_the_cap_and_keep_what_is_sampled(text_base
         snapshots.publish("tiny", f"m/{step}", random_adapter(text_base, seed=3))
         assert on_disk(tmp_path, snapshots) <= 6 * size  # the sixth was on its way when the newest came
         if step % 2:
-            assert equal(sampled(snapshots, "reference/0"), first)
+            assert equal(find(snapshots, "reference/0"), first)
     kept = {key[1] for key in snapshots.sampled_at}
     assert {"reference/0", "m/0", "m/200"} <= kept
     assert len(kept) <= 8
     why = r"m/5 are gone: they were sampled least recently of snapshots that take more disk than .* GiB \(--snapshot-disk-gib\); weights"
     with pytest.raises(NotFoundError, match=why):
-        sampled(snapshots, "m/5")
+        find(snapshots, "m/5")
     for snapshot_id in kept:
-        sampled(snapshots, snapshot_id)
+        find(snapshots, snapshot_id)
     snapshots.withdraw("m")
     assert (snapshots.dropped, list(snapshots.sampled_at)) == ({}, [("tiny", "reference/0")])
 
@@ -171,7 +163,7 @@ def test_the_newest_of_each_model_is_kept_without_any_room(text_base: BaseModel,
         snapshots.publish("tiny", snapshot_id, random_adapter(text_base))
     snapshots.spill.settle()
     for snapshot_id in ("m/2", "n/2", "m/inflight"):
-        sampled(snapshots, snapshot_id)
+        find(snapshots, snapshot_id)
     assert sorted(key[1] for key in snapshots.dropped) == ["m/1", "n/1"]
 
 
@@ -184,7 +176,7 @@ def test_what_nobody_samples_is_dropped_after_a_while(text_base: BaseModel, tmp_
         snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
     snapshots.in_use = lambda: [("tiny", "m/1")]
     passed = 3600
-    sampled(snapshots, "m/0")
+    find(snapshots, "m/0")
     snapshots.drop_idle()
     assert snapshots.dropped == {}
     passed += 3601
@@ -192,7 +184,7 @@ def test_what_nobody_samples_is_dropped_after_a_while(text_base: BaseModel, tmp_
     assert list(snapshots.dropped) == [("tiny", "m/2")]  # 0 was sampled, 1 is being sampled, 3 is the newest
     why = r"m/2 are gone: nobody had sampled them for 2 hours \(--snapshot-idle-h\); weights that are saved under a name are kept"
     with pytest.raises(NotFoundError, match=why):
-        sampled(snapshots, "m/2")
+        find(snapshots, "m/2")
     assert sorted(key[1] for key in snapshots.sampled_at) == ["m/0", "m/1", "m/3"]
     assert files(tmp_path, snapshots) == 3
     snapshots.in_use = tuple
@@ -208,32 +200,15 @@ def test_files_that_were_deleted_from_outside_are_named_and_end_nothing(text_bas
     assert files(tmp_path, snapshots) == 1
     shutil.rmtree(tmp_path / "snapshots")
     with pytest.raises(NotFoundError, match=r"the files of snapshot m/0 in .* were deleted; save the weights again"):
-        sampled(snapshots, "m/0")
+        find(snapshots, "m/0")
     snapshots.withdraw("m")
 
 
-def saved(base: BaseModel, data_dir: Path, seed: int = 1, expires_at: float | None = None) -> str:
+def saved(base: BaseModel, data_dir: Path, seed: int = 1) -> str:
     """The path of a checkpoint for sampling whose files and row are there."""
-    path = "tinker://s:train:0/sampler_weights/a"
-    store, files = Store.open(data_dir), CheckpointFiles(data_dir)
-    if store.session("s") is None:
-        store.create_session("s", {"tags": [], "user_metadata": None, "sdk_version": "0", "project_id": None, "display_name": None})
-    directory = files.new_place()
-    store.announce_checkpoint(directory)
     adapter = random_adapter(base, seed=seed)
     state = SavedState(About.of(base, adapter.shape), adapter.named_tensors())
-    row: dict[str, Any] = {
-        "tinker_path": path,
-        "model_id": "s:train:0",
-        "kind": "sampler",
-        "name": "a",
-        "directory": directory,
-        "base_model": "tiny",
-    }
-    row |= {"architecture": "qwen3", "lora_config": {}, "user_metadata": None, "created_at": time.time(), "expires_at": expires_at}
-    store.put_checkpoint(Checkpoint(**row, **write_files(files, row, partial(write_state, state))))
-    store.close()
-    return path
+    return Checkpoints(data_dir).add(CheckpointPath("s:train:0", "sampler", "a"), partial(write_state, state), {}).tinker_path
 
 
 def test_only_what_is_read_comes_into_memory_and_finding_reads_nothing(text_base: BaseModel, tmp_path: Path) -> None:
@@ -249,26 +224,21 @@ def test_only_what_is_read_comes_into_memory_and_finding_reads_nothing(text_base
     assert read.weights.ref.label == path
 
 
-def test_a_checkpoint_is_sampled_until_it_expires(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshots = make(text_base, tmp_path)
-    path = saved(text_base, tmp_path, expires_at=time.time() + 1000)
-    sampled(snapshots, path)
-    monkeypatch.setattr("time.time", lambda now=time.time: now() + 1001)
-    with pytest.raises(NotFoundError, match="has expired"):
-        snapshots.find("tiny", path)
-    with pytest.raises(NotFoundError):
-        snapshots.reader("tiny", path)()
-
-
-def test_weights_that_are_published_while_former_ones_are_read_stay(text_base: BaseModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_read", [True, False])
+def test_weights_that_are_published_while_former_ones_are_read_stay(text_base: BaseModel, tmp_path: Path, is_read: bool) -> None:
+    """Also if the former ones could not be read any more because of that."""
     snapshots = make(text_base, tmp_path, limit_bytes=0)
     snapshots.publish("tiny", "m/inflight", random_adapter(text_base, seed=1))
     snapshots.publish("tiny", "other/1", random_adapter(text_base))  # puts them on the disk
     snapshots.spill.settle()
-    former = snapshots.reader("tiny", "m/inflight")()
+    read = snapshots.reader("tiny", "m/inflight")
+    if is_read:
+        former = read()
     new = random_adapter(text_base, seed=2)
-    snapshots.publish("tiny", "m/inflight", new)
-    snapshots.hold(("tiny", "m/inflight"), lambda: former)
+    snapshots.publish("tiny", "m/inflight", new)  # deletes the files of the former ones
+    with pytest.raises(NotFoundError, match="were deleted"):
+        read()
+    snapshots.hold(("tiny", "m/inflight"), (lambda: former) if is_read else read)
     assert snapshots.find("tiny", "m/inflight") is new
 
 
@@ -293,18 +263,82 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(text_base:
     snapshots.forget(path)
     snapshots.hold(("tiny", path), lambda: read)
     assert snapshots.find("tiny", path) is None
-    assert equal(sampled(snapshots, path), random_adapter(text_base, seed=2))
+    assert equal(find(snapshots, path), random_adapter(text_base, seed=2))
 
 
-def test_what_could_not_be_read_because_the_weights_changed_is_no_error(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path, limit_bytes=0)
-    snapshots.publish("tiny", "m/inflight", random_adapter(text_base, seed=1))
-    snapshots.publish("tiny", "other/1", random_adapter(text_base))
-    snapshots.spill.settle()
-    read = snapshots.reader("tiny", "m/inflight")
-    new = random_adapter(text_base, seed=2)
-    snapshots.publish("tiny", "m/inflight", new)  # deletes the files of the former ones
-    with pytest.raises(NotFoundError, match="were deleted"):
-        read()
-    snapshots.hold(("tiny", "m/inflight"), read)
-    assert snapshots.find("tiny", "m/inflight") is new
+# ---- On their way to the disk: never gone, whatever that does
+
+
+ONE, TWO = ("tiny", "m/1"), ("tiny", "m/2")
+
+
+def put(spill: Spill, key: Key, base: BaseModel) -> Adapter:
+    adapter = random_adapter(base)
+    spill.put(key, About.of(base, adapter.shape), adapter)
+    return adapter
+
+
+def test_a_snapshot_is_in_memory_until_it_is_on_the_disk(text_base: BaseModel, tmp_path: Path) -> None:
+    spill = Spill(tmp_path / "spill")
+    assert spill.find(ONE) is None
+    adapter = put(spill, ONE, text_base)
+    found = spill.find(ONE)
+    assert found is adapter or isinstance(found, Written)
+    spill.settle()
+    found = spill.find(ONE)
+    assert isinstance(found, Written)
+    assert found.ref == adapter.ref
+    assert [found.directory] == list((tmp_path / "spill").iterdir())
+    put(spill, TWO, text_base)
+    assert sorted(spill.keys()) == [ONE, TWO]
+
+
+def test_what_is_dropped_on_its_way_leaves_nothing(text_base: BaseModel, tmp_path: Path) -> None:
+    spill = Spill(tmp_path / "spill")
+    put(spill, ONE, text_base)
+    spill.drop(ONE)
+    spill.drop(TWO)
+    assert (spill.find(ONE), spill.keys(), list((tmp_path / "spill").iterdir())) == (None, [], [])
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_what_the_disk_does_not_take_stays_in_memory_and_is_tried_again(text_base: BaseModel, tmp_path: Path, is_dropped: bool) -> None:
+    spill = Spill(tmp_path / "spill")
+    (tmp_path / "spill").rmdir()
+    (tmp_path / "spill").touch()  # no directory: nothing can be written
+    adapter = put(spill, ONE, text_base)
+    with pytest.raises(TinsmithError, match="make room there"):
+        put(spill, TWO, text_base)
+    assert spill.find(ONE) is adapter
+    assert spill.find(TWO) is None
+    with pytest.raises(TinsmithError):
+        spill.settle()
+    if is_dropped:
+        spill.drop(ONE)
+        spill.settle()  # which ends the error
+        assert spill.find(ONE) is None
+        return
+    (tmp_path / "spill").unlink()
+    (tmp_path / "spill").mkdir()
+    with contextlib.suppress(TinsmithError):
+        spill.settle()  # the attempt before, which began without a directory or has already found one
+    spill.settle()
+    assert isinstance(spill.find(ONE), Written)
+
+
+def test_what_failed_for_another_reason_is_tried_again_too(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise no snapshot could be taken any more: each would fail with the error of this one."""
+
+    def run_out(*_: object) -> None:
+        raise MemoryError
+
+    spill = Spill(tmp_path / "spill")
+    with monkeypatch.context() as patched:
+        patched.setattr("tinsmith.worker.spill.write_state", run_out)
+        put(spill, ONE, text_base)
+        spill._thread.submit(lambda: None).result()  # it has been tried by now
+    with pytest.raises(MemoryError):
+        put(spill, TWO, text_base)
+    put(spill, TWO, text_base)
+    spill.settle()
+    assert all(isinstance(spill.find(key), Written) for key in (ONE, TWO))
