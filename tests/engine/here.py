@@ -19,16 +19,15 @@ from tinsmith.models.base import BaseModel
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Done
-from tinsmith.protocol.work import RunPass, WorkerReady, WorkerStatus
+from tinsmith.protocol.work import PassDone, RunPass, WorkerReady, WorkerStatus
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import CHECKPOINTS_DIR
 from tinsmith.store.records import CommandKind, Model, NewCommand, Outcome
 from tinsmith.store.store import Store
-from tinsmith.training.backend import DatumWork, LocalBackend, PassResult
+from tinsmith.training.backend import LocalBackend
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.forward_backward import StoredRequest, move_images_out
 from tinsmith.worker.loop import Worker
-from tinsmith.worker.passes import Trained
 from tinsmith.worker.records import AskedRecords
 
 LONG_S = 120.0
@@ -79,18 +78,6 @@ Computed = tuple[list[str], int, bool]
 """A pass: the model of each datum, tokens, and whether it was backward."""
 
 
-class NotingBackend(LocalBackend):
-    """The real backend, with a note of every pass."""
-
-    def __init__(self, real: LocalBackend, computed: list[Computed]) -> None:
-        super().__init__(real.base, real.config)
-        self.computed = computed
-
-    def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
-        self.computed.append(([datum.model_id for datum in work], sum(len(datum.rendered) for datum in work), backward))
-        return super().run_pass(work, backward)
-
-
 class WorkerHere:
     """In the place of a `WorkerProcess`: a worker that does its turns when the engine asks what it has said."""
 
@@ -101,7 +88,7 @@ class WorkerHere:
         self.passes: list[RunPass] = []
         """All that the engine has asked for."""
         self.computed: list[Computed] = []
-        """All passes that workers have computed."""
+        """All passes that workers have told the results of."""
         self.is_stuck = False
         """Whether to do nothing that needs the device, as while something takes long on it."""
         self.was_ever_ready = True
@@ -118,11 +105,6 @@ class WorkerHere:
         self.wire = Wire()
         records = AskedRecords(lambda question: travelled(self.records.answer(travelled(question))))
         self.worker = Worker(self.config, self.bases, self.wire, Beat(), records)  # type: ignore[arg-type]
-        for name, trained in self.worker.passes.bases.items():
-            assert isinstance(trained.backend, LocalBackend)
-            noting = NotingBackend(trained.backend, self.computed)
-            self.worker.models.backends[name] = noting  # type: ignore[index]
-            self.worker.passes.bases[name] = Trained(noting, trained.renderer, trained.longest)  # type: ignore[index]
         self.last_messages: list[Message] = []
         self.is_ready = True
         return WorkerReady([facts.to_dict() for facts in self.worker.facts()], "cpu")
@@ -147,7 +129,11 @@ class WorkerHere:
                 self.work()
             except DeviceLostError as error:
                 self.die(str(error))
-        return [message for message in self.wire.taken() if not isinstance(message, WorkerReady | WorkerStatus)]
+        said = [message for message in self.wire.taken() if not isinstance(message, WorkerReady | WorkerStatus)]
+        asked = {message.number: message for message in self.passes}
+        for done in (asked[message.number] for message in said if isinstance(message, PassDone)):
+            self.computed.append(([operation.rpartition("/")[0] for operation, _ in done.pieces], sum(done.lengths), done.backward))
+        return said
 
     def work(self) -> None:
         """Do all that can be done now."""

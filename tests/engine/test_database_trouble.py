@@ -146,27 +146,9 @@ def test_training_stops_when_too_much_waits_for_the_database_and_goes_on_afterwa
     assert here.error("a", 3) is None
 
 
-def test_operations_and_pictures_that_cannot_be_read_now_are_read_later(here: Here) -> None:
-    here.forward("a", 1, [4], pictures=[png(5)])
-    here.forward("a", 2, [4])
-    with unreadable(here):
-        here.turn()
-        assert here.engine.reading.is_failing
-    here.engine._read_log()
-    with unreadable(here):
-        here.turn()  # the operations cannot be read
-        assert here.engine.trainer.put_off == {MODEL}
-        assert 0 < here.engine.patience() <= 5
-    here.until(lambda: here.engine.trainer.forward.operations)
-    assert here.engine.recorder.waiting == []
-    here.settle()
-    assert [here.error("a", seq_id) for seq_id in (1, 2)] == [None, None]
-
-
-def test_pictures_that_the_worker_cannot_read_now_are_read_later(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operations behind theirs wait with them."""
-    reads = 0
-    read = here.worker.images.read
+def test_operations_and_pictures_that_cannot_be_read_now_are_read_later(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the engine, and then by the worker. Those behind them wait with them."""
+    reads, read = 0, here.worker.images.read
 
     def reading(digest: bytes) -> bytes | None:
         nonlocal reads
@@ -180,7 +162,17 @@ def test_pictures_that_the_worker_cannot_read_now_are_read_later(here: Here, mon
     here.forward("a", 1, [4], pictures=[png(5)])
     here.forward("a", 2, [4])
     here.optim("a", 3)
-    here.until(lambda: here.engine.trainer.put_off)
+    with unreadable(here):
+        here.turn()
+        assert here.engine.reading.is_failing
+    here.engine._read_log()
+    with unreadable(here):
+        here.turn()  # the operations cannot be read
+        assert here.engine.trainer.put_off == {MODEL}
+        assert 0 < here.engine.patience() <= 5
+    here.until(lambda: here.engine.trainer.forward.operations)
+    assert here.engine.recorder.waiting == []
+    here.until(lambda: here.engine.trainer.put_off)  # the worker has not found the picture
     here.settle()
     assert reads >= 2
     assert [here.error("a", seq_id) for seq_id in (1, 2, 3)] == [None] * 3

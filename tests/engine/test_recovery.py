@@ -52,6 +52,18 @@ def die(here: Here) -> None:
     here.new_worker()
 
 
+def die_when(here: Here, reached: Callable[[], object], times: int = 2) -> None:
+    """The worker dies whenever that is true."""
+
+    def is_stuck() -> bool:
+        here.process.is_stuck = bool(reached())
+        return here.process.is_stuck
+
+    for _ in range(times):
+        here.until(is_stuck)
+        die(here)
+
+
 def results(here: Here, *seqs: int) -> list[object]:
     """What operations of `a` came to, none of which has failed."""
     outcomes = [here.outcome("a", seq) for seq in seqs]
@@ -86,8 +98,12 @@ def test_a_model_comes_back_as_its_last_step_left_it(make: Callable[..., Here], 
     expected, after = undisturbed(make, *seqs)
     assert results(here, *(each for seq in seqs for each in (seq, seq + 1))) == expected
     assert_same(state(here), after)
-    copies = list(kept_copies(Path(here.config.data_dir), "s:train:a").iterdir())
-    assert sorted(int(copy.name) for copy in copies) == [seqs[-2] + 1, seqs[-1] + 1]
+    copies = kept_copies(Path(here.config.data_dir), "s:train:a")
+    assert sorted(int(copy.name) for copy in copies.iterdir()) == [seqs[-2] + 1, seqs[-1] + 1]
+    here.store.finish_session("s", "client", None)
+    here.say(EndSession("s", save=False))
+    here.settle()
+    assert not copies.exists()  # they go with their model
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
@@ -193,15 +209,6 @@ def test_copies_take_no_more_than_their_share_of_the_time(make: Callable[..., He
     here.settle()
     assert list(here.engine.trainer.operations.models) == ["s:train:b"]
     assert_same(state(here, "b"), before)
-
-
-def test_copies_go_with_their_models(here: Here) -> None:
-    step(here, 1)
-    assert kept_copies(Path(here.config.data_dir), "s:train:a").is_dir()
-    here.store.finish_session("s", "client", None)
-    here.say(EndSession("s", save=False))
-    here.settle()
-    assert not kept_copies(Path(here.config.data_dir), "s:train:a").exists()
 
 
 # ---- What had begun
@@ -354,16 +361,8 @@ def test_a_model_whose_comeback_ends_the_workers_again_is_lost_and_others_come_b
     here.save("a", 3, "kept")
     here.settle()
     comeback = here.engine.trainer.comeback
-
-    def reached() -> bool:
-        """Only the comeback of `a` gets stuck."""
-        here.process.is_stuck = comeback.under_way is not None and comeback.under_way[0] == "s:train:a"
-        return here.process.is_stuck
-
-    for _ in range(2):
-        die(here)
-        here.until(reached)
     die(here)
+    die_when(here, lambda: comeback.under_way is not None and comeback.under_way[0] == "s:train:a")
     here.optim("a", 4)
     here.settle()
     lost = str(here.error("a", 4))
@@ -380,14 +379,7 @@ def test_an_operation_that_ends_the_workers_again_fails_and_its_model_comes_back
     before = state(here)
     here.forward("a", 3, [4])
     here.optim("a", 4)
-
-    def reached() -> bool:
-        here.process.is_stuck = bool(here.engine.trainer.forward.passes)
-        return here.process.is_stuck
-
-    for _ in range(2):
-        here.until(reached)
-        die(here)
+    die_when(here, lambda: here.engine.trainer.forward.passes)
     here.settle()
     failed = here.outcome("a", 3)
     assert (failed.error, failed.category) == (f"{REASON} while the operation was run, for the second time", "server")
@@ -431,14 +423,7 @@ def test_a_model_in_the_making_is_made_by_the_next_worker_and_not_by_a_third(her
     """It may be what ends them: every time, all other clients would lose their models."""
     here.create("b")
     here.forward("b", 1, [4])
-
-    def reached() -> bool:
-        here.process.is_stuck = "s:train:b" in here.engine.trainer.running
-        return here.process.is_stuck
-
-    for _ in range(ends):
-        here.until(reached)
-        die(here)
+    die_when(here, lambda: "s:train:b" in here.engine.trainer.running, ends)
     here.create("d")
     here.settle()
     assert here.error("d", 0) is None
@@ -452,25 +437,12 @@ def test_a_model_in_the_making_is_made_by_the_next_worker_and_not_by_a_third(her
         assert "model s:train:b is not loaded" in str(here.error("b", 1))
 
 
-def test_models_come_back_when_a_locked_database_has_heard_of_their_snapshots(here: Here) -> None:
-    here.process.die(REASON)
-    with here.locked():
-        here.turn()
-        assert here.engine.has_lost
-    here.new_worker()
-    with here.locked():
-        for _ in range(3):
-            here.turn()
-        assert here.engine.trainer.comeback.under_way is None
-    here.settle()
-    assert here.engine.patience() > 0
-    assert "s:train:a" in here.backend().optimizers
-    assert any(isinstance(message, Ready) for message in here.said)
-
-
 def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(doomed: Here) -> None:
     """Also if the next worker ends before."""
     here = doomed
+    here.create("c")  # which comes back, as it has not been stepped
+    here.settle()
+    here.said.clear()
     here.process.is_stuck = True
     here.optim("a", 3)
     here.until(lambda: here.engine.trainer.running)
@@ -482,16 +454,20 @@ def test_a_locked_database_hears_of_the_loss_later_and_work_begins_only_then(doo
         here.process.die(REASON)
         with here.locked():
             here.turn()
+            assert here.engine.has_lost
         here.new_worker()
         with here.locked():
             for _ in range(3):
                 here.turn()
+            assert here.engine.trainer.comeback.under_way is None
     assert not any(isinstance(message, Ready) for message in here.said)
     assert [here.store.status(name) for name in names] == ["queued"] * 3
     assert here.backend().optimizers == {}
     here.settle()
     assert [str(here.error("a", seq)).startswith(REASON) for seq in (3, 4)] == [True, True]
+    assert here.engine.patience() > 0
     assert here.error("b", 0) is None
+    assert here.backend().optimizers.keys() == {"s:train:b", "s:train:c"}
     assert [here.told.count(name) for name in names] == [1, 1, 1]
     assert "s:train:a" not in here.engine.trainer.queue.models  # nothing of it is left to be called overdue
     told = [message for message in here.said if isinstance(message, Done | Ready)]

@@ -54,15 +54,6 @@ def test_the_worker_with_the_longest_known_prefix_wins_where_all_have_the_same_t
     assert Asked(2).sample(tokens(9, 1) + text)[0] == 0
 
 
-def test_a_shorter_prefix_than_a_piece_is_not_remembered_for_a_longer_prompt() -> None:
-    asked = Asked(2)
-    busy = asked.sample(tokens(5, 1))
-    short = asked.sample(tokens(1, 1)[:-1])
-    assert (busy[0], short[0]) == (0, 1)
-    asked.finish(busy, short)
-    assert asked.sample(tokens(1, 1))[0] == 0  # nobody knows its first piece; the first of those with nothing to do
-
-
 def test_much_to_do_outweighs_a_known_prefix_and_little_does_not() -> None:
     """A worker that knows 4 pieces is ahead by 4 * BLOCK: a sample of fewer tokens there does not change that, one of more does."""
     for left_to_do, chosen in ((4 * BLOCK - DECODE, 0), (4 * BLOCK + DECODE, 1)):

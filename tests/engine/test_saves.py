@@ -114,22 +114,6 @@ def tensors_of(read: SavedState) -> dict[str, Tensor]:
     return {**read.tensors, **(read.moments or {})}
 
 
-def test_the_model_goes_on_while_its_save_is_written_and_the_save_is_of_before(here: Here, disk: SlowDisk) -> None:
-    before = state(here)
-    hold_save(here, disk)
-    step_beside(here, 4)
-    here.snapshot("a", 6)
-    here.until(lambda: f"{MODEL}/6" in here.told)
-    assert here.error("a", 6) is None
-    assert (here.store.status(f"{MODEL}/3"), here.store.checkpoint(f"tinker://{MODEL}/weights/kept")) == ("queued", None)
-    assert here.engine.trainer.queued(MODEL) == 1
-    disk.released.set()
-    here.settle()
-    assert here.told[-1] == f"{MODEL}/3"
-    assert results(here, 3)
-    assert_same(tensors_of(saved(here)), before)
-
-
 @pytest.mark.parametrize("kind", ["save_weights_for_sampler", "save_weights_external"])
 def test_saves_for_other_purposes_keep_their_model_no_longer(here: Here, disk: SlowDisk, kind: Any) -> None:
     disk.hold()
@@ -143,20 +127,26 @@ def test_saves_for_other_purposes_keep_their_model_no_longer(here: Here, disk: S
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_steps_beside_a_save_are_those_without_one_and_a_write_that_fails_fails_the_save_alone(
+def test_a_save_is_of_before_the_steps_beside_it_which_are_those_without_one(
     here: Here, disk: SlowDisk, make: Callable[..., Here], fails: bool
 ) -> None:
+    """A write that fails fails the save alone."""
+    before = state(here)
     hold_save(here, disk)
     step_beside(here, 4)
+    assert (here.store.status(f"{MODEL}/3"), here.store.checkpoint(f"tinker://{MODEL}/weights/kept")) == ("queued", None)
+    assert here.engine.trainer.queued(MODEL) == 1
     disk.is_full = fails
     disk.released.set()
     here.settle()
+    assert here.told[-1] == f"{MODEL}/3"
     if fails:
         refused = here.outcome("a", 3)
         assert ("No space left on device" in str(refused.error), refused.category) == (True, "server")
         assert (here.checkpoint_directories(), here.store.checkpoint(f"tinker://{MODEL}/weights/kept")) == ([], None)
     else:
         assert results(here, 3)
+        assert_same(tensors_of(saved(here)), before)
     disk.is_full = False
     step(here, 6)
     expected, after = waited_for(make, 1, 4, 6)
@@ -210,33 +200,39 @@ def test_saves_of_several_models_are_written_at_once_and_others_train_beside_the
     hold_save(here, disk)
     here.save("b", 1, "kept")
     here.until(lambda: disk.most == 2)
+    here.snapshot("a", 4)
     here.create("c")
-    for model in "bc":
-        here.forward(model, 2 if model == "b" else 1, [5])
-        here.optim(model, 3 if model == "b" else 2)
-    here.until(lambda: {"s:train:b/3", "s:train:c/2"} <= set(here.told))
+    for model, seq in (("b", 2), ("c", 1)):
+        here.forward(model, seq, [5])
+        here.optim(model, seq + 1)
+    here.until(lambda: {"s:train:a/4", "s:train:b/3", "s:train:c/2"} <= set(here.told))
     disk.released.set()
     here.settle()
-    assert [here.error(model, seq) for model, seq in (("a", 3), ("b", 1), ("b", 3), ("c", 2))] == [None] * 4
+    assert [here.error(model, seq) for model, seq in (("a", 3), ("a", 4), ("b", 1), ("b", 3), ("c", 2))] == [None] * 5
 
 
 # ---- What a lost worker leaves
 
 
-def test_a_save_that_a_step_has_overtaken_does_not_hold_the_state_of_its_model(uncopied: Here, disk: SlowDisk) -> None:
-    """A model that came back from it would have lost a step without a word."""
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_save_that_a_step_has_overtaken_does_not_hold_the_state_of_its_model(uncopied: Here, disk: SlowDisk, is_written: bool) -> None:
+    """A model that came back from it would have lost a step without a word. It is lost, and takes along a save that is being written."""
     here = uncopied
     hold_save(here, disk)
     step_beside(here, 4)
-    disk.released.set()
-    here.settle()
-    assert results(here, 3)
-    assert here.engine.trainer.operations.models[MODEL].origin is None
+    if is_written:
+        disk.released.set()
+        here.settle()
+        assert results(here, 3)
+        assert here.engine.trainer.operations.models[MODEL].origin is None
     die(here)
+    disk.released.set()
     here.optim("a", 6)
     here.settle()
-    assert "there is no copy of what the last step left" in str(here.error("a", 6)) or "was lost" in str(here.error("a", 6))
-    assert f"newest checkpoint, tinker://{MODEL}/weights/kept" in str(here.error("a", 6))
+    lost = f"newest checkpoint, tinker://{MODEL}/weights/kept" if is_written else "it has no checkpoint to go on from"
+    assert lost in str(here.error("a", 6))
+    assert is_written or str(here.error("a", 3)).startswith(f"{REASON}, and there is no copy")
+    assert (here.engine.trainer.saves.writing, here.engine.trainer.operations.models) == ({}, {})
 
 
 def test_a_save_that_no_step_has_overtaken_holds_the_state_of_its_model(uncopied: Here, disk: SlowDisk) -> None:
@@ -287,12 +283,16 @@ def test_a_step_that_runs_when_the_save_ends_counts_once_it_is_finished(uncopied
 def test_a_save_that_is_cut_short_is_written_again_before_what_comes_behind_it(here: Here, disk: SlowDisk) -> None:
     before = state(here)
     hold_save(here, disk)
+    number = here.engine.trainer.saves.writing[MODEL].in_call
+    assert number is not None
     here.process.is_stuck = True
     here.forward("a", 4, LENGTHS)
     here.until(lambda: here.process.passes and here.process.passes[-1].pieces[0][0] == f"{MODEL}/4")
     here.optim("a", 5, learning_rate=0.1)
     die(here)
     here.until(lambda: f"{MODEL}/5" in here.told)
+    for message in (Copied(number), Answer(number, {}), CallFailed(number, "TinsmithError", "too late")):
+        here.engine.handle_worker(message)  # the former worker has said it
     assert here.store.status(f"{MODEL}/3") == "queued"
     disk.released.set()
     here.settle()
@@ -327,30 +327,6 @@ def test_a_save_that_ends_the_workers_again_fails(here: Here, disk: SlowDisk) ->
     assert here.error("a", 3) == f"{REASON} while the operation was run, for the second time"
     step(here, 4)
     assert results(here, 4, 5)
-
-
-def test_a_lost_model_takes_its_save_along(uncopied: Here, disk: SlowDisk) -> None:
-    here = uncopied
-    hold_save(here, disk)
-    step_beside(here, 4)
-    die(here)
-    disk.released.set()
-    here.settle()
-    assert str(here.error("a", 3)).startswith(f"{REASON}, and there is no copy")
-    assert (here.engine.trainer.saves.writing, here.engine.trainer.operations.models) == ({}, {})
-
-
-def test_what_a_worker_says_of_saves_that_it_had_before_touches_nothing(here: Here, disk: SlowDisk) -> None:
-    hold_save(here, disk)
-    number = here.engine.trainer.saves.writing[MODEL].in_call
-    assert number is not None
-    die(here)
-    here.until(lambda: MODEL in here.engine.trainer.saves.writing)
-    for message in (Copied(number), Answer(number, {}), CallFailed(number, "TinsmithError", "too late")):
-        here.engine.handle_worker(message)
-    disk.released.set()
-    here.settle()
-    assert results(here, 3)
 
 
 # ---- The database

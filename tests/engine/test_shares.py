@@ -118,7 +118,7 @@ ANSWER = (2**14, {"large": 2**24})
         (
             [*((140, {f"small {place}": 128 * PIXELS_OF_A_TOKEN}) for place in range(20)), (2100, {"huge": 2048 * PIXELS_OF_A_TOKEN})],
             ENOUGH,
-            [[0, 20], [*range(1, 20)]],
+            [[19, 20], [*range(19)]],
         ),
         # One of several sequences costs a worker once: a text of 80,415, and three answers of 24,576 each about one picture of 37,635.
         ([(37_500, {}), ANSWER, ANSWER, ANSWER], ENOUGH, [[0], [1, 2, 3]]),

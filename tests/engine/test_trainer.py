@@ -22,8 +22,10 @@ def here(text_base: BaseModel, tmp_path: Path) -> Here:
 
 @pytest.fixture
 def impatient(here: Here) -> Here:
-    """Waits for no operation that is missing, once it has looked for it."""
+    """Waits for no operation that is missing, once it has looked for it. The model `a` is ready."""
     here.engine.trainer.queue.held_s = 0.0
+    here.create("a")
+    here.settle()
     return here
 
 
@@ -163,51 +165,42 @@ def test_a_step_is_refused_with_its_gradients_if_one_of_its_operations_failed_an
 
 
 def test_an_overdue_step_leaves_nothing_behind_for_the_next(impatient: Here) -> None:
-    here = impatient
-    here.create("a")
-    here.settle()
-    here.optim("a", 2)
-    here.until(lambda: "s:train:a/2" in here.told)
-    here.forward("a", 3, [4])
-    here.optim("a", 4)
-    here.settle()
-    assert here.error("a", 2) == "seq_id 1 never came; this operation, seq_id 2, waited 0 s for it"
-    assert here.error("a", 4) is None
+    impatient.optim("a", 2)
+    impatient.until(lambda: "s:train:a/2" in impatient.told)
+    impatient.forward("a", 3, [4])
+    impatient.optim("a", 4)
+    impatient.settle()
+    assert impatient.error("a", 2) == "seq_id 1 never came; this operation, seq_id 2, waited 0 s for it"
+    assert impatient.error("a", 4) is None
 
 
 def test_an_overdue_step_waits_for_what_is_before_the_gap_and_clears_all_of_it(impatient: Here) -> None:
-    here = impatient
-    here.create("a")
-    here.settle()
-    here.process.is_stuck = True
-    here.forward("a", 1, [60] * 4)  # more passes than the worker gets at a time
-    here.optim("a", 3)
-    here.until(lambda: here.process.passes)
-    here.turn()
-    assert here.engine.patience() > 0
-    here.process.is_stuck = False
-    here.until(lambda: "s:train:a/3" in here.told)
-    here.optim("a", 4)
-    here.settle()
-    assert [here.error("a", seq) for seq in (1, 4)] == [None, None]
-    assert str(here.error("a", 3)).startswith("seq_id 2 never came")
-    assert orjson.loads(here.outcome("a", 4).result or b"")["metrics"]["grad_norm"] == 0
+    impatient.process.is_stuck = True
+    impatient.forward("a", 1, [60] * 4)  # more passes than the worker gets at a time
+    impatient.optim("a", 3)
+    impatient.until(lambda: impatient.process.passes)
+    impatient.turn()
+    assert impatient.engine.patience() > 0
+    impatient.process.is_stuck = False
+    impatient.until(lambda: "s:train:a/3" in impatient.told)
+    impatient.optim("a", 4)
+    impatient.settle()
+    assert [impatient.error("a", seq) for seq in (1, 4)] == [None, None]
+    assert str(impatient.error("a", 3)).startswith("seq_id 2 never came")
+    assert orjson.loads(impatient.outcome("a", 4).result or b"")["metrics"]["grad_norm"] == 0
 
 
 def test_a_step_that_comes_too_late_leaves_the_gradients_of_another_alone(impatient: Here) -> None:
-    here = impatient
-    here.create("a")
-    here.settle()
-    here.forward("a", 2, [4])
-    here.until(lambda: "s:train:a/2" in here.told)
-    here.optim("a", 3)
-    here.forward("a", 4, [4])
-    here.settle()
-    here.optim("a", 1)
-    here.optim("a", 5)
-    here.settle()
-    assert "came after" in str(here.error("a", 1))
-    assert orjson.loads(here.outcome("a", 5).result or b"")["metrics"]["grad_norm"] > 0
+    impatient.forward("a", 2, [4])
+    impatient.until(lambda: "s:train:a/2" in impatient.told)
+    impatient.optim("a", 3)
+    impatient.forward("a", 4, [4])
+    impatient.settle()
+    impatient.optim("a", 1)
+    impatient.optim("a", 5)
+    impatient.settle()
+    assert "came after" in str(impatient.error("a", 1))
+    assert orjson.loads(impatient.outcome("a", 5).result or b"")["metrics"]["grad_norm"] > 0
 
 
 def test_a_long_datum_is_not_overtaken_for_ever(here: Here) -> None:
@@ -225,17 +218,14 @@ def test_a_long_datum_is_not_overtaken_for_ever(here: Here) -> None:
 
 
 def test_a_gap_fails_the_operation_behind_it_and_the_step(impatient: Here) -> None:
-    here = impatient
-    here.create("a")
-    here.settle()
-    here.forward("a", 2, [4])
-    here.optim("a", 3)
-    here.until(lambda: "s:train:a/3" in here.told)
-    assert here.error("a", 2) == "seq_id 1 never came; this operation, seq_id 2, waited 0 s for it"
-    assert "the step was refused" in str(here.error("a", 3))
-    here.forward("a", 1, [4])
-    here.settle()
-    assert "came after the operations behind it had been given up" in str(here.error("a", 1))
+    impatient.forward("a", 2, [4])
+    impatient.optim("a", 3)
+    impatient.until(lambda: "s:train:a/3" in impatient.told)
+    assert impatient.error("a", 2) == "seq_id 1 never came; this operation, seq_id 2, waited 0 s for it"
+    assert "the step was refused" in str(impatient.error("a", 3))
+    impatient.forward("a", 1, [4])
+    impatient.settle()
+    assert "came after the operations behind it had been given up" in str(impatient.error("a", 1))
 
 
 def test_models_that_were_not_created_fail_in_words(here: Here) -> None:
@@ -281,20 +271,3 @@ def test_a_session_that_ends_before_its_models_exist_leaves_nothing(here: Here) 
     assert here.backend().optimizers == {}
     assert here.engine.trainer.queue.models == {}
     assert here.worker.snapshots.held == {}
-
-
-def test_a_snapshot_is_taken_in_order(here: Here) -> None:
-    here.create("a")
-    for seq in (1, 2):
-        body = {"model_id": "s:train:a", "seq_id": 3 * seq, "sampling_session_seq_id": seq}
-        here.forward("a", 3 * seq - 2, [4])
-        here.optim("a", 3 * seq - 1)
-        here.add("a", 3 * seq, "save_weights_for_sampler", body)
-    here.settle()
-    first, second = (here.worker.snapshots.find("tiny", f"s:train:a/{seq}") for seq in (3, 6))
-    assert first is not None
-    assert second is not None
-    live = here.backend().optimizers["s:train:a"].weights
-    assert orjson.loads(here.outcome("a", 3).result or b"") == {"sampling_session_id": "s:sample:1"}
-    assert not (first.tensors()[1] == second.tensors()[1]).all()
-    assert (second.tensors()[1] == live.tensors()[1]).all()

@@ -23,7 +23,7 @@ from tinsmith.engine.worker_process import WorkerProcess
 from tinsmith.errors import ConfigError
 from tinsmith.protocol.link import ChildLink, ParentLink
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.serving import ForgetCheckpoint, Shutdown
+from tinsmith.protocol.serving import ForgetCheckpoint
 from tinsmith.protocol.work import Answer, WorkerReady
 
 
@@ -171,13 +171,17 @@ def test_a_worker_that_cannot_start_is_tried_at_longer_and_longer_intervals(
     assert delay_after_the_end() == pytest.approx(1000.0, abs=500.0)  # one that was ready is no sign of something lasting
 
 
-def test_what_a_worker_says_at_last_is_the_reason_and_what_it_answered_before_is_kept(watch: Callable[..., Watched]) -> None:
+@pytest.mark.parametrize(("path", "reason"), [("lost", REASON), ("follow", "the others are gone")])
+def test_what_a_worker_says_at_last_is_the_reason_and_what_it_answered_before_is_kept(
+    watch: Callable[..., Watched], path: str, reason: str
+) -> None:
     worker = watch("ready")
     pid = worker.start()
     worker.ask("before")
-    worker.ask("lost")
+    worker.ask(path)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it is dead, which nobody has noticed yet
-    assert worker.process.ended() == f"the worker process ended unexpectedly ({REASON})"
+    assert worker.process.ended() == f"the worker process ended unexpectedly ({reason})"
+    assert worker.process.follows == (path == "follow")
     assert worker.process.last_messages == [Answer(0, {"path": "before"})]
 
 
@@ -212,18 +216,8 @@ def test_a_worker_that_shows_no_life_or_no_progress_is_killed(
     assert re.fullmatch(rf"the worker process ended unexpectedly \(it had {why} and was killed\)", worker.ends[0])
 
 
-def test_a_worker_that_starts_may_be_in_one_call_for_long(watch: Callable[..., Watched]) -> None:
-    """It may download its model, or wait for another process that does."""
-    worker = watch("loading spin", worker_still_s=2.0, worker_hung_s=4.0, worker_stuck_s=4.0)
-    worker.process.start_if_due()
-    pid = worker.process.pid
-    worker.until(lambda: worker.process.signs.stuck_s >= 6.0)
-    assert (worker.ends, worker.process.pid) == ([], pid)
-
-
-@pytest.mark.parametrize("limit", ["worker_still_s", "worker_stuck_s"])
-def test_a_worker_that_computes_for_longer_than_it_may_be_still_is_not_killed(watch: Callable[..., Watched], limit: str) -> None:
-    worker = watch("ready", **{limit: COMPUTES_S - 1})
+def test_a_worker_that_computes_for_longer_than_it_may_be_still_is_not_killed(watch: Callable[..., Watched]) -> None:
+    worker = watch("ready", worker_still_s=COMPUTES_S - 1, worker_stuck_s=COMPUTES_S - 1)
     pid = worker.start()
     worker.ask("compute")
     worker.until(lambda: worker.messages)
@@ -319,18 +313,6 @@ def test_an_engine_whose_first_workers_cannot_start_ends_with_the_reason(tmp_pat
         pytest.raises(ConfigError, match=f"^{why} before it could take work; its output above"),
     ):
         engine.run(os.getppid())
-
-
-def test_an_engine_that_is_told_to_stop_ends_its_worker(tmp_path: Path) -> None:
-    with engine_with("ready", tmp_path, 1) as (server, engine):
-        engine.workers.start_if_due()
-        process = engine.workers.workers[0].process
-        assert process is not None
-        while not engine.workers.is_ready:
-            engine.receive(0.05)
-        server.send(Shutdown())
-        engine.run(os.getppid())
-        assert process.poll() == 0
 
 
 def test_a_worker_that_ends_before_it_reads_its_configuration_ends_no_engine() -> None:

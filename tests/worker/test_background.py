@@ -3,7 +3,6 @@
 import logging
 import threading
 import time
-from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -43,20 +42,6 @@ def test_an_error_goes_to_who_asked_and_to_nobody_else() -> None:
         background.run(partial(int, text), lambda ended: errors.append(ended.exception()))
     delivered(background)
     assert [type(error) for error in errors] == [ValueError, type(None), ValueError]
-
-
-def test_a_result_may_ask_for_more() -> None:
-    background = Background("test", 1, lambda: None)
-    results: list[int] = []
-
-    def again(ended: "Future[int]") -> None:
-        results.append(ended.result())
-        if len(results) < 3:
-            background.run(lambda: len(results), again)
-
-    background.run(lambda: 0, again)
-    delivered(background)
-    assert results == [0, 1, 2]
 
 
 def test_what_ends_wakes_up_a_link_that_waits() -> None:

@@ -29,7 +29,6 @@ from tinsmith.training.checkpoint import SavedState, write_state
 from tinsmith.training.state_part import ENTRIES, StatePart
 from tinsmith.worker import joint_saves
 from tinsmith.worker.background import Background
-from tinsmith.worker.checkpoint_files import opened_files
 from tinsmith.worker.exports import write_external
 from tinsmith.worker.joint_saves import JointSaves, Save, _require_whole
 
@@ -126,31 +125,28 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.rglob("*") if file.is_file() and file.name != "manifest.json"}
 
 
-@pytest.mark.parametrize("optimizer", [True, False])
-def test_the_checkpoint_is_that_of_one_worker(workers: Workers, backend: LocalBackend, tmp_path: Path, optimizer: bool) -> None:
+@pytest.mark.parametrize("kind", ["training", "weights", "external"])
+def test_the_files_are_those_of_one_worker(workers: Workers, backend: LocalBackend, tmp_path: Path, kind: str) -> None:
+    optimizer = kind == "training"
     place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer)
-    told = workers.written(SaveModel(1, "tiny", MODEL, optimizer, row_of(place, "training")), state)
+    save: Save = SaveModel(1, "tiny", MODEL, optimizer, row_of(place, "training"))
+    if kind == "external":
+        save = ExportModel(1, "tiny", MODEL, [], row_of(place, kind))
+        write_external(state, backend.base.layout, tmp_path / "alone", [])
+    else:
+        write_state(state, tmp_path / "alone")
+    told = workers.written(save, state)
     assert workers.files.sizes(place) == {}
     assert workers.files.finished_places() == []
     workers.finish(FinishSave(1, place, told))
-    write_state(state, tmp_path / "alone")
     expected = contents(tmp_path / "alone")
-    with opened_files(workers.files, "tinker://s:train:0/weights/c", place, optimizer) as directory:
+    with workers.files.fetched(place) as directory:
         assert contents(directory) == expected
         manifest = read_manifest(directory, "")
         assert manifest is not None
         verify_files(manifest, directory, "")
-    assert workers.answers == [{"has_optimizer": optimizer, "size_bytes": sum(map(len, expected.values()))}]
-    assert workers.unfinished == []
-
-
-def test_external_weights_are_those_of_one_worker(workers: Workers, backend: LocalBackend, tmp_path: Path) -> None:
-    place, state = workers.files.new_place(), backend.copy_state(MODEL, optimizer=False)
-    told = workers.written(ExportModel(1, "tiny", MODEL, [], row_of(place, "external")), state)
-    workers.finish(FinishSave(1, place, told))
-    write_external(state, backend.base.layout, tmp_path / "alone", [])
-    with workers.files.fetched(place) as directory:
-        assert contents(directory) == contents(tmp_path / "alone")
+    if kind != "external":
+        assert workers.answers == [{"has_optimizer": optimizer, "size_bytes": sum(map(len, expected.values()))}]
     assert workers.unfinished == []
 
 

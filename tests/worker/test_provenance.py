@@ -50,18 +50,14 @@ def laid_over(datum: Datum, targets: Any = TARGETS, model_input: Any = MODEL_INP
     return with_recorded(datum, model_input, targets, MODEL, RECORDED)
 
 
-def test_each_turn_has_the_logprobs_with_which_it_was_sampled() -> None:
-    inputs = laid_over(conversation()).loss_fn_inputs
+@pytest.mark.parametrize("sent", [{}, {"logprobs": np.full(9, -9.0), "sequence_ratio_mask": np.ones(9)}])
+def test_each_turn_has_the_logprobs_with_which_it_was_sampled(sent: dict[str, Any]) -> None:
+    """Whatever the datum says of them."""
+    datum = conversation()
+    inputs = laid_over(conversation(loss_fn_inputs=datum.loss_fn_inputs | sent)).loss_fn_inputs
     assert inputs["logprobs"].tolist() == [0, 0, -1, -2, -3, 0, 0, -4, -5]
     assert inputs["sequence_ratio_mask"].tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1]
     assert inputs["advantages"].tolist() == [0, 0, 1, 1, 0, 0, 0, -1, -1]
-
-
-def test_what_was_recorded_goes_before_what_the_datum_says() -> None:
-    sent = conversation().loss_fn_inputs | {"logprobs": np.full(9, -9.0), "sequence_ratio_mask": np.ones(9)}
-    inputs = laid_over(conversation(loss_fn_inputs=sent)).loss_fn_inputs
-    assert inputs["logprobs"].tolist() == [0, 0, -1, -2, -3, 0, 0, -4, -5]
-    assert inputs["sequence_ratio_mask"].tolist() == [0, 0, 1, 1, 1, 0, 0, 1, 1]
 
 
 def test_a_part_of_a_sequence_has_its_part_of_the_logprobs() -> None:

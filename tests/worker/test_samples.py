@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +99,12 @@ def bench_of(base: BaseModel, directory: Path, **settings: Any) -> Bench:
     return Bench(made, sampler, sent, recorded)
 
 
-def test_samples_go_on_with_newer_inflight_weights_and_say_so(text_base: BaseModel, tmp_path: Path) -> None:
-    bench = bench_of(text_base, tmp_path)
+@pytest.fixture
+def bench(text_base: BaseModel, tmp_path: Path) -> Bench:
+    return bench_of(text_base, tmp_path)
+
+
+def test_samples_go_on_with_newer_inflight_weights_and_say_so(bench: Bench, text_base: BaseModel) -> None:
     snapshots = bench.samples.snapshots
     first = random_adapter(text_base, seed=1, ref=new_ref("s:train:0/1", "s:train:0"))
     second = random_adapter(text_base, seed=2, ref=new_ref("s:train:0/3", "s:train:0"))
@@ -124,14 +127,13 @@ def test_samples_go_on_with_newer_inflight_weights_and_say_so(text_base: BaseMod
     }
 
 
-def test_a_sample_that_fails_harms_no_other(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_that_fails_harms_no_other(bench: Bench, text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(sequences: list[SampledSequence], *more: Any) -> bytes:
         if len(sequences) == 2:
             raise ValueError("too large")
         return encode_sample_response(sequences, *more)
 
     monkeypatch.setattr(samples, "encode_sample_response", failing)
-    bench = bench_of(text_base, tmp_path)
     misshapen = random_adapter(text_base)
     misshapen.working["lm_head"] = LoraPair(*(tensor[:, :1] for tensor in misshapen.working["lm_head"]))
     bench.samples.snapshots.publish("tiny", "s:train:0/1", misshapen)
@@ -164,10 +166,8 @@ def test_a_sample_that_fails_harms_no_other(text_base: BaseModel, tmp_path: Path
     assert not any(bench.sampler.cache.users)
 
 
-def test_what_was_sampled_is_recorded_before_its_client_is_answered(text_base: BaseModel, tmp_path: Path) -> None:
+def test_what_was_sampled_is_recorded_before_its_client_is_answered(bench: Bench) -> None:
     """And what an ended session sampled is forgotten."""
-    bench = bench_of(text_base, tmp_path)
-    recorded = bench.recorded
     with occupied(bench.samples.disk):
         bench.samples.add(sample("s:sample:0/1", num_samples=2, record_stability_info=True))
         bench.samples.add(sample("s:sample:0/2"))
@@ -176,22 +176,21 @@ def test_what_was_sampled_is_recorded_before_its_client_is_answered(text_base: B
     bench.settle()
     (done,) = bench.sent
     sequences = tinker_pb2.SampleResponse.FromString(done.payload).sequences
-    found = recorded.find([f"s:sample:0/{number}/{index}" for number in (1, 2) for index in (0, 1)])
+    found = bench.recorded.find([f"s:sample:0/{number}/{index}" for number in (1, 2) for index in (0, 1)])
     assert list(found) == ["s:sample:0/1/0", "s:sample:0/1/1"]
     for kept, sent in zip(found.values(), sequences, strict=True):
         assert kept.prompt_length == 3
         assert (kept.tokens.tobytes(), kept.logprobs.tobytes()) == (sent.tokens, sent.logprobs)
     bench.samples.end_session("another")
     bench.settle()
-    assert len(recorded.find(found)) == 2
+    assert len(bench.recorded.find(found)) == 2
     bench.samples.end_session("s")
     bench.settle()
-    assert recorded.find(found) == {}
+    assert bench.recorded.find(found) == {}
 
 
-def test_a_request_id_that_is_sent_again_is_another_run(text_base: BaseModel, tmp_path: Path) -> None:
+def test_a_request_id_that_is_sent_again_is_another_run(bench: Bench) -> None:
     """Given up while it runs, and sent again with another prompt: nothing fails, and the answer is to the second prompt."""
-    bench = bench_of(text_base, tmp_path)
     seeded: dict[str, Any] = {"sampling_params": {"max_tokens": 9, "seed": 1, "stop": []}}
     other: dict[str, Any] = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [7, 8, 9, 10]}]}} | seeded
     bench.samples.add(sample("alone", **other))
@@ -209,27 +208,6 @@ def test_a_request_id_that_is_sent_again_is_another_run(text_base: BaseModel, tm
     assert answers["twice"] == expected
     assert answers["neighbour"] != expected
 
-    bench.samples.add(sample("twice", run=3, **seeded))  # without a word about the one that runs
-    bench.step()
-    bench.samples.add(sample("twice", run=4, **other))
-    bench.settle()
-    assert [(m.run, tokens_of(m)) for m in bench.sent] == [(3, answers["neighbour"]), (4, expected)]
-
-
-def test_a_session_that_ends_takes_its_samples_along(text_base: BaseModel, tmp_path: Path) -> None:
-    """Those that run and those that wait; what another session asked for goes on."""
-    bench = bench_of(text_base, tmp_path, max_running=2)
-    for number in range(9):
-        bench.samples.add(sample(f"ended:sample:{number}/0", num_samples=3))
-    bench.step()
-    bench.samples.add(sample("other:sample:0/0"))
-    assert bench.samples.waiting["tiny"].sessions == ["ended", "other"]
-    bench.samples.end_session("ended")
-    assert bench.samples.load() == (0, 1)
-    bench.settle()
-    assert list(bench.answers()) == ["other:sample:0/0"]
-    assert not any(bench.sampler.cache.users)
-
 
 def test_a_short_sample_does_not_wait_behind_two_thousand_others(text_base: BaseModel, tmp_path: Path) -> None:
     """Nor for their prompts to be rendered: one of each session is, whatever waits before it."""
@@ -246,8 +224,7 @@ def test_a_short_sample_does_not_wait_behind_two_thousand_others(text_base: Base
     assert list(bench.answers()) == ["few:sample:0/0"]
 
 
-def test_no_more_is_rendered_at_a_time_than_a_limit_of_bytes(text_base: BaseModel, tmp_path: Path) -> None:
-    bench = bench_of(text_base, tmp_path)
+def test_no_more_is_rendered_at_a_time_than_a_limit_of_bytes(bench: Bench) -> None:
     blanks = b" " * samples.STARTED_BYTES
     for number in range(3):
         message = sample(f"s:sample:0/{number}")
@@ -261,34 +238,26 @@ def test_no_more_is_rendered_at_a_time_than_a_limit_of_bytes(text_base: BaseMode
     assert (len(bench.answers()), bench.samples.rendering_bytes) == (3, 0)
 
 
-def test_large_requests_are_rendered_in_a_thread_and_keep_nobody_waiting(text_base: BaseModel, tmp_path: Path) -> None:
-    bench = bench_of(text_base, tmp_path)
-    with occupied(bench.samples.rendering):
-        bench.samples.add(large(sample("large:sample:0/0")))
-        bench.samples.add(sample("small:sample:0/0"))
-        bench.until(lambda: bench.sent)
-        assert list(bench.answers()) == ["small:sample:0/0"]
-        assert bench.samples.load() == (0, 1)
-        assert not any(started.message.payload for started in bench.samples.started.values())
-    bench.settle()
-    assert len(bench.answers()["large:sample:0/0"][0]) == 4
-
-
-def test_a_small_request_is_rendered_in_a_thread_while_its_picture_is_new(vision_base: BaseModel, tmp_path: Path) -> None:
-    """A few bytes may encode many pixels. Once the picture is decoded, the request takes no thread."""
+def test_what_takes_long_to_render_is_rendered_in_a_thread_and_keeps_nobody_waiting(vision_base: BaseModel, tmp_path: Path) -> None:
+    """Large requests, and small ones whose picture is new: a few bytes may encode many pixels. Once it is decoded, they take no thread."""
     bench = bench_of(vision_base, tmp_path)
     picture = {"type": "image", "format": "png", "data": base64.b64encode(png(5)).decode()}
     chunks = [{"type": "encoded_text", "tokens": [1, 2]}, picture, {"type": "encoded_text", "tokens": [3]}]
     first, again = (sample(f"s:sample:{number}/0", prompt={"chunks": chunks}) for number in range(2))
+    with_blanks = large(sample("large:sample:0/0"))
     assert len(first.payload) < samples.SMALL_BYTES
     with occupied(bench.samples.rendering):
+        bench.samples.add(with_blanks)
         bench.samples.add(first)
         bench.samples.add(sample("text:sample:0/0"))
         bench.until(lambda: bench.sent)
         assert list(bench.answers()) == ["text:sample:0/0"]
-        assert bench.samples.rendering_bytes == len(first.payload)
+        assert bench.samples.load() == (0, 2)
+        assert bench.samples.rendering_bytes == len(first.payload) + len(with_blanks.payload)
+        assert not any(started.message.payload for started in bench.samples.started.values())
     bench.settle()
-    assert len(bench.answers()["s:sample:0/0"][0]) == 4
+    answers = bench.answers()
+    assert [len(answers[name][0]) for name in ("s:sample:0/0", "large:sample:0/0")] == [4, 4]
     assert bench.samples.rendering_bytes == 0
     with occupied(bench.samples.rendering):
         bench.samples.add(again)
@@ -297,8 +266,7 @@ def test_a_small_request_is_rendered_in_a_thread_while_its_picture_is_new(vision
 
 
 @pytest.mark.parametrize("how", ["sample", "session"])
-def test_a_sample_that_is_cancelled_while_it_is_rendered_never_runs(text_base: BaseModel, tmp_path: Path, how: str) -> None:
-    bench = bench_of(text_base, tmp_path)
+def test_a_sample_that_is_cancelled_while_it_is_rendered_never_runs(bench: Bench, how: str) -> None:
     with occupied(bench.samples.rendering):
         bench.samples.add(large(sample("s:sample:0/0")))
         bench.step()
@@ -319,25 +287,6 @@ def test_a_sample_that_is_cancelled_while_it_is_rendered_never_runs(text_base: B
 # ---- Weights that are read
 
 
-class Reads:
-    """Stands before what reads weights: counts how often, and can let it fail."""
-
-    def __init__(self, snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = Counter[str]()
-        self.failing: set[str] = set()
-        self.reader = snapshots.reader
-        monkeypatch.setattr(snapshots, "reader", self)
-
-    def __call__(self, base_model: str, weights_id: str) -> Callable[[], Held]:
-        return partial(self.read, weights_id, self.reader(base_model, weights_id))
-
-    def read(self, weights_id: str, reader: Callable[[], Held]) -> Held:
-        self.count[weights_id] += 1
-        if weights_id in self.failing:
-            raise OSError("the disk is gone")
-        return reader()
-
-
 def spilled(bench: Bench, base: BaseModel, *snapshot_ids: str) -> None:
     """Publish snapshots that are on the disk only."""
     snapshots = bench.samples.snapshots
@@ -348,54 +297,47 @@ def spilled(bench: Bench, base: BaseModel, *snapshot_ids: str) -> None:
     snapshots.memory_bytes = 2**30
 
 
-def test_weights_are_read_in_a_thread_once_for_all_that_wait_for_them(
-    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_weights_are_read_in_a_thread_once_for_all_that_wait_for_them_who_alone_fail_with_it(
+    bench: Bench, text_base: BaseModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = bench_of(text_base, tmp_path)
-    spilled(bench, text_base, "s:train:0/1", "s:train:1/1")
-    reads = Reads(bench.samples.snapshots, monkeypatch)
+    good, bad = "s:train:0/1", "s:train:1/1"
+    spilled(bench, text_base, good, bad)
+    counts, failing, find = Counter[str](), {bad}, bench.samples.snapshots.reader
+
+    def reader(base_model: str, weights_id: str) -> Callable[[], Held]:
+        def read() -> Held:
+            counts[weights_id] += 1
+            if weights_id in failing:
+                raise OSError("the disk is gone")
+            return found()
+
+        found = find(base_model, weights_id)
+        return read
+
+    monkeypatch.setattr(bench.samples.snapshots, "reader", reader)
     with occupied(bench.samples.disk):
-        for number in range(3):
-            bench.samples.add(sample(f"s:sample:0/{number}", "s:train:0/1"))
-        bench.samples.add(sample("s:sample:1/0", "s:train:1/1"))
-        bench.samples.add(sample("s:sample:2/0"))
+        for number in range(2):
+            bench.samples.add(sample(f"good/{number}", good))
+            bench.samples.add(sample(f"bad/{number}", bad))
+        bench.samples.add(sample("base/0"))
         bench.until(lambda: bench.sent)
-        assert list(bench.answers()) == ["s:sample:2/0"]  # what needs no reading does not wait for it
+        assert list(bench.answers()) == ["base/0"]  # what needs no reading does not wait for it
         assert bench.samples.load() == (0, 4)
     bench.settle()
-    assert len(bench.answers()) == 4
-    assert reads.count == {"s:train:0/1": 1, "s:train:1/1": 1}
-    bench.samples.add(sample("s:sample:0/9", "s:train:0/1"))
-    bench.settle()
-    assert reads.count["s:train:0/1"] == 1
-
-
-def test_a_read_that_fails_fails_exactly_those_that_waited_for_it(
-    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = bench_of(text_base, tmp_path)
-    spilled(bench, text_base, "s:train:0/1", "s:train:1/1")
-    reads = Reads(bench.samples.snapshots, monkeypatch)
-    reads.failing.add("s:train:0/1")
-    for number in range(2):
-        bench.samples.add(sample(f"s:sample:0/{number}", "s:train:0/1"))
-    bench.samples.add(sample("s:sample:1/0", "s:train:1/1"))
-    bench.samples.add(sample("s:sample:2/0"))
-    bench.settle()
-    assert reads.count["s:train:0/1"] == 1
     answers = bench.answers()
-    for number in range(2):
-        assert answers.pop(f"s:sample:0/{number}") == "internal error: OSError('the disk is gone')"
-    assert sorted(answers) == ["s:sample:1/0", "s:sample:2/0"]
-    assert all(len(tokens) == 4 for (tokens,) in answers.values())
-    reads.failing.clear()
-    bench.samples.add(sample("s:sample:0/2", "s:train:0/1"))  # it is tried again
+    assert [answers[f"bad/{number}"] for number in range(2)] == ["internal error: OSError('the disk is gone')"] * 2
+    assert [len(answers[f"good/{number}"][0]) for number in range(2)] == [4, 4]
+    assert counts == {good: 1, bad: 1}
+    failing.clear()
+    bench.samples.add(sample("good/2", good))
+    bench.samples.add(sample("bad/2", bad))  # it is tried again
     bench.settle()
-    assert len(bench.answers()["s:sample:0/2"][0]) == 4
+    answers = bench.answers()
+    assert [len(answers[name][0]) for name in ("good/2", "bad/2")] == [4, 4]
+    assert counts == {good: 1, bad: 2}
 
 
-def test_a_sample_that_is_cancelled_while_its_weights_are_read_never_runs(text_base: BaseModel, tmp_path: Path) -> None:
-    bench = bench_of(text_base, tmp_path)
+def test_a_sample_that_is_cancelled_while_its_weights_are_read_never_runs(bench: Bench, text_base: BaseModel) -> None:
     spilled(bench, text_base, "s:train:0/1")
     with occupied(bench.samples.disk):
         for number in range(2):
@@ -407,8 +349,7 @@ def test_a_sample_that_is_cancelled_while_its_weights_are_read_never_runs(text_b
     assert (bench.samples.needing, bench.samples.on_the_way.total()) == ({}, 0)
 
 
-def test_newer_inflight_weights_that_come_while_former_ones_are_read_are_sampled(text_base: BaseModel, tmp_path: Path) -> None:
-    bench = bench_of(text_base, tmp_path)
+def test_newer_inflight_weights_that_come_while_former_ones_are_read_are_sampled(bench: Bench, text_base: BaseModel) -> None:
     spilled(bench, text_base, "s:train:0/inflight")
     with occupied(bench.samples.disk):
         bench.samples.add(sample("s:sample:0/0", "s:train:0/inflight"))
@@ -425,8 +366,7 @@ def test_newer_inflight_weights_that_come_while_former_ones_are_read_are_sampled
 # ---- Streams
 
 
-def test_a_stream_is_told_its_tokens_in_one_message_a_step(text_base: BaseModel, tmp_path: Path) -> None:
-    bench = bench_of(text_base, tmp_path)
+def test_a_stream_is_told_its_tokens_in_one_message_a_step(bench: Bench) -> None:
     bench.samples.add(sample("one:sample:0/0", stream=True, num_samples=2))
     bench.samples.add(sample("two:sample:0/0", stream=True))
     bench.samples.add(sample("silent:sample:0/0"))
@@ -454,8 +394,7 @@ def test_a_stream_is_told_its_tokens_in_one_message_a_step(text_base: BaseModel,
     assert sorted(done) == ["one:sample:0/0", "silent:sample:0/0", "two:sample:0/0"]
 
 
-def test_a_stream_that_is_cancelled_is_told_nothing_more(text_base: BaseModel, tmp_path: Path) -> None:
-    bench = bench_of(text_base, tmp_path)
+def test_a_stream_that_is_cancelled_is_told_nothing_more(bench: Bench) -> None:
     bench.samples.add(sample("s:sample:0/0", stream=True))
     bench.samples.add(sample("s:sample:0/1", stream=True))
     bench.until(lambda: bench.sent)

@@ -1,7 +1,6 @@
 """Frozen weights in memory and on disk."""
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +26,8 @@ from tinsmith.worker.snapshots import Snapshots
 from tinsmith.worker.spill import Key, Spill, Written
 
 
-def make(base: BaseModel, data_dir: Path, limit_bytes: float = 2**30) -> Snapshots:
+def make(base: BaseModel, data_dir: Path, limit_bytes: float = 0) -> Snapshots:
+    """Without a limit, only the newest is kept in memory."""
     return Snapshots({"tiny": base}, Store.open(data_dir), CheckpointFiles(data_dir), data_dir / "snapshots", limit_bytes)
 
 
@@ -42,7 +42,7 @@ def equal(one: Weights, other: Weights) -> bool:
 
 
 def test_the_snapshots_of_one_model_are_withdrawn(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path, limit_bytes=0)
+    snapshots = make(text_base, tmp_path)
     for snapshot_id in ("s:train:1/2", "s:train:1/5", "s:train:10/2"):
         snapshots.publish("tiny", snapshot_id, random_adapter(text_base))
     assert files(tmp_path, snapshots) == 2
@@ -70,7 +70,7 @@ def test_the_least_recently_sampled_go_to_disk_and_come_back(text_base: BaseMode
 
 def test_full_weights_go_to_disk_and_come_back_in_the_precision_of_the_base(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     base = load(family_dir("llama"), dtype="bfloat16")
-    snapshots = make(base, tmp_path, limit_bytes=0)
+    snapshots = make(base, tmp_path)
     backend = LocalBackend(base, TrainingConfig())
     taken = {}
     for number, switch in enumerate(("train_attn", "train_mlp")):
@@ -86,11 +86,13 @@ def test_full_weights_go_to_disk_and_come_back_in_the_precision_of_the_base(fami
 
 def test_inflight_weights_take_the_place_of_former_ones_also_of_those_on_disk(text_base: BaseModel, tmp_path: Path) -> None:
     old, new = random_adapter(text_base, seed=1), random_adapter(text_base, seed=2)
-    snapshots = make(text_base, tmp_path, limit_bytes=0)
+    snapshots = make(text_base, tmp_path)
     seen: list[object] = []
     snapshots.watchers.append(lambda *published: seen.append(published))
-    snapshots.publish("tiny", "m/inflight", old)
-    assert seen == [("tiny", old)]
+    for weights in (random_adapter(text_base, seed=3), old):
+        snapshots.publish("tiny", "m/inflight", weights)
+        assert snapshots.find("tiny", "m/inflight") is weights
+    assert seen[-1] == ("tiny", old)
     snapshots.publish("tiny", "other/1", random_adapter(text_base))  # puts the old ones on disk
     assert files(tmp_path, snapshots) == 1
     snapshots.publish("tiny", "m/inflight", new)
@@ -101,43 +103,19 @@ def test_inflight_weights_take_the_place_of_former_ones_also_of_those_on_disk(te
     assert (equal(again, new), again.ref) == (True, new.ref)
 
 
-def test_inflight_weights_take_the_place_of_former_ones_in_memory(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path)
-    for seed in range(3):
-        newest = random_adapter(text_base, seed=seed)
-        snapshots.publish("tiny", "m/inflight", newest)
-        assert snapshots.find("tiny", "m/inflight") is newest
-
-
-def test_a_new_worker_starts_without_the_snapshots_of_the_last(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path, limit_bytes=0)
-    for number in range(2):
-        snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
-    assert files(tmp_path, snapshots) == 1
-    assert files(tmp_path, make(text_base, tmp_path)) == 0
-
-
 def on_disk(data_dir: Path, snapshots: Snapshots) -> int:
     """Bytes of all snapshots on the disk, when all that are on their way have arrived."""
     snapshots.spill.settle()
     return sum(file.stat().st_size for file in (data_dir / "snapshots").rglob("*") if file.is_file())
 
 
-def size_of_one(base: BaseModel, tmp_path: Path) -> int:
-    """Bytes that a snapshot takes on the disk."""
-    snapshots = make(base, tmp_path, limit_bytes=0)
-    for number in range(2):
-        snapshots.publish("tiny", f"m/{number}", random_adapter(base))
-    return on_disk(tmp_path, snapshots)
-
-
 def test_two_hundred_steps_stay_under_the_cap_and_keep_what_is_sampled(text_base: BaseModel, tmp_path: Path) -> None:
-    size = size_of_one(text_base, tmp_path / "one")
-    snapshots = make(text_base, tmp_path, limit_bytes=0)
-    snapshots.disk_bytes = 5 * size
+    snapshots = make(text_base, tmp_path)
     first = random_adapter(text_base, seed=1)
     snapshots.publish("tiny", "reference/0", first)
     snapshots.publish("tiny", "m/0", random_adapter(text_base, seed=2))
+    size = on_disk(tmp_path, snapshots)  # of the first, which the second has put there
+    snapshots.disk_bytes = 5 * size
     snapshots.in_use = lambda: [("tiny", "m/0")]  # by one long sample
     for step in range(1, 201):
         snapshots.publish("tiny", f"m/{step}", random_adapter(text_base, seed=3))
@@ -157,7 +135,7 @@ def test_two_hundred_steps_stay_under_the_cap_and_keep_what_is_sampled(text_base
 
 
 def test_the_newest_of_each_model_is_kept_without_any_room(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path, limit_bytes=0)
+    snapshots = make(text_base, tmp_path)
     snapshots.disk_bytes = 0
     for snapshot_id in ("m/1", "n/1", "m/2", "n/2", "m/inflight"):
         snapshots.publish("tiny", snapshot_id, random_adapter(text_base))
@@ -170,7 +148,7 @@ def test_the_newest_of_each_model_is_kept_without_any_room(text_base: BaseModel,
 def test_what_nobody_samples_is_dropped_after_a_while(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passed = 0.0
     monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + passed)
-    snapshots = make(text_base, tmp_path, limit_bytes=0)
+    snapshots = make(text_base, tmp_path)
     snapshots.idle_s = 2 * 3600
     for number in range(4):
         snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
@@ -194,11 +172,11 @@ def test_what_nobody_samples_is_dropped_after_a_while(text_base: BaseModel, tmp_
 
 
 def test_files_that_were_deleted_from_outside_are_named_and_end_nothing(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path, limit_bytes=0)
+    snapshots = make(text_base, tmp_path)
     for number in range(2):
         snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
     assert files(tmp_path, snapshots) == 1
-    shutil.rmtree(tmp_path / "snapshots")
+    assert files(tmp_path, make(text_base, tmp_path)) == 0  # another worker starts without them
     with pytest.raises(NotFoundError, match=r"the files of snapshot m/0 in .* were deleted; save the weights again"):
         find(snapshots, "m/0")
     snapshots.withdraw("m")
@@ -212,7 +190,7 @@ def saved(base: BaseModel, data_dir: Path, seed: int = 1) -> str:
 
 
 def test_only_what_is_read_comes_into_memory_and_finding_reads_nothing(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path)
+    snapshots = make(text_base, tmp_path, 2**30)
     path = saved(text_base, tmp_path)
     assert snapshots.find("tiny", path) is None
     read = snapshots.reader("tiny", path)()
@@ -227,7 +205,7 @@ def test_only_what_is_read_comes_into_memory_and_finding_reads_nothing(text_base
 @pytest.mark.parametrize("is_read", [True, False])
 def test_weights_that_are_published_while_former_ones_are_read_stay(text_base: BaseModel, tmp_path: Path, is_read: bool) -> None:
     """Also if the former ones could not be read any more because of that."""
-    snapshots = make(text_base, tmp_path, limit_bytes=0)
+    snapshots = make(text_base, tmp_path)
     snapshots.publish("tiny", "m/inflight", random_adapter(text_base, seed=1))
     snapshots.publish("tiny", "other/1", random_adapter(text_base))  # puts them on the disk
     snapshots.spill.settle()
@@ -243,7 +221,7 @@ def test_weights_that_are_published_while_former_ones_are_read_stay(text_base: B
 
 
 def test_weights_that_go_while_they_are_read_do_not_come_back(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path, limit_bytes=0)
+    snapshots = make(text_base, tmp_path)
     for number in range(2):
         snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
     snapshots.spill.settle()
@@ -256,7 +234,7 @@ def test_weights_that_go_while_they_are_read_do_not_come_back(text_base: BaseMod
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path)
+    snapshots = make(text_base, tmp_path, 2**30)
     path = saved(text_base, tmp_path, seed=1)
     read = snapshots.reader("tiny", path)()
     saved(text_base, tmp_path, seed=2)
