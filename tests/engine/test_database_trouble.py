@@ -59,20 +59,10 @@ def unreadable(here: Here) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def no_space_left(*_arguments: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def steps_taken(here: Here) -> float:
     """What the optimizer has counted."""
     moments = here.backend().optimizers[MODEL].moments()
     return next(value.item() for name, value in moments.items() if name.endswith(".step"))
-
-
-def everything_ran(here: Here) -> bool:
-    """Whether nothing is left but to record outcomes."""
-    engine = here.engine
-    return not engine.unread and not engine.trainer.forward.passes and engine.trainer.is_idle and here.process.is_resting
 
 
 def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +74,7 @@ def test_a_model_that_the_disk_does_not_take_stays_loaded_until_it_does(here: He
     def counting(*_arguments: object) -> None:
         nonlocal attempts
         attempts += 1
-        no_space_left()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr("tinsmith.training.checkpoint.save_file", counting)
@@ -118,8 +108,9 @@ def test_a_step_that_was_applied_is_reported_as_applied_once_the_database_takes_
         here.forward("a", seq_id, [500])
     here.optim("a", 4)
     here.optim("a", 5, learning_rate=-1.0)
-    with trouble(here):
-        here.until(lambda: everything_ran(here))
+    engine = here.engine
+    with trouble(here):  # nothing is left but to record outcomes
+        here.until(lambda: not (engine.unread or engine.trainer.forward.passes) and engine.trainer.is_idle and here.process.is_resting)
         assert [outcome.request_id for outcome in here.engine.recorder.waiting] == requests
         assert steps_taken(here) == 1
         assert here.told[told:] == []

@@ -42,7 +42,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return make
 
 
-def config(workers: int = 0, **options: object) -> Config:
+def config(workers: int = 0, /, **options: object) -> Config:
     """Of a server with these options."""
     return load(options={"base_models": ["a=x/a"], "workers": workers} | options)
 
@@ -103,6 +103,10 @@ def test_so_many_workers_start(machine: Machine, gpus: int, asked: int, options:
     assert worker_count(config(asked, **options)) == count
 
 
+TOO_MANY = "--sampler vllm: "
+LOWER = "; there are 4; lower --workers, --vllm-servers or --vllm-te"
+
+
 @pytest.mark.parametrize(
     ("gpus", "asked", "options", "refusal"),
     [
@@ -123,16 +127,11 @@ def test_so_many_workers_start(machine: Machine, gpus: int, asked: int, options:
         (4, 4, DIVIDED | LOCAL, "--shard weights and --sampler local: no worker has all weights to sample from"),
         (4, 4, DIVIDED | {"full_state": "compact"}, "--shard weights and --full-state compact: the state of weights that are div"),
         (4, 4, DIVIDED | {"deterministic": True}, "--shard weights and --deterministic do not work together"),
-        *(
-            (4, asked, VLLM | options, f"--sampler vllm: {numbers}; there are 4; lower --workers, --vllm-servers or --vllm-te")
-            for asked, options, numbers in (
-                (4, {}, r"4 workers and 1 GPUs of vLLM servers \(1 for each of 1 base models, on 1 each\) are 5 GPUs"),
-                (4, DIVIDED | VLLM, "4 workers and 1 GPUs of vLLM servers .* are 5 GPUs"),
-                (2, TWO_BASES | {"vllm_servers": 2}, r"2 workers and 4 GPUs of vLLM servers \(2 for each of 2 .* are 6 GPUs"),
-                (2, TWO_BASES | {"vllm_tensor_parallel": 2}, r"2 workers and 4 GPUs of .*, on 2 each\) are 6 GPUs"),
-                (1, {"vllm_tensor_parallel": 4}, "1 workers and 4 GPUs of .* are 5 GPUs"),
-            )
-        ),
+        (4, 4, VLLM, TOO_MANY + r"4 workers and 1 GPUs of vLLM servers \(1 for each of 1 base models, on 1 each\) are 5 GPUs" + LOWER),
+        (4, 4, DIVIDED | VLLM, TOO_MANY + "4 workers and 1 GPUs of vLLM servers .* are 5 GPUs" + LOWER),
+        (4, 2, TWO_BASES | {"vllm_servers": 2}, TOO_MANY + r"2 workers and 4 GPUs of vLLM servers \(2 for each of 2 .* are 6 GPUs" + LOWER),
+        (4, 2, TWO_BASES | {"vllm_tensor_parallel": 2}, TOO_MANY + r"2 workers and 4 GPUs of .*, on 2 each\) are 6 GPUs" + LOWER),
+        (4, 1, VLLM | {"vllm_tensor_parallel": 4}, TOO_MANY + "1 workers and 4 GPUs of .* are 5 GPUs" + LOWER),
     ],
 )
 def test_workers_that_cannot_be_are_refused(machine: Machine, gpus: int, asked: int, options: dict[str, object], refusal: str) -> None:

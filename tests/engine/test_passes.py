@@ -215,26 +215,17 @@ def test_a_part_that_is_still_to_be_computed_when_its_operation_fails_leaves_no_
     assert here.backend().optimizers["s:train:a"].gradients is None
 
 
-def test_an_error_outside_of_the_passes_fails_what_took_part_and_the_trainer_goes_on(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(work: Sequence[DatumWork], backward: bool) -> None:
-        raise ZeroDivisionError("division by zero")
+@pytest.mark.parametrize("place", ["tinsmith.training.backend.LocalBackend.run_pass", "tinsmith.engine.trainer.encode_output"])
+def test_an_error_beside_the_passes_fails_what_took_part_and_the_trainer_goes_on(
+    here: Here, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """As where a result is too large to be encoded."""
 
-    with monkeypatch.context() as patch:
-        patch.setattr(here.backend(), "run_pass", broken)
-        here.forward("a", 1, [4])
-        here.settle()
-    assert "division by zero" in str(here.error("a", 1))
-    here.forward("a", 2, [4], forward_only=True)
-    here.settle()
-    assert here.error("a", 2) is None
-
-
-def test_a_result_that_cannot_be_encoded_fails_its_operation_and_its_step_only(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(*_: object) -> bytes:
+    def broken(*_: object) -> None:
         raise ValueError("the message exceeds 2 GB")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tinsmith.engine.trainer.encode_output", too_large)
+        patch.setattr(place, broken)
         here.forward("a", 1, [4])
         here.settle()
     assert "the message exceeds 2 GB" in str(here.error("a", 1))

@@ -180,21 +180,6 @@ def test_without_copies_what_was_stepped_is_lost_and_named_with_the_newest_check
     assert here.error("c", 2) is None
 
 
-def test_a_limit_keeps_what_fits_and_says_what_does_not(make: Callable[..., Here], caplog: pytest.LogCaptureFixture) -> None:
-    """Two copies of one model fit, and those of another do not."""
-    here = make()
-    size = 24 * here.backend().optimizers["s:train:a"].weights.parameter_count
-    here = make("small", kept_copies_gib=1.5 * size / 2**30)
-    here.create("b")
-    here.settle()
-    step(here, 1)
-    step(here, 1, "b")
-    assert "model s:train:b would be lost with this worker until it is saved: no copy" in caplog.text
-    die(here)
-    here.settle()
-    assert list(here.engine.trainer.operations.models) == ["s:train:a"]
-
-
 def test_copies_take_no_more_than_their_share_of_the_time(make: Callable[..., Here]) -> None:
     """A step right behind one that was copied is not: a model is lost that has taken one, and comes back if it has not."""
     here = make(kept_copies_share=0.001)

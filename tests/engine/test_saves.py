@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.engine.here import LONG_S, Here
 from tests.engine.test_recovery import LENGTHS, REASON, assert_same, die, results, state, step
-from tinsmith.models.base import BaseModel
 from tinsmith.protocol.serving import EndSession
 from tinsmith.protocol.work import Answer, CallFailed, Copied
 from tinsmith.store.files import kept_copies
@@ -112,18 +111,6 @@ def saved(here: Here, name: str = "kept") -> SavedState:
 
 def tensors_of(read: SavedState) -> dict[str, Tensor]:
     return {**read.tensors, **(read.moments or {})}
-
-
-@pytest.mark.parametrize("kind", ["save_weights_for_sampler", "save_weights_external"])
-def test_saves_for_other_purposes_keep_their_model_no_longer(here: Here, disk: SlowDisk, kind: Any) -> None:
-    disk.hold()
-    here.add("a", 3, kind, {"model_id": MODEL, "seq_id": 3, "path": "kept"})
-    here.until(disk.reached.is_set)
-    step_beside(here, 4)
-    assert here.store.status(f"{MODEL}/3") == "queued"
-    disk.released.set()
-    here.settle()
-    assert results(here, 3)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -432,21 +419,3 @@ def test_an_engine_that_is_stopped_does_not_wait_for_ever_for_a_row(
         here.engine._end()
     assert here.engine.trainer.is_stopped
     assert here.store.status(f"{MODEL}/3") == "queued"  # which the next server calls failed
-
-
-def test_a_save_that_had_not_ended_with_the_engine_fails_and_what_ended_behind_it_stays(
-    here: Here, disk: SlowDisk, text_base: BaseModel
-) -> None:
-    """As the server does it that starts the next engine."""
-    hold_save(here, disk)
-    step_beside(here, 4)
-    here.forward("a", 6, LENGTHS)
-    failed = here.store.fail_unfinished("the engine ended")
-    assert failed == [f"{MODEL}/3", f"{MODEL}/6"]
-    assert str(here.error("a", 3)).startswith("the engine ended")
-    assert results(here, 4, 5)
-    next_one = Here({"tiny": text_base}, Path(here.config.data_dir))
-    next_one.create("b")
-    next_one.settle()
-    assert next_one.told == ["s:train:b/0"]
-    assert next_one.store.checkpoint(f"tinker://{MODEL}/weights/kept") is None

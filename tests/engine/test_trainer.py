@@ -1,5 +1,6 @@
 """The training half of the engine with a real worker: order, budgets, failures."""
 
+import time
 from pathlib import Path
 
 import orjson
@@ -7,9 +8,10 @@ import pytest
 
 from tests.engine.here import Here
 from tinsmith.config import ModelsConfig, TrainingConfig
+from tinsmith.engine.command_queue import CommandQueue
 from tinsmith.models.base import BaseModel
 from tinsmith.protocol.serving import EndSession
-from tinsmith.store.records import REJECTED
+from tinsmith.store.records import REJECTED, Command
 
 BUDGET = 64
 """Tokens of a pass."""
@@ -164,16 +166,6 @@ def test_a_step_is_refused_with_its_gradients_if_one_of_its_operations_failed_an
     assert {*taken} == ({1} if ("step", None) in operations else set())
 
 
-def test_an_overdue_step_leaves_nothing_behind_for_the_next(impatient: Here) -> None:
-    impatient.optim("a", 2)
-    impatient.until(lambda: "s:train:a/2" in impatient.told)
-    impatient.forward("a", 3, [4])
-    impatient.optim("a", 4)
-    impatient.settle()
-    assert impatient.error("a", 2) == "seq_id 1 never came; this operation, seq_id 2, waited 0 s for it"
-    assert impatient.error("a", 4) is None
-
-
 def test_an_overdue_step_waits_for_what_is_before_the_gap_and_clears_all_of_it(impatient: Here) -> None:
     impatient.process.is_stuck = True
     impatient.forward("a", 1, [60] * 4)  # more passes than the worker gets at a time
@@ -188,6 +180,10 @@ def test_an_overdue_step_waits_for_what_is_before_the_gap_and_clears_all_of_it(i
     assert [impatient.error("a", seq) for seq in (1, 4)] == [None, None]
     assert str(impatient.error("a", 3)).startswith("seq_id 2 never came")
     assert orjson.loads(impatient.outcome("a", 4).result or b"")["metrics"]["grad_norm"] == 0
+    impatient.forward("a", 5, [4])
+    impatient.optim("a", 6)
+    impatient.settle()
+    assert orjson.loads(impatient.outcome("a", 6).result or b"")["metrics"]["grad_norm"] > 0
 
 
 def test_a_step_that_comes_too_late_leaves_the_gradients_of_another_alone(impatient: Here) -> None:
@@ -271,3 +267,62 @@ def test_a_session_that_ends_before_its_models_exist_leaves_nothing(here: Here) 
     assert here.backend().optimizers == {}
     assert here.engine.trainer.queue.models == {}
     assert here.worker.snapshots.held == {}
+
+
+# ---- The queue: commands run by seq_id whatever order they come in, and a gap is given up after a while
+
+
+def command(seq_id: int, model_id: str = "m") -> Command:
+    return Command(seq_id, model_id, seq_id, "forward_backward", 0, created_at=time.time())
+
+
+def taken(queue: CommandQueue, model_id: str = "m") -> list[int]:
+    """Take all that is ready."""
+    found = []
+    while queue.models[model_id].head() is not None:
+        found.append(queue.models[model_id].take().seq_id)
+    return found
+
+
+def test_early_arrivals_are_held() -> None:
+    queue = CommandQueue(held_s=10)
+    for seq in (2, 3, 0):
+        assert queue.add(command(seq))
+    queue.add(command(5, "another"))
+    assert queue.ready() == ["m"]
+    assert taken(queue) == [0]
+    assert queue.ready() == []
+    queue.add(command(1))
+    assert taken(queue) == [1, 2, 3]
+
+
+def test_a_gap_is_given_up_and_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the clock is set meanwhile: what counts is monotonic time."""
+    now, clock = 100.0, 1e9
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "time", lambda: clock)
+    queue = CommandQueue(held_s=10)
+    queue.add(command(0))
+    assert taken(queue) == [0]
+    queue.add(command(3))
+    now, clock = 104.0, 1e9 - 3600
+    queue.add(command(4))
+    assert queue.next_deadline() == 110.0
+    assert queue.overdue(now=109.9) == []
+    (overdue,) = queue.overdue(now=110.1)
+    assert (overdue.command.seq_id, overdue.missing) == (3, 1)
+    assert taken(queue) == [4]
+    assert queue.next_deadline() is None
+    assert not queue.add(command(1))
+
+
+def test_a_command_that_is_put_back_is_the_next_again_and_what_is_cancelled_comes_in_order() -> None:
+    queue = CommandQueue(held_s=10)
+    for seq in (0, 1):
+        queue.add(command(seq))
+    queue.models["m"].put_back(queue.models["m"].take())
+    assert taken(queue) == [0, 1]
+    for seq in (7, 3):
+        queue.add(command(seq))
+    assert [c.seq_id for c in queue.cancel("m")] == [3, 7]
+    assert queue.cancel("m") == []

@@ -149,7 +149,7 @@ def test_a_worker_that_cannot_start_is_tried_at_longer_and_longer_intervals(
     watch: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_process, "FIRST_DELAY_S", 1000.0)
-    monkeypatch.setattr(worker_process, "LONGEST_DELAY_S", 3500.0)
+    monkeypatch.setattr(worker_process, "LONGEST_DELAY_S", 3000.0)
     clock = Clock(monkeypatch)
     worker = watch("ready")
 
@@ -163,9 +163,9 @@ def test_a_worker_that_cannot_start_is_tried_at_longer_and_longer_intervals(
         return delay
 
     worker.process.program = light("broken")
-    delays = [delay_after_the_end() for _ in range(4)]
-    assert delays == [pytest.approx(expected, abs=500.0) for expected in (1000.0, 2000.0, 3500.0, 3500.0)]
-    assert worker.ends == ["the worker process ended unexpectedly (exit code 2)"] * 4
+    delays = [delay_after_the_end() for _ in range(3)]
+    assert delays == [pytest.approx(expected, abs=500.0) for expected in (1000.0, 2000.0, 3000.0)]
+    assert worker.ends == ["the worker process ended unexpectedly (exit code 2)"] * 3
     worker.process.program = light("ready")
     os.kill(worker.start(), signal.SIGKILL)
     assert delay_after_the_end() == pytest.approx(1000.0, abs=500.0)  # one that was ready is no sign of something lasting

@@ -100,13 +100,11 @@ def is_refused(**options: object) -> str:
 
 
 def test_a_gpu_is_one_servers_or_shared_by_several_until_their_processes_end(hold: Hold) -> None:
-    alone = hold("alone")
+    alone, sharing = hold("alone"), [hold("shared", "GPU-4") for _ in range(2)]
     assert "is used by another server" in refused(shared=True)
+    lock("GPU-4", "cuda:0", shared=True, patience_s=0.0).close()
     assert is_free("GPU-1-3")
-    for holders in ([alone], [hold("shared", "GPU-4"), hold("shared", "GPU-4")]):
-        gpu = "GPU-4" if len(holders) == 2 else GPU
-        if len(holders) == 2:
-            lock(gpu, "cuda:0", shared=True, patience_s=0.0).close()
+    for gpu, holders in ((GPU, [alone]), ("GPU-4", sharing)):
         for holder in holders:
             text = refused(shared=False, gpu=gpu)
             assert text.startswith("cuda:0 (a GPU) is used by another server")

@@ -19,11 +19,9 @@ class Servers:
     switching: "Future[None]" = field(default_factory=Future)
 
     def fall_asleep(self) -> "Future[None]":
-        """Begin."""
         return self._switch("sleep")
 
     def wake_up(self) -> "Future[None]":
-        """Begin."""
         return self._switch("wake")
 
     def _switch(self, what: str) -> "Future[None]":

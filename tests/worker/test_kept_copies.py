@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.worker.test_background import delivered
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
@@ -31,7 +33,9 @@ def test_models_that_come_back_take_the_room_of_the_worker_that_writes_their_cop
     threads.close()
 
 
-def test_one_model_may_take_all_the_room_of_several_workers_and_others_none_beyond_it(text_base: BaseModel, tmp_path: Path) -> None:
+def test_one_model_may_take_all_the_room_of_several_workers_and_others_none_beyond_it(
+    text_base: BaseModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The limit is the server's. A share of it for each worker would have no room for a large model, however empty the disk is."""
     threads = Background("copies", 1, lambda: None)
     backend = LocalBackend(text_base, TrainingConfig())
@@ -48,6 +52,7 @@ def test_one_model_may_take_all_the_room_of_several_workers_and_others_none_beyo
 
     assert keeps(workers[0], MODELS[0], 1)
     assert not keeps(workers[1], MODELS[1], 1)
+    assert f"model {MODELS[1]} would be lost with this worker until it is saved: no copy" in caplog.text
     assert keeps(workers[0], MODELS[0], 2)
     assert [path.name for path in kept_copies(tmp_path, MODELS[0]).iterdir()] == ["2"]
     restarted = [KeptCopies(tmp_path, 1.5 * size, 1.0, threads, Place(rank, 2)) for rank in range(2)]

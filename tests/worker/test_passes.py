@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -213,79 +212,34 @@ def test_a_pass_gives_each_datum_its_own_numbers_and_leaves_nothing_behind(bench
     np.testing.assert_allclose(losses, [-values.sum() for values in logprobs(again)], rtol=1e-5)
 
 
-def test_a_broken_picture_fails_its_operation_alone(gallery: Bench) -> None:
-    gallery.prepare("bad", forward_request([3], [WHOLE, BROKEN]))
-    gallery.prepare("good", forward_request([4], [WHOLE]))
-    gallery.answers()
-    gallery.run(1, *[("bad", index) for index in range(3)], ("good", 0), ("good", 1))
-    done = gallery.answer()
-    assert [(operation, index) for operation, index, _ in done.results] == [("good", 0), ("good", 1)]
-    ((operation, index, error_type, error),) = done.failures
-    assert (operation, index, error_type) == ("bad", 2, "UserError")
-    assert error.startswith("datum 2: chunk 1: the png image of 96 x 64 pixels is broken")
-
-
-def test_passes_are_computed_in_their_order_however_long_their_pictures_take(gallery: Bench) -> None:
-    gallery.prepare("pictures", forward_request(pictures=[WHOLE]))
-    gallery.prepare("text", forward_request([3, 4]))
-    gallery.answers()
-    with occupied(gallery.passes.rendering):
-        gallery.run(1, ("text", 0))
-        gallery.run(2, ("pictures", 0))
-        gallery.run(3, ("text", 1))
-        assert len(gallery.due) == 1  # the device begins with what needs no thread
-    assert [message.number for message in gallery.answers() if isinstance(message, PassDone)] == [1, 2, 3]
-    assert (gallery.passes.passes, gallery.passes.rendered) == ({}, {})
-
-
-def test_what_is_to_be_done_in_turn_waits_for_the_pictures_of_passes_before_it(gallery: Bench) -> None:
-    """So that all workers do the same things in the same order, however long each of them decodes."""
-    done: list[str] = []
-    gallery.prepare("pictures", forward_request(pictures=[WHOLE]))
-    gallery.prepare("text", forward_request([3, 4]))
-    gallery.answers()
-    gallery.backend.needs_all = True
-    gallery.passes.in_turn(lambda: done.append("before"))
-    with occupied(gallery.passes.rendering):
-        gallery.run(1, ("text", 0))
-        gallery.passes.in_turn(lambda: done.append("between"))
-        gallery.run(2, ("pictures", 0))
-        for name in ("behind", "last"):
-            gallery.passes.in_turn(partial(done.append, name))
-        gallery.run(3, ("text", 1))
-        while gallery.due:
-            gallery.due.popleft()()
-        assert done == ["before", "between"]
-    ended = gallery.sent
-    gallery.passes.send = lambda message: done.append(f"pass {message.number}")  # type: ignore[attr-defined]
-    gallery.settle()
-    assert [message.number for message in ended if isinstance(message, PassDone)] == [1]
-    assert done == ["before", "between", "pass 2", "behind", "last", "pass 3"]
-    assert gallery.passes.behind == {}
-
-
-def test_steps_keep_their_place_behind_sequences_of_all_workers(gallery: Bench) -> None:
-    """Other workers may have decoded their pictures sooner: what exchanges must have one order on all."""
+@pytest.mark.parametrize("needs_all", [False, True])
+def test_steps_keep_their_place_behind_passes_that_all_workers_compute_together(gallery: Bench, needs_all: bool) -> None:
+    """Others may have decoded their pictures sooner: what exchanges must have one order on all. Where weights are divided, all does."""
     order: list[object] = []
     gallery.passes.send = lambda message: order.append(message.number if isinstance(message, PassDone) else message)
     gallery.prepare("pictures", forward_request(pictures=[WHOLE, png(3)]))
-    gallery.prepare("text", forward_request([3, 4]))
+    gallery.prepare("text", forward_request([3, 4, 5]))
     gallery.settle()
     order.clear()
+    gallery.backend.needs_all = needs_all
+    gallery.run(0, ("text", 2))
+    gallery.passes.in_turn(lambda: order.append("at once"))  # nothing is decoded for what is before it
+    gallery.settle()
     with occupied(gallery.passes.rendering):
         gallery.run(1, ("pictures", 0))
-        gallery.passes.in_turn(lambda: order.append("before"))  # behind a share of a pass nobody needs to wait
+        gallery.passes.in_turn(lambda: order.append("share"))  # behind a share of a pass nobody else needs to wait
         gallery.passes.run(RunPass(2, "tiny", True, [("text", 0)], [3], together=True))
         gallery.passes.in_turn(lambda: order.append("step"))
         gallery.passes.run(RunPass(3, "tiny", True, [("pictures", 1)], [7], together=True))
         gallery.passes.in_turn(lambda: order.append("next step"))
         gallery.run(4, ("text", 1))
-        assert len(gallery.due) == 1
+        assert len(gallery.due) == (0 if needs_all else 1)
     gallery.settle()
     gallery.passes.in_turn(lambda: order.append("last"))
     gallery.settle()
-    assert order == ["before", 1, 2, "step", 3, "next step", 4, "last"]
-    assert gallery.passes.behind == {}
+    first = [1, "share"] if needs_all else ["share", 1]
+    assert order == [0, "at once", *first, 2, "step", 3, "next step", 4, "last"]
+    assert (gallery.passes.behind, gallery.passes.passes, gallery.passes.rendered) == ({}, {}, {})
 
 
 @pytest.mark.parametrize("backward", [True, False])

@@ -207,6 +207,11 @@ def test_a_request_id_that_is_sent_again_is_another_run(bench: Bench) -> None:
     answers = bench.answers()
     assert answers["twice"] == expected
     assert answers["neighbour"] != expected
+    bench.samples.add(sample("twice", run=3, **seeded))  # without a word about the one that runs
+    bench.step()
+    bench.samples.add(sample("twice", run=4, **other))
+    bench.settle()
+    assert [(m.run, tokens_of(m)) for m in bench.sent] == [(3, answers["neighbour"]), (4, expected)]
 
 
 def test_a_short_sample_does_not_wait_behind_two_thousand_others(text_base: BaseModel, tmp_path: Path) -> None:

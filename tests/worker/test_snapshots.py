@@ -27,8 +27,13 @@ from tinsmith.worker.spill import Key, Spill, Written
 
 
 def make(base: BaseModel, data_dir: Path, limit_bytes: float = 0) -> Snapshots:
-    """Without a limit, only the newest is kept in memory."""
     return Snapshots({"tiny": base}, Store.open(data_dir), CheckpointFiles(data_dir), data_dir / "snapshots", limit_bytes)
+
+
+@pytest.fixture
+def snapshots(text_base: BaseModel, tmp_path: Path) -> Snapshots:
+    """Of which only the newest is kept in memory."""
+    return make(text_base, tmp_path)
 
 
 def files(data_dir: Path, snapshots: Snapshots) -> int:
@@ -41,8 +46,7 @@ def equal(one: Weights, other: Weights) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.tensors(), other.tensors(), strict=True))
 
 
-def test_the_snapshots_of_one_model_are_withdrawn(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path)
+def test_the_snapshots_of_one_model_are_withdrawn(snapshots: Snapshots, text_base: BaseModel, tmp_path: Path) -> None:
     for snapshot_id in ("s:train:1/2", "s:train:1/5", "s:train:10/2"):
         snapshots.publish("tiny", snapshot_id, random_adapter(text_base))
     assert files(tmp_path, snapshots) == 2
@@ -84,9 +88,10 @@ def test_full_weights_go_to_disk_and_come_back_in_the_precision_of_the_base(fami
     assert equal(again, taken["m/0"])
 
 
-def test_inflight_weights_take_the_place_of_former_ones_also_of_those_on_disk(text_base: BaseModel, tmp_path: Path) -> None:
+def test_inflight_weights_take_the_place_of_former_ones_also_of_those_on_disk(
+    snapshots: Snapshots, text_base: BaseModel, tmp_path: Path
+) -> None:
     old, new = random_adapter(text_base, seed=1), random_adapter(text_base, seed=2)
-    snapshots = make(text_base, tmp_path)
     seen: list[object] = []
     snapshots.watchers.append(lambda *published: seen.append(published))
     for weights in (random_adapter(text_base, seed=3), old):
@@ -109,8 +114,7 @@ def on_disk(data_dir: Path, snapshots: Snapshots) -> int:
     return sum(file.stat().st_size for file in (data_dir / "snapshots").rglob("*") if file.is_file())
 
 
-def test_two_hundred_steps_stay_under_the_cap_and_keep_what_is_sampled(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path)
+def test_two_hundred_steps_stay_under_the_cap_and_keep_what_is_sampled(snapshots: Snapshots, text_base: BaseModel, tmp_path: Path) -> None:
     first = random_adapter(text_base, seed=1)
     snapshots.publish("tiny", "reference/0", first)
     snapshots.publish("tiny", "m/0", random_adapter(text_base, seed=2))
@@ -134,8 +138,7 @@ def test_two_hundred_steps_stay_under_the_cap_and_keep_what_is_sampled(text_base
     assert (snapshots.dropped, list(snapshots.sampled_at)) == ({}, [("tiny", "reference/0")])
 
 
-def test_the_newest_of_each_model_is_kept_without_any_room(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path)
+def test_the_newest_of_each_model_is_kept_without_any_room(snapshots: Snapshots, text_base: BaseModel) -> None:
     snapshots.disk_bytes = 0
     for snapshot_id in ("m/1", "n/1", "m/2", "n/2", "m/inflight"):
         snapshots.publish("tiny", snapshot_id, random_adapter(text_base))
@@ -145,10 +148,11 @@ def test_the_newest_of_each_model_is_kept_without_any_room(text_base: BaseModel,
     assert sorted(key[1] for key in snapshots.dropped) == ["m/1", "n/1"]
 
 
-def test_what_nobody_samples_is_dropped_after_a_while(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_samples_is_dropped_after_a_while(
+    snapshots: Snapshots, text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     passed = 0.0
     monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + passed)
-    snapshots = make(text_base, tmp_path)
     snapshots.idle_s = 2 * 3600
     for number in range(4):
         snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
@@ -171,8 +175,7 @@ def test_what_nobody_samples_is_dropped_after_a_while(text_base: BaseModel, tmp_
     assert list(snapshots.dropped) == [("tiny", "m/2"), ("tiny", "m/0")]  # the time of 1 counts from the end of its sample
 
 
-def test_files_that_were_deleted_from_outside_are_named_and_end_nothing(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path)
+def test_files_that_were_deleted_from_outside_are_named_and_end_nothing(snapshots: Snapshots, text_base: BaseModel, tmp_path: Path) -> None:
     for number in range(2):
         snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
     assert files(tmp_path, snapshots) == 1
@@ -203,9 +206,8 @@ def test_only_what_is_read_comes_into_memory_and_finding_reads_nothing(text_base
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_weights_that_are_published_while_former_ones_are_read_stay(text_base: BaseModel, tmp_path: Path, is_read: bool) -> None:
+def test_weights_that_are_published_while_former_ones_are_read_stay(snapshots: Snapshots, text_base: BaseModel, is_read: bool) -> None:
     """Also if the former ones could not be read any more because of that."""
-    snapshots = make(text_base, tmp_path)
     snapshots.publish("tiny", "m/inflight", random_adapter(text_base, seed=1))
     snapshots.publish("tiny", "other/1", random_adapter(text_base))  # puts them on the disk
     snapshots.spill.settle()
@@ -220,8 +222,7 @@ def test_weights_that_are_published_while_former_ones_are_read_stay(text_base: B
     assert snapshots.find("tiny", "m/inflight") is new
 
 
-def test_weights_that_go_while_they_are_read_do_not_come_back(text_base: BaseModel, tmp_path: Path) -> None:
-    snapshots = make(text_base, tmp_path)
+def test_weights_that_go_while_they_are_read_do_not_come_back(snapshots: Snapshots, text_base: BaseModel) -> None:
     for number in range(2):
         snapshots.publish("tiny", f"m/{number}", random_adapter(text_base))
     snapshots.spill.settle()
@@ -254,21 +255,6 @@ def put(spill: Spill, key: Key, base: BaseModel) -> Adapter:
     adapter = random_adapter(base)
     spill.put(key, About.of(base, adapter.shape), adapter)
     return adapter
-
-
-def test_a_snapshot_is_in_memory_until_it_is_on_the_disk(text_base: BaseModel, tmp_path: Path) -> None:
-    spill = Spill(tmp_path / "spill")
-    assert spill.find(ONE) is None
-    adapter = put(spill, ONE, text_base)
-    found = spill.find(ONE)
-    assert found is adapter or isinstance(found, Written)
-    spill.settle()
-    found = spill.find(ONE)
-    assert isinstance(found, Written)
-    assert found.ref == adapter.ref
-    assert [found.directory] == list((tmp_path / "spill").iterdir())
-    put(spill, TWO, text_base)
-    assert sorted(spill.keys()) == [ONE, TWO]
 
 
 def test_what_is_dropped_on_its_way_leaves_nothing(text_base: BaseModel, tmp_path: Path) -> None:
