@@ -5,8 +5,10 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL.Image import Image
 
 from tests.bases import png
@@ -20,6 +22,7 @@ from tinsmith.protocol.work import Prepared
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.store.records import Command
 from tinsmith.training.backend import DatumResult, DatumWork, PassResult
+from tinsmith.wire import tinker_pb2
 
 PICTURE_DATUM = PICTURE_TOKENS + 1
 
@@ -170,6 +173,31 @@ def fail_on_guilty(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
         return run(work, backward, effort)
 
     monkeypatch.setattr(here.backend(), "_run", failing)
+
+
+def logprobs(here: Here, seq: int) -> NDArray[np.float32]:
+    """Of all datums of a forward of `a`, one after the other."""
+    (record,) = tinker_pb2.ForwardBackwardOutput.FromString(here.outcome("a", seq).result or b"").loss_fn_outputs
+    return np.frombuffer(record.fields["logprobs"].data, np.float32)
+
+
+def test_a_datum_that_fails_fails_its_operation_and_its_neighbours_have_their_own_results(
+    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Here({"tiny": text_base}, tmp_path, training=TrainingConfig(tokens_per_pass=64))
+    here.create("a")
+    for seq, lengths in enumerate([[3, 4], [5, 6]], start=1):
+        here.forward("a", seq, lengths, forward_only=True)
+    here.settle()
+    fail_on_guilty(here, monkeypatch)
+    for seq, lengths in enumerate([[3, 4], [GUILTY, 4], [5, GUILTY], [5, 6]], start=3):
+        here.forward("a", seq, lengths, forward_only=True)
+    here.settle()
+    for seq, index in ((4, 0), (5, 1)):
+        assert str(here.error("a", seq)).startswith(f"datum {index}: the pass failed: ")
+    for seq, alone in ((3, 1), (6, 2)):
+        assert here.error("a", seq) is None
+        np.testing.assert_allclose(logprobs(here, seq), logprobs(here, alone), rtol=2e-6, atol=1e-5)
 
 
 def test_gradients_of_a_part_of_an_operation_that_failed_are_never_applied(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
