@@ -15,10 +15,11 @@ from triton.compiler import ASTSource
 
 ACCESSES = ("ld.global", "st.global", "cp.async", "red.global", "atom.global")
 INTEGERS = {"columns": "*i64", "tiles": "*i32", "table": "*i32", "lengths": "*i32"}
+NUMBERS = ("rows", "outputs", "heads", "inputs", "width", "targets", "share", "splits")
 WIDE = ("reduced", "parts", "weights", "cos", "sin")
 """Tensors of float32; the others are of bfloat16."""
 
-ATTENTION = {"HEAD_DIM": 128, "HEAD_PADDED": 128, "BLOCK": 16, "TILE": 64, "SPLITS": 4, "WINDOW": 20}
+ATTENTION = {"HEAD_DIM": 128, "HEAD_PADDED": 128, "BLOCK": 16, "TILE": 64, "WINDOW": 20}
 KERNELS: dict[str, dict[str, Any]] = {
     "one_row_kernels._multiply": {
         "INPUTS": 2048,
@@ -35,8 +36,8 @@ KERNELS: dict[str, dict[str, Any]] = {
     "row_kernels._swiglu": {"WIDTH": 2048, "COLUMNS": 1024},
     "row_kernels._rotate": {"WIDTH": 128, "PADDED": 128, "PAIRS": 64, "HEADS": 8, "HAS_NORM": True, "ZERO_CENTRED": False},
     "row_kernels._rotate_backward": {"WIDTH": 128, "PADDED": 128, "PAIRS": 64, "HEADS": 8, "HAS_NORM": True, "ZERO_CENTRED": False},
-    "lora_kernels._reduce": {"INPUTS": 2048, "WIDTH": 32, "TARGETS": 3, "ROWS": 16, "CHUNK": 32, "STEP": 128, "SHARE": 512},
-    "lora_kernels._expand": {"ALPHA": 32, "WIDTH": 32, "TARGETS": 3, "SPLITS": 4, "ROWS": 16, "CHUNK": 32, "OUTPUTS": 64},
+    "lora_kernels._reduce": {"ROWS": 16, "CHUNK": 32, "STEP": 128},
+    "lora_kernels._expand": {"ALPHA": 32, "SPLITS": 4, "ROWS": 16, "CHUNK": 32, "OUTPUTS": 64},
     "paged_kernels._attend": {"KV_HEADS": 8, "GROUP": 2, "GROUP_PADDED": 16, "STORES": True, **ATTENTION},
     "paged_kernels._merge": {"HEADS": 16, "SPLITS_PADDED": 4, **ATTENTION},
 }
@@ -51,7 +52,7 @@ def signature(kernel: Any) -> dict[str, str]:
             found[name] = "constexpr"
         elif name in ("eps", "scale"):
             found[name] = "fp32"
-        elif name in ("rows", "outputs", "heads") or name.endswith(("_stride", "_token", "_head")):
+        elif name in NUMBERS or name.endswith(("_stride", "_token", "_head")):
             found[name] = "i32"
         else:
             found[name] = INTEGERS.get(name, "*fp32" if name in WIDE else "*bf16")
