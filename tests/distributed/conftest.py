@@ -1,18 +1,25 @@
-"""Servers with one worker and with two, for all tests here: each starts once."""
+"""Servers with one worker and with two, and the findings of processes, for all tests here: each starts once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
 
-from tests.distributed.devices import SERVER_OPTIONS, require_devices
+from tests.bases import write_decoder
+from tests.distributed.devices import SERVER_OPTIONS, found_by, require_devices
 from tests.running import Server, serving
 
 LONG = 200
 """Tokens from which the two workers compute a sequence together."""
+BASES = {"text": "qwen3", "image": "qwen3_vl", "hybrid": "qwen3_5", "window": "mistral"}
+
+Processes = Callable[[str, int], tuple[Path, list[dict[str, Any]]]]
+"""Where so many processes of a module ran, and what each has found."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +32,33 @@ class Running:
 
 
 @pytest.fixture(scope="session")
-def options(family_dir: Callable[[str], Path]) -> list[str]:
+def bases(tmp_path_factory: pytest.TempPathFactory, family_dir: Callable[[str], Path]) -> Path:
+    """The directories of tiny models: those of BASES, and `deep`, which has many layers."""
+    directory = tmp_path_factory.mktemp("bases")
+    for name, family in BASES.items():
+        (directory / name).symlink_to(family_dir(family))
+    write_decoder("qwen3", directory / "deep", num_hidden_layers=8, head_dim=16)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def processes(bases: Path, tmp_path_factory: pytest.TempPathFactory) -> Processes:
+    """They run on first use."""
+
+    @cache
+    def run(module: str, count: int) -> tuple[Path, list[dict[str, Any]]]:
+        directory = tmp_path_factory.mktemp(f"{count} processes")
+        (directory / "bases").symlink_to(bases)
+        return directory, found_by(module, count, directory)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def options(bases: Path) -> list[str]:
     """A text model, one that takes pictures, and a hybrid one. Passes are small, so that a request needs several."""
     require_devices(2)
-    named = {"text": "qwen3", "image": "qwen3_vl", "hybrid": "qwen3_5"}
-    models = [option for name, family in named.items() for option in ("--base-model", f"{name}={family_dir(family)}")]
+    models = [option for name in ("text", "image", "hybrid") for option in ("--base-model", f"{name}={bases / name}")]
     return [*models, "--kv-cache-gib", "0.05", "--tokens-per-pass", "64", *SERVER_OPTIONS]
 
 

@@ -1,13 +1,11 @@
-"""One of several processes that compute sequences together: `python -m tests.distributed.slicing RANK COUNT MEETING FILE DIRECTORY`.
+"""One of several processes that compute sequences together: `python -m tests.distributed.slicing RANK COUNT DIRECTORY`.
 
-It goes through all cases, in the same order as the others, and leaves in FILE what each came to. DIRECTORY has a tiny model of each family.
+Tiny models lie below DIRECTORY/bases.
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,11 @@ import torch
 from torch import Tensor
 
 from tests.bases import datum, load, picture_chunks, random_tokens, renderer, shifted
-from tests.distributed.devices import begin, here
+from tests.distributed.devices import Member, here
 from tinsmith.config import TrainingConfig
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.pass_memory import Effort
-from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training import sliced_plan
 from tinsmith.training.backend import DatumWork, LocalBackend
@@ -30,24 +26,23 @@ from tinsmith.wire.chunks import Chunk
 
 SETTINGS = AdamSettings(lr=1e-3, betas=(0.9, 0.95), eps=1.0, weight_decay=0.1, grad_clip_norm=0.0)
 """eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""
-LENGTHS = (97, 64, 131, 75, 110)
+LENGTHS = (97, 64, 75)
 """Tokens of the long sequence of each step, or about as many where it has pictures; two or three workers do not divide all of them."""
 STEPS = len(LENGTHS)
-FAMILIES = ("qwen3", "qwen3_vl", "qwen3_5", "mistral")
 CASES = {
-    "text": ("qwen3", "text", (4, 8)),
-    "pictures": ("qwen3_vl", "pictures", (4,)),
-    "hybrid": ("qwen3_5", "text", (4, 8)),
-    "hybrid pictures": ("qwen3_5", "pictures", (8,)),
-    "window": ("mistral", "text", (4,)),
-    "full": ("qwen3", "text", (0,)),
-    "full hybrid": ("qwen3_5", "text", (0,)),
-    "gspo": ("qwen3", "gspo", (4,)),
-    "many targets": ("qwen3", "many", (4,)),
-    "recomputed": ("qwen3", "text", (4,)),
-    "recomputed hybrid": ("qwen3_5", "text", (4,)),
+    "text": ("text", "text", (4, 8)),
+    "pictures": ("image", "pictures", (4,)),
+    "hybrid": ("hybrid", "text", (4, 8)),
+    "hybrid pictures": ("hybrid", "pictures", (8,)),
+    "window": ("window", "text", (4,)),
+    "full": ("text", "text", (0,)),
+    "full hybrid": ("hybrid", "text", (0,)),
+    "gspo": ("text", "gspo", (4,)),
+    "many targets": ("text", "many", (4,)),
+    "recomputed": ("text", "text", (4,)),
+    "recomputed hybrid": ("hybrid", "text", (4,)),
 }
-"""Family, what is trained on, and the LoRA ranks of the models that train at the same time; 0 is all parameters."""
+"""Base, what is trained on, and the LoRA ranks of the models that train at the same time; 0 is all parameters."""
 
 
 def work_of(base: BaseModel, model_id: str, what: str, seed: int, length: int) -> DatumWork:
@@ -108,22 +103,21 @@ def train(
     return found
 
 
-class Slicing:
-    """One process, and what its cases have come to."""
+class Slicing(Member):
+    """One process that computes sequences with others."""
 
-    def __init__(self, group: ProcessGroup, directory: Path) -> None:
-        self.group = group
-        self.rank = group.place.rank
-        self.bases = {family: load(directory / family, device=str(here())) for family in FAMILIES}
-        self.found: dict[str, Any] = {}
+    def __init__(self) -> None:
+        super().__init__()
+        names = {name for name, _, _ in CASES.values()}
+        self.bases = {name: load(self.directory / "bases" / name, device=str(here())) for name in names}
         self.number = 0
         self.computed: list[int] = []
         """Tokens of each row that went through the layers of this process."""
 
     @contextmanager
-    def backend_of(self, family: str) -> Iterator[LocalBackend]:
+    def backend_of(self, name: str) -> Iterator[LocalBackend]:
         """A backend, of which the rows are noted while the body runs."""
-        base = self.bases[family]
+        base = self.bases[name]
         plain = base.hidden_states
 
         def noted(row: Any, *arguments: Any, **keywords: Any) -> Tensor:
@@ -139,9 +133,9 @@ class Slicing:
         return backend.run_together(self.number, work, backward)
 
     def trained(self) -> None:
-        for case, (family, _, _) in CASES.items():
+        for case, (name, _, _) in CASES.items():
             self.computed = []
-            with self.backend_of(family) as backend:
+            with self.backend_of(name) as backend:
                 assert backend.sequences is not None
                 if case.startswith("recomputed"):
                     backend.sequences.efforts.first = lambda *_: Effort(1)  # type: ignore[method-assign]
@@ -152,7 +146,7 @@ class Slicing:
 
     def refused(self) -> None:
         """What fails on the second process alone fails on all, and leaves nothing."""
-        with self.backend_of("qwen3") as backend:
+        with self.backend_of("text") as backend:
             base = backend.base
             (model_id,) = create_models(backend, (4,))
             good = work_of(base, model_id, "text", 1, 97)
@@ -180,7 +174,7 @@ class Slicing:
 
     def alone(self) -> None:
         """All but the first end without a word in the middle of a backward; the first notices in its next exchange."""
-        with self.backend_of("qwen3") as backend:
+        with self.backend_of("text") as backend:
             (model_id,) = create_models(backend, (4,))
             with failing_in("backward", None, 1, min(self.rank, 1)):
                 self.failed("alone", backend, work_of(backend.base, model_id, "text", 1, 97))
@@ -233,13 +227,12 @@ def failing_in(where: str, error: Exception | None, times: int, rank: int) -> It
 
 def main() -> None:
     """Go through all cases; the last one ends all processes but the first."""
-    rank, count, meeting, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    slicing = Slicing(ProcessGroup(Place(rank, count, meeting), begin(rank)), Path(sys.argv[5]))
+    slicing = Slicing()
     slicing.trained()
     slicing.refused()
-    torch.save(slicing.found, file)
+    slicing.save()
     slicing.alone()
-    torch.save(slicing.found, file)
+    slicing.save()
     os._exit(0)  # the others are gone: there is nobody to take leave of
 
 

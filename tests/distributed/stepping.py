@@ -1,26 +1,22 @@
-"""One of several processes that step together: `python -m tests.distributed.stepping RANK COUNT MEETING FILE BASE`.
+"""One of several processes that step together: `python -m tests.distributed.stepping RANK COUNT DIRECTORY`.
 
-It goes through all cases, in the same order as the others, and leaves in FILE what each came to. BASE is the directory of a tiny model.
+A tiny model is DIRECTORY/bases/text.
 """
 
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.distributed.devices import ON_GPUS, begin, here
+from tests.bases import load
+from tests.distributed.devices import ON_GPUS, Member, here
 from tinsmith.config import Config, ModelsConfig, SamplingConfig, TrainingConfig
 from tinsmith.distributed.joint_work import JointWork
-from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.errors import DeviceLostError, TinsmithError
 from tinsmith.models.full import new_compact_weights, new_full_weights
 from tinsmith.models.lora import Adapter, LoraPair
-from tinsmith.protocol.place import Place
 from tinsmith.protocol.shapes import AdamSettings, LoraShape
 from tinsmith.training import together
 from tinsmith.training.backend import LocalBackend
@@ -41,8 +37,6 @@ LIMITED = Config(
     training=TrainingConfig(logits_chunk=64),
 )
 """With a cache that leaves memory for some sequences."""
-together.PIECE = 100
-"""So that sums in a narrow precision go through several pieces, the last of which is not full."""
 
 
 def fresh(kind: str, dtype: torch.dtype) -> Optimizer:
@@ -88,13 +82,8 @@ def copied(totals: list[Tensor] | None) -> list[Tensor] | None:
     return None if totals is None else [total.to("cpu", copy=True) for total in totals]
 
 
-class Stepping:
-    """One process, and what its cases have come to."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
-        self.rank = group.place.rank
-        self.found: dict[str, Any] = {}
+class Stepping(Member):
+    """One process that steps with others."""
 
     def equal_steps(self) -> None:
         for kind, dtype in KINDS:
@@ -188,16 +177,13 @@ class Stepping:
             tensor = weights.flat.view(torch.int32) if isinstance(weights, Adapter) else weights.leaves()[0].detach().view(torch.int16)
             tensor.view(-1)[5] ^= 1
 
-    def sums(self) -> None:
-        """What the group itself does."""
-        tensor = torch.full((3,), float(self.rank + 1), device=self.group.device)
-        self.group.sum(tensor)
-        largest = [2**62 + self.rank, -(2**62)][self.rank % 2]
-        self.found["sums"] = tensor.tolist(), self.group.gather(self.rank * 7 - 1), self.group.gather(largest)
-
     def exchanges(self) -> None:
         """Every kind that passes use: of bytes and numbers, of nothing, of what lies apart in memory, and two under way at once."""
-        group, rank, count, device = self.group, self.rank, self.group.count, self.group.device
+        group, rank, count, device = self.group, self.rank, self.count, self.group.device
+        tensor = torch.full((3,), float(rank + 1), device=device)
+        group.sum(tensor)
+        largest = [2**62 + rank, -(2**62)][rank % 2]
+        self.found["sums"] = tensor.tolist(), group.gather(rank * 7 - 1), group.gather(largest)
         for dtype in (torch.uint8, torch.bfloat16, torch.float32):
             whole = torch.empty(2 * count, dtype=dtype, device=device)
             group.begin_to_join(whole, torch.tensor([rank, rank + 10], device=device).to(dtype))()
@@ -218,38 +204,25 @@ class Stepping:
             self.found[f"neighbour {dtype}"] = joint.exchange(sent, to_the_next, of_the_last).cpu()
         self.found["texts"] = group.texts("ä" * rank)
 
-    def trained(self, directory: Path) -> None:
-        """A model of a real base, each of whose datums one of the processes computes; the last step finds it on the first one alone."""
-        from tests.bases import datum, load, random_tokens, renderer
-
-        base = load(directory, device=str(here()))
-        backend = LocalBackend(base, TrainingConfig(logits_chunk=64), self.group)
-        backend.create_model("m", LoraShape(4, 0))
-        for step in range(STEPS):
-            work = [datum("m", renderer(base).render([random_tokens(10 * step + i, 9 + 5 * i)])) for i in range(4)]
-            share = work[self.rank :: self.group.count] if step != 1 else work * (self.rank == 1)
-            assert not share or backend.run_pass(share, backward=True).failures == {}
-            backend.optim_step("m", SETTINGS)
-        self.found["trained"] = state(backend.optimizers["m"])
-        for name, everywhere in (("missing", True), ("missing on some", False)):
-            if self.rank or everywhere:
-                backend.delete_model("m")
-            else:
-                backend.create_model("m", LoraShape(4, 0))
+    def lacks_a_model(self) -> None:
+        """A step of a model that is nowhere, then of one that the first worker alone has."""
+        backend = LocalBackend(load(self.directory / "bases" / "text", device=str(here())), TrainingConfig(logits_chunk=64), self.group)
+        for name in ("missing", "missing on some"):
             try:
                 backend.optim_step("m", SETTINGS)
             except TinsmithError as error:
                 self.found[name] = type(error).__name__, str(error)
+            if self.rank == 0:
+                backend.create_model("m", LoraShape(4, 0))
 
-    def memory(self, directory: Path) -> None:
+    def memory(self) -> None:
         """How long a sequence trains, on a host with little free memory, of which the later workers find more."""
-        from tests.bases import load
         from tinsmith.worker import device_memory
 
         device_memory.free_memory = lambda device: FREE_BYTES + self.rank * 2**20  # type: ignore[attr-defined]
-        base = load(directory, device="cpu", max_context=1024)
+        base = load(self.directory / "bases" / "text", device="cpu", max_context=1024)
         memory = device_memory.DeviceMemory({"tiny": base}, LIMITED, self.group)
-        together = max(memory.longest_trained("tiny"), memory.longest_together("tiny", self.group.count))
+        together = max(memory.longest_trained("tiny"), memory.longest_together("tiny", self.count))
         self.found["memory"] = memory.longest_trained("tiny"), together, memory.budgets["tiny"].cache
 
     def alone(self) -> None:
@@ -266,18 +239,17 @@ class Stepping:
 
 def main() -> None:
     """Go through all cases; the last one ends all processes but the first."""
-    rank, count, meeting, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
-    stepping = Stepping(ProcessGroup(Place(rank, count, meeting), begin(rank)))
+    together.PIECE = 100  # so that sums in a narrow precision go through several pieces, the last of which is not full
+    stepping = Stepping()
     stepping.equal_steps()
-    stepping.sums()
     stepping.exchanges()
     stepping.refused_steps()
-    stepping.trained(Path(sys.argv[5]))
+    stepping.lacks_a_model()
     if not ON_GPUS:
-        stepping.memory(Path(sys.argv[5]))
-    torch.save(stepping.found, file)
+        stepping.memory()
+    stepping.save()
     stepping.alone()
-    torch.save(stepping.found, file)
+    stepping.save()
     os._exit(0)  # the others are gone: there is nobody to take leave of
 
 

@@ -1,4 +1,4 @@
-"""Two workers train and sample as one does: real servers, through the SDK."""
+"""Two workers train and sample as one does, also after they have ended, in peace or not: real servers, through the SDK."""
 
 import os
 import re
@@ -35,22 +35,27 @@ def within_of(base: str) -> float:
     return 10 * WITHIN if base == "hybrid" else WITHIN
 
 
-class Curve:
-    """What a model's steps have come to."""
+def train_together(clients: Sequence[tinker.TrainingClient], batches: Sequence[Sequence[list[types.Datum]]]) -> list[list[float]]:
+    """Train models at the same time, each with what it is given for each step; the losses of each, and norms of its gradients."""
+    found: list[list[float]] = [[] for _ in clients]
+    for work in zip(*batches, strict=True):
+        done = [client.forward_backward(data, "cross_entropy") for client, data in zip(clients, work, strict=True)]
+        stepped = [client.optim_step(STEP) for client in clients]
+        for curve, passed, taken in zip(found, done, stepped, strict=True):
+            curve += [passed.result().metrics["loss:sum"], (taken.result().metrics or {})["grad_norm"]]
+    return found
 
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
 
-    def add(self, passed: types.ForwardBackwardOutput, stepped: types.OptimStepResponse) -> None:
-        """A pass and its step."""
-        self.losses.append(passed.metrics["loss:sum"])
-        self.norms.append((stepped.metrics or {})["grad_norm"])
+def assert_curves_close(found: list[float], expected: list[float], within: float) -> None:
+    """Losses and norms of a model's steps are the same as on another server."""
+    assert_losses_close(found[::2], expected[::2], within)
+    assert found[1::2] == pytest.approx(expected[1::2], rel=within)
 
-    def assert_close(self, expected: "Curve", within: float) -> None:
-        """The same as another's."""
-        assert_losses_close(self.losses, expected.losses, within)
-        assert self.norms == pytest.approx(expected.norms, rel=within)
+
+def saved_weights(running: Running, clients: Sequence[tinker.TrainingClient]) -> dict[str, np.ndarray]:
+    """The weights of models and what their optimizers remember; a name begins with the number of its model."""
+    paths = [client.save_state("end").result().path for client in clients]
+    return {f"{number}:{name}": tensor for number, path in enumerate(paths) for name, tensor in weights_at(running, path).items()}
 
 
 def assert_weights_close(together: dict[str, np.ndarray], alone: dict[str, np.ndarray], bases: Sequence[str]) -> None:
@@ -126,23 +131,14 @@ def test_losses_and_weights_are_those_of_one_worker(alone_and_together: list[Run
 
     Of two workers each has computed at least a quarter of the tokens, where there is more than one datum.
     """
-    curves: list[list[Curve]] = []
-    tensors: list[dict[str, np.ndarray]] = []
+    curves, tensors = [], []
     for count, running in enumerate(alone_and_together, 1):
         clients = [train(running.service, base, rank=rank) for rank in ranks]
-        tokens = sum(each.model_input.length for step in range(STEPS) for each in batch(clients[0], what, step))
+        batches = [batch(clients[0], what, step) for step in range(STEPS)]
+        tokens = sum(each.model_input.length for work in batches for each in work)
         before = shares_of(running, clients, 0)
-        own = [Curve() for _ in clients]
-        for step in range(STEPS):
-            done = [client.forward_backward(batch(client, what, step), "cross_entropy") for client in clients]
-            stepped = [client.optim_step(STEP) for client in clients]
-            for curve, passed, taken in zip(own, done, stepped, strict=True):
-                curve.add(passed.result(), taken.result())
-        curves.append(own)
-        paths = [client.save_state("end").result().path for client in clients]
-        tensors.append(
-            {f"{number}:{name}": tensor for number, path in enumerate(paths) for name, tensor in weights_at(running, path).items()}
-        )
+        curves.append(train_together(clients, [batches] * len(clients)))
+        tensors.append(saved_weights(running, clients))
         shares = [after - one for after, one in zip(shares_of(running, clients, tokens), before, strict=True)]
         assert (len(shares), sum(shares)) == (count, tokens * len(ranks))
         if what == "single":
@@ -151,7 +147,7 @@ def test_losses_and_weights_are_those_of_one_worker(alone_and_together: list[Run
             assert min(shares) > sum(shares) / (4 if count > 1 else 2)
     assert "are divided over" not in alone_and_together[1].server.log.read_text()  # replicas
     for found, expected in zip(curves[1], curves[0], strict=True):
-        found.assert_close(expected, within_of(base))
+        assert_curves_close(found, expected, within_of(base))
     assert_weights_close(tensors[1], tensors[0], [base] * len(ranks))
 
 
@@ -161,21 +157,15 @@ LONG_CASES = [("text", "text", 8), *slow(("image", "pictures", 8), ("hybrid", "p
 @pytest.mark.parametrize(("base", "what", "rank"), LONG_CASES)
 def test_long_sequences_are_computed_by_both_workers_as_by_one(alone_and_together: list[Running], base: str, what: str, rank: int) -> None:
     """Beside short ones of the same requests, which one of them computes. Two models train at the same time."""
-    curves: list[list[Curve]] = []
-    logprobs: list[list[np.ndarray]] = []
+    curves, logprobs = [], []
     for running in alone_and_together:
         clients = [train(running.service, base, rank=rank), train(running.service, base, rank=2)]
-        own = [Curve() for _ in clients]
-        for step in range(3):
-            done = [client.forward_backward(mixed_lengths(client, what, step), "cross_entropy") for client in clients]
-            stepped = [client.optim_step(STEP) for client in clients]
-            for curve, passed, taken in zip(own, done, stepped, strict=True):
-                curve.add(passed.result(), taken.result())
-        curves.append(own)
+        batches = [mixed_lengths(clients[0], what, step) for step in range(3)]
+        curves.append(train_together(clients, [batches] * 2))
         logprobs.append([each for client in clients for each in scores(client, mixed_lengths(client, what, 9))])
     within = 100 * WITHIN if base == "hybrid" else WITHIN  # delta nets hand on from token to token what is rounded differently
     for found, expected in zip(curves[1], curves[0], strict=True):
-        found.assert_close(expected, within)
+        assert_curves_close(found, expected, within)
     assert_close(logprobs[1], logprobs[0], within)
     for rank, (first, last) in enumerate([(0, 104), (105, 210)]):
         line = f"worker {rank}: computing tokens {first} to {last} of a sequence of {LONG + 11} tokens"
@@ -183,22 +173,36 @@ def test_long_sequences_are_computed_by_both_workers_as_by_one(alone_and_togethe
     assert "of a sequence of" not in alone_and_together[0].server.log.read_text()
 
 
-def test_a_broken_picture_in_a_long_sequence_fails_it_and_its_step(alone_and_together: list[Running]) -> None:
-    """And nothing else: the next step trains."""
+def broken(data: types.ModelInput) -> types.Datum:
+    """The first picture of this input is cut off."""
+    chunks = list(data.chunks)
+    place, picture = next((place, chunk) for place, chunk in enumerate(chunks) if isinstance(chunk, types.ImageChunk))
+    chunks[place] = types.ImageChunk(data=picture.data[:-30], format="png", expected_tokens=6)
+    return datum(types.ModelInput(chunks=chunks))
+
+
+def assert_spoils_its_step(client: tinker.TrainingClient, work: list[types.Datum], why: str) -> None:
+    """This work is refused, and the step that it was for, of which nothing counts; the next one trains."""
+    before = scores(client, batch(client, "text", 7))
+    with pytest.raises(tinker.RequestFailedError, match=why):
+        client.forward_backward(work, "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError):
+        client.optim_step(STEP).result()
+    assert_close(scores(client, batch(client, "text", 7)), before, 0)
+    client.forward_backward(batch(client, "mixed", 0), "cross_entropy").result()
+    client.optim_step(STEP).result()
+    assert not np.allclose(scores(client, batch(client, "text", 7))[0], before[0])
+
+
+def test_a_broken_picture_spoils_its_step_on_all_workers(alone_and_together: list[Running]) -> None:
+    """One worker has computed its share when the other finds it, or both compute the sequence that has it."""
     alone, running = alone_and_together
     found = []
     for each in (alone, running):
         client = train(each.service, "image")
-        chunks = list(mixed_lengths(client, "pictures", 0)[4].model_input.chunks)
-        whole = next(place for place, chunk in enumerate(chunks) if isinstance(chunk, types.ImageChunk))
-        picture = chunks[whole]
-        assert isinstance(picture, types.ImageChunk)
-        chunks[whole] = types.ImageChunk(data=picture.data[:-30], format="png", expected_tokens=6)
-        work = [*batch(client, "single", 0), datum(types.ModelInput(chunks=chunks))]
-        with pytest.raises(tinker.RequestFailedError, match=r"datum 1: .*image"):
-            client.forward_backward(work, "cross_entropy").result()
-        with pytest.raises(tinker.RequestFailedError):
-            client.optim_step(STEP).result()
+        assert_spoils_its_step(client, [*batch(client, "text", 0), broken(image_input(client, 1))], "image")
+        long = broken(mixed_lengths(client, "pictures", 0)[4].model_input)
+        assert_spoils_its_step(client, [*batch(client, "single", 0), long], r"datum 1: .*image")
         client.forward_backward(mixed_lengths(client, "pictures", 1), "cross_entropy").result()
         client.optim_step(STEP).result()
         found.append(scores(client, mixed_lengths(client, "pictures", 2)))
@@ -221,26 +225,14 @@ def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Ru
     """Three base models at once, whose passes and steps come in another order with every run; texts alone, pictures, a single datum."""
     kinds = [("text", "text"), ("image", "mixed"), ("image", "pictures"), ("hybrid", "mixed"), ("text", "single"), ("image", "mixed")]
     ranks = [4, 5, 6, 7, 0, 0]  # two of them train all weights
-    curves: list[list[Curve]] = []
-    tensors: list[dict[str, np.ndarray]] = []
+    curves, tensors = [], []
     for running in (alone_and_together[0], divided):
         clients = [train(running.service, base, rank=rank) for rank, (base, _) in zip(ranks, kinds, strict=True)]
-        own = [Curve() for _ in clients]
-        for step in range(3):
-            done = [
-                client.forward_backward(batch(client, what, step), "cross_entropy")
-                for client, (_, what) in zip(clients, kinds, strict=True)
-            ]
-            stepped = [client.optim_step(STEP) for client in clients]
-            for curve, passed, taken in zip(own, done, stepped, strict=True):
-                curve.add(passed.result(), taken.result())
-        curves.append(own)
-        paths = [client.save_state("end").result().path for client in clients]
-        tensors.append(
-            {f"{number}:{name}": tensor for number, path in enumerate(paths) for name, tensor in weights_at(running, path).items()}
-        )
+        batches = [[batch(client, what, step) for step in range(3)] for client, (_, what) in zip(clients, kinds, strict=True)]
+        curves.append(train_together(clients, batches))
+        tensors.append(saved_weights(running, clients))
     for (base, _), found, expected in zip(kinds, curves[1], curves[0], strict=True):
-        found.assert_close(expected, within_of(base))
+        assert_curves_close(found, expected, within_of(base))
     assert_weights_close(tensors[1], tensors[0], [base for base, _ in kinds])
     log = divided.server.log.read_text()
     for name in ("text", "image", "hybrid"):
@@ -251,18 +243,9 @@ def test_workers_that_share_the_weights_train_as_one(alone_and_together: list[Ru
 def test_what_workers_that_share_the_weights_refuse_harms_nothing(divided: Running) -> None:
     """A broken picture in a pass of all, training of some parameters, and samples; then a step as ever."""
     client = train(divided.service, "image")
-    before = scores(client, batch(client, "text", 7))
-    chunks = list(image_input(client, 1).chunks)
-    picture = chunks[1]
-    assert isinstance(picture, types.ImageChunk)
-    chunks[1] = types.ImageChunk(data=picture.data[:-30], format="png", expected_tokens=6)
-    broken = datum(types.ModelInput(chunks=chunks))
-    for work in ([broken], [*batch(client, "text", 0), broken]):
-        with pytest.raises(tinker.RequestFailedError, match="image"):
-            client.forward_backward(work, "cross_entropy").result()
-        with pytest.raises(tinker.RequestFailedError):
-            client.optim_step(STEP).result()
-    assert_close(scores(client, batch(client, "text", 7)), before, 0)
+    picture = broken(image_input(client, 1))
+    for work in ([picture], [*batch(client, "text", 0), picture]):
+        assert_spoils_its_step(client, work, "image")
     with pytest.raises(tinker.RequestFailedError, match=r"train_mlp=False and lora_config\.rank=0"):
         divided.service.create_lora_training_client(base_model="text", rank=0, train_mlp=False).result()
     whole = train(divided.service, "text", rank=0)
@@ -276,9 +259,6 @@ def test_what_workers_that_share_the_weights_refuse_harms_nothing(divided: Runni
         divided.service.create_sampling_client(base_model="text").result().sample(
             text_input(1, 5), 1, types.SamplingParams(max_tokens=3)
         ).result()
-    client.forward_backward(batch(client, "mixed", 0), "cross_entropy").result()
-    client.optim_step(STEP).result()
-    assert not np.allclose(scores(client, batch(client, "text", 7))[0], before[0])
 
 
 def test_all_weights_that_are_divided_come_back_as_they_were_saved(divided: Running) -> None:
@@ -313,26 +293,6 @@ def test_several_passes_of_one_step_and_none_at_all(alone_and_together: list[Run
         assert_close(scores(client, batch(client, "text", 9)), after, 0)
         found.append(after)
     assert_close(found[1], found[0], WITHIN)
-
-
-def test_a_bad_datum_spoils_its_step_on_all_workers(alone_and_together: list[Running]) -> None:
-    """One worker has computed its share when the other finds that a picture is broken: nothing of the step counts."""
-    _, running = alone_and_together
-    client = train(running.service, "image")
-    before = scores(client, batch(client, "text", 7))
-    chunks = list(image_input(client, 1).chunks)
-    picture = chunks[1]
-    assert isinstance(picture, types.ImageChunk)
-    chunks[1] = types.ImageChunk(data=picture.data[:-30], format="png", expected_tokens=6)
-    broken = datum(types.ModelInput(chunks=chunks))
-    with pytest.raises(tinker.RequestFailedError, match="image"):
-        client.forward_backward([*batch(client, "text", 0), broken], "cross_entropy").result()
-    with pytest.raises(tinker.RequestFailedError):
-        client.optim_step(STEP).result()
-    assert_close(scores(client, batch(client, "text", 7)), before, 0)
-    client.forward_backward(batch(client, "text", 0), "cross_entropy").result()
-    client.optim_step(STEP).result()
-    assert not np.allclose(scores(client, batch(client, "text", 7))[0], before[0])
 
 
 def test_samples_of_all_workers_are_those_of_the_trained_weights(alone_and_together: list[Running]) -> None:
@@ -379,3 +339,52 @@ def test_the_status_names_all_workers(alone_and_together: list[Running]) -> None
     _, running = alone_and_together
     seen = running.server.wait_for_status(lambda seen: [worker["state"] for worker in seen["workers"]] == ["ready"] * 2)
     assert [process_behind(worker["pid"]) for worker in seen["workers"]] == worker_pids(running.server)
+
+
+def test_what_is_saved_on_two_goes_on_on_one_and_back(options: list[str], tmp_path: Path) -> None:
+    """With the optimizer's state: the losses that follow are those of the run that was not interrupted."""
+
+    def go_on(client: tinker.TrainingClient, first: int) -> list[float]:
+        done = []
+        for step in range(first, first + 3):
+            losses = client.forward_backward(batch(client, "text", step), "cross_entropy")
+            client.optim_step(STEP).result()
+            done.append(losses.result().metrics["loss:sum"])
+        return done
+
+    with serving(tmp_path, *options, "--workers", "2") as server:
+        server.wait_for_health()
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-two") as service:
+            client = train(service, "text")
+            go_on(client, 0)
+            path = client.save_state("three").result().path
+            expected = go_on(client, 3)
+    for count in ("1", "2"):
+        with serving(tmp_path, *options, "--workers", count) as server:
+            server.wait_for_health()
+            with tinker.ServiceClient(base_url=server.url, api_key="tml-two") as service:
+                client = service.create_training_client_from_state_with_optimizer(path).result()
+                assert_losses_close(go_on(client, 3), expected, WITHIN)
+                path = service.create_training_client_from_state_with_optimizer(path).result().save_state(f"again{count}").result().path
+
+
+def test_a_killed_worker_is_named_and_all_are_started_again(options: list[str], tmp_path: Path) -> None:
+    """In the middle of its work. The model comes back and goes on."""
+    with serving(tmp_path, *options, "--workers", "2") as server:
+        server.wait_for_health()
+        first = worker_pids(server)
+        with tinker.ServiceClient(base_url=server.url, api_key="tml-kill") as service:
+            client = train(service, "text")
+            client.forward_backward(batch(client, "text", 0), "cross_entropy").result()
+            client.optim_step(STEP).result()
+            expected = scores(client, batch(client, "text", 3))
+            running = client.forward_backward(batch(client, "text", 1) * 200, "cross_entropy")
+            os.kill(first[0], signal.SIGKILL)
+            running.result(timeout=START_S)
+            server.wait_for_log("worker 0 of 2: the worker process ended unexpectedly (signal 9)")
+            server.wait_for_health()
+            second = worker_pids(server)
+            assert len(second) == 2
+            assert not set(first) & set(second)
+            assert_close(scores(client, batch(client, "text", 3)), expected, WITHIN)
+            client.optim_step(STEP).result()

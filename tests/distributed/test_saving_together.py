@@ -198,16 +198,3 @@ def test_a_save_that_dies_with_its_model_leaves_no_checkpoint(server: Server) ->
         server.wait_for_health()
         assert scores(RawModel(http, "text", path=f"tinker://{model.model_id}/weights/whole"), 1) == expected
         wait_until_clean(server)
-
-
-def test_another_model_trains_while_one_is_saved(server: Server) -> None:
-    """And what is saved is what the model was."""
-    with client_of(server) as http:
-        model, other = trained(http), trained(http)
-        expected = scores(model, 4)
-        saving = [model.save(seq_id, f"save {seq_id}") for seq_id in range(5, 9)]
-        for seq_id in range(4, 20, 2):
-            step(other, seq_id)
-        for request_id in saving:
-            assert scores(RawModel(http, "text", path=str(model.result(request_id)["path"])), 1) == expected
-        assert unfinished(server) == []
