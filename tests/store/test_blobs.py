@@ -77,16 +77,15 @@ def test_digests_come_with_their_command_in_the_order_of_the_payload(store: Stor
 
 
 def test_images_of_commands_that_are_not_queued_go(store: Store, tmp_path: Path) -> None:
-    store.append([step(1)])
+    """But not that of a command which is sent again."""
+    store.append([step(1), step(3, images=IMAGE)])
+    assert store.append([step(3, images=IMAGE)]) == [False]
+    assert store.read_blob(DIGEST) == DATA
+    store.record([done(3)])
     assert store.append([step(1, images=IMAGE)]) == [False]
     store.finish_session(SESSION, "success", None)
     assert store.append([step(2, images=IMAGE)]) == [False]
     assert blobs_in(tmp_path) == []
-
-
-def test_a_repeat_does_not_take_the_image_of_its_command(store: Store) -> None:
-    assert [store.append([step(1, images=IMAGE)]) for _ in range(2)] == [[True], [False]]
-    assert store.read_blob(DIGEST) == DATA
 
 
 def test_a_crash_between_file_and_row_leaves_a_file_that_the_next_start_deletes(store: Store, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A database whose content makes no sense: said with file and remedy, whatever was hit."""
 
 import os
+import random
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.store.test_store import DESCRIPTION
+from tests.store.test_commands import DESCRIPTION
 from tinsmith.errors import ConfigError
 from tinsmith.store.catalog import Page
 from tinsmith.store.session_catalog import describe_session, list_sessions
@@ -25,13 +26,13 @@ def filled(data_dir: Path) -> Path:
 
 
 def header(path: Path) -> None:
-    path.write_bytes(os.urandom(100) + path.read_bytes()[100:])
+    path.write_bytes(random.Random(0).randbytes(100) + path.read_bytes()[100:])
 
 
 def middle(path: Path) -> None:
     content = path.read_bytes()
     third = len(content) // 3
-    path.write_bytes(content[:third] + os.urandom(third) + content[2 * third :])
+    path.write_bytes(content[:third] + random.Random(0).randbytes(third) + content[2 * third :])
 
 
 def end(path: Path) -> None:

@@ -1,16 +1,12 @@
 """Models that end in different ways, and what a client is told that still asks for one."""
 
 import time
-from pathlib import Path
-from typing import Any
 
-import pytest
-
+from tests.store.test_commands import DESCRIPTION
 from tinsmith.store.records import Checkpoint, Model, ModelStatus, NewCommand, Outcome
 from tinsmith.store.store import Store
 from tinsmith.wire.paths import parse_path
 
-DESCRIPTION: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0", "project_id": None, "display_name": None}
 NO_CHECKPOINT = "it has no checkpoint to go on from: create a new model, and call save_state from time to time"
 
 
@@ -38,15 +34,10 @@ def status_of(store: Store, model_id: str) -> ModelStatus:
 
 def told(store: Store, model_id: str, seq_id: int = 9) -> tuple[str | None, str | None]:
     """Error and category of a further operation."""
-    store.append([NewCommand(model_id, seq_id, "optim_step", b"")])
+    assert store.append([NewCommand(model_id, seq_id, "optim_step", b"")]) == [False]
     outcome = store.outcome(f"{model_id}/{seq_id}")
     assert outcome is not None
     return outcome.error, outcome.category
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.open(tmp_path)
 
 
 def test_finished_unloaded_and_lost_stay_three_things_when_the_engine_dies(store: Store) -> None:

@@ -86,16 +86,16 @@ def test_only_what_is_ours_is_an_entry(tmp_path: Path) -> None:
     assert [entry.name for entry in files.entries()] == [".writing-scratch_"]
 
 
-@pytest.mark.parametrize("root", ["nothing://x", "/dev/null/x"])
-def test_a_root_that_cannot_be_used_is_refused(root: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"checkpoint_root='{root}' cannot be used: "):
-        CheckpointFiles(tmp_path, root)
-
-
-@pytest.mark.parametrize("root", ["s3://", "gs:///"])
-def test_an_object_store_without_a_bucket_is_refused(root: str, tmp_path: Path) -> None:
-    """Not taken for a directory of that name in the working directory."""
-    with pytest.raises(
-        ConfigError, match=f"^checkpoint_root='{root}' names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX$"
-    ):
+@pytest.mark.parametrize(
+    ("root", "why"),
+    [
+        ("nothing://x", "cannot be used: "),
+        ("/dev/null/x", "cannot be used: "),
+        # Not taken for a directory of that name in the working directory.
+        ("s3://", "names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX$"),
+        ("gs:///", "names no bucket; give it as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX$"),
+    ],
+)
+def test_a_root_that_cannot_be_used_is_refused(root: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^checkpoint_root='{root}' {why}"):
         CheckpointFiles(tmp_path / "data", root)

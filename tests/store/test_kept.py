@@ -4,7 +4,7 @@ import hashlib
 import logging
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from tests.store.test_commands import MODEL, SESSION, done, step
 from tinsmith.errors import NotFoundError
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.records import Command, Outcome
-from tinsmith.store.retention import oldest_beyond
 from tinsmith.store.store import Store
 
 KIB = 2**10
@@ -22,15 +21,12 @@ KIB = 2**10
 
 def kept(store: Store, claimed: list[Command]) -> list[int]:
     """The seq_ids of commands whose payload can still be read."""
-    return [command.seq_id for command in claimed if _is_kept(store, command)]
-
-
-def _is_kept(store: Store, command: Command) -> bool:
-    try:
-        store.payload(command)
-    except NotFoundError:
-        return False
-    return True
+    found = []
+    for command in claimed:
+        with suppress(NotFoundError):
+            store.payload(command)
+            found.append(command.seq_id)
+    return found
 
 
 def test_nothing_stays_unless_it_is_asked_for(tmp_path: Path) -> None:
@@ -46,25 +42,16 @@ def test_nothing_stays_unless_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_can_be_read_when_the_operation_has_ended(tmp_path: Path) -> None:
+    """Also what an engine left."""
     store = with_model(tmp_path, keep_bytes=KIB)
-    store.append([step(1, b"one", IMAGE), step(2, b"two")])
+    store.append([step(1, b"one", IMAGE), step(2, b"two"), step(3, b"left")])
     commands = store.queued(MODEL)
     store.record([done(0), done(1), Outcome(f"{MODEL}/2", None, None, "bad", "user")])
-    assert [store.payload(command) for command in commands] == [b"create", b"one", b"two"]
     assert [store.read_blob(digest) for digest in commands[1].image_digests] == [DATA]
     store.close()
     store = Store.open(tmp_path, keep_bytes=KIB)
-    store.fail_unfinished("the server stopped")
-    assert [store.payload(command) for command in commands] == [b"create", b"one", b"two"]
-    assert store.read_blob(DIGEST) == DATA
-
-
-def test_what_an_engine_left_stays_too(tmp_path: Path) -> None:
-    store = with_model(tmp_path, keep_bytes=KIB)
-    store.append([step(1, b"one", IMAGE)])
-    commands = store.queued(MODEL)
-    store.fail_unfinished("the engine died")
-    assert kept(store, commands) == [0, 1]
+    assert store.fail_unfinished("the server stopped") == [f"{MODEL}/3"]
+    assert [store.payload(command) for command in commands] == [b"create", b"one", b"two", b"left"]
     assert store.read_blob(DIGEST) == DATA
 
 
@@ -151,11 +138,3 @@ def test_a_database_that_is_locked_after_the_outcome_costs_no_outcome(tmp_path: 
     other.close()
     assert "finished operations are kept beyond their limit for now" in caplog.text
     assert store.status(f"{MODEL}/1") == "done"
-
-
-@pytest.mark.parametrize(
-    ("most", "sizes", "expected"),
-    [(0, [], []), (0, [1, 2], [0, 1]), (3, [1, 2], []), (2, [1, 2], [0]), (1, [1, 2], [0, 1]), (5, [3, 3, 2], [0])],
-)
-def test_the_oldest_entries_go_until_the_others_fit(most: int, sizes: list[int], expected: list[int]) -> None:
-    assert list(oldest_beyond(most, sum(sizes), enumerate(sizes))) == expected

@@ -1,6 +1,5 @@
 """Files that several processes write together: whole, or refused."""
 
-import resource
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,13 +95,3 @@ def test_what_is_missing_or_changed_is_refused(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(FileNotFoundError):
         check_pieces(tmp_path, told)
-
-
-def test_a_disk_that_takes_no_more_is_told(tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (7000, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            write_pieces(tmp_path, of_one())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -2,30 +2,19 @@
 
 import logging
 import sqlite3
-import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.preloaded import REAL_PYTHON
 from tinsmith.errors import ConfigError, StoreUnavailableError, TinsmithError
 from tinsmith.store import recorded_sequences
 from tinsmith.store.recorded_sequences import FILE_NAME, LIFETIME_S, RecordedSequence, RecordedSequences
 
 MIB = 2**20
-
-
-OPEN = """
-import sys, time
-from pathlib import Path
-from tinsmith.store.recorded_sequences import RecordedSequences
-print("ready", flush=True)
-sys.stdin.readline()
-RecordedSequences(Path(sys.argv[1]), 2**20).close()
-"""
 
 
 class Clock:
@@ -146,16 +135,6 @@ def test_many_threads_use_one_file(tmp_path: Path, recorded: RecordedSequences) 
     assert len(stored(tmp_path)) == 80
 
 
-@pytest.mark.parametrize("content", [b"this is no database" * 100, b""])
-def test_a_damaged_file_is_replaced(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / FILE_NAME).write_bytes(content)
-    recorded = RecordedSequences(tmp_path, MIB)
-    recorded.put({name(0): sequence()})
-    assert list(recorded.find([name(0)])) == [name(0)]
-    recorded.close()
-    assert ("is replaced by an empty file" in caplog.text) == bool(content)
-
-
 def spoil(directory: Path, kind: bytes) -> None:
     """Write over the cells of all pages of this kind but the first page: 10 are those of indexes, 13 those of rows."""
     file = directory / FILE_NAME
@@ -171,18 +150,35 @@ def many() -> dict[str, RecordedSequence]:
     return {name(index): sequence(length=50, seed=index) for index in range(200)}
 
 
-@pytest.mark.parametrize("kind", [b"\x0a", b"\x0d"], ids=["indexes", "rows"])
-def test_a_file_that_is_damaged_inside_is_replaced(tmp_path: Path, kind: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def version_99(directory: Path) -> None:
+    with sqlite3.connect(directory / FILE_NAME) as connection:
+        connection.execute("PRAGMA user_version = 99")
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no database": (lambda directory: (directory / FILE_NAME).write_bytes(b"this is no database" * 100), "is replaced by an empty file"),
+    "nothing": (lambda directory: (directory / FILE_NAME).write_bytes(b""), ""),
+    "indexes": (partial(spoil, kind=b"\x0a"), "is replaced by an empty file"),
+    "rows": (partial(spoil, kind=b"\x0d"), "is replaced by an empty file"),
+    "version": (version_99, "it has version 99, this program writes 1"),
+}
+"""Ways to spoil a file, and what is said of it."""
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_file_that_is_damaged_or_of_another_version_is_replaced(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     first = RecordedSequences(tmp_path, MIB)
     first.put(many())
     first.close()
-    spoil(tmp_path, kind)
+    do_it, says = SPOILED[how]
+    do_it(tmp_path)
     recorded = RecordedSequences(tmp_path, MIB)
     assert recorded.find(many()) == {}
     recorded.put({name(0): sequence(seed=1)})
     assert same(recorded.find([name(0)])[name(0)], sequence(seed=1))
     recorded.close()
-    assert "is replaced by an empty file" in caplog.text
+    assert says in caplog.text
+    assert bool(says) == bool(caplog.text)
 
 
 def test_damage_that_shows_while_it_is_used_costs_what_was_recorded_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -205,15 +201,6 @@ def test_damage_that_shows_while_it_is_used_costs_what_was_recorded_before(tmp_p
         recorded.close()
         assert "is replaced by an empty file" in caplog.text
         caplog.clear()
-
-
-def test_a_file_of_another_version_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
-        connection.execute("PRAGMA user_version = 99")
-    recorded = RecordedSequences(tmp_path, MIB)
-    assert recorded.find([name(0)]) == {}
-    recorded.close()
-    assert "it has version 99, this program writes 1" in caplog.text
 
 
 def test_a_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
@@ -244,22 +231,3 @@ def stored(directory: Path) -> list[str]:
     """The ids in the file."""
     with sqlite3.connect(directory / FILE_NAME) as connection:
         return sorted(row[0] for row in connection.execute("SELECT sequence_id FROM recorded"))
-
-
-def test_several_workers_open_a_new_file_at_the_same_time(tmp_path: Path) -> None:
-    """They do so when they have met. SQLite waits for no lock while it changes a file's journal mode."""
-    for number in range(5):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        command = [REAL_PYTHON, "-c", OPEN, str(directory)]
-        running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-        for process in running:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-        for process in running:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        for process in running:
-            process.communicate()
-        assert [process.returncode for process in running] == [0] * 4

@@ -1,9 +1,7 @@
 """What is left in the database of sessions that ended long ago."""
 
 import time
-from pathlib import Path
 
-import pytest
 from sqlalchemy import func, select
 
 from tests.store.test_commands import DESCRIPTION
@@ -37,11 +35,6 @@ def run(store: Store, session_id: str, steps: int = 3, saved: bool = False, fini
     if finished:
         store.finish_session(session_id, "success", None)
     return model.model_id
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.open(tmp_path)
 
 
 def test_an_ended_session_leaves_nothing_behind(store: Store) -> None:

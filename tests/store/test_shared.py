@@ -72,32 +72,24 @@ def test_its_own_checkpoints_come_first_and_expired_ones_are_gone(tmp_path: Path
     assert require_sampled(store, shared, PATH) == own
 
 
-def test_a_damaged_or_unfinished_checkpoint_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_is_damaged_or_cannot_be_read_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As where one of several servers that save there is another user's, or of another version; nor does one that is being written."""
     writer = CheckpointFiles(tmp_path / "other", str(tmp_path / "root"))
     shared = SharedCheckpoints(CheckpointFiles(tmp_path / "own", str(tmp_path / "root"), only_read=True))
-    damaged, whole = saved(writer, created_at=9.0), saved(writer)
+    damaged, foreign, lacking = (saved(writer, created_at=created_at) for created_at in (9.0, 8.0, 7.0))
+    whole = saved(writer)
     (Path(damaged.directory) / MANIFEST).write_text("{}")
-    unfinished = tmp_path / "root" / uuid.uuid4().hex
-    unfinished.mkdir()
-    assert shared.find(PATH) == shared.find(PATH) == whole
-    assert len([line for line in caplog.messages if "is left out" in line]) == 1
-    unfinished.rmdir()
-
-
-def test_a_manifest_that_cannot_be_read_or_lacks_a_field_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As where one of several servers that save there is another user's, or of another version."""
-    writer = CheckpointFiles(tmp_path / "other", str(tmp_path / "root"))
-    shared = SharedCheckpoints(CheckpointFiles(tmp_path / "own", str(tmp_path / "root"), only_read=True))
-    foreign, lacking, whole = saved(writer, created_at=9.0), saved(writer, created_at=8.0), saved(writer)
     manifest = Path(lacking.directory) / MANIFEST
     content = json.loads(manifest.read_text())
     del content["sha256"], content["checkpoint"]["kind"]
     manifest.write_text(json.dumps(content | {"sha256": _own_digest(content)}))
     (Path(foreign.directory) / MANIFEST).unlink()
     (Path(foreign.directory) / MANIFEST).mkdir()  # a mode keeps root from nothing
+    (tmp_path / "root" / uuid.uuid4().hex).mkdir()
     assert shared.find(PATH) == shared.find(PATH) == whole
-    (left_out,) = [line for line in caplog.messages if "is left out" in line]
-    assert "manifest.json does not say the checkpoint's kind" in left_out
+    left_out = [line for line in caplog.messages if "is left out" in line]
+    assert len(left_out) == 2
+    assert any("manifest.json does not say the checkpoint's kind" in line for line in left_out)
     with pytest.raises(TinsmithError, match="cannot be used"):  # it may be the one that is asked for
         shared.find("tinker://m/sampler_weights/b")
 

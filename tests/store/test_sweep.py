@@ -39,11 +39,6 @@ def files(tmp_path: Path) -> CheckpointFiles:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store.open(tmp_path)
-
-
-@pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Lets a day pass."""
     return lambda: monkeypatch.setattr("time.time", lambda now=time.time: now() + WRITING_S + 1)
@@ -121,32 +116,23 @@ def test_what_a_crash_left_of_a_save_goes_after_a_day(
     assert found(store, files) == []
 
 
-def test_what_is_left_beside_a_checkpoint_that_is_complete_goes_after_a_day(
+def test_what_is_left_beside_complete_checkpoints_goes_after_a_day(
     store: Store, files: CheckpointFiles, tmp_path: Path, later: Callable[[], None]
 ) -> None:
+    """What workers wrote together, and scratch that a crash left."""
     place = saved(store, files, "tinker://m/weights/a")
-    left = files.joint(place)
-    left.mkdir()
-    (left / "weights").write_bytes(b"012")
-    sweep(store, files)
-    assert left.exists()
-    later()
-    sweep(store, files)
-    assert not left.exists()
-    assert files.sizes(place) == {"a": 10, "b": 0}
-
-
-def test_scratch_that_a_crash_left_goes_after_a_day(
-    store: Store, files: CheckpointFiles, tmp_path: Path, later: Callable[[], None]
-) -> None:
-    scratch = tmp_path / "checkpoints" / ".writing-abcdefgh"
-    scratch.mkdir()
-    (scratch / "weights").write_bytes(b"012")
+    left = [files.joint(place), tmp_path / "checkpoints" / ".writing-abcdefgh"]
+    for directory in left:
+        directory.mkdir()
+        (directory / "weights").write_bytes(b"012")
     assert found(store, files) == []
-    later()
-    assert found(store, files) == [("files of .writing-abcdefgh", "they were never finished", 3)]
     sweep(store, files)
-    assert not scratch.exists()
+    assert [directory.exists() for directory in left] == [True, True]
+    later()
+    assert ("files of .writing-abcdefgh", "they were never finished", 3) in found(store, files)
+    sweep(store, files)
+    assert [directory.exists() for directory in left] == [False, False]
+    assert files.sizes(place) == {"a": 10, "b": 0}
 
 
 def test_files_that_the_database_does_not_know_go_on_request_only(store: Store, files: CheckpointFiles, tmp_path: Path) -> None:
