@@ -15,7 +15,6 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.distributed.conftest import Running
 from tests.distributed.devices import ON_GPUS
 from tests.preloaded import REAL_PYTHON
 
@@ -23,8 +22,7 @@ if ON_GPUS:  # where it need not be installed, and where nothing of this compute
     pytest.importorskip("ray", reason="Ray is not installed here")
 
 from tests.acceptance.conftest import API_KEY
-from tests.acceptance.talking import assert_close, assert_losses_close, datum, image_input, logprobs, text_input, train
-from tests.distributed.test_replicas import weights_at, within_of
+from tests.acceptance.talking import assert_close, datum, logprobs, text_input, train
 from tests.engine.test_worker_process import Watched, link_of_an_engine
 from tests.ray_head import another_host, core_taken, own_node, ray_head
 from tests.running import REAL_PROGRAM, START_S, Server, serving, tinsmith_here
@@ -273,46 +271,6 @@ def test_a_server_with_actors_on_two_hosts_trains_as_one_worker_and_survives_the
     assert "1 on 127.0.0.1, 1 on 127.0.0.2" in said or "1 on 127.0.0.2, 1 on 127.0.0.1" in said
     assert "worker 0" in said  # what the actors write
     assert "Traceback" not in said
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPUS, reason="this Ray has no GPU, on which the server with one worker computes")
-def test_actors_that_share_the_weights_train_pictures_as_one_worker(
-    address: str, alone_and_together: list[Running], options: list[str], tmp_path: Path
-) -> None:
-    """A model with pictures and a hybrid one, at once."""
-
-    def trained(running: Running) -> tuple[list[float], dict[str, np.ndarray]]:
-        """Losses and norms of all steps, and the weights after the last one."""
-        models = [train(running.service, base) for base in ("image", "hybrid")]
-        numbers = []
-        for number in range(3):
-            inputs = [text_input(number, 40), text_input(number + 9, 7), *(image_input(models[0], 3 * number + each) for each in range(3))]
-            done = [model.forward_backward([datum(each, 1) for each in inputs], "cross_entropy") for model in models]
-            stepped = [model.optim_step(STEP) for model in models]
-            numbers += [reply.result(timeout=START_S).metrics["loss:sum"] for reply in done]
-            numbers += [(reply.result(timeout=START_S).metrics or {})["grad_norm"] for reply in stepped]
-        paths = [model.save_state("end").result(timeout=START_S).path for model in models]
-        return numbers, {f"{at}:{name}": tensor for at, path in enumerate(paths) for name, tensor in weights_at(running, path).items()}
-
-    expected, weights = trained(alone_and_together[0])
-    together = ["--workers", "2", "--shard", "weights", "--sampler", "none", "--ray-address", address]
-    with serving(tmp_path, *options, *together, program=REAL_PROGRAM) as server:
-        server.wait_for_health()
-        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
-            found, theirs = trained(Running(server, service, tmp_path / "data"))
-        # A pass has each worker's share of the five datums.
-        status = server.wait_for_status(lambda seen: min(worker["pass_tokens"] for worker in seen["workers"]) > 2 * 3 * 30)
-        actors = [psutil.Process(worker["pid"]).parent() for worker in status["workers"]]
-        assert ["WorkerActor" in actor.cmdline()[0] for actor in actors if actor is not None] == [True, True]
-    assert_losses_close(found, expected, 1e-5)
-    assert theirs.keys() == weights.keys()
-    for name, tensor in weights.items():
-        near = within_of(("image", "hybrid")[int(name.split(":")[0])])
-        # Moments are sums of gradients, which may cancel.
-        within = 10 * near * np.abs(tensor).max() if "exp_avg" in name else near
-        np.testing.assert_allclose(theirs[name], tensor, atol=within, rtol=near, err_msg=name)
-    assert server.log.read_text().count("layers are divided over 2 workers (--shard weights)") == 6  # of three base models, on each
 
 
 def test_what_cannot_be_combined_with_ray_is_refused_before_anything_starts() -> None:

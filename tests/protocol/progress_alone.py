@@ -92,7 +92,7 @@ def test_a_thread_that_computes_is_a_sign() -> None:
     progress = Progress()
     with thread(compute):
         looks(progress, 1, 0.5)
-        assert looks(progress, 3, 0.5)[0] == 0.0
+        assert looks(progress, 2, 0.5)[0] == 0.0
 
 
 def test_a_thread_that_comes_on_in_its_code_is_a_sign_however_little_it_uses() -> None:
@@ -115,7 +115,7 @@ def test_work_for_which_nobody_waits_is_no_sign(name: str) -> None:
     progress = Progress()
     with thread(compute, name, daemon=True):
         looks(progress, 1, 0.5)
-        assert looks(progress, 3, 0.5) == (10.0, 10.0)
+        assert looks(progress, 2, 0.5) == (10.0, 10.0)
 
 
 @pytest.mark.parametrize("own_group", [False, True], ids=["compiler", "server"])
@@ -150,7 +150,7 @@ def test_a_thread_that_spins_in_one_call_moves_and_does_not_come_on() -> None:
     progress = Progress()
     with thread(spin):
         looks(progress, 1, 0.5)
-        found = looks(progress, 3, 0.5)
+        found = looks(progress, 2, 0.5)
     assert found == (0.0, 10.0)
 
 

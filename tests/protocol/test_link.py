@@ -52,10 +52,14 @@ def test_messages_arrive_in_order_both_ways() -> None:
     asyncio.run(run())
 
 
-def test_a_wake_ends_the_wait_and_is_kept_for_the_next() -> None:
+def test_a_wait_is_no_longer_than_asked_and_a_wake_ends_it_or_is_kept_for_the_next() -> None:
     async def run() -> None:
         server = ServerLink()
         engine = ChildLink(server.address)
+        started = time.monotonic()
+        assert engine.receive(0.1) == []
+        assert time.monotonic() - started > 0.05
+        assert engine.receive(0.0) == []
         waiting = asyncio.create_task(asyncio.to_thread(engine.receive, FOREVER_S))
         await asyncio.sleep(0.05)
         engine.wake()
@@ -69,47 +73,21 @@ def test_a_wake_ends_the_wait_and_is_kept_for_the_next() -> None:
     asyncio.run(run())
 
 
-def test_receiving_waits_no_longer_than_asked() -> None:
+@pytest.mark.parametrize("kind", [ServerLink, ParentLink])
+def test_a_socket_is_the_users_alone_at_its_own_address_and_leaves_nothing_behind(kind: type[ServerLink | ParentLink]) -> None:
+    """And sending to nobody does not block."""
+
     async def run() -> None:
-        server = ServerLink()
-        engine = ChildLink(server.address)
-        started = time.monotonic()
-        assert engine.receive(0.1) == []
-        assert time.monotonic() - started > 0.05
-        assert engine.receive(0.0) == []
-        engine.close()
-        server.close()
-
-    asyncio.run(run())
-
-
-def test_sending_to_nobody_does_not_block() -> None:
-    async def run() -> None:
-        server = ServerLink()
-        with pytest.raises(EngineUnavailableError):
-            await server.send(Wake([]))
-        server.close()
-
-    asyncio.run(run())
-
-
-def test_only_the_user_can_reach_the_socket_and_it_leaves_nothing_behind() -> None:
-    async def run() -> None:
-        server = ServerLink()
-        directory = Path(server.address.removeprefix("ipc://")).parent
-        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        server.close()
-        assert not directory.exists()
-
-    asyncio.run(run())
-
-
-def test_every_link_has_its_own_address() -> None:
-    async def run() -> None:
-        first, second = ServerLink(), ServerLink()
+        first, second = kind(), kind()
         assert first.address != second.address
-        first.close()
-        second.close()
+        if isinstance(first, ServerLink):
+            with pytest.raises(EngineUnavailableError):
+                await first.send(Wake([]))
+        for link in (first, second):
+            directory = Path(link.address.removeprefix("ipc://")).parent
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+            link.close()
+            assert not directory.exists()
 
     asyncio.run(run())
 
@@ -275,16 +253,6 @@ def test_a_child_that_is_refused_gets_an_error_and_does_not_wait_for_ever() -> N
         child = links.enter_context(contextlib.closing(ChildLink(parent.address)))
         child.send(DONE)
         assert received(parent, 1) == [DONE]
-
-
-def test_the_socket_of_a_parent_leaves_nothing_behind_and_is_the_users_alone() -> None:
-    first, second = ParentLink(), ParentLink()
-    assert first.address != second.address
-    for link in (first, second):
-        directory = Path(link.address.removeprefix("ipc://")).parent
-        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-        link.close()
-        assert not directory.exists()
 
 
 def knock(kind: int, address: str, keys: ChildKeys | None) -> int:

@@ -15,16 +15,12 @@ def test_frames_are_joined(parts: list[bytes]) -> None:
     assert decompress(b"".join(compressor.compress(part) for part in parts), 20_000) == b"".join(parts)
 
 
-def test_a_large_body() -> None:
-    data = bytes(range(256)) * 20_000
-    assert decompress(zstandard.ZstdCompressor().compress(data), len(data)) == data
-
-
 def test_the_limit_is_exact() -> None:
-    data = zstandard.ZstdCompressor().compress(b"x" * 1000)
-    assert len(decompress(data, 1000)) == 1000
-    with pytest.raises(TooLargeError, match="larger than 999 bytes"):
-        decompress(data, 999)
+    whole = bytes(range(256)) * 20_000
+    data = zstandard.ZstdCompressor().compress(whole)
+    assert decompress(data, len(whole)) == whole
+    with pytest.raises(TooLargeError, match="larger than 5119999 bytes"):
+        decompress(data, len(whole) - 1)
 
 
 @pytest.mark.parametrize("write_content_size", [True, False])
@@ -36,21 +32,22 @@ def test_a_bomb_stops_early(write_content_size: bool) -> None:
         decompress(bomb * 50, 2**20)
 
 
-@pytest.mark.parametrize("data", [b"not zstd", zstandard.ZstdCompressor().compress(b"x" * 100) + b"tail"])
-def test_broken_data_is_refused(data: bytes) -> None:
-    with pytest.raises(UserError, match="zstd"):
-        decompress(data, 1000)
-
-
-def test_a_cut_body_is_refused() -> None:
-    whole = zstandard.ZstdCompressor().compress(bytes(range(256)) * 10)
-    with pytest.raises(UserError, match="middle of a frame"):
-        decompress(whole[:-3], 10_000)
-
-
-def test_a_window_beyond_what_http_allows_is_refused() -> None:
+def wide() -> bytes:
+    """A frame whose window is larger than HTTP allows."""
     parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=27)
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    wide = compressor.compress(bytes(100)) + compressor.flush()
-    with pytest.raises(UserError, match="not valid zstd"):
-        decompress(wide, 1000)
+    return compressor.compress(bytes(100)) + compressor.flush()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"not zstd", "zstd"),
+        (zstandard.ZstdCompressor().compress(b"x" * 100) + b"tail", "zstd"),
+        (zstandard.ZstdCompressor().compress(bytes(range(256)) * 10)[:-3], "middle of a frame"),
+        (wide(), "not valid zstd"),
+    ],
+)
+def test_broken_data_is_refused(data: bytes, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        decompress(data, 10_000)

@@ -120,54 +120,43 @@ def test_provenance_spans_are_read() -> None:
     assert read.target_spans == (ProvenanceSpan("p", 1, 1, sampled=False), ProvenanceSpan("s", 4, 1, sampled=True))
 
 
-def second_datum(chunk: tinker_pb2.Chunk) -> bytes:
-    data = [tinker_pb2.Datum(), tinker_pb2.Datum(model_input=[chunk])]
-    return tinker_pb2.ForwardBackwardRequest(data=data).SerializeToString()
+def of_datums(*data: tinker_pb2.Datum) -> bytes:
+    return tinker_pb2.ForwardBackwardRequest(model_id="m", data=data).SerializeToString()
+
+
+def second_datum(**chunk: Any) -> bytes:
+    return of_datums(tinker_pb2.Datum(), tinker_pb2.Datum(model_input=[tinker_pb2.Chunk(**chunk)]))
+
+
+def sparse_datum() -> tinker_pb2.Datum:
+    """Small on the wire: three of them are too large together."""
+    sparse = tinker_pb2.SparseCsr(crow_indices=np.zeros(2**13 + 1, dtype="<i8").tobytes())
+    tensor = tinker_pb2.Tensor(sparse_csr=sparse, dtype=tinker_pb2.DTYPE_INT64, shape=[2**13, 2**12])
+    return tinker_pb2.Datum(loss_fn_inputs={"target_tokens": tensor})
+
+
+CUT = tinker_pb2.Datum(loss_fn_inputs={"weights": tinker_pb2.Tensor(dense=b"1", dtype=tinker_pb2.DTYPE_FLOAT32)})
+RESIZED = tinker_pb2.ImageChunk(format="png", override_dimensions=tinker_pb2.ImageDimensions(width=1))
 
 
 @pytest.mark.parametrize(
-    ("chunk", "error", "message"),
+    ("body", "error", "message"),
     [
-        (tinker_pb2.Chunk(), UserError, "datum 1: chunk 0: the chunk is empty"),
-        (tinker_pb2.Chunk(encoded_text=tinker_pb2.EncodedTextChunk(tokens=b"12345")), UserError, "datum 1: chunk 0: tokens has 5 bytes"),
-        (tinker_pb2.Chunk(dmel=tinker_pb2.DmelChunk(dmel=b"x")), NotBuiltError, "datum 1: chunk 0: audio"),
-        (tinker_pb2.Chunk(image=tinker_pb2.ImageChunk(format="gif")), UserError, "datum 1: chunk 0: image format 'gif'"),
-        (tinker_pb2.Chunk(image=tinker_pb2.ImageChunk(format="png", expected_tokens=0)), UserError, "expected_tokens=0"),
-        (
-            tinker_pb2.Chunk(image=tinker_pb2.ImageChunk(format="png", override_dimensions=tinker_pb2.ImageDimensions(width=1))),
-            NotBuiltError,
-            "datum 1: chunk 0: override_dimensions",
-        ),
+        (b"\xff\xff\xff", UserError, "not a protobuf ForwardBackwardRequest"),
+        (of_datums() + b"\x9a\x06\x01x", NotBuiltError, "does not know"),  # a field 99
+        (second_datum(), UserError, "datum 1: chunk 0: the chunk is empty"),
+        (second_datum(encoded_text=tinker_pb2.EncodedTextChunk(tokens=b"12345")), UserError, "datum 1: chunk 0: tokens has 5 bytes"),
+        (second_datum(dmel=tinker_pb2.DmelChunk(dmel=b"x")), NotBuiltError, "datum 1: chunk 0: audio"),
+        (second_datum(image=tinker_pb2.ImageChunk(format="gif")), UserError, "datum 1: chunk 0: image format 'gif'"),
+        (second_datum(image=tinker_pb2.ImageChunk(format="png", expected_tokens=0)), UserError, "expected_tokens=0"),
+        (second_datum(image=RESIZED), NotBuiltError, "datum 1: chunk 0: override_dimensions"),
+        (of_datums(CUT), UserError, r"datum 0: loss_fn_inputs\['weights'\]: dense has 1 bytes"),
+        (of_datums(*[sparse_datum()] * 3), UserError, r"datum 2: .* the request has room for 0"),
     ],
 )
-def test_errors_name_datum_and_chunk(chunk: tinker_pb2.Chunk, error: type[UserError], message: str) -> None:
+def test_errors_name_datum_and_chunk_or_tensor(body: bytes, error: type[UserError], message: str) -> None:
     with pytest.raises(error, match=message):
-        decode(second_datum(chunk))
-
-
-def test_errors_name_the_tensor() -> None:
-    datum = tinker_pb2.Datum(loss_fn_inputs={"weights": tinker_pb2.Tensor(dense=b"1", dtype=tinker_pb2.DTYPE_FLOAT32)})
-    with pytest.raises(UserError, match=r"datum 0: loss_fn_inputs\['weights'\]: dense has 1 bytes"):
-        decode_stored(tinker_pb2.ForwardBackwardRequest(data=[datum]).SerializeToString())
-
-
-def test_many_small_sparse_tensors_cannot_grow_beyond_the_limit_together() -> None:
-    sparse = tinker_pb2.SparseCsr(crow_indices=np.zeros(2**13 + 1, dtype="<i8").tobytes())
-    tensor = tinker_pb2.Tensor(sparse_csr=sparse, dtype=tinker_pb2.DTYPE_INT64, shape=[2**13, 2**12])
-    one = tinker_pb2.Datum(loss_fn_inputs={"target_tokens": tensor})
-    with pytest.raises(UserError, match=r"datum 2: .* the request has room for 0"):
-        decode_stored(tinker_pb2.ForwardBackwardRequest(data=[one, one, one]).SerializeToString())
-
-
-def test_a_body_that_is_no_protobuf_is_refused() -> None:
-    with pytest.raises(UserError, match="not a protobuf ForwardBackwardRequest"):
-        parse(b"\xff\xff\xff")
-
-
-def test_unknown_fields_are_refused() -> None:
-    field_99 = b"\x9a\x06\x01x"
-    with pytest.raises(NotBuiltError, match="does not know"):
-        decode_stored(tinker_pb2.ForwardBackwardRequest(model_id="m").SerializeToString() + field_99)
+        decode(body)
 
 
 arrays = st.tuples(st.integers(0, 4), st.sampled_from([(), (2,), (3,)])).map(

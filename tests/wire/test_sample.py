@@ -59,11 +59,6 @@ def test_defaults_of_the_sdk() -> None:
     assert (params.max_tokens, params.seed, params.temperature, params.top_p, params.top_k) == (None, None, 1.0, 1.0, -1)
 
 
-def csr(data: list[int], crow: list[int], col: list[int] | None) -> dict[str, Any]:
-    """A matrix [2, 3] in JSON."""
-    return {"data": data, "dtype": "int64", "shape": [2, 3], "sparse_crow_indices": crow, "sparse_col_indices": col}
-
-
 @pytest.mark.parametrize(
     ("stop", "rule"),
     [
@@ -76,6 +71,11 @@ def csr(data: list[int], crow: list[int], col: list[int] | None) -> dict[str, An
 )
 def test_stop_rules(stop: Any, rule: StopRule) -> None:
     assert parse_sample_request(sdk_body(types.SamplingParams(stop=stop))).params.stop == rule
+
+
+def csr(data: list[int], crow: list[int], col: list[int] | None) -> dict[str, Any]:
+    """A matrix [2, 3] in JSON."""
+    return {"data": data, "dtype": "int64", "shape": [2, 3], "sparse_crow_indices": crow, "sparse_col_indices": col}
 
 
 @pytest.mark.parametrize(
@@ -109,16 +109,6 @@ def test_stop_rules(stop: Any, rule: StopRule) -> None:
         ({"prompt": {"chunks": [{"type": "image", "data": "@@@", "format": "png"}]}}, "chunks.0.data is not base64"),
         ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "gif"}]}}, "format: .* got 'gif'"),
         ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png", "expected_tokens": 0}]}}, "expected_tokens: .* got 0"),
-    ],
-)
-def test_wrong_fields_are_named_with_their_value(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        parse_sample_request(body(**changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
         ({"base_model": "tiny"}, "fixed by the sampling session"),
         ({"model_path": "tinker://x"}, "fixed by the sampling session"),
         ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs: .* got -1"),
@@ -135,7 +125,7 @@ def test_wrong_fields_are_named_with_their_value(changes: dict[str, Any], messag
         ({"target_prompt_logprobs": csr([5], [0, 1, 1], None)}, "all indices of a CSR matrix"),
     ],
 )
-def test_questions_about_the_prompt_are_checked(changes: dict[str, Any], message: str) -> None:
+def test_wrong_fields_are_named_with_their_value(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse_sample_request(body(**changes))
 
@@ -205,13 +195,6 @@ def test_the_sdk_reads_target_logprobs_in_the_layout_it_sent() -> None:
     assert read.prompt_logprobs is None
     assert read.target_prompt_logprobs is not None
     assert read.target_prompt_logprobs.to_torch().to_dense().tolist() == [[0] * 5, [0, 0, -1, 0, 0], [-2, 0, 0, -3, 0]]
-
-
-def test_base64_is_read_as_the_sdk_writes_it() -> None:
-    data = bytes(range(256))
-    chunk = {"type": "image", "data": base64.b64encode(data).decode(), "format": "png"}
-    image = parse_sample_request(body(prompt={"chunks": [chunk]})).prompt[0]
-    assert image == ImageChunk(hashlib.sha256(data).digest(), data, "png", None)
 
 
 def test_a_body_that_would_take_long_to_parse_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
