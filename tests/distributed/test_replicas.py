@@ -4,13 +4,11 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import tinker
-from rich.console import Console
 from safetensors.numpy import load_file
 from tinker import types
 
@@ -19,9 +17,7 @@ from tests.distributed.conftest import LONG, Running
 from tests.distributed.devices import ON_GPUS, ROUNDING
 from tests.extent import slow
 from tests.preloaded import process_behind
-from tests.rl.test_run import config_of, logged, told
 from tests.running import START_S, Server, serving
-from tinsmith.rl.trainer import train as train_policy
 
 STEP = types.AdamParams(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1.0, grad_clip_norm=50.0)
 """Small enough that rounding does not grow from step to step; eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""
@@ -280,21 +276,6 @@ def test_all_weights_that_are_divided_come_back_as_they_were_saved(divided: Runn
     divided.server.wait_for_log("there is no copy of what the last step left (of all weights only save_state makes one)")
 
 
-def test_several_passes_of_one_step_and_none_at_all(alone_and_together: list[Running]) -> None:
-    """Gradients of several requests count once each; a step without any moves nothing."""
-    found = []
-    for running in alone_and_together:
-        client = train(running.service, "text")
-        for step in range(3):
-            client.forward_backward(batch(client, "single", step), "cross_entropy")
-        client.optim_step(STEP).result()
-        after = scores(client, batch(client, "text", 9))
-        assert (client.optim_step(STEP).result().metrics or {})["grad_norm"] == 0
-        assert_close(scores(client, batch(client, "text", 9)), after, 0)
-        found.append(after)
-    assert_close(found[1], found[0], WITHIN)
-
-
 def test_samples_of_all_workers_are_those_of_the_trained_weights(alone_and_together: list[Running]) -> None:
     """Requests spread over both workers. Each answers with the weights that were published, and with the same tokens as one worker."""
     replies: list[list[tuple[list[int], np.ndarray]]] = []
@@ -315,76 +296,25 @@ def test_samples_of_all_workers_are_those_of_the_trained_weights(alone_and_toget
         alone_and_together[1].server.wait_for_log(f"worker {rank}: samples: ")
 
 
-@pytest.mark.slow
-def test_a_run_of_reinforcement_learning_is_that_of_one_worker(alone_and_together: list[Running], tmp_path: Path) -> None:
-    """Pictures, seeded samples of both workers, and a warm-up. What is sampled has the log-probabilities that the trainer computes."""
-    told_by, curves = [], []
-    for number, running in enumerate(alone_and_together):
-        directory = tmp_path / str(number)
-        config = config_of(running.server.url, directory, model={"base_model": "image"}, training={"groups": 4, "group_size": 4})
-        train_policy(config, Console(quiet=True))
-        lines = [line for line in logged(directory) if line["step"] >= 0]
-        assert all(line["kl_sampler_trainer"] < 1e-6 for line in lines)
-        curves.append([line["reward"] for line in lines])
-        told_by.append([trajectory["samples"][0]["response_ids"] for step in (2, 4) for trajectory in told(directory, step)])
-    alone, together = told_by
-    assert len(together) == len(alone) == 32
-    # Weights differ in their last bits, so a seed may rarely draw another token.
-    assert sum(one == other for one, other in zip(alone, together, strict=True)) >= 28
-    assert curves[1] == pytest.approx(curves[0], abs=0.13)
-    assert max(curves[1]) > 0
-
-
-def test_the_status_names_all_workers(alone_and_together: list[Running]) -> None:
+def test_a_model_goes_on_from_its_checkpoint_and_after_the_end_of_a_worker(alone_and_together: list[Running]) -> None:
+    """With the optimizer's state. The worker is named that is killed in the middle of its work, and all are started again."""
     _, running = alone_and_together
-    seen = running.server.wait_for_status(lambda seen: [worker["state"] for worker in seen["workers"]] == ["ready"] * 2)
-    assert [process_behind(worker["pid"]) for worker in seen["workers"]] == worker_pids(running.server)
-
-
-def test_what_is_saved_on_two_goes_on_on_one_and_back(options: list[str], tmp_path: Path) -> None:
-    """With the optimizer's state: the losses that follow are those of the run that was not interrupted."""
-
-    def go_on(client: tinker.TrainingClient, first: int) -> list[float]:
-        done = []
-        for step in range(first, first + 3):
-            losses = client.forward_backward(batch(client, "text", step), "cross_entropy")
-            client.optim_step(STEP).result()
-            done.append(losses.result().metrics["loss:sum"])
-        return done
-
-    with serving(tmp_path, *options, "--workers", "2") as server:
-        server.wait_for_health()
-        with tinker.ServiceClient(base_url=server.url, api_key="tml-two") as service:
-            client = train(service, "text")
-            go_on(client, 0)
-            path = client.save_state("three").result().path
-            expected = go_on(client, 3)
-    for count in ("1", "2"):
-        with serving(tmp_path, *options, "--workers", count) as server:
-            server.wait_for_health()
-            with tinker.ServiceClient(base_url=server.url, api_key="tml-two") as service:
-                client = service.create_training_client_from_state_with_optimizer(path).result()
-                assert_losses_close(go_on(client, 3), expected, WITHIN)
-                path = service.create_training_client_from_state_with_optimizer(path).result().save_state(f"again{count}").result().path
-
-
-def test_a_killed_worker_is_named_and_all_are_started_again(options: list[str], tmp_path: Path) -> None:
-    """In the middle of its work. The model comes back and goes on."""
-    with serving(tmp_path, *options, "--workers", "2") as server:
-        server.wait_for_health()
-        first = worker_pids(server)
-        with tinker.ServiceClient(base_url=server.url, api_key="tml-kill") as service:
-            client = train(service, "text")
-            client.forward_backward(batch(client, "text", 0), "cross_entropy").result()
-            client.optim_step(STEP).result()
-            expected = scores(client, batch(client, "text", 3))
-            running = client.forward_backward(batch(client, "text", 1) * 200, "cross_entropy")
-            os.kill(first[0], signal.SIGKILL)
-            running.result(timeout=START_S)
-            server.wait_for_log("worker 0 of 2: the worker process ended unexpectedly (signal 9)")
-            server.wait_for_health()
-            second = worker_pids(server)
-            assert len(second) == 2
-            assert not set(first) & set(second)
-            assert_close(scores(client, batch(client, "text", 3)), expected, WITHIN)
-            client.optim_step(STEP).result()
+    server, client = running.server, train(running.service, "text")
+    batches = [batch(client, "text", step) for step in range(6)]
+    train_together([client], [batches[:3]])
+    path = client.save_state("three").result().path
+    (expected,) = train_together([client], [batches[3:]])
+    again = running.service.create_training_client_from_state_with_optimizer(path).result()
+    (found,) = train_together([again], [batches[3:]])
+    assert_curves_close(found, expected, WITHIN)
+    before, first = scores(client, batches[0]), worker_pids(server)
+    pending = client.forward_backward(batches[1] * 200, "cross_entropy")
+    os.kill(first[0], signal.SIGKILL)
+    pending.result(timeout=START_S)
+    server.wait_for_log("worker 0 of 2: the worker process ended unexpectedly (signal 9)")
+    server.wait_for_health()
+    second = worker_pids(server)
+    assert len(second) == 2
+    assert not set(first) & set(second)
+    assert_close(scores(client, batches[0]), before, WITHIN)
+    client.optim_step(STEP).result()

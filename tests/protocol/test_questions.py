@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import zmq
 
 from tests.protocol.test_link import OVER_TCP, knock
+from tests.store.test_store import checkpoint
 from tinsmith.config import Config
 from tinsmith.engine.records import Records
 from tinsmith.errors import NotFoundError, StoreUnavailableError, TinsmithError, UserError
@@ -18,25 +20,10 @@ from tinsmith.protocol.link import ParentLink, question_address
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.questions import Answered, Answering, Answers, CheckpointRow, FindCheckpoint, ForgetSequences, Questions
 from tinsmith.store.recorded_sequences import RecordedSequence, RecordedSequences
-from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
 from tinsmith.worker.records import AskedRecords
 
-ROW = Checkpoint(
-    tinker_path="tinker://m/sampler_weights/a",
-    model_id="m",
-    kind="sampler",
-    name="a",
-    directory="d",
-    base_model="tiny",
-    architecture="qwen3",
-    lora_config={"rank": 4},
-    has_optimizer=False,
-    size_bytes=2**40,
-    user_metadata={"of": "mine"},
-    created_at=1.0,
-    expires_at=None,
-)
+ROW = replace(checkpoint("tinker://m/sampler_weights/a"), size_bytes=2**40)
 
 
 @contextmanager

@@ -46,29 +46,30 @@ def store(store: Store) -> Store:
     return store
 
 
-def test_commands_come_out_as_they_went_in(store: Store) -> None:
+def the_model(store: Store, model_id: str = MODEL) -> Model:
+    found = store.model(model_id)
+    assert found is not None
+    return found
+
+
+def test_queued_commands_are_claimed_per_model_as_they_came_whatever_is_known_already(store: Store) -> None:
     before = time.time()
-    assert store.append([step(3, b"c"), step(1, b"a")]) == [True, True]
-    commands = store.queued(MODEL)
-    assert [(c.model_id, c.seq_id, c.kind, store.payload(c)) for c in commands] == [
-        (MODEL, 0, "create_model", b"create"),
-        (MODEL, 1, "optim_step", b"a"),
-        (MODEL, 3, "optim_step", b"c"),
+    assert store.append([create_command("s:train:1"), step(3, b"c"), step(1, b"a"), replace(step(1), model_id="s:train:1")]) == [True] * 4
+    queued = store.queued(MODEL)
+    assert [(command.seq_id, command.kind, store.payload(command)) for command in queued] == [
+        (0, "create_model", b"create"),
+        (1, "optim_step", b"a"),
+        (3, "optim_step", b"c"),
     ]
-    assert [c.seq_id for c in sorted(commands, key=lambda command: command.id)] == [0, 3, 1]
-    assert before - 1 < commands[1].created_at < time.time() + 1
-
-
-def test_queued_commands_are_claimed_per_model_whatever_is_known_already(store: Store) -> None:
-    store.append([create_command("s:train:1"), step(3), step(1), NewCommand("s:train:1", 1, "optim_step", b"other")])
+    assert [command.seq_id for command in sorted(queued, key=lambda command: command.id)] == [0, 3, 1]
+    assert before - 1 < queued[1].created_at < time.time() + 1
+    assert [(command.model_id, command.seq_id) for command in store.queued("s:train:1")] == [("s:train:1", 0), ("s:train:1", 1)]
     store.record([done(0)])
     assert sorted(store.queued_models()) == [MODEL, "s:train:1"]
-    assert [(c.model_id, c.seq_id) for c in store.queued(MODEL)] == [(MODEL, 1), (MODEL, 3)]
-    assert [(c.seq_id, store.payload(c)) for c in store.queued("s:train:1")] == [(0, b"create"), (1, b"other")]
     store.append([step(2)])
-    assert [c.seq_id for c in store.queued(MODEL, known=[3, 1])] == [2]
-    assert [c.seq_id for c in store.queued(MODEL, known={2})] == [1, 3]
-    assert [c.seq_id for c in store.queued(MODEL, limit=2)] == [1, 2]
+    assert [command.seq_id for command in store.queued(MODEL, known=[3, 1])] == [2]
+    assert [command.seq_id for command in store.queued(MODEL, known={2})] == [1, 3]
+    assert [command.seq_id for command in store.queued(MODEL, limit=2)] == [1, 2]
     store.record([done(seq_id) for seq_id in (1, 2, 3)])
     assert (store.queued(MODEL), store.queued("unknown"), store.queued_models()) == ([], [], ["s:train:1"])
 
@@ -104,54 +105,41 @@ def test_a_repeat_changes_nothing(store: Store) -> None:
     assert [store.payload(c) for c in store.queued(MODEL, known=[0])] == [b"first"]
 
 
-def test_an_outcome_is_recorded_once(store: Store) -> None:
+def test_an_outcome_is_recorded_once_with_what_the_operation_took_from_outside(store: Store) -> None:
     store.append([step(1), step(2)])
     assert store.outcome(f"{MODEL}/1") is None
     assert store.status(f"{MODEL}/1") == "queued"
     failed = Outcome(f"{MODEL}/2", None, None, "datum 3: bad", "user")
-    store.record([done(1, b'{"metrics":{}}'), failed])
-    store.record([done(2)])
-    assert store.outcome(f"{MODEL}/1") == done(1, b'{"metrics":{}}')
+    ended = replace(done(1, b'{"metrics":{}}'), resolved={"seed": 7, "base_fingerprint": "ab", "directory": "s3://bucket/x"})
+    store.record([ended, failed])
+    store.record([done(1), done(2)])
+    assert store.outcome(f"{MODEL}/1") == ended
     assert store.outcome(f"{MODEL}/2") == failed
     assert [store.status(f"{MODEL}/{n}") for n in (1, 2, 3)] == ["done", "failed", None]
     assert [c.seq_id for c in store.queued(MODEL)] == [0]
 
 
-def applied(store: Store) -> int | None:
-    model = store.model(MODEL)
-    assert model is not None
-    return model.applied_seq
-
-
 def test_a_model_knows_the_last_operation_that_had_its_effect(store: Store) -> None:
     store.append([step(1), step(2), step(3), step(4)])
-    assert applied(store) is None
+    assert the_model(store).applied_seq is None
     store.record([done(0)])
-    assert applied(store) == 0
+    assert the_model(store).applied_seq == 0
     store.record([done(1), done(2), Outcome(f"{MODEL}/3", None, None, "datum 0: bad", "user")])
-    assert applied(store) == 2
+    assert the_model(store).applied_seq == 2
     store.record([done(4)])
-    assert applied(store) == 4
+    assert the_model(store).applied_seq == 4
     store.record([done(4), done(2), done(7)])  # a second outcome, an older one, and one of an operation that is not in the log
-    assert applied(store) == 4
+    assert the_model(store).applied_seq == 4
     store.append([step(5)])
     store.fail_unfinished("the engine died")
-    assert applied(store) == 4
+    assert the_model(store).applied_seq == 4
 
 
 def test_effect_and_outcome_are_recorded_together_or_not_at_all(store: Store) -> None:
     store.append([step(1)])
     with pytest.raises(NotFoundError, match="'nonsense' is not a request id"):
         store.record([done(0), done(1), Outcome("nonsense", None, None, None, None)])
-    assert (applied(store), store.status(f"{MODEL}/1")) == (None, "queued")
-
-
-def test_what_an_operation_took_from_outside_is_kept_with_its_outcome(store: Store) -> None:
-    store.append([step(1)])
-    resolved = {"seed": 7, "base_fingerprint": "ab", "directory": "s3://bucket/x"}
-    store.record([replace(done(0), resolved=resolved), done(1)])
-    assert store.outcome(f"{MODEL}/0") == replace(done(0), resolved=resolved)
-    assert store.outcome(f"{MODEL}/1") == done(1)
+    assert (the_model(store).applied_seq, store.status(f"{MODEL}/1")) == (None, "queued")
 
 
 @pytest.mark.parametrize(
@@ -165,13 +153,8 @@ def test_absurd_request_ids_have_no_outcome(store: Store, text: str) -> None:
 def test_the_outcome_of_create_model_decides_its_status(store: Store) -> None:
     store.append([create_command("s:train:1")])
     store.record([done(0), Outcome("s:train:1/0", None, None, "rank too large", "user")])
-    good, bad = store.model(MODEL), store.model("s:train:1")
-    assert good is not None
-    assert bad is not None
-    assert (good.status, bad.status) == ("ready", "failed")
-    assert good.lora_config == {"rank": 8}
-    assert good.base_model == "tiny:long"
-    assert good.user_metadata == {"renderer": "qwen3"}
+    assert the_model(store) == replace(new_model(), status="ready", applied_seq=0)
+    assert the_model(store, "s:train:1").status == "failed"
 
 
 def test_operations_of_a_finished_session_fail_at_once(store: Store) -> None:

@@ -37,10 +37,13 @@ def test_a_session_is_finished_once(store: Store) -> None:
 
 
 def older(data_dir: Path, version: int) -> None:
-    """A database as that schema version made it, with a session in it."""
+    """A database as that schema version made it, with a session in it, and with a checkpoint if it is of version 2."""
     with closing(sqlite3.connect(data_dir / FILE_NAME)) as connection:
         connection.executescript((Path(__file__).parent / f"schema_{version}.sql").read_text())
         connection.execute("INSERT INTO sessions (session_id, tags, sdk_version, created_at, last_seen_at) VALUES ('s', '[]', '0', 1, 1)")
+        if version == 2:
+            row = "'tinker://m/weights/a', 'm', 'training', 'a', 'd', 'tiny', 'qwen3', '{}', 1, 10, NULL, 1.0, NULL"
+            connection.execute(f"INSERT INTO checkpoints VALUES ({row})")
         connection.commit()
 
 
@@ -61,11 +64,6 @@ def check_schema(data_dir: Path) -> None:
         }
 
 
-def test_a_new_database_has_todays_schema(tmp_path: Path) -> None:
-    Store.open(tmp_path).close()
-    check_schema(tmp_path)
-
-
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_database_of_yesterday_is_migrated(version: int, tmp_path: Path) -> None:
     older(tmp_path, version)
@@ -74,6 +72,9 @@ def test_a_database_of_yesterday_is_migrated(version: int, tmp_path: Path) -> No
         session = store.session("s")
         assert session is not None
         assert session.created_at == 1
+        if version == 2:
+            found = store.require_checkpoint("tinker://m/weights/a", "training")
+            assert (found.directory, found.public, found.has_optimizer) == ("d", False, True)
         store.close()
         check_schema(tmp_path)
 
@@ -89,7 +90,10 @@ def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path) ->
         assert list(connection.iterdump()) == before
 
 
-def test_every_revision_leads_to_the_next_and_is_installed() -> None:
+def test_every_revision_leads_to_the_next_and_is_installed(store: Store, tmp_path: Path) -> None:
+    """A new database has today's schema."""
+    store.close()
+    check_schema(tmp_path)
     directory = files("tinsmith.store") / "revisions"
     revisions = ScriptDirectory(str(directory))
     assert [revision.revision for revision in revisions.walk_revisions()] == [str(n) for n in range(int(schema.REVISION), 1, -1)]
@@ -106,18 +110,6 @@ def test_a_database_that_is_up_to_date_is_opened_without_alembic(tmp_path: Path)
     for _ in range(2):
         done = subprocess.run([REAL_PYTHON, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
         assert done.stdout == "False\n"
-
-
-def test_checkpoints_of_yesterday_are_found(tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / "tinsmith.db")) as connection:
-        connection.executescript((Path(__file__).parent / "schema_2.sql").read_text())
-        row = "'tinker://m/weights/a', 'm', 'training', 'a', 'd', 'tiny', 'qwen3', '{}', 1, 10, NULL, 1.0, NULL"
-        connection.execute(f"INSERT INTO checkpoints VALUES ({row})")
-        connection.commit()
-    store = Store.open(tmp_path)
-    found = store.require_checkpoint("tinker://m/weights/a", "training")
-    assert (found.directory, found.public, found.has_optimizer) == ("d", False, True)
-    store.close()
 
 
 UNKNOWN = r"tinsmith\.db is damaged: it has tables, and its schema version is (None|'x')\. Put back a copy"

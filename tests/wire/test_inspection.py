@@ -1,12 +1,9 @@
 """Counting a request in its bytes: what the SDK encodes, what is too much, and what is no protobuf."""
 
-import numpy as np
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from tinker import types
-from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from tinsmith.config import RequestsConfig
 from tinsmith.errors import UserError
@@ -33,20 +30,6 @@ def test_key_and_counts_are_those_of_the_parsed_message(data: list[list[pb.Chunk
     assert inspection.counts["datums"] == len(data)
     assert inspection.counts["chunks"] == sum(len(chunks) for chunks in data)
     assert inspection.counts["images"] == sum(chunk is IMAGE for chunks in data for chunk in chunks)
-
-
-def test_what_the_sdk_sends_is_read() -> None:
-    image = types.ImageChunk(data=b"not decoded here", format="png", expected_tokens=1)
-    datum = types.Datum(
-        model_input=types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1, 2]), image]),
-        loss_fn_inputs={"target_tokens": types.TensorData.from_numpy(np.array([2, 3, 4]))},
-    )
-    content = types.ForwardBackwardInput(data=[datum], loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.9})
-    body = forward_backward_request_to_proto(
-        types.ForwardBackwardRequest(forward_backward_input=content, model_id="s:train:0", seq_id=3)
-    ).SerializeToString()
-    inspection = Inspection(body, LIMITS)
-    assert (inspection.key, inspection.counts["chunks"], inspection.counts["images"]) == (RequestKey("s:train:0", 3), 2, 1)
 
 
 def test_what_the_sdk_may_put_into_one_request_is_taken() -> None:
