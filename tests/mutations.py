@@ -514,7 +514,7 @@ MUTATIONS = (
         "tinsmith/training/divided_weights.py",
         "row.read(stretch, rank * row.part + start, wanted)",
         "row.read(stretch, (rank + 1) % group.count * row.part + start, wanted)",
-        ("tests/distributed/test_divided_all.py::test_checkpoints_go_on_whatever_the_number_of_workers",),
+        ("tests/distributed/test_divided.py::test_checkpoints_go_on_whatever_the_number_of_workers",),
     ),
     # ---- Operations
     Mutation(

@@ -1,4 +1,8 @@
-"""Workers of several hosts find each other over TCP, and compare what they compute with. The hosts are addresses of this one."""
+"""Workers of several hosts find each other over TCP, and compare what they compute with. The hosts are addresses of this one.
+
+Each is `python -m tests.distributed.test_meeting RANK COUNT HOST ADDRESS`. Its keys, and which weights it has, are JSON on its standard
+input. It writes the sum of all ranks and counts, or why it would not compute.
+"""
 
 import json
 import os
@@ -6,17 +10,44 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from tests.running import START_S
 from tinsmith.config import Config
 from tinsmith.distributed.meeting import LOOPBACK, interface_of, set_communication_variables
+from tinsmith.distributed.process_group import ProcessGroup
 from tinsmith.engine.records import Records
 from tinsmith.engine.worker_group import GroupAnswers
 from tinsmith.errors import ConfigError
+from tinsmith.protocol.gate import ChildKeys
 from tinsmith.protocol.link import ParentLink
-from tinsmith.protocol.questions import Answering
+from tinsmith.protocol.place import Place, meeting_at
+from tinsmith.protocol.questions import Answering, Questions
+from tinsmith.worker.sameness import require_same
+
+
+def main() -> None:
+    """Meet, compare and add up."""
+    rank, count, host, address = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    told = json.loads(sys.stdin.read())
+    questions = Questions(address, ChildKeys(**told["keys"]))
+    group = ProcessGroup(Place(rank, count, meeting_at(host)), torch.device("cpu"), questions.ask)
+    for weights in told["weights"]:
+        bases: Any = {"tiny": SimpleNamespace(fingerprint=weights)}
+        try:
+            require_same(group, bases)
+        except ConfigError as error:
+            print(error)
+        else:
+            total = torch.tensor([rank, 1])
+            group.sum(total)
+            print(total.tolist())
+    group.close()
+
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 
@@ -30,7 +61,7 @@ def test_workers_of_two_hosts_meet_and_refuse_each_other_if_their_weights_differ
             ends.callback(link.close)
             ends.callback(Answering(link.take_questions(), answers.answer).close)
             assert link.keys is not None
-            command = [sys.executable, "-m", "tests.distributed.meeting", str(rank), "2", host, link.address]
+            command = [sys.executable, "-m", "tests.distributed.test_meeting", str(rank), "2", host, link.address]
             worker = ends.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
             ends.callback(worker.kill)
             assert worker.stdin is not None
@@ -58,3 +89,7 @@ def test_the_environment_may_name_another_interface_and_allow_multicast(monkeypa
     environment["NCCL_NVLS_ENABLE"] = "1"
     set_communication_variables("eth0")
     assert environment["NCCL_NVLS_ENABLE"] == "1"
+
+
+if __name__ == "__main__":
+    main()

@@ -4,11 +4,13 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import tinker
+from rich.console import Console
 from safetensors.numpy import load_file
 from tinker import types
 
@@ -17,7 +19,9 @@ from tests.distributed.conftest import LONG, Running
 from tests.distributed.devices import ON_GPUS, ROUNDING
 from tests.extent import slow
 from tests.preloaded import process_behind
+from tests.rl.test_run import config_of, logged, told
 from tests.running import START_S, Server, serving
+from tinsmith.rl.trainer import train as train_policy
 
 STEP = types.AdamParams(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1.0, grad_clip_norm=50.0)
 """Small enough that rounding does not grow from step to step; eps=1 keeps a gradient near 0 from moving a weight by its sign alone."""
@@ -294,6 +298,26 @@ def test_samples_of_all_workers_are_those_of_the_trained_weights(alone_and_toget
         np.testing.assert_allclose(logprobs, their_logprobs, atol=1e-4)
     for rank in range(2):
         alone_and_together[1].server.wait_for_log(f"worker {rank}: samples: ")
+
+
+@pytest.mark.slow
+def test_a_run_of_reinforcement_learning_is_that_of_one_worker(alone_and_together: list[Running], tmp_path: Path) -> None:
+    """Pictures, seeded samples of both workers, and a warm-up. What is sampled has the log-probabilities that the trainer computes."""
+    told_by, curves = [], []
+    for number, running in enumerate(alone_and_together):
+        directory = tmp_path / str(number)
+        config = config_of(running.server.url, directory, model={"base_model": "image"}, training={"groups": 4, "group_size": 4})
+        train_policy(config, Console(quiet=True))
+        lines = [line for line in logged(directory) if line["step"] >= 0]
+        assert all(line["kl_sampler_trainer"] < 1e-6 for line in lines)
+        curves.append([line["reward"] for line in lines])
+        told_by.append([trajectory["samples"][0]["response_ids"] for step in (2, 4) for trajectory in told(directory, step)])
+    alone, together = told_by
+    assert len(together) == len(alone) == 32
+    # Weights differ in their last bits, so a seed may rarely draw another token.
+    assert sum(one == other for one, other in zip(alone, together, strict=True)) >= 28
+    assert curves[1] == pytest.approx(curves[0], abs=0.13)
+    assert max(curves[1]) > 0
 
 
 def test_a_model_goes_on_from_its_checkpoint_and_after_the_end_of_a_worker(alone_and_together: list[Running]) -> None:
