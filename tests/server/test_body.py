@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from importlib import import_module
-from pathlib import Path
 
 import orjson
 import pytest
@@ -15,7 +14,7 @@ import zstandard
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from tests.server.serving import parsers, served
+from tests.server.serving import Served, parsers
 from tests.server.test_training import PROTOBUF, forward_backward_body
 from tinsmith.server import routes
 from tinsmith.store.store import Store
@@ -25,34 +24,29 @@ from tinsmith.wire.json_body import StrictModel, TolerantModel
 PARTS, PART_BYTES = 6, 32 * 1024
 
 
-def test_large_bodies_are_read_in_turns_and_one_that_stops_keeps_no_other_waiting(tmp_path: Path) -> None:
+async def test_large_bodies_are_read_in_turns_and_one_that_stops_keeps_no_other_waiting(server: Served) -> None:
     asked: list[int] = []
     """Whose next part the server asked for, in order."""
+    model_id = await server.new_model(await server.new_session())
+    never = asyncio.Event()
 
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            model_id = await server.new_model(await server.new_session())
-            never = asyncio.Event()
+    async def parts(seq_id: int) -> AsyncIterator[bytes]:
+        padding = b"\x2a\x00" * (PARTS * PART_BYTES // 2)
+        body = forward_backward_body(model_id, seq_id) + padding
+        for start in range(0, PARTS * PART_BYTES, PART_BYTES):
+            asked.append(seq_id)
+            yield body[start : start + PART_BYTES]
+            if seq_id == 1:
+                await never.wait()
+        yield body[PARTS * PART_BYTES :]
 
-            async def parts(seq_id: int) -> AsyncIterator[bytes]:
-                padding = b"\x2a\x00" * (PARTS * PART_BYTES // 2)
-                body = forward_backward_body(model_id, seq_id) + padding
-                for start in range(0, PARTS * PART_BYTES, PART_BYTES):
-                    asked.append(seq_id)
-                    yield body[start : start + PART_BYTES]
-                    if seq_id == 1:
-                        await never.wait()
-                yield body[PARTS * PART_BYTES :]
+    async def post(seq_id: int) -> int:
+        return (await server.client.post("/api/v1/forward_backward", content=parts(seq_id), headers=PROTOBUF)).status_code
 
-            async def post(seq_id: int) -> int:
-                return (await server.client.post("/api/v1/forward_backward", content=parts(seq_id), headers=PROTOBUF)).status_code
-
-            slow = asyncio.create_task(post(1))
-            assert await asyncio.gather(*(post(seq_id) for seq_id in range(2, 10))) == [200] * 8
-            assert not slow.done()
-            slow.cancel()
-
-    asyncio.run(run())
+    slow = asyncio.create_task(post(1))
+    assert await asyncio.gather(*(post(seq_id) for seq_id in range(2, 10))) == [200] * 8
+    assert not slow.done()
+    slow.cancel()
     so_far: Counter[int] = Counter()
     for seq_id in asked:
         so_far[seq_id] += 1
@@ -62,55 +56,46 @@ def test_large_bodies_are_read_in_turns_and_one_that_stops_keeps_no_other_waitin
     assert so_far[1] == 1
 
 
-def test_what_is_small_once_decompressed_does_not_wait_for_what_is_large(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            model_id = await server.new_model(await server.new_session())
-            headers = PROTOBUF | {"Content-Encoding": "zstd"}
-            padding = b"\x2a\x00" * 10_000
-            small, rest = zstandard.compress(forward_backward_body(model_id, 1)), zstandard.compress(padding)
-            for seq_id, body, children in ((1, small, 0), (2, zstandard.compress(forward_backward_body(model_id, 2)) + rest, 1)):
-                reply = await server.client.post("/api/v1/forward_backward", content=body, headers=headers)
-                assert reply.json()["request_id"] == f"{model_id}/{seq_id}"
-                assert len(parsers()) == children
-            command = server.store.queued(server.store.queued_models()[0])[-1]
-            stored = decode_stored(server.store.payload(command), command.image_digests)
-            assert stored.loss_fn_config == {"": 0.0}  # from the second frame
-            broken = await server.client.post("/api/v1/forward_backward", content=small[:-1], headers=headers)
-            assert (broken.status_code, broken.json()["detail"]) == (400, "the zstd body ends in the middle of a frame")
-
-    asyncio.run(run())
+async def test_what_is_small_once_decompressed_does_not_wait_for_what_is_large(server: Served) -> None:
+    model_id = await server.new_model(await server.new_session())
+    headers = PROTOBUF | {"Content-Encoding": "zstd"}
+    padding = b"\x2a\x00" * 10_000
+    small, rest = zstandard.compress(forward_backward_body(model_id, 1)), zstandard.compress(padding)
+    for seq_id, body, children in ((1, small, 0), (2, zstandard.compress(forward_backward_body(model_id, 2)) + rest, 1)):
+        reply = await server.client.post("/api/v1/forward_backward", content=body, headers=headers)
+        assert reply.json()["request_id"] == f"{model_id}/{seq_id}"
+        assert len(parsers()) == children
+    command = server.store.queued(server.store.queued_models()[0])[-1]
+    stored = decode_stored(server.store.payload(command), command.image_digests)
+    assert stored.loss_fn_config == {"": 0.0}  # from the second frame
+    broken = await server.client.post("/api/v1/forward_backward", content=small[:-1], headers=headers)
+    assert (broken.status_code, broken.json()["detail"]) == (400, "the zstd body ends in the middle of a frame")
 
 
-def test_a_heartbeat_waits_for_nothing_that_is_written(tmp_path: Path) -> None:
+async def test_a_heartbeat_waits_for_nothing_that_is_written(server: Served) -> None:
     """A session is looked up once: its second heartbeat does not even wait for those who read."""
+    session_id = await server.new_session()
+    written = threading.Event()
+    started = threading.Event()
 
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            session_id = await server.new_session()
-            written = threading.Event()
-            started = threading.Event()
+    def write(_store: Store) -> None:
+        started.set()
+        written.wait()
 
-            def write(_store: Store) -> None:
-                started.set()
-                written.wait()
-
-            writing = asyncio.create_task(server.hub.store.write(write))
-            await asyncio.to_thread(started.wait)
-            assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 200
-            assert (await server.post("session_heartbeat", {"session_id": "x"})).status_code == 410
-            assert not writing.done()
-            reading = [asyncio.create_task(server.hub.store.read(write)) for _ in range(8)]
-            assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 200
-            written.set()
-            await asyncio.gather(writing, *reading)
-            await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
-            assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 410
-
-    asyncio.run(run())
+    writing = asyncio.create_task(server.hub.store.write(write))
+    await asyncio.to_thread(started.wait)
+    assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 200
+    assert (await server.post("session_heartbeat", {"session_id": "x"})).status_code == 410
+    assert not writing.done()
+    reading = [asyncio.create_task(server.hub.store.read(write)) for _ in range(8)]
+    assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 200
+    written.set()
+    await asyncio.gather(writing, *reading)
+    await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+    assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 410
 
 
-def test_no_route_parses_a_large_body_where_all_requests_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_route_parses_a_large_body_where_all_requests_are_served(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small it is compressed. Other routes refuse it unread."""
     parsed: list[int] = []
 
@@ -123,33 +108,25 @@ def test_no_route_parses_a_large_body_where_all_requests_are_served(tmp_path: Pa
     huge = zstandard.compress(b'{"retrieved_request_ids": [' + b'"",' * 1_000_000 + b'""]}')
     assert len(huge) < 1000
 
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            modules = [import_module(found.name) for found in pkgutil.iter_modules(routes.__path__, f"{routes.__name__}.")]
-            every = [route for module in modules for route in module.router.routes if isinstance(route, APIRoute)]
-            paths = [f"/api/v1{route.path}" for route in every if "POST" in (route.methods or ())]
-            assert len(paths) > 15
-            for path in paths:
-                for media_type in ("application/json", "application/x-protobuf"):
-                    headers = {"Content-Type": media_type, "Content-Encoding": "zstd"}
-                    reply = await server.client.post(re.sub(r"\{[^}]*\}", "x", path), content=huge, headers=headers)
-                    assert reply.status_code < 500, (path, reply.text)
-
-    asyncio.run(run())
+    modules = [import_module(found.name) for found in pkgutil.iter_modules(routes.__path__, f"{routes.__name__}.")]
+    every = [route for module in modules for route in module.router.routes if isinstance(route, APIRoute)]
+    paths = [f"/api/v1{route.path}" for route in every if "POST" in (route.methods or ())]
+    assert len(paths) > 15
+    for path in paths:
+        for media_type in ("application/json", "application/x-protobuf"):
+            headers = {"Content-Type": media_type, "Content-Encoding": "zstd"}
+            reply = await server.client.post(re.sub(r"\{[^}]*\}", "x", path), content=huge, headers=headers)
+            assert reply.status_code < 500, (path, reply.text)
     assert max(parsed, default=0) <= 128 * 1024
 
 
-def test_a_poll_with_too_many_ids_is_refused_and_one_with_many_is_answered(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            session_id = await server.new_session()
-            body = {"session_id": session_id, "sampling_session_seq_id": 1, "base_model": "tiny"}
-            sampler_id = (await server.post("create_sampling_session", body)).json()["sampling_session_id"]
-            poll = {"target": {"sampling_session_id": sampler_id}, "timeout": 0}
-            answered = await server.post("retrieve_futures", poll | {"retrieved_request_ids": ["x"] * 2**16})
-            assert (answered.status_code, answered.json()) == (200, {"completions": [], "cursor": 0})
-            refused = await server.post("retrieve_futures", poll | {"retrieved_request_ids": ["x"] * (2**16 + 1)})
-            assert refused.status_code == 400
-            assert "retrieved_request_ids: List should have at most 65536 items" in refused.json()["detail"]
-
-    asyncio.run(run())
+async def test_a_poll_with_too_many_ids_is_refused_and_one_with_many_is_answered(server: Served) -> None:
+    session_id = await server.new_session()
+    body = {"session_id": session_id, "sampling_session_seq_id": 1, "base_model": "tiny"}
+    sampler_id = (await server.post("create_sampling_session", body)).json()["sampling_session_id"]
+    poll = {"target": {"sampling_session_id": sampler_id}, "timeout": 0}
+    answered = await server.post("retrieve_futures", poll | {"retrieved_request_ids": ["x"] * 2**16})
+    assert (answered.status_code, answered.json()) == (200, {"completions": [], "cursor": 0})
+    refused = await server.post("retrieve_futures", poll | {"retrieved_request_ids": ["x"] * (2**16 + 1)})
+    assert refused.status_code == 400
+    assert "retrieved_request_ids: List should have at most 65536 items" in refused.json()["detail"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.serving import served
+from tests.server.serving import Served, served
 from tests.server.test_engine_process import LONG_S, Watched, until
 from tinsmith.errors import StoreUnavailableError
 from tinsmith.store.database import FILE_NAME
@@ -26,47 +26,40 @@ def locked(data_dir: Path) -> Iterator[None]:
         other.close()
 
 
-def test_requests_that_the_database_does_not_take_are_to_be_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_the_database_does_not_take_are_to_be_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Store.open(tmp_path, busy_s=0.05)
     monkeypatch.setattr("tests.server.serving.Store.open", lambda data_dir: opened)
 
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            session_id = await server.new_session()
-            model_id = await server.new_model(session_id)
-            step = {"model_id": model_id, "seq_id": 1, "adam_params": {}}
-            with locked(tmp_path):
-                for path, body in (("optim_step", step), ("create_session", {})):
-                    reply = await server.post(path, body)
-                    assert reply.status_code == 503
-                    assert reply.headers["retry-after"] == "1"
-                    assert "database is locked (SQLITE_BUSY); another program has locked it" in reply.json()["detail"]
-                assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 200
-            assert (await server.post("optim_step", step)).json()["request_id"] == f"{model_id}/1"
-            assert server.store.status(f"{model_id}/1") == "queued"
-
-    asyncio.run(run())
+    async with served(tmp_path) as server:
+        session_id = await server.new_session()
+        model_id = await server.new_model(session_id)
+        step = {"model_id": model_id, "seq_id": 1, "adam_params": {}}
+        with locked(tmp_path):
+            for path, body in (("optim_step", step), ("create_session", {})):
+                reply = await server.post(path, body)
+                assert reply.status_code == 503
+                assert reply.headers["retry-after"] == "1"
+                assert "database is locked (SQLITE_BUSY); another program has locked it" in reply.json()["detail"]
+            assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 200
+        assert (await server.post("optim_step", step)).json()["request_id"] == f"{model_id}/1"
+        assert server.store.status(f"{model_id}/1") == "queued"
 
 
-def test_a_poll_waits_while_the_database_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            request_id = f"{await server.new_model(await server.new_session())}/0"
-            server.hub.waiters.look_again(request_id)
-            server.hub.config.server.long_poll_s = 0.1
-            with monkeypatch.context() as patch:
-                patch.setattr(Store, "outcome", _unavailable)
-                reply = await server.post("retrieve_future", {"request_id": request_id})
-            assert reply.status_code == 408
-
-    asyncio.run(run())
+async def test_a_poll_waits_while_the_database_cannot_be_read(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    request_id = f"{await server.new_model(await server.new_session())}/0"
+    server.hub.waiters.look_again(request_id)
+    server.hub.config.server.long_poll_s = 0.1
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "outcome", _unavailable)
+        reply = await server.post("retrieve_future", {"request_id": request_id})
+    assert reply.status_code == 408
 
 
 def _unavailable(*_: object) -> None:
     raise StoreUnavailableError("the database takes nothing at the moment")
 
 
-def test_the_server_outlives_an_engine_that_ends_while_the_database_is_locked() -> None:
+async def test_the_server_outlives_an_engine_that_ends_while_the_database_is_locked() -> None:
     class Away(Watched):
         """A database that takes the news of an absent engine at the third attempt."""
 
@@ -75,13 +68,10 @@ def test_the_server_outlives_an_engine_that_ends_while_the_database_is_locked() 
             if len(self.absences) < 3:
                 _unavailable()
 
-    async def run() -> None:
-        watched = Away()
-        running = asyncio.create_task(watched.engine.run())
-        await until(lambda: watched.engine.is_ready)
-        assert watched.absences == ["the server was restarted"] * 3
-        await watched.engine.stop()
-        async with asyncio.timeout(LONG_S):
-            await running
-
-    asyncio.run(run())
+    watched = Away()
+    running = asyncio.create_task(watched.engine.run())
+    await until(lambda: watched.engine.is_ready)
+    assert watched.absences == ["the server was restarted"] * 3
+    await watched.engine.stop()
+    async with asyncio.timeout(LONG_S):
+        await running

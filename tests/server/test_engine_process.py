@@ -65,73 +65,64 @@ async def health(server: Served) -> tuple[int, int, int, str]:
     return live.status_code, ready.status_code, healthy.status_code, ready.json().get("detail", "")
 
 
-def test_a_frozen_engine_is_not_ready_until_it_goes_on(tmp_path: Path) -> None:
-    async def run() -> None:
-        config = Config(server=ServerConfig(engine_silent_s=2.0, engine_hung_s=3600.0))
-        async with served(tmp_path, config) as server:
-            hub = server.hub
-            hub.engine = EngineProcess(config, hub.take, hub.engine_ready, hub.engine_absent, LIGHT_ENGINE)
-            assert await health(server) == (200, 503, 503, "the engine is loading its models")
-            async with running(hub.engine):
-                await until(lambda: hub.engine.is_ready)
-                assert await health(server) == (200, 200, 200, "")
-                pid = pid_of(hub.engine)
-                os.kill(pid, signal.SIGSTOP)
-                await until(lambda: hub.engine.state == "silent")
-                *codes, reason = await health(server)
-                assert (codes, reason.startswith("the engine has shown no sign of life for ")) == ([200, 503, 503], True)
-                told = asyncio.create_task(hub.waiters.wait_for("ended in silence", no_outcome, LONG_S))
-                await hub.end_session("in silence", save=False)
-                os.kill(pid, signal.SIGCONT)
-                await until(lambda: hub.engine.is_ready)
-                assert pid_of(hub.engine) == pid
-                assert await told is not None
-
-    asyncio.run(run())
+async def test_a_frozen_engine_is_not_ready_until_it_goes_on(tmp_path: Path) -> None:
+    config = Config(server=ServerConfig(engine_silent_s=2.0, engine_hung_s=3600.0))
+    async with served(tmp_path, config) as server:
+        hub = server.hub
+        hub.engine = EngineProcess(config, hub.take, hub.engine_ready, hub.engine_absent, LIGHT_ENGINE)
+        assert await health(server) == (200, 503, 503, "the engine is loading its models")
+        async with running(hub.engine):
+            await until(lambda: hub.engine.is_ready)
+            assert await health(server) == (200, 200, 200, "")
+            pid = pid_of(hub.engine)
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: hub.engine.state == "silent")
+            *codes, reason = await health(server)
+            assert (codes, reason.startswith("the engine has shown no sign of life for ")) == ([200, 503, 503], True)
+            told = asyncio.create_task(hub.waiters.wait_for("ended in silence", no_outcome, LONG_S))
+            await hub.end_session("in silence", save=False)
+            os.kill(pid, signal.SIGCONT)
+            await until(lambda: hub.engine.is_ready)
+            assert pid_of(hub.engine) == pid
+            assert await told is not None
 
 
 async def no_outcome() -> None:
     """What is known of a request that only a message tells of."""
 
 
-def test_an_engine_that_stays_frozen_is_killed_and_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_stays_frozen_is_killed_and_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.server.engine_process._FIRST_DELAY_S", 0.0)
 
-    async def run() -> None:
-        watched = Watched()
-        engine = watched.engine
-        engine._config.server.engine_hung_s = 6.0
-        async with running(engine):
-            await until(lambda: engine.is_ready)
-            pid = pid_of(engine)
-            os.kill(pid, signal.SIGSTOP)
-            await until(lambda: len(watched.absences) == 2)
-            await until(lambda: engine.is_ready)
-            assert pid_of(engine) != pid
-        assert watched.absences[1] == (
-            "the engine process ended unexpectedly (it had shown no sign of life for 6 s (engine_hung_s) and was killed)"
-        )
-
-    asyncio.run(run())
+    watched = Watched()
+    engine = watched.engine
+    engine._config.server.engine_hung_s = 6.0
+    async with running(engine):
+        await until(lambda: engine.is_ready)
+        pid = pid_of(engine)
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: len(watched.absences) == 2)
+        await until(lambda: engine.is_ready)
+        assert pid_of(engine) != pid
+    assert watched.absences[1] == (
+        "the engine process ended unexpectedly (it had shown no sign of life for 6 s (engine_hung_s) and was killed)"
+    )
 
 
-def test_a_message_that_cannot_be_handled_is_logged_and_the_next_is_read(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
-        watched = Watched()
-        async with running(watched.engine):
-            await until(lambda: watched.engine.is_ready)
-            for session_id in ("unreadable", "readable"):
-                await watched.engine.send(EndSession(session_id, save=False))
-            await until(lambda: watched.has_ended("readable"))
-            assert not watched.has_ended("unreadable")
-        assert len(watched.absences) == 1
-
-    asyncio.run(run())
+async def test_a_message_that_cannot_be_handled_is_logged_and_the_next_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    async with running(watched.engine):
+        await until(lambda: watched.engine.is_ready)
+        for session_id in ("unreadable", "readable"):
+            await watched.engine.send(EndSession(session_id, save=False))
+        await until(lambda: watched.has_ended("readable"))
+        assert not watched.has_ended("unreadable")
+    assert len(watched.absences) == 1
     assert "a message of the engine could not be handled" in caplog.text
     assert "ValueError: nobody can handle this" in caplog.text
 
 
-def test_an_engine_that_nobody_can_listen_to_is_replaced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_nobody_can_listen_to_is_replaced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("tinsmith.server.engine_process._FIRST_DELAY_S", 0.0)
     receive = ServerLink.receive
     broken = False
@@ -145,68 +136,56 @@ def test_an_engine_that_nobody_can_listen_to_is_replaced(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ServerLink, "receive", receive_or_fail)
 
-    async def run() -> None:
-        nonlocal broken
-        watched = Watched()
-        async with running(watched.engine):
-            await until(lambda: watched.engine.is_ready)
-            pid = pid_of(watched.engine)
-            broken = True
-            await watched.engine.send(EndSession("a", save=False))
-            await until(lambda: len(watched.absences) == 2)
-            await until(lambda: watched.engine.is_ready)
-            assert pid_of(watched.engine) != pid
-        assert "the server could not listen to it any more: ZMQError" in watched.absences[1]
-
-    asyncio.run(run())
+    watched = Watched()
+    async with running(watched.engine):
+        await until(lambda: watched.engine.is_ready)
+        pid = pid_of(watched.engine)
+        broken = True
+        await watched.engine.send(EndSession("a", save=False))
+        await until(lambda: len(watched.absences) == 2)
+        await until(lambda: watched.engine.is_ready)
+        assert pid_of(watched.engine) != pid
+    assert "the server could not listen to it any more: ZMQError" in watched.absences[1]
     assert "the server cannot listen to it any more" in caplog.text
 
 
-def test_an_engine_that_loses_its_device_says_so_and_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_loses_its_device_says_so_and_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.server.engine_process._FIRST_DELAY_S", 0.0)
 
-    async def run() -> None:
-        watched = Watched()
-        async with running(watched.engine):
-            await until(lambda: watched.engine.is_ready)
-            await watched.engine.send(EndSession("lost", save=False))
-            await until(lambda: len(watched.absences) == 2)
-            await until(lambda: watched.engine.is_ready)
-        assert watched.absences[1] == f"the engine process ended unexpectedly ({REASON})"
-
-    asyncio.run(run())
+    watched = Watched()
+    async with running(watched.engine):
+        await until(lambda: watched.engine.is_ready)
+        await watched.engine.send(EndSession("lost", save=False))
+        await until(lambda: len(watched.absences) == 2)
+        await until(lambda: watched.engine.is_ready)
+    assert watched.absences[1] == f"the engine process ended unexpectedly ({REASON})"
 
 
-def test_an_engine_that_lost_its_worker_takes_no_samples_until_it_has_another(tmp_path: Path) -> None:
+async def test_an_engine_that_lost_its_worker_takes_no_samples_until_it_has_another(server: Served) -> None:
     """The same engine goes on: what is only for it still reaches it, and what it was sampling is lost."""
+    hub = server.hub
+    hub.engine = EngineProcess(hub.config, hub.take, hub.engine_ready, hub.engine_absent, LIGHT_ENGINE)
+    async with running(hub.engine):
+        await until(lambda: hub.engine.is_ready)
+        pid = pid_of(hub.engine)
+        hub.base_models.replace([FACTS.to_dict()])
+        session_id = await server.new_session()
+        body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        sampler = (await server.post("create_sampling_session", body)).json()["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+        asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 4, "stop": []}}
+        started = await server.post("asample", asked)
+        assert started.status_code == 200, started.text
+        polled = asyncio.create_task(server.post("retrieve_future", {"request_id": started.json()["request_id"]}))
 
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            hub = server.hub
-            hub.engine = EngineProcess(hub.config, hub.take, hub.engine_ready, hub.engine_absent, LIGHT_ENGINE)
-            async with running(hub.engine):
-                await until(lambda: hub.engine.is_ready)
-                pid = pid_of(hub.engine)
-                hub.base_models.replace([FACTS.to_dict()])
-                session_id = await server.new_session()
-                body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
-                sampler = (await server.post("create_sampling_session", body)).json()["sampling_session_id"]
-                prompt = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
-                asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 4, "stop": []}}
-                started = await server.post("asample", asked)
-                assert started.status_code == 200, started.text
-                polled = asyncio.create_task(server.post("retrieve_future", {"request_id": started.json()["request_id"]}))
-
-                await hub.engine.send(EndSession("worker lost", save=False))
-                await until(lambda: hub.engine.state == "recovering")
-                assert await health(server) == (200, 503, 503, f"{REASON}; the engine starts another")
-                assert (await polled).status_code == 410  # the SDK sends it again
-                assert (await server.post("asample", asked | {"seq_id": 1})).status_code == 503
-                for session in ("in between", "worker back"):
-                    await hub.engine.notify(EndSession(session, save=False))
-                assert await hub.waiters.wait_for("ended in between", no_outcome, LONG_S) is not None
-                await until(lambda: hub.engine.is_ready)
-                assert pid_of(hub.engine) == pid
-                assert await health(server) == (200, 200, 200, "")
-
-    asyncio.run(run())
+        await hub.engine.send(EndSession("worker lost", save=False))
+        await until(lambda: hub.engine.state == "recovering")
+        assert await health(server) == (200, 503, 503, f"{REASON}; the engine starts another")
+        assert (await polled).status_code == 410  # the SDK sends it again
+        assert (await server.post("asample", asked | {"seq_id": 1})).status_code == 503
+        for session in ("in between", "worker back"):
+            await hub.engine.notify(EndSession(session, save=False))
+        assert await hub.waiters.wait_for("ended in between", no_outcome, LONG_S) is not None
+        await until(lambda: hub.engine.is_ready)
+        assert pid_of(hub.engine) == pid
+        assert await health(server) == (200, 200, 200, "")

@@ -49,54 +49,42 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("begun", ["header", "request line"])
-def test_an_endless_header_is_refused_with_the_limit(tmp_path: Path, begun: str) -> None:
-    async def run() -> None:
-        async with listening(tmp_path) as (port, connect):
-            reader, writer = await connect()
-            writer.write(ENDLESS[begun] + b"a" * 2**20)  # its end never comes
-            status, detail = await answer(reader)
-            assert (status, detail) == (431, "the request's header is longer than 64 KiB (max_header_kib); send a shorter one")
-            writer.close()
-            async with httpx.AsyncClient() as client:
-                assert (await client.post(f"http://127.0.0.1:{port}/api/v1/client/config", json={})).status_code == 200
-
-    asyncio.run(run())
+async def test_an_endless_header_is_refused_with_the_limit(tmp_path: Path, begun: str) -> None:
+    async with listening(tmp_path) as (port, connect):
+        reader, writer = await connect()
+        writer.write(ENDLESS[begun] + b"a" * 2**20)  # its end never comes
+        status, detail = await answer(reader)
+        assert (status, detail) == (431, "the request's header is longer than 64 KiB (max_header_kib); send a shorter one")
+        writer.close()
+        async with httpx.AsyncClient() as client:
+            assert (await client.post(f"http://127.0.0.1:{port}/api/v1/client/config", json={})).status_code == 200
 
 
-def test_many_short_headers_are_one_long_one(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with listening(tmp_path) as (_, connect):
-            reader, writer = await connect()
-            writer.write(ENDLESS["headers"] + b"a\r\nx: " * 2**18)
-            assert (await answer(reader))[0] == 431
-            writer.close()
-
-    asyncio.run(run())
+async def test_many_short_headers_are_one_long_one(tmp_path: Path) -> None:
+    async with listening(tmp_path) as (_, connect):
+        reader, writer = await connect()
+        writer.write(ENDLESS["headers"] + b"a\r\nx: " * 2**18)
+        assert (await answer(reader))[0] == 431
+        writer.close()
 
 
 @pytest.mark.parametrize("begun", ["trailer", "chunk extension"])
-def test_what_a_chunked_body_has_beside_its_data_is_limited_too(tmp_path: Path, begun: str) -> None:
-    async def run() -> None:
-        async with listening(tmp_path) as (_, connect):
-            reader, writer = await connect()
-            with contextlib.suppress(ConnectionError):  # it is closed while we send
-                writer.write(ENDLESS[begun] + b"a" * 2**20)
-                await writer.drain()
-                assert await reader.read() == b""
-
-    asyncio.run(run())
+async def test_what_a_chunked_body_has_beside_its_data_is_limited_too(tmp_path: Path, begun: str) -> None:
+    async with listening(tmp_path) as (_, connect):
+        reader, writer = await connect()
+        with contextlib.suppress(ConnectionError):  # it is closed while we send
+            writer.write(ENDLESS[begun] + b"a" * 2**20)
+            await writer.drain()
+            assert await reader.read() == b""
 
 
-def test_headers_and_bodies_below_the_limits_are_read_as_they_come(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with listening(tmp_path) as (port, _), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/api/v1") as client:
-            for _ in range(3):  # the count begins anew with each request of a connection
-                reply = await client.post("telemetry", content=b"[" + b" " * 10**6 + b"]", headers=JSON | {"x": "a" * 40_000})
-                assert reply.status_code == 200
-            reply = await client.post("telemetry", content=_slowly(b"[" + b" " * 200_000 + b"]"), headers=JSON)
+async def test_headers_and_bodies_below_the_limits_are_read_as_they_come(tmp_path: Path) -> None:
+    async with listening(tmp_path) as (port, _), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/api/v1") as client:
+        for _ in range(3):  # the count begins anew with each request of a connection
+            reply = await client.post("telemetry", content=b"[" + b" " * 10**6 + b"]", headers=JSON | {"x": "a" * 40_000})
             assert reply.status_code == 200
-
-    asyncio.run(run())
+        reply = await client.post("telemetry", content=_slowly(b"[" + b" " * 200_000 + b"]"), headers=JSON)
+        assert reply.status_code == 200
 
 
 async def _slowly(body: bytes) -> AsyncIterator[bytes]:

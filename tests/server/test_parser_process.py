@@ -1,6 +1,5 @@
 """The process that parses large bodies, as a process."""
 
-import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -35,59 +34,47 @@ def parser() -> Iterator[ParserProcess]:
         assert parsers() == []
 
 
-def test_a_body_is_parsed_as_here_plain_or_compressed() -> None:
+async def test_a_body_is_parsed_as_here_plain_or_compressed() -> None:
     body = forward_backward_body("s:train:0", 7)
 
-    async def run() -> None:
-        with parser() as other:
-            plain = await other.run(receive, body, "identity", 2**20, LIMITS)
-            packed = await other.run(receive, zstandard.compress(body), "zstd", 2**20, LIMITS)
-        here = receive(body, LIMITS)
-        for there in (plain, packed):
-            assert there == here
-        assert (here.key.seq_id, len(decode_stored(plain.stored.payload, plain.stored.image_digests).data)) == (7, 1)
-
-    asyncio.run(run())
+    with parser() as other:
+        plain = await other.run(receive, body, "identity", 2**20, LIMITS)
+        packed = await other.run(receive, zstandard.compress(body), "zstd", 2**20, LIMITS)
+    here = receive(body, LIMITS)
+    for there in (plain, packed):
+        assert there == here
+    assert (here.key.seq_id, len(decode_stored(plain.stored.payload, plain.stored.image_digests).data)) == (7, 1)
 
 
-def test_a_body_that_is_stored_as_it_came_is_not_copied_back() -> None:
+async def test_a_body_that_is_stored_as_it_came_is_not_copied_back() -> None:
     body = b"\x0a\x01m\x10\x01" + b"\x2a\x00" * 10_000
 
-    async def run() -> None:
-        with parser() as other:
-            assert (await other.run(receive, body, "identity", 2**20, LIMITS)).stored.payload is body
-
-    asyncio.run(run())
+    with parser() as other:
+        assert (await other.run(receive, body, "identity", 2**20, LIMITS)).stored.payload is body
 
 
-def test_what_is_wrong_with_a_body_is_raised_here_and_the_next_is_parsed() -> None:
-    async def run() -> None:
-        with parser() as other:
-            with pytest.raises(UserError, match="is not a protobuf ForwardBackwardRequest"):
-                await other.run(receive, b"\xff\xff", "identity", 2**20, LIMITS)
-            with pytest.raises(TooLargeError, match="larger than 1024 bytes after decompression"):
-                await other.run(receive, zstandard.compress(bytes(2000)), "zstd", 1024, LIMITS)
-            too_many = await other.run(receive, b"\x0a\x01m" + b"\x1a\x00" * 5000, "identity", 2**20, LIMITS)
-            assert (too_many.key.model_id, too_many.stored.payload) == ("m", b"")
-            assert too_many.refused is not None
-            assert "max_datums" in too_many.refused
-
-    asyncio.run(run())
+async def test_what_is_wrong_with_a_body_is_raised_here_and_the_next_is_parsed() -> None:
+    with parser() as other:
+        with pytest.raises(UserError, match="is not a protobuf ForwardBackwardRequest"):
+            await other.run(receive, b"\xff\xff", "identity", 2**20, LIMITS)
+        with pytest.raises(TooLargeError, match="larger than 1024 bytes after decompression"):
+            await other.run(receive, zstandard.compress(bytes(2000)), "zstd", 1024, LIMITS)
+        too_many = await other.run(receive, b"\x0a\x01m" + b"\x1a\x00" * 5000, "identity", 2**20, LIMITS)
+        assert (too_many.key.model_id, too_many.stored.payload) == ("m", b"")
+        assert too_many.refused is not None
+        assert "max_datums" in too_many.refused
 
 
-def test_after_its_death_it_is_started_again() -> None:
+async def test_after_its_death_it_is_started_again() -> None:
     body = forward_backward_body("s:train:0", 1)
 
-    async def run() -> None:
-        with parser() as other:
-            assert (await other.run(receive, body, "identity", 2**20, LIMITS)).key.seq_id == 1
-            (child,) = parsers()
-            os.kill(process_behind(child.pid), signal.SIGKILL)
-            with pytest.raises(EngineUnavailableError, match="ended with exit code -9 at this one; send the request again"):
-                await other.run(receive, body, "identity", 2**20, LIMITS)
-            assert (await other.run(receive, body, "identity", 2**20, LIMITS)).key.seq_id == 1
-
-    asyncio.run(run())
+    with parser() as other:
+        assert (await other.run(receive, body, "identity", 2**20, LIMITS)).key.seq_id == 1
+        (child,) = parsers()
+        os.kill(process_behind(child.pid), signal.SIGKILL)
+        with pytest.raises(EngineUnavailableError, match="ended with exit code -9 at this one; send the request again"):
+            await other.run(receive, body, "identity", 2**20, LIMITS)
+        assert (await other.run(receive, body, "identity", 2**20, LIMITS)).key.seq_id == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

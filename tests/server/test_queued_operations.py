@@ -1,6 +1,5 @@
 """Back-pressure of training: bytes of queued operations, by session and in all."""
 
-import asyncio
 from pathlib import Path
 
 import httpx
@@ -103,30 +102,24 @@ async def submit(server: Served, model_id: str, seq_id: int, mib: float) -> http
     return await server.client.post("/api/v1/forward_backward", content=message.SerializeToString(), headers=headers)
 
 
-def test_an_operation_that_has_to_wait_is_answered_429_and_taken_later_in_its_place(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path, Config(server=ServerConfig(max_queued_session_mib=2))) as server:
-            model_id, other = [await server.new_model(await server.new_session()) for _ in range(2)]
-            assert [(await submit(server, model_id, seq_id, 0.9)).status_code for seq_id in (1, 2)] == [200, 200]
-            refused = await submit(server, model_id, 3, 0.9)
-            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-            assert "max_queued_session_mib" in refused.json()["detail"]
-            assert (await submit(server, other, 1, 0.9)).status_code == 200  # another session is not held up
-            assert (await submit(server, model_id, 2, 0.9)).status_code == 200  # nor is a repeat
-            server.finish(Outcome(f"{model_id}/1", b"{}", "json", None, None))
-            assert (await submit(server, model_id, 3, 0.9)).json()["request_id"] == f"{model_id}/3"
-            assert [c.seq_id for c in server.queued() if c.model_id == model_id] == [0, 2, 3]
-
-    asyncio.run(run())
+async def test_an_operation_that_has_to_wait_is_answered_429_and_taken_later_in_its_place(tmp_path: Path) -> None:
+    async with served(tmp_path, Config(server=ServerConfig(max_queued_session_mib=2))) as server:
+        model_id, other = [await server.new_model(await server.new_session()) for _ in range(2)]
+        assert [(await submit(server, model_id, seq_id, 0.9)).status_code for seq_id in (1, 2)] == [200, 200]
+        refused = await submit(server, model_id, 3, 0.9)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "max_queued_session_mib" in refused.json()["detail"]
+        assert (await submit(server, other, 1, 0.9)).status_code == 200  # another session is not held up
+        assert (await submit(server, model_id, 2, 0.9)).status_code == 200  # nor is a repeat
+        server.finish(Outcome(f"{model_id}/1", b"{}", "json", None, None))
+        assert (await submit(server, model_id, 3, 0.9)).json()["request_id"] == f"{model_id}/3"
+        assert [c.seq_id for c in server.queued() if c.model_id == model_id] == [0, 2, 3]
 
 
-def test_what_the_log_does_not_take_is_not_counted(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path, Config(server=ServerConfig(max_queued_session_mib=1))) as server:
-            session_id = await server.new_session()
-            model_id = await server.new_model(session_id)
-            await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
-            for seq_id in (1, 2, 3):  # each fails at once
-                assert (await submit(server, model_id, seq_id, 0.9)).status_code == 200
-
-    asyncio.run(run())
+async def test_what_the_log_does_not_take_is_not_counted(tmp_path: Path) -> None:
+    async with served(tmp_path, Config(server=ServerConfig(max_queued_session_mib=1))) as server:
+        session_id = await server.new_session()
+        model_id = await server.new_model(session_id)
+        await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+        for seq_id in (1, 2, 3):  # each fails at once
+            assert (await submit(server, model_id, seq_id, 0.9)).status_code == 200

@@ -1,114 +1,92 @@
 """Routes that list runs and checkpoints."""
 
-import asyncio
 import time
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
 from tests.server.saving import new_run, save
-from tests.server.serving import served
+from tests.server.serving import Served
 from tinsmith.store.records import Outcome
 
 
-def test_a_run_is_described_with_its_newest_checkpoints(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            before = time.time()
-            model_id = await new_run(server, base_model="tiny:peft:262144", user_metadata={"renderer_name": "qwen3"})
-            save(server, f"tinker://{model_id}/weights/old", created_at=1.0)
-            save(server, f"tinker://{model_id}/weights/new", created_at=2.0, expires_at=time.time() + 99, user_metadata={"step": "2"})
-            save(server, f"tinker://{model_id}/weights/expired", created_at=3.0, expires_at=1.0)
-            save(server, f"tinker://{model_id}/external_weights/e", created_at=4.0)
-            reply = await server.client.get(f"/api/v1/training_runs/{model_id}?access_scope=accessible")
-            described = reply.json()
-            requested, newest = datetime.fromisoformat(described.pop("last_request_time")), described.pop("last_checkpoint")
-            assert before <= requested.timestamp() <= time.time()
-            assert described == {
-                "training_run_id": model_id,
-                "base_model": "tiny",
-                "model_owner": "local",
-                "is_lora": True,
-                "status": "ready",
-                "corrupted": False,
-                "lora_rank": 8,
-                "last_sampler_checkpoint": None,
-                "user_metadata": {"renderer_name": "qwen3"},
-            }
-            assert datetime.fromisoformat(newest.pop("expires_at")).timestamp() > time.time() + 90
-            assert newest == {
-                "checkpoint_id": "weights/new",
-                "checkpoint_type": "training",
-                "time": "1970-01-01T00:00:02+00:00",
-                "tinker_path": f"tinker://{model_id}/weights/new",
-                "size_bytes": 10,
-                "public": False,
-                "user_metadata": {"step": "2"},
-            }
-
-    asyncio.run(run())
+async def test_a_run_is_described_with_its_newest_checkpoints(server: Served) -> None:
+    before = time.time()
+    model_id = await new_run(server, base_model="tiny:peft:262144", user_metadata={"renderer_name": "qwen3"})
+    save(server, f"tinker://{model_id}/weights/old", created_at=1.0)
+    save(server, f"tinker://{model_id}/weights/new", created_at=2.0, expires_at=time.time() + 99, user_metadata={"step": "2"})
+    save(server, f"tinker://{model_id}/weights/expired", created_at=3.0, expires_at=1.0)
+    save(server, f"tinker://{model_id}/external_weights/e", created_at=4.0)
+    reply = await server.client.get(f"/api/v1/training_runs/{model_id}?access_scope=accessible")
+    described = reply.json()
+    requested, newest = datetime.fromisoformat(described.pop("last_request_time")), described.pop("last_checkpoint")
+    assert before <= requested.timestamp() <= time.time()
+    assert described == {
+        "training_run_id": model_id,
+        "base_model": "tiny",
+        "model_owner": "local",
+        "is_lora": True,
+        "status": "ready",
+        "corrupted": False,
+        "lora_rank": 8,
+        "last_sampler_checkpoint": None,
+        "user_metadata": {"renderer_name": "qwen3"},
+    }
+    assert datetime.fromisoformat(newest.pop("expires_at")).timestamp() > time.time() + 90
+    assert newest == {
+        "checkpoint_id": "weights/new",
+        "checkpoint_type": "training",
+        "time": "1970-01-01T00:00:02+00:00",
+        "tinker_path": f"tinker://{model_id}/weights/new",
+        "size_bytes": 10,
+        "public": False,
+        "user_metadata": {"step": "2"},
+    }
 
 
-def test_a_run_that_could_not_be_created_is_corrupted(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            model_id = await server.new_model(await server.new_session())
-            server.finish(Outcome(f"{model_id}/0", None, None, "out of memory", "server"))
-            assert (await server.client.get(f"/api/v1/training_runs/{model_id}")).json()["corrupted"] is True
-
-    asyncio.run(run())
+async def test_a_run_that_could_not_be_created_is_corrupted(server: Served) -> None:
+    model_id = await server.new_model(await server.new_session())
+    server.finish(Outcome(f"{model_id}/0", None, None, "out of memory", "server"))
+    assert (await server.client.get(f"/api/v1/training_runs/{model_id}")).json()["corrupted"] is True
 
 
-def test_full_weights_and_metadata_of_any_json_are_described(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            model_id = await new_run(server, lora_config={"rank": 0}, user_metadata={"a": {"b": [1]}, "c": "d"})
-            described = (await server.client.get(f"/api/v1/training_runs/{model_id}")).json()
-            assert (described["is_lora"], described["lora_rank"]) == (False, None)
-            assert described["user_metadata"] == {"a": '{"b": [1]}', "c": "d"}
-
-    asyncio.run(run())
+async def test_full_weights_and_metadata_of_any_json_are_described(server: Served) -> None:
+    model_id = await new_run(server, lora_config={"rank": 0}, user_metadata={"a": {"b": [1]}, "c": "d"})
+    described = (await server.client.get(f"/api/v1/training_runs/{model_id}")).json()
+    assert (described["is_lora"], described["lora_rank"]) == (False, None)
+    assert described["user_metadata"] == {"a": '{"b": [1]}', "c": "d"}
 
 
-def test_runs_are_paged_newest_first_and_by_project(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            runs = [await new_run(server) for _ in range(3)]
-            of_project = {"tags": [], "sdk_version": "", "project_id": "p", "type": "create_session"}
-            mine = (await server.post("create_session", of_project)).json()["session_id"]
-            runs.append(await new_run(server, mine))
-            for query, expected, cursor in (
-                ("", runs[::-1], {"offset": 0, "limit": 20, "total_count": 4}),
-                ("?limit=2&offset=1", [runs[2], runs[1]], {"offset": 1, "limit": 2, "total_count": 4}),
-                ("?offset=9", [], {"offset": 9, "limit": 20, "total_count": 4}),
-                ("?project_id=p", [runs[3]], {"offset": 0, "limit": 20, "total_count": 1}),
-                ("?project_id=q", [], {"offset": 0, "limit": 20, "total_count": 0}),
-            ):
-                page = (await server.client.get(f"/api/v1/training_runs{query}")).json()
-                assert [found["training_run_id"] for found in page["training_runs"]] == expected
-                assert page["cursor"] == cursor
-
-    asyncio.run(run())
+async def test_runs_are_paged_newest_first_and_by_project(server: Served) -> None:
+    runs = [await new_run(server) for _ in range(3)]
+    of_project = {"tags": [], "sdk_version": "", "project_id": "p", "type": "create_session"}
+    mine = (await server.post("create_session", of_project)).json()["session_id"]
+    runs.append(await new_run(server, mine))
+    for query, expected, cursor in (
+        ("", runs[::-1], {"offset": 0, "limit": 20, "total_count": 4}),
+        ("?limit=2&offset=1", [runs[2], runs[1]], {"offset": 1, "limit": 2, "total_count": 4}),
+        ("?offset=9", [], {"offset": 9, "limit": 20, "total_count": 4}),
+        ("?project_id=p", [runs[3]], {"offset": 0, "limit": 20, "total_count": 1}),
+        ("?project_id=q", [], {"offset": 0, "limit": 20, "total_count": 0}),
+    ):
+        page = (await server.client.get(f"/api/v1/training_runs{query}")).json()
+        assert [found["training_run_id"] for found in page["training_runs"]] == expected
+        assert page["cursor"] == cursor
 
 
-def test_checkpoints_of_one_run_and_of_all_are_listed_newest_first(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            a, b = [await new_run(server) for _ in range(2)]
-            for at, path in enumerate((f"tinker://{a}/weights/x", f"tinker://{b}/weights/x", f"tinker://{a}/sampler_weights/x")):
-                save(server, path, created_at=float(at))
-            save(server, f"tinker://{a}/weights/expired", expires_at=1.0)
-            of_a = (await server.client.get(f"/api/v1/training_runs/{a}/checkpoints")).json()["checkpoints"]
-            assert [checkpoint["checkpoint_id"] for checkpoint in of_a] == ["sampler_weights/x", "weights/x"]
-            page = (await server.client.get("/api/v1/checkpoints?limit=1&offset=1")).json()
-            assert [checkpoint["tinker_path"] for checkpoint in page["checkpoints"]] == [f"tinker://{b}/weights/x"]
-            assert page["cursor"] == {"offset": 1, "limit": 1, "total_count": 3}
-            save(server, "tinker://imported/weights/x")
-            imported = (await server.client.get("/api/v1/training_runs/imported/checkpoints")).json()["checkpoints"]
-            assert [checkpoint["tinker_path"] for checkpoint in imported] == ["tinker://imported/weights/x"]
-
-    asyncio.run(run())
+async def test_checkpoints_of_one_run_and_of_all_are_listed_newest_first(server: Served) -> None:
+    a, b = [await new_run(server) for _ in range(2)]
+    for at, path in enumerate((f"tinker://{a}/weights/x", f"tinker://{b}/weights/x", f"tinker://{a}/sampler_weights/x")):
+        save(server, path, created_at=float(at))
+    save(server, f"tinker://{a}/weights/expired", expires_at=1.0)
+    of_a = (await server.client.get(f"/api/v1/training_runs/{a}/checkpoints")).json()["checkpoints"]
+    assert [checkpoint["checkpoint_id"] for checkpoint in of_a] == ["sampler_weights/x", "weights/x"]
+    page = (await server.client.get("/api/v1/checkpoints?limit=1&offset=1")).json()
+    assert [checkpoint["tinker_path"] for checkpoint in page["checkpoints"]] == [f"tinker://{b}/weights/x"]
+    assert page["cursor"] == {"offset": 1, "limit": 1, "total_count": 3}
+    save(server, "tinker://imported/weights/x")
+    imported = (await server.client.get("/api/v1/training_runs/imported/checkpoints")).json()["checkpoints"]
+    assert [checkpoint["tinker_path"] for checkpoint in imported] == ["tinker://imported/weights/x"]
 
 
 @pytest.mark.parametrize(
@@ -125,10 +103,6 @@ def test_checkpoints_of_one_run_and_of_all_are_listed_newest_first(tmp_path: Pat
         ("checkpoints?limit=many", 400, "limit: Input should be a valid integer"),
     ],
 )
-def test_what_cannot_be_listed_is_refused(path: str, status: int, complaint: str, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            reply = await server.client.get(f"/api/v1/{path}")
-            assert (reply.status_code, complaint in reply.json()["detail"]) == (status, True), reply.text
-
-    asyncio.run(run())
+async def test_what_cannot_be_listed_is_refused(path: str, status: int, complaint: str, server: Served) -> None:
+    reply = await server.client.get(f"/api/v1/{path}")
+    assert (reply.status_code, complaint in reply.json()["detail"]) == (status, True), reply.text

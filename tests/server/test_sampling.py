@@ -51,115 +51,66 @@ def failed(server: Served, request_id: str, error: str, gone: bool) -> SampleFai
     return SampleFailed(request_id, run_of(server, request_id), error, "user", gone)
 
 
-def test_a_base_model_is_sampled_under_its_name_with_any_suffix(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            sampler = await new_sampler(server, "tiny:long")
-            assert sampler.endswith(":sample:3")
-            reply = await server.client.get(f"/api/v1/samplers/{sampler}")
-            assert reply.json() == {"sampler_id": sampler, "base_model": "tiny:long"}
-            assert (await server.client.get("/api/v1/samplers/x:sample:0")).status_code == 404
-            body = {"session_id": await server.new_session(), "sampling_session_seq_id": 0}
-            assert (await server.post("create_sampling_session", body | {"base_model": "big"})).status_code == 404
-            saved = await server.post("create_sampling_session", body | {"model_path": "tinker://m/sampler_weights/x"})
-            assert saved.status_code == 404
-            assert "tinker://m/sampler_weights/x does not exist" in saved.json()["detail"]
-            assert (await server.post("create_sampling_session", body)).status_code == 400
-
-    asyncio.run(run())
+async def test_a_base_model_is_sampled_under_its_name_with_any_suffix(server: Served) -> None:
+    sampler = await new_sampler(server, "tiny:long")
+    assert sampler.endswith(":sample:3")
+    reply = await server.client.get(f"/api/v1/samplers/{sampler}")
+    assert reply.json() == {"sampler_id": sampler, "base_model": "tiny:long"}
+    assert (await server.client.get("/api/v1/samplers/x:sample:0")).status_code == 404
+    body = {"session_id": await server.new_session(), "sampling_session_seq_id": 0}
+    assert (await server.post("create_sampling_session", body | {"base_model": "big"})).status_code == 404
+    saved = await server.post("create_sampling_session", body | {"model_path": "tinker://m/sampler_weights/x"})
+    assert saved.status_code == 404
+    assert "tinker://m/sampler_weights/x does not exist" in saved.json()["detail"]
+    assert (await server.post("create_sampling_session", body)).status_code == 400
 
 
-@pytest.mark.parametrize(
-    ("tokens", "max_tokens", "message"),
-    [
-        ([], 4, "the prompt is empty"),
-        ([1, 100], 4, "at position 1 is 100; the vocabulary of tiny ends at 99"),
-        ([1] * 30, 3, "30 + 3 > 32"),
-        ([1] * 32, None, "32 + 1 > 32"),
-    ],
-)
-def test_a_wrong_sample_is_refused_at_once(tmp_path: Path, tokens: list[int], max_tokens: int | None, message: str) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            reply = await server.post("asample", sample_body(await new_sampler(server), tokens, max_tokens))
-            assert reply.status_code == 400
-            assert message in reply.json()["detail"]
-
-    asyncio.run(run())
+async def test_a_sample_without_an_engine_is_not_kept(server: Served) -> None:
+    sampler = await new_sampler(server)
+    assert (await server.post("asample", sample_body(sampler, [1]))).status_code == 503
+    assert (await server.post("retrieve_future", {"request_id": f"{sampler}/0"})).status_code == 410
 
 
-def test_an_image_for_a_text_model_is_refused(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            body = sample_body(await new_sampler(server), [1])
-            body["prompt"]["chunks"].append({"type": "image", "data": "AAAA", "format": "png", "expected_tokens": 4})
-            reply = await server.post("asample", body)
-            assert (reply.status_code, reply.json()["detail"]) == (400, "prompt.chunks.1 is an image, but tiny takes text only")
-
-    asyncio.run(run())
+async def test_a_server_without_a_sampler_says_so(tmp_path: Path) -> None:
+    config = Config()
+    config.sampling.sampler = "none"
+    async with served(tmp_path, config) as server:
+        reply = await server.post("asample", sample_body("x:sample:0", [1]))
+        assert reply.status_code == 400
+        assert "sampler=none" in reply.json()["detail"]
 
 
-def test_a_sample_without_an_engine_is_not_kept(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            sampler = await new_sampler(server)
-            assert (await server.post("asample", sample_body(sampler, [1]))).status_code == 503
-            assert (await server.post("retrieve_future", {"request_id": f"{sampler}/0"})).status_code == 410
-
-    asyncio.run(run())
-
-
-def test_a_server_without_a_sampler_says_so(tmp_path: Path) -> None:
-    async def run() -> None:
-        config = Config()
-        config.sampling.sampler = "none"
-        async with served(tmp_path, config) as server:
-            reply = await server.post("asample", sample_body("x:sample:0", [1]))
-            assert reply.status_code == 400
-            assert "sampler=none" in reply.json()["detail"]
-
-    asyncio.run(run())
+async def test_a_snapshot_can_be_sampled_once_it_is_saved_and_until_its_engine_is_gone(server: Served) -> None:
+    session_id = await server.new_session()
+    model_id = await server.new_model(session_id)
+    await server.post("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0})
+    body = sample_body(f"{session_id}:sample:0", [1])
+    early = await server.post("asample", body)
+    assert early.status_code == 404
+    assert "are being saved" in early.json()["detail"]
+    server.store.record([Outcome(f"{model_id}/1", b"{}", "json", None, None)])
+    assert (await server.post("asample", body)).status_code == 503
+    server.store.fail_unfinished("the engine died")
+    server.hub.sampling_sessions.forget_snapshots()
+    gone = await server.post("asample", body)
+    assert gone.status_code == 404
+    assert "are gone: the engine died; publish weights again (save_weights_and_get_sampling_client)" in gone.json()["detail"]
+    assert (await server.post("retrieve_future", {"request_id": f"{session_id}:sample:0/0"})).status_code == 404
 
 
-def test_a_snapshot_can_be_sampled_once_it_is_saved_and_until_its_engine_is_gone(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            session_id = await server.new_session()
-            model_id = await server.new_model(session_id)
-            await server.post("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0})
-            body = sample_body(f"{session_id}:sample:0", [1])
-            early = await server.post("asample", body)
-            assert early.status_code == 404
-            assert "are being saved" in early.json()["detail"]
-            server.store.record([Outcome(f"{model_id}/1", b"{}", "json", None, None)])
-            assert (await server.post("asample", body)).status_code == 503
-            server.store.fail_unfinished("the engine died")
-            server.hub.sampling_sessions.forget_snapshots()
-            gone = await server.post("asample", body)
-            assert gone.status_code == 404
-            assert "are gone: the engine died; publish weights again (save_weights_and_get_sampling_client)" in gone.json()["detail"]
-            assert (await server.post("retrieve_future", {"request_id": f"{session_id}:sample:0/0"})).status_code == 404
-
-    asyncio.run(run())
-
-
-def test_samples_are_answered_from_memory(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            sampler = await new_sampler(server)
-            for seq_id in (0, 1, 2):
-                server.hub.samples.add(f"{sampler}/{seq_id}", 2, 0)
-            again = await server.post("asample", sample_body(sampler, [1]))
-            assert again.json()["sample_sequence_ids"] == [f"{sampler}/0/0", f"{sampler}/0/1"]
-            server.hub.samples.finish(done(server, f"{sampler}/0", b"\x0a\x00"))
-            server.hub.samples.finish(failed(server, f"{sampler}/1", "bad", gone=False))
-            server.hub.samples.finish(failed(server, f"{sampler}/2", "dropped", gone=True))
-            replies = [await server.post("retrieve_future", {"request_id": f"{sampler}/{n}"}) for n in (0, 1, 2)]
-            assert [reply.status_code for reply in replies] == [200, 200, 404]
-            assert (replies[0].content, replies[0].headers["content-type"]) == (b"\x0a\x00", "application/x-protobuf")
-            assert replies[1].json() == {"error": "bad", "category": "user"}
-
-    asyncio.run(run())
+async def test_samples_are_answered_from_memory(server: Served) -> None:
+    sampler = await new_sampler(server)
+    for seq_id in (0, 1, 2):
+        server.hub.samples.add(f"{sampler}/{seq_id}", 2, 0)
+    again = await server.post("asample", sample_body(sampler, [1]))
+    assert again.json()["sample_sequence_ids"] == [f"{sampler}/0/0", f"{sampler}/0/1"]
+    server.hub.samples.finish(done(server, f"{sampler}/0", b"\x0a\x00"))
+    server.hub.samples.finish(failed(server, f"{sampler}/1", "bad", gone=False))
+    server.hub.samples.finish(failed(server, f"{sampler}/2", "dropped", gone=True))
+    replies = [await server.post("retrieve_future", {"request_id": f"{sampler}/{n}"}) for n in (0, 1, 2)]
+    assert [reply.status_code for reply in replies] == [200, 200, 404]
+    assert (replies[0].content, replies[0].headers["content-type"]) == (b"\x0a\x00", "application/x-protobuf")
+    assert replies[1].json() == {"error": "bad", "category": "user"}
 
 
 def book_of(**settings: Any) -> SampleBook:
@@ -204,15 +155,6 @@ def test_a_sample_that_is_too_much_alone_is_refused_for_good() -> None:
     with pytest.raises(UserError, match="has 2097153 bytes; more than 2097152"):
         book.add("a:sample:0/0", 1, 2**21 + 1)
     book.add("a:sample:0/0", 6, 2**21)
-
-
-def test_the_book_forgets_what_is_old() -> None:
-    book = book_of(sample_result_ttl_s=0.0)
-    first = book.add("s:sample:0/0", 1, 0)
-    book.add("s:sample:0/1", 1, 0)
-    end(book, first)
-    assert book.find("s:sample:0/0") is None
-    assert book.find("s:sample:0/1") is not None
 
 
 def test_the_book_loses_what_runs_and_keeps_what_is_finished() -> None:
@@ -283,183 +225,156 @@ def test_an_answer_reaches_only_the_run_that_it_belongs_to() -> None:
     assert second.outcome == SampleDone("s:sample:0/0", second.run, b"to the second")
 
 
-def test_too_much_is_answered_429_with_the_time_to_come_again(tmp_path: Path) -> None:
-    async def run() -> None:
-        config = Config()
-        config.server.max_pending_samples_per_session = 3
-        async with served(tmp_path, config) as server:
-            sampler = await new_sampler(server)
-            server.hub.samples.add(f"{sampler}/7", 2, 0)
-            reply = await server.post("asample", sample_body(sampler, [1]))
-            assert (reply.status_code, reply.headers["Retry-After"]) == (429, "1")
-            session_id = sampler.partition(":")[0]
-            assert reply.json()["detail"] == (
-                f"2 sequences of session {session_id} are unfinished, and the limit is 3 (max_pending_samples_per_session); "
-                "send this sample later"
-            )
-            other = await server.post("asample", sample_body(await new_sampler(server), [1]))
-            assert other.status_code == 503  # accepted, but there is no engine here
-
-    asyncio.run(run())
+async def test_too_much_is_answered_429_with_the_time_to_come_again(tmp_path: Path) -> None:
+    config = Config()
+    config.server.max_pending_samples_per_session = 3
+    async with served(tmp_path, config) as server:
+        sampler = await new_sampler(server)
+        server.hub.samples.add(f"{sampler}/7", 2, 0)
+        reply = await server.post("asample", sample_body(sampler, [1]))
+        assert (reply.status_code, reply.headers["Retry-After"]) == (429, "1")
+        session_id = sampler.partition(":")[0]
+        assert reply.json()["detail"] == (
+            f"2 sequences of session {session_id} are unfinished, and the limit is 3 (max_pending_samples_per_session); "
+            "send this sample later"
+        )
+        other = await server.post("asample", sample_body(await new_sampler(server), [1]))
+        assert other.status_code == 503  # accepted, but there is no engine here
 
 
-def test_a_session_that_ends_takes_its_samples_along(tmp_path: Path) -> None:
+async def test_a_session_that_ends_takes_its_samples_along(tmp_path: Path) -> None:
     """Who waits for one hears at once that its session is over; others' samples stay."""
-
-    async def run() -> None:
-        config = Config()
-        config.server.max_pending_samples = 4
-        async with served(tmp_path, config) as server:
-            sampler, other = await new_sampler(server), await new_sampler(server)
-            for seq_id in range(2):
-                server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
-            server.hub.take(done(server, f"{sampler}/1", b"never fetched"))
-            server.hub.samples.add(f"{other}/0", 1, 0)
-            poll = asyncio.create_task(server.post("retrieve_future", {"request_id": f"{sampler}/0"}))
-            await asyncio.sleep(0)
-            await server.post(f"sessions/{sampler.partition(':')[0]}/finish", {"reason": {"type": "success"}})
-            reply = await poll
-            assert (reply.status_code, "its session is finished" in reply.json()["detail"]) == (404, True)
-            assert server.hub.samples.find(f"{sampler}/1") is None
-            assert run_of(server, f"{other}/0")
-            server.hub.samples.add(f"{other}/1", 3, 0)  # the places are free again
-
-    asyncio.run(run())
+    config = Config()
+    config.server.max_pending_samples = 4
+    async with served(tmp_path, config) as server:
+        sampler, other = await new_sampler(server), await new_sampler(server)
+        for seq_id in range(2):
+            server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
+        server.hub.take(done(server, f"{sampler}/1", b"never fetched"))
+        server.hub.samples.add(f"{other}/0", 1, 0)
+        poll = asyncio.create_task(server.post("retrieve_future", {"request_id": f"{sampler}/0"}))
+        await asyncio.sleep(0)
+        await server.post(f"sessions/{sampler.partition(':')[0]}/finish", {"reason": {"type": "success"}})
+        reply = await poll
+        assert (reply.status_code, "its session is finished" in reply.json()["detail"]) == (404, True)
+        assert server.hub.samples.find(f"{sampler}/1") is None
+        assert run_of(server, f"{other}/0")
+        server.hub.samples.add(f"{other}/1", 3, 0)  # the places are free again
 
 
-def test_a_client_gives_up_only_samples_of_its_own_session(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            mine, other = await new_sampler(server), await new_sampler(server)
-            for sampler in (mine, other):
-                for seq_id in range(2):
-                    server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
-            named = [f"{mine}/0", f"{other}/0", "nonsense"]
-            body = {"target": {"sampling_session_id": mine}, "timeout": 0, "retrieved_request_ids": named}
-            poll = asyncio.create_task(server.post("retrieve_future", {"request_id": f"{mine}/0"}))
-            await asyncio.sleep(0)
-            assert (await server.post("retrieve_futures", body)).status_code == 200
-            assert (await poll).status_code == 410
-            kept = [request_id for request_id in (*named, f"{mine}/1", f"{other}/1") if server.hub.samples.find(request_id)]
-            assert kept == [f"{other}/0", f"{mine}/1", f"{other}/1"]
-
-    asyncio.run(run())
+async def test_a_client_gives_up_only_samples_of_its_own_session(server: Served) -> None:
+    mine, other = await new_sampler(server), await new_sampler(server)
+    for sampler in (mine, other):
+        for seq_id in range(2):
+            server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
+    named = [f"{mine}/0", f"{other}/0", "nonsense"]
+    body = {"target": {"sampling_session_id": mine}, "timeout": 0, "retrieved_request_ids": named}
+    poll = asyncio.create_task(server.post("retrieve_future", {"request_id": f"{mine}/0"}))
+    await asyncio.sleep(0)
+    assert (await server.post("retrieve_futures", body)).status_code == 200
+    assert (await poll).status_code == 410
+    kept = [request_id for request_id in (*named, f"{mine}/1", f"{other}/1") if server.hub.samples.find(request_id)]
+    assert kept == [f"{other}/0", f"{mine}/1", f"{other}/1"]
 
 
-def test_a_cancelled_sample_ends_and_takes_no_place(tmp_path: Path) -> None:
-    async def run() -> None:
-        config = Config()
-        config.server.max_pending_samples = 1
-        async with served(tmp_path, config) as server:
-            sampler = await new_sampler(server)
-            server.hub.samples.add(f"{sampler}/0", 1, 0)
-            assert (await server.post("cancel_future", {"request_id": f"{sampler}/0"})).status_code == 200
-            reply = await server.post("retrieve_future", {"request_id": f"{sampler}/0"})
-            assert reply.json() == {"error": "it was cancelled by its client", "category": "user"}
-            server.hub.samples.add(f"{sampler}/1", 1, 0)
-            server.hub.take(done(server, f"{sampler}/1", b"done"))
-            for request_id in (f"{sampler}/1", f"{sampler}/7", "nonsense"):
-                assert (await server.post("cancel_future", {"request_id": request_id})).status_code == 200
-            assert (await server.post("retrieve_future", {"request_id": f"{sampler}/1"})).content == b"done"
-
-    asyncio.run(run())
+async def test_a_cancelled_sample_ends_and_takes_no_place(tmp_path: Path) -> None:
+    config = Config()
+    config.server.max_pending_samples = 1
+    async with served(tmp_path, config) as server:
+        sampler = await new_sampler(server)
+        server.hub.samples.add(f"{sampler}/0", 1, 0)
+        assert (await server.post("cancel_future", {"request_id": f"{sampler}/0"})).status_code == 200
+        reply = await server.post("retrieve_future", {"request_id": f"{sampler}/0"})
+        assert reply.json() == {"error": "it was cancelled by its client", "category": "user"}
+        server.hub.samples.add(f"{sampler}/1", 1, 0)
+        server.hub.take(done(server, f"{sampler}/1", b"done"))
+        for request_id in (f"{sampler}/1", f"{sampler}/7", "nonsense"):
+            assert (await server.post("cancel_future", {"request_id": request_id})).status_code == 200
+        assert (await server.post("retrieve_future", {"request_id": f"{sampler}/1"})).content == b"done"
 
 
-def test_each_client_that_joins_gets_a_number(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            sampler = await new_sampler(server)
-            replies = [await server.post("join_sampling_session", {"sampling_session_id": sampler}) for _ in range(2)]
-            assert [reply.json()["client_counter"] for reply in replies] == [1, 2]
-            assert (await server.post("join_sampling_session", {"sampling_session_id": "x:sample:0"})).status_code == 404
-
-    asyncio.run(run())
+async def test_each_client_that_joins_gets_a_number(server: Served) -> None:
+    sampler = await new_sampler(server)
+    replies = [await server.post("join_sampling_session", {"sampling_session_id": sampler}) for _ in range(2)]
+    assert [reply.json()["client_counter"] for reply in replies] == [1, 2]
+    assert (await server.post("join_sampling_session", {"sampling_session_id": "x:sample:0"})).status_code == 404
 
 
-def test_a_client_polls_for_all_of_its_samples(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            sampler = await new_sampler(server)
+async def test_a_client_polls_for_all_of_its_samples(server: Served) -> None:
+    sampler = await new_sampler(server)
 
-            async def poll(cursor: int = 0, clone: int = 0, **more: Any) -> Any:
-                target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": clone}
-                reply = await server.post("retrieve_futures", {"target": target, "prev_cursor": cursor, **more})
-                return reply.json() if reply.status_code == 200 else reply.status_code
+    async def poll(cursor: int = 0, clone: int = 0, **more: Any) -> Any:
+        target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": clone}
+        reply = await server.post("retrieve_futures", {"target": target, "prev_cursor": cursor, **more})
+        return reply.json() if reply.status_code == 200 else reply.status_code
 
-            def accept(seq_id: int) -> str:
-                request_id = f"{sampler}/{seq_id}"
-                server.hub.samples.add(request_id, 1, 0)
-                server.hub.sample_reports.expect(request_id)
-                return request_id
+    def accept(seq_id: int) -> str:
+        request_id = f"{sampler}/{seq_id}"
+        server.hub.samples.add(request_id, 1, 0)
+        server.hub.sample_reports.expect(request_id)
+        return request_id
 
-            ended, wrong, lost, other = accept(0), accept(1), accept(2), accept(10**9)
-            assert await poll(timeout=0) == {"completions": [], "cursor": 0}
-            waiting = asyncio.create_task(poll())
-            await asyncio.sleep(0.05)
-            server.hub.take(done(server, ended, b"12345"))
-            first = await waiting
-            assert first["completions"] == [{"state": "finished", "request_id": ended, "response_payload_uncompressed_size": 5}]
-            server.hub.take(failed(server, wrong, "bad", gone=False))
-            assert (await poll(first["cursor"]))["completions"] == [{"state": "failed", "request_id": wrong}]
-            again = await poll(0, timeout=0, retrieved_request_ids=[ended])
-            assert [report["request_id"] for report in again["completions"]] == [wrong]  # what was seen is gone
-            assert server.hub.samples.find(ended) is None
-            for request_id in server.hub.samples.lose_running():
-                server.hub.sample_reports.add(request_id, "failed")
-            assert [r["request_id"] for r in (await poll(again["cursor"]))["completions"]] == [lost]
-            assert [r["request_id"] for r in (await poll(0, clone=1))["completions"]] == [other]
-            assert (await server.post("retrieve_futures", {"target": {"sampling_session_id": "x:sample:0"}})).status_code == 404
-
-    asyncio.run(run())
+    ended, wrong, lost, other = accept(0), accept(1), accept(2), accept(10**9)
+    assert await poll(timeout=0) == {"completions": [], "cursor": 0}
+    waiting = asyncio.create_task(poll())
+    await asyncio.sleep(0.05)
+    server.hub.take(done(server, ended, b"12345"))
+    first = await waiting
+    assert first["completions"] == [{"state": "finished", "request_id": ended, "response_payload_uncompressed_size": 5}]
+    server.hub.take(failed(server, wrong, "bad", gone=False))
+    assert (await poll(first["cursor"]))["completions"] == [{"state": "failed", "request_id": wrong}]
+    again = await poll(0, timeout=0, retrieved_request_ids=[ended])
+    assert [report["request_id"] for report in again["completions"]] == [wrong]  # what was seen is gone
+    assert server.hub.samples.find(ended) is None
+    for request_id in server.hub.samples.lose_running():
+        server.hub.sample_reports.add(request_id, "failed")
+    assert [r["request_id"] for r in (await poll(again["cursor"]))["completions"]] == [lost]
+    assert [r["request_id"] for r in (await poll(0, clone=1))["completions"]] == [other]
+    assert (await server.post("retrieve_futures", {"target": {"sampling_session_id": "x:sample:0"}})).status_code == 404
 
 
-def test_what_a_former_server_was_asked_for_is_reported_until_it_was_seen(tmp_path: Path) -> None:
+async def test_what_a_former_server_was_asked_for_is_reported_until_it_was_seen(tmp_path: Path) -> None:
     """Its clients then ask for the results, hear 410 and send the samples again."""
-
-    async def run() -> None:
+    async with served(tmp_path) as server:
+        sampler = await new_sampler(server)
+        for seq_id in range(3):
+            server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
+            server.hub.sample_reports.expect(f"{sampler}/{seq_id}")
+        server.hub.take(done(server, f"{sampler}/0", b"1"))
+        seen = await server.post("retrieve_futures", {"target": {"sampling_session_id": sampler}})
+        cursor = seen.json()["cursor"]
+        await server.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "prev_cursor": cursor, "timeout": 0})
+    for _ in range(2):
         async with served(tmp_path) as server:
-            sampler = await new_sampler(server)
-            for seq_id in range(3):
-                server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
-                server.hub.sample_reports.expect(f"{sampler}/{seq_id}")
-            server.hub.take(done(server, f"{sampler}/0", b"1"))
-            seen = await server.post("retrieve_futures", {"target": {"sampling_session_id": sampler}})
-            cursor = seen.json()["cursor"]
-            await server.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "prev_cursor": cursor, "timeout": 0})
-        for _ in range(2):
-            async with served(tmp_path) as server:
-                reply = await server.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "prev_cursor": cursor})
-                assert reply.json()["completions"] == [{"state": "failed", "request_id": f"{sampler}/{seq_id}"} for seq_id in (1, 2)]
-                assert (await server.post("retrieve_future", {"request_id": f"{sampler}/1"})).status_code == 410
-        async with served(tmp_path) as server:
-            await server.post(f"sessions/{sampler.partition(':')[0]}/finish", {"reason": {"type": "success"}})
-        assert SampleJournal(tmp_path).waiting == {}
+            reply = await server.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "prev_cursor": cursor})
+            assert reply.json()["completions"] == [{"state": "failed", "request_id": f"{sampler}/{seq_id}"} for seq_id in (1, 2)]
+            assert (await server.post("retrieve_future", {"request_id": f"{sampler}/1"})).status_code == 410
+    async with served(tmp_path) as server:
+        await server.post(f"sessions/{sampler.partition(':')[0]}/finish", {"reason": {"type": "success"}})
+    assert SampleJournal(tmp_path).waiting == {}
 
 
-def test_reports_reach_a_client_that_knows_a_later_cursor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reports_reach_a_client_that_knows_a_later_cursor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock was set back by an hour between two servers, and cursors are counted from it: the client waits for higher ones."""
     clock = time.time_ns
 
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            sampler = await new_sampler(server)
-            target = {"target": {"sampling_session_id": sampler}}
-            for seq_id in range(3):
-                server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
-                server.hub.sample_reports.expect(f"{sampler}/{seq_id}")
-            server.hub.take(done(server, f"{sampler}/0", b"1"))
-            cursor = (await server.post("retrieve_futures", target)).json()["cursor"]
-        monkeypatch.setattr(time, "time_ns", lambda: clock() - 3600 * 10**9)
-        async with served(tmp_path) as server:
-            reply = (await server.post("retrieve_futures", target | {"prev_cursor": cursor, "timeout": 0})).json()
-            lost = [{"state": "failed", "request_id": f"{sampler}/{seq_id}"} for seq_id in range(3)]
-            assert (reply["completions"], reply["cursor"] > cursor) == (lost, True)
-            server.hub.samples.add(f"{sampler}/3", 1, 0)
-            server.hub.take(done(server, f"{sampler}/3", b"1"))
-            reply = (await server.post("retrieve_futures", target | {"prev_cursor": reply["cursor"], "timeout": 0})).json()
-            assert [report["request_id"] for report in reply["completions"]] == [f"{sampler}/3"]
-
-    asyncio.run(run())
+    async with served(tmp_path) as server:
+        sampler = await new_sampler(server)
+        target = {"target": {"sampling_session_id": sampler}}
+        for seq_id in range(3):
+            server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
+            server.hub.sample_reports.expect(f"{sampler}/{seq_id}")
+        server.hub.take(done(server, f"{sampler}/0", b"1"))
+        cursor = (await server.post("retrieve_futures", target)).json()["cursor"]
+    monkeypatch.setattr(time, "time_ns", lambda: clock() - 3600 * 10**9)
+    async with served(tmp_path) as server:
+        reply = (await server.post("retrieve_futures", target | {"prev_cursor": cursor, "timeout": 0})).json()
+        lost = [{"state": "failed", "request_id": f"{sampler}/{seq_id}"} for seq_id in range(3)]
+        assert (reply["completions"], reply["cursor"] > cursor) == (lost, True)
+        server.hub.samples.add(f"{sampler}/3", 1, 0)
+        server.hub.take(done(server, f"{sampler}/3", b"1"))
+        reply = (await server.post("retrieve_futures", target | {"prev_cursor": reply["cursor"], "timeout": 0})).json()
+        assert [report["request_id"] for report in reply["completions"]] == [f"{sampler}/3"]
 
 
 def test_the_journal_of_samples_stays_short_and_ignores_a_record_that_was_cut_off(tmp_path: Path) -> None:
@@ -543,19 +458,16 @@ def test_results_over_the_limit_are_dropped_from_the_session_that_has_most() -> 
     assert (book.find("d:sample:0/0"), book.find("d:sample:0/1") is None) == (None, False)
 
 
-def test_a_result_that_was_dropped_is_answered_as_lost(tmp_path: Path) -> None:
-    async def run() -> None:
-        config = Config()
-        config.server.max_finished_sample_mib = 1
-        async with served(tmp_path, config) as server:
-            sampler = await new_sampler(server)
-            for seq_id in (0, 1):
-                server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
-                server.hub.take(done(server, f"{sampler}/{seq_id}", bytes(700_000)))
-            lost, kept = [await server.post("retrieve_future", {"request_id": f"{sampler}/{seq_id}"}) for seq_id in (0, 1)]
-            assert (lost.status_code, kept.status_code, len(kept.content)) == (410, 200, 700_000)
-
-    asyncio.run(run())
+async def test_a_result_that_was_dropped_is_answered_as_lost(tmp_path: Path) -> None:
+    config = Config()
+    config.server.max_finished_sample_mib = 1
+    async with served(tmp_path, config) as server:
+        sampler = await new_sampler(server)
+        for seq_id in (0, 1):
+            server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
+            server.hub.take(done(server, f"{sampler}/{seq_id}", bytes(700_000)))
+        lost, kept = [await server.post("retrieve_future", {"request_id": f"{sampler}/{seq_id}"}) for seq_id in (0, 1)]
+        assert (lost.status_code, kept.status_code, len(kept.content)) == (410, 200, 700_000)
 
 
 def sent(message: Message) -> Message:
@@ -563,60 +475,48 @@ def sent(message: Message) -> Message:
     return Message.from_frames(message.to_frames())
 
 
-def test_the_tokens_of_a_streamed_sample_are_read_while_it_runs_and_from_its_beginning(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            request_id, other = "s:sample:0/1", "s:sample:0/2"
-            sample = server.hub.samples.add(request_id, 2, 0, stream=True)
-            silent = server.hub.samples.add(other, 1, 0)
-            early = server.hub.samples.follow(request_id, sample.run)
-            first = [
-                (request_id, sample.run, 0, [5], [-0.5]),
-                (other, silent.run, 0, [9], [-0.9]),
-                (request_id, sample.run, 1, [7], [-0.7]),
-            ]
-            server.hub.take(sent(SampleEvents(first)))
-            assert [await anext(early), await anext(early)] == [StreamedTokens(0, [5], [-0.5]), StreamedTokens(1, [7], [-0.7])]
-            waiting = asyncio.ensure_future(anext(early))
-            await asyncio.sleep(0)
-            assert not waiting.done()
-            last = [(request_id, sample.run, 0, [6, 2], [-0.6, -0.2]), (request_id, sample.run + 100, 0, [1], [-1.0])]
-            server.hub.take(sent(SampleEvents(last)))
-            assert await waiting == StreamedTokens(0, [6, 2], [-0.6, -0.2])
-            server.hub.take(sent(SampleDone(request_id, sample.run, b"")))
-            server.hub.take(sent(SampleEvents([(request_id, sample.run, 0, [3], [-0.3])])))  # too late
-            assert [event async for event in early] == []
-            assert [event.tokens async for event in server.hub.samples.follow(request_id, sample.run)] == [[5], [7], [6, 2]]
-
-    asyncio.run(run())
+async def test_the_tokens_of_a_streamed_sample_are_read_while_it_runs_and_from_its_beginning(server: Served) -> None:
+    request_id, other = "s:sample:0/1", "s:sample:0/2"
+    sample = server.hub.samples.add(request_id, 2, 0, stream=True)
+    silent = server.hub.samples.add(other, 1, 0)
+    early = server.hub.samples.follow(request_id, sample.run)
+    first = [
+        (request_id, sample.run, 0, [5], [-0.5]),
+        (other, silent.run, 0, [9], [-0.9]),
+        (request_id, sample.run, 1, [7], [-0.7]),
+    ]
+    server.hub.take(sent(SampleEvents(first)))
+    assert [await anext(early), await anext(early)] == [StreamedTokens(0, [5], [-0.5]), StreamedTokens(1, [7], [-0.7])]
+    waiting = asyncio.ensure_future(anext(early))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    last = [(request_id, sample.run, 0, [6, 2], [-0.6, -0.2]), (request_id, sample.run + 100, 0, [1], [-1.0])]
+    server.hub.take(sent(SampleEvents(last)))
+    assert await waiting == StreamedTokens(0, [6, 2], [-0.6, -0.2])
+    server.hub.take(sent(SampleDone(request_id, sample.run, b"")))
+    server.hub.take(sent(SampleEvents([(request_id, sample.run, 0, [3], [-0.3])])))  # too late
+    assert [event async for event in early] == []
+    assert [event.tokens async for event in server.hub.samples.follow(request_id, sample.run)] == [[5], [7], [6, 2]]
 
 
-def test_what_ends_a_streamed_sample_ends_its_readers(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            book = server.hub.samples
-            failing, cancelled, lost = (book.add(f"s:sample:0/{n}", 1, 0, stream=True) for n in range(3))
-            readers = [asyncio.ensure_future(anext(book.follow(sample.request_id, sample.run))) for sample in (failing, cancelled, lost)]
-            await asyncio.sleep(0)
-            server.hub.take(sent(SampleFailed(failing.request_id, failing.run, "no such token", "user", gone=False)))
-            book.remove(cancelled.request_id)
-            book.lose_running()
-            with pytest.raises(UserError, match="no such token"):
-                await readers[0]
-            for reader in readers[1:]:
-                with pytest.raises(GoneError, match="is not known any more"):
-                    await reader
-
-    asyncio.run(run())
+async def test_what_ends_a_streamed_sample_ends_its_readers(server: Served) -> None:
+    book = server.hub.samples
+    failing, cancelled, lost = (book.add(f"s:sample:0/{n}", 1, 0, stream=True) for n in range(3))
+    readers = [asyncio.ensure_future(anext(book.follow(sample.request_id, sample.run))) for sample in (failing, cancelled, lost)]
+    await asyncio.sleep(0)
+    server.hub.take(sent(SampleFailed(failing.request_id, failing.run, "no such token", "user", gone=False)))
+    book.remove(cancelled.request_id)
+    book.lose_running()
+    with pytest.raises(UserError, match="no such token"):
+        await readers[0]
+    for reader in readers[1:]:
+        with pytest.raises(GoneError, match="is not known any more"):
+            await reader
 
 
-def test_only_a_sample_that_is_streamed_can_be_followed(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            sample = server.hub.samples.add("s:sample:0/0", 1, 0)
-            with pytest.raises(UserError, match="was started without stream"):
-                server.hub.samples.follow("s:sample:0/0", sample.run)
-            with pytest.raises(NotFoundError, match="send it again"):
-                server.hub.samples.follow("s:sample:0/0", sample.run + 1)
-
-    asyncio.run(run())
+async def test_only_a_sample_that_is_streamed_can_be_followed(server: Served) -> None:
+    sample = server.hub.samples.add("s:sample:0/0", 1, 0)
+    with pytest.raises(UserError, match="was started without stream"):
+        server.hub.samples.follow("s:sample:0/0", sample.run)
+    with pytest.raises(NotFoundError, match="send it again"):
+        server.hub.samples.follow("s:sample:0/0", sample.run + 1)

@@ -1,6 +1,5 @@
 """A server that was started with --train none refuses to train at submit time, and says so wherever it is asked."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -30,42 +29,33 @@ def sampling_only(root: str = "") -> Config:
 
 
 @pytest.mark.parametrize("path", OPERATIONS)
-def test_training_is_refused_at_once(path: str, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path, sampling_only()) as server:
-            body = {"session_id": await server.new_session(), "model_seq_id": 0, "base_model": "tiny", "model_id": "m", "seq_id": 1}
-            reply = await server.post(path, body)
-            assert reply.status_code == 400
-            assert "it was started with --train none" in reply.json()["detail"]
-            assert "send training operations to a server that was started without it" in reply.json()["detail"]
-            assert server.queued() == []
-
-    asyncio.run(run())
+async def test_training_is_refused_at_once(path: str, tmp_path: Path) -> None:
+    async with served(tmp_path, sampling_only()) as server:
+        body = {"session_id": await server.new_session(), "model_seq_id": 0, "base_model": "tiny", "model_id": "m", "seq_id": 1}
+        reply = await server.post(path, body)
+        assert reply.status_code == 400
+        assert "it was started with --train none" in reply.json()["detail"]
+        assert "send training operations to a server that was started without it" in reply.json()["detail"]
+        assert server.queued() == []
 
 
-def test_it_says_that_it_only_samples(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path, sampling_only()) as server:
-            (model,) = (await server.client.get("/api/v1/get_server_capabilities")).json()["supported_models"]
-            assert (model["trainable"], model["sampleable"]) == (False, True)
-            server.hub.engine.state = "ready"
-            reply = (await server.client.get("/api/v1/healthz")).json()
-            assert reply == {"status": "ok", "detail": "it samples only (--train none)"}
-            assert (await server.client.get("/api/v1/status")).json()["trains"] is False
-
-    asyncio.run(run())
+async def test_it_says_that_it_only_samples(tmp_path: Path) -> None:
+    async with served(tmp_path, sampling_only()) as server:
+        (model,) = (await server.client.get("/api/v1/get_server_capabilities")).json()["supported_models"]
+        assert (model["trainable"], model["sampleable"]) == (False, True)
+        server.hub.engine.state = "ready"
+        reply = (await server.client.get("/api/v1/healthz")).json()
+        assert reply == {"status": "ok", "detail": "it samples only (--train none)"}
+        assert (await server.client.get("/api/v1/status")).json()["trains"] is False
 
 
-def test_a_checkpoint_of_another_server_has_a_sampling_session(tmp_path: Path) -> None:
-    async def run() -> None:
-        root = str(tmp_path / "root")
-        row = saved(CheckpointFiles(tmp_path / "other", root))
-        async with served(tmp_path / "own", sampling_only(root)) as server:
-            session = await server.new_session()
-            asked = {"session_id": session, "base_model": "tiny", "sampling_session_seq_id": 0}
-            reply = await server.post("create_sampling_session", asked | {"model_path": row.tinker_path})
-            assert reply.status_code == 200
-            missing = await server.post("create_sampling_session", asked | {"model_path": PATH + "b", "sampling_session_seq_id": 1})
-            assert (missing.status_code, f"{PATH}b does not exist" in missing.json()["detail"]) == (404, True)
-
-    asyncio.run(run())
+async def test_a_checkpoint_of_another_server_has_a_sampling_session(tmp_path: Path) -> None:
+    root = str(tmp_path / "root")
+    row = saved(CheckpointFiles(tmp_path / "other", root))
+    async with served(tmp_path / "own", sampling_only(root)) as server:
+        session = await server.new_session()
+        asked = {"session_id": session, "base_model": "tiny", "sampling_session_seq_id": 0}
+        reply = await server.post("create_sampling_session", asked | {"model_path": row.tinker_path})
+        assert reply.status_code == 200
+        missing = await server.post("create_sampling_session", asked | {"model_path": PATH + "b", "sampling_session_seq_id": 1})
+        assert (missing.status_code, f"{PATH}b does not exist" in missing.json()["detail"]) == (404, True)

@@ -1,107 +1,91 @@
 """Service and session routes."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
-from tests.server.serving import FACTS, served
+from tests.server.serving import FACTS, Served, served
 from tinsmith.config import Config
 
 
-def test_a_server_without_an_engine_is_not_healthy(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path, facts=None) as server:
-            reply = await server.client.get("/api/v1/healthz")
-            assert reply.status_code == 503
-            assert reply.json()["detail"] == "the engine is loading its models"
-            assert (await server.client.get("/api/v1/get_server_capabilities")).status_code == 503
-
-    asyncio.run(run())
+async def test_a_server_without_an_engine_is_not_healthy(tmp_path: Path) -> None:
+    async with served(tmp_path, facts=None) as server:
+        reply = await server.client.get("/api/v1/healthz")
+        assert reply.status_code == 503
+        assert reply.json()["detail"] == "the engine is loading its models"
+        assert (await server.client.get("/api/v1/get_server_capabilities")).status_code == 503
 
 
-def test_client_config_names_what_is_built(tmp_path: Path) -> None:
-    async def run() -> None:
-        config = Config()
-        config.server.fwdbwd_max_chunk_len = 7
-        async with served(tmp_path, config) as server:
-            flags = (await server.post("client/config", {"sdk_version": "0.38.0"})).json()
-            assert flags == {
-                "proto_compress_fwdbwd": True,
-                "proto_write_fwdbwd": True,
-                "fwd_via_fwdbwd": True,
-                "create_model_via_load_weights": True,
-                "fwdbwd_max_chunk_len": 7,
-                "sample_join_sampling_session": True,
-                "sample_use_retrieve_futures": True,
-            }
-            dynamic = (await server.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
-            assert dynamic == {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
-            assert (await server.post("telemetry", {"events": [{"anything": 1}]})).json() == {"status": "accepted"}
-
-    asyncio.run(run())
+async def test_client_config_names_what_is_built(tmp_path: Path) -> None:
+    config = Config()
+    config.server.fwdbwd_max_chunk_len = 7
+    async with served(tmp_path, config) as server:
+        flags = (await server.post("client/config", {"sdk_version": "0.38.0"})).json()
+        assert flags == {
+            "proto_compress_fwdbwd": True,
+            "proto_write_fwdbwd": True,
+            "fwd_via_fwdbwd": True,
+            "create_model_via_load_weights": True,
+            "fwdbwd_max_chunk_len": 7,
+            "sample_join_sampling_session": True,
+            "sample_use_retrieve_futures": True,
+        }
+        dynamic = (await server.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
+        assert dynamic == {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
+        assert (await server.post("telemetry", {"events": [{"anything": 1}]})).json() == {"status": "accepted"}
 
 
-def test_capabilities_list_the_base_models(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            reply = await server.client.get("/api/v1/get_server_capabilities")
-            expected = {"model_name": "tiny", "max_context_length": 24, "trainable": True, "sampleable": True}
-            assert reply.json() == {"supported_models": [expected]}
-            server.hub.base_models.replace([FACTS.to_dict() | {"max_trained": 0}])  # the memory has no room to train
-            reply = await server.client.get("/api/v1/get_server_capabilities")
-            assert reply.json() == {"supported_models": [expected | {"max_context_length": 32, "trainable": False}]}
-
-    asyncio.run(run())
+async def test_capabilities_list_the_base_models(server: Served) -> None:
+    reply = await server.client.get("/api/v1/get_server_capabilities")
+    expected = {"model_name": "tiny", "max_context_length": 24, "trainable": True, "sampleable": True}
+    assert reply.json() == {"supported_models": [expected]}
+    server.hub.base_models.replace([FACTS.to_dict() | {"max_trained": 0}])  # the memory has no room to train
+    reply = await server.client.get("/api/v1/get_server_capabilities")
+    assert reply.json() == {"supported_models": [expected | {"max_context_length": 32, "trainable": False}]}
 
 
-def test_a_session_lives_until_it_is_finished(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            session_id = await server.new_session()
-            heartbeat = {"session_id": session_id, "type": "session_heartbeat"}
-            assert (await server.post("session_heartbeat", heartbeat)).json() == {"type": "session_heartbeat"}
-            finish = {"reason": {"type": "success"}, "detail": None}
-            assert (await server.post(f"sessions/{session_id}/finish", finish)).status_code == 200
-            assert (await server.post(f"sessions/{session_id}/finish", finish)).status_code == 200
-            assert (await server.post("session_heartbeat", heartbeat)).status_code == 410
-
-    asyncio.run(run())
+async def test_a_session_lives_until_it_is_finished(server: Served) -> None:
+    session_id = await server.new_session()
+    heartbeat = {"session_id": session_id, "type": "session_heartbeat"}
+    assert (await server.post("session_heartbeat", heartbeat)).json() == {"type": "session_heartbeat"}
+    finish = {"reason": {"type": "success"}, "detail": None}
+    assert (await server.post(f"sessions/{session_id}/finish", finish)).status_code == 200
+    assert (await server.post(f"sessions/{session_id}/finish", finish)).status_code == 200
+    assert (await server.post("session_heartbeat", heartbeat)).status_code == 410
 
 
-def test_an_unknown_session_has_no_heartbeat_and_no_end(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            assert (await server.post("session_heartbeat", {"session_id": "x"})).status_code == 410
-            assert (await server.post("sessions/x/finish", {"reason": {"type": "success"}})).status_code == 404
-
-    asyncio.run(run())
-
-
-def test_a_base_url_with_the_prefix_of_the_api_is_told_to_leave_it_off(tmp_path: Path) -> None:
+async def test_a_base_url_with_the_prefix_of_the_api_is_told_to_leave_it_off(server: Served) -> None:
     """The first thing that a client of `base_url=http://localhost/api/v1` asks for."""
-
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            reply = await server.client.post("/api/v1/api/v1/client/config", json={"sdk_version": "0.38.0"})
-            assert reply.status_code == 404
-            assert reply.json()["detail"] == (
-                "/api/v1/api/v1/client/config does not exist: the client adds /api/v1 to its base_url by itself; "
-                "leave it off, as in base_url='http://localhost'"
-            )
-
-    asyncio.run(run())
+    reply = await server.client.post("/api/v1/api/v1/client/config", json={"sdk_version": "0.38.0"})
+    assert reply.status_code == 404
+    assert reply.json()["detail"] == (
+        "/api/v1/api/v1/client/config does not exist: the client adds /api/v1 to its base_url by itself; "
+        "leave it off, as in base_url='http://localhost'"
+    )
 
 
 @pytest.mark.parametrize(
     ("method", "path"),
     [("GET", "training_runs/x/archive"), ("POST", "no/such/thing"), ("DELETE", "training_runs/x"), ("GET", "create_session")],
 )
-def test_what_is_not_built_is_said_to_be(tmp_path: Path, method: str, path: str) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            reply = await server.client.request(method, f"/api/v1/{path}")
-            assert reply.status_code == 404
-            assert reply.json()["detail"] == f"{method} /api/v1/{path} is not built in this version of Tinsmith"
+async def test_what_is_not_built_is_said_to_be(server: Served, method: str, path: str) -> None:
+    reply = await server.client.request(method, f"/api/v1/{path}")
+    assert reply.status_code == 404
+    assert reply.json()["detail"] == f"{method} /api/v1/{path} is not built in this version of Tinsmith"
 
-    asyncio.run(run())
+
+async def test_nothing_is_billed_and_nothing_audited(server: Served) -> None:
+    for path, key in (
+        ("billing/usage/events?starting_on=2026-01-01&ending_before=2026-01-02", "data"),
+        ("billing/usage/checkpoints/current?project_id=p", "data"),
+        ("audit?event_type=checkpoint&day=2026-01-01", "entries"),
+    ):
+        reply = await server.client.get(f"/api/v1/{path}")
+        assert (reply.status_code, reply.json()) == (200, {key: []})
+
+
+async def test_any_key_is_the_owners_and_none_can_be_revoked(server: Served) -> None:
+    key = (await server.client.get("/api/v1/auth/apikey/me")).json()
+    assert (key["name"], key["note"]) == ("local", "this server does not check keys")
+    refused = await server.client.delete("/api/v1/auth/apikey/me")
+    assert (refused.status_code, "keeps no API keys" in refused.json()["detail"]) == (404, True)

@@ -73,7 +73,9 @@ def test_an_engine_that_dies_is_restarted_and_its_work_ends_in_clear_errors(tiny
         time.sleep(0.2)
         assert not any(poll.done() for poll in polls)
 
+        worker = server.worker_pid()
         os.kill(server.engine_pid(), signal.SIGKILL)
+        wait_for_end(worker)  # whatever it computes: its device is needed by the next
         assert "signal 9" in server.wait_for_health(503).json()["detail"]
         of_snapshot, of_base, of_step = (poll.result(timeout=START_S) for poll in polls)
         assert (of_snapshot.status_code, of_base.status_code) == (404, 410)
@@ -138,22 +140,7 @@ def test_an_engine_whose_server_dies_while_it_loads_ends_too_and_so_does_its_wor
         assert "is ready" not in server.log.read_text()
 
 
-def test_a_worker_whose_engine_dies_ends_whatever_it_computes(tiny: list[str], tmp_path: Path) -> None:
-    """Its device is needed by the next."""
-    with serving(tmp_path, *tiny) as server, server.client() as client:
-        server.wait_for_health()
-        session_id, _ = new_model(client)
-        body = {"session_id": session_id, "sampling_session_seq_id": 1, "base_model": "tiny"}
-        base = client.post("create_sampling_session", json=body).json()["sampling_session_id"]
-        client.post("asample", json=endless_sample(base))
-        server.wait_for_status(lambda status: status["samples"]["running"] > 0)
-        worker = server.worker_pid()
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        wait_for_end(worker)
-        server.wait_for_health()
-
-
-def test_a_low_limit_of_open_files_is_raised(tiny: list[str], tmp_path: Path) -> None:
+def test_a_low_limit_of_open_files_is_raised_and_a_data_dir_has_one_server(tiny: list[str], tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     own = len(list(Path("/proc/self/fd").iterdir()))  # files that other tests left open in this process, which has the limit too
     resource.setrlimit(resource.RLIMIT_NOFILE, (own + 256, hard))
@@ -161,6 +148,10 @@ def test_a_low_limit_of_open_files_is_raised(tiny: list[str], tmp_path: Path) ->
         with serving(tmp_path, *tiny) as server:
             server.wait_for_health(503)
             assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (min(hard, 65536), hard)
+            with (tmp_path / "second.log").open("w") as log:
+                second = Server(log, tmp_path / "data", tiny)
+                assert second.process.wait(timeout=START_S) == 2
+            assert "is used by another server" in second.log.read_text()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -183,12 +174,3 @@ def test_a_damaged_database_ends_the_server_in_one_line(tiny: list[str], tmp_pat
         assert line.startswith(f"tinsmith: {tmp_path}/data/tinsmith.db is damaged: ")
         assert "or move tinsmith.db* away and run `tinsmith recover" in line
         assert "Traceback" not in server.log.read_text()
-
-
-def test_a_data_dir_has_one_server(tiny: list[str], tmp_path: Path) -> None:
-    with serving(tmp_path, *tiny) as server:
-        server.wait_for_health(503)
-        with (tmp_path / "second.log").open("w") as log:
-            second = Server(log, tmp_path / "data", tiny)
-            assert second.process.wait(timeout=START_S) == 2
-        assert "is used by another server" in second.log.read_text()

@@ -39,52 +39,40 @@ async def detail_of(server: Served, path: str, body: Any, status: int) -> str:
     return detail
 
 
-def test_operations_are_logged_under_their_key_whatever_order_they_come_in(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            session_id = await server.new_session()
-            model_id = await server.new_model(session_id)
-            assert model_id == f"{session_id}:train:0"
-            step = {"model_id": model_id, "seq_id": 2, "adam_params": {}, "type": "optim_step"}
-            assert (await server.post("optim_step", step)).json() == {"request_id": f"{model_id}/2", "model_id": model_id}
-            body = forward_backward_body(model_id, 1)
-            reply = await server.client.post("/api/v1/forward_backward", content=body, headers=PROTOBUF)
-            assert reply.json()["request_id"] == f"{model_id}/1"
-            kinds = [(c.seq_id, c.kind) for c in server.queued()]
-            assert kinds == [(0, "create_model"), (2, "optim_step"), (1, "forward_backward")]
-            command = server.queued()[2]
-            chunk = decode_stored(server.store.payload(command), command.image_digests).data[0].chunks[1]
-            assert isinstance(chunk, ImageChunk)
-            assert server.store.read_blob(chunk.sha256) == b"not decoded here"
-
-    asyncio.run(run())
+async def test_operations_are_logged_under_their_key_whatever_order_they_come_in(server: Served) -> None:
+    session_id = await server.new_session()
+    model_id = await server.new_model(session_id)
+    assert model_id == f"{session_id}:train:0"
+    step = {"model_id": model_id, "seq_id": 2, "adam_params": {}, "type": "optim_step"}
+    assert (await server.post("optim_step", step)).json() == {"request_id": f"{model_id}/2", "model_id": model_id}
+    body = forward_backward_body(model_id, 1)
+    reply = await server.client.post("/api/v1/forward_backward", content=body, headers=PROTOBUF)
+    assert reply.json()["request_id"] == f"{model_id}/1"
+    kinds = [(c.seq_id, c.kind) for c in server.queued()]
+    assert kinds == [(0, "create_model"), (2, "optim_step"), (1, "forward_backward")]
+    command = server.queued()[2]
+    chunk = decode_stored(server.store.payload(command), command.image_digests).data[0].chunks[1]
+    assert isinstance(chunk, ImageChunk)
+    assert server.store.read_blob(chunk.sha256) == b"not decoded here"
 
 
-def test_the_same_post_twice_is_one_operation(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            model_id = await server.new_model(await server.new_session())
-            body = forward_backward_body(model_id, 1)
-            packed = zstandard.ZstdCompressor().compress(body)
-            plain = server.client.post("/api/v1/forward_backward", content=body, headers=PROTOBUF)
-            zstd = server.client.post("/api/v1/forward_backward", content=packed, headers=PROTOBUF | {"Content-Encoding": "zstd"})
-            first, second = await asyncio.gather(plain, zstd)
-            assert first.json() == second.json()
-            assert [c.seq_id for c in server.queued()] == [0, 1]
-
-    asyncio.run(run())
+async def test_the_same_post_twice_is_one_operation(server: Served) -> None:
+    model_id = await server.new_model(await server.new_session())
+    body = forward_backward_body(model_id, 1)
+    packed = zstandard.ZstdCompressor().compress(body)
+    plain = server.client.post("/api/v1/forward_backward", content=body, headers=PROTOBUF)
+    zstd = server.client.post("/api/v1/forward_backward", content=packed, headers=PROTOBUF | {"Content-Encoding": "zstd"})
+    first, second = await asyncio.gather(plain, zstd)
+    assert first.json() == second.json()
+    assert [c.seq_id for c in server.queued()] == [0, 1]
 
 
-def test_many_operations_at_once_are_all_logged(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            model_id = await server.new_model(await server.new_session())
-            steps = [{"model_id": model_id, "seq_id": n, "adam_params": {}} for n in range(1, 65)]
-            replies = await asyncio.gather(*(server.post("optim_step", step) for step in steps))
-            assert [reply.json()["request_id"] for reply in replies] == [f"{model_id}/{n}" for n in range(1, 65)]
-            assert sorted(c.seq_id for c in server.queued()) == list(range(65))
-
-    asyncio.run(run())
+async def test_many_operations_at_once_are_all_logged(server: Served) -> None:
+    model_id = await server.new_model(await server.new_session())
+    steps = [{"model_id": model_id, "seq_id": n, "adam_params": {}} for n in range(1, 65)]
+    replies = await asyncio.gather(*(server.post("optim_step", step) for step in steps))
+    assert [reply.json()["request_id"] for reply in replies] == [f"{model_id}/{n}" for n in range(1, 65)]
+    assert sorted(c.seq_id for c in server.queued()) == list(range(65))
 
 
 @pytest.mark.parametrize(
@@ -98,159 +86,76 @@ def test_many_operations_at_once_are_all_logged(tmp_path: Path) -> None:
         ("save_weights_for_sampler", {"kind": "inflight", "sampling_session_seq_id": 0}),
     ],
 )
-def test_a_wrong_operation_keeps_its_place_in_the_sequence(tmp_path: Path, path: str, body: dict[str, Any]) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            model_id = await server.new_model(await server.new_session())
-            reply = await server.post(path, {"model_id": model_id, "seq_id": 1} | body)
-            assert reply.json()["request_id"] == f"{model_id}/1"
-            command = server.queued()[-1]
-            assert (command.seq_id, command.kind) == (1, path)
-            assert json.loads(server.store.payload(command)) == {"model_id": model_id, "seq_id": 1} | body
-
-    asyncio.run(run())
+async def test_a_wrong_operation_keeps_its_place_in_the_sequence(server: Served, path: str, body: dict[str, Any]) -> None:
+    model_id = await server.new_model(await server.new_session())
+    reply = await server.post(path, {"model_id": model_id, "seq_id": 1} | body)
+    assert reply.json()["request_id"] == f"{model_id}/1"
+    command = server.queued()[-1]
+    assert (command.seq_id, command.kind) == (1, path)
+    assert json.loads(server.store.payload(command)) == {"model_id": model_id, "seq_id": 1} | body
 
 
-def test_a_model_from_a_checkpoint_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            body = {"session_id": await server.new_session(), "model_seq_id": 0, "path": "tinker://x/weights/y", "optimizer": False}
-            reply = await server.post("load_weights", body)
-            assert reply.status_code == 404
-            assert "tinker://x/weights/y does not exist" in reply.json()["detail"]
-            wrong = await server.post("load_weights", body | {"path": "tinker://x/sampler_weights/y"})
-            assert (wrong.status_code, server.queued()) == (400, [])
-
-    asyncio.run(run())
-
-
-def test_a_body_whose_key_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            model_id = await server.new_model(await server.new_session())
-            assert "seq_id" in await detail_of(server, "optim_step", {"model_id": model_id}, 400)
-            assert "seq_id" in await detail_of(server, "optim_step", {"model_id": model_id, "seq_id": 2**70}, 400)
-            assert "model 'x' does not exist" in await detail_of(server, "optim_step", {"model_id": "x", "seq_id": 1}, 404)
-            broken = await server.client.post("/api/v1/forward_backward", content=b"\xff\xff", headers=PROTOBUF)
-            assert broken.status_code == 400
-            zero = await server.client.post("/api/v1/forward_backward", content=forward_backward_body(model_id, 0), headers=PROTOBUF)
-            assert zero.status_code == 400
-
-    asyncio.run(run())
+async def test_a_retried_snapshot_gets_the_request_and_session_of_the_first(server: Served) -> None:
+    session_id = await server.new_session()
+    model_id = await server.new_model(session_id)
+    save = {"model_id": model_id, "seq_id": 1, "type": "save_weights_for_sampler"}
+    first = await server.post("save_weights_for_sampler", save | {"sampling_session_seq_id": 4})
+    again = await server.post("save_weights_for_sampler", save | {"sampling_session_seq_id": 5})
+    assert first.json() == again.json()
+    created = server.store.sampling_session(f"{session_id}:sample:4")
+    assert created is not None
+    assert (created.snapshot_id, created.model_id) == (f"{model_id}/1", model_id)
+    assert server.store.sampling_session(f"{session_id}:sample:5") is None
 
 
-def test_create_model_is_checked_at_once(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            good = {"session_id": await server.new_session(), "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 8}}
-            assert "'big' is not served" in await detail_of(server, "create_model", good | {"base_model": "big"}, 404)
-            assert "session 'x'" in await detail_of(server, "create_model", good | {"session_id": "x"}, 404)
-            assert "max_lora_rank is 16" in await detail_of(server, "create_model", good | {"lora_config": {"rank": 17}}, 400)
-            dimuon = good | {"optimizer_config": {"type": "dimuon", "version": 1}}
-            assert "'dimuon' is not built" in await detail_of(server, "create_model", dimuon, 400)
-            assert "lora_config.rank" in await detail_of(server, "create_model", good | {"lora_config": {"rank": -1}}, 400)
-            assert server.queued() == []
-
-    asyncio.run(run())
+async def test_a_snapshot_cannot_take_over_a_sampling_session(server: Served) -> None:
+    session_id = await server.new_session()
+    model_id = await server.new_model(session_id)
+    base = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    assert (await server.post("create_sampling_session", base)).status_code == 200
+    await server.post("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0})
+    assert server.queued()[-1].kind == REJECTED
 
 
-def test_get_info_reports_the_model(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            model_id = await server.new_model(await server.new_session())
-            info = (await server.post("get_info", {"model_id": model_id, "type": "get_info"})).json()
-            assert info["model_data"] == {"arch": "qwen3", "model_name": "tiny", "tokenizer_id": "/models/tiny"}
-            assert (info["model_id"], info["model_name"], info["is_lora"], info["lora_rank"]) == (model_id, "tiny", True, 8)
-            assert "does not exist" in await detail_of(server, "get_info", {"model_id": "x"}, 404)
-            full = {"session_id": await server.new_session(), "model_seq_id": 0, "base_model": "tiny"}
-            model_id = (await server.post("create_model", full)).json()["model_id"]
-            info = (await server.post("get_info", {"model_id": model_id, "type": "get_info"})).json()
-            assert (info["is_lora"], info["lora_rank"]) == (False, None)
-
-    asyncio.run(run())
+async def test_operations_of_a_finished_session_fail_through_their_future(server: Served) -> None:
+    session_id = await server.new_session()
+    model_id = await server.new_model(session_id)
+    server.store.record([Outcome(f"{model_id}/0", b"{}", "json", None, None)])
+    await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
+    await server.post("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
+    failed = (await server.post("retrieve_future", {"request_id": f"{model_id}/1"})).json()
+    assert failed["category"] == "user"
+    assert "session is finished" in failed["error"]
+    body = {"session_id": session_id, "model_seq_id": 1, "base_model": "tiny", "lora_config": {"rank": 8}}
+    assert "is finished" in await detail_of(server, "create_model", body, 400)
 
 
-def test_a_retried_snapshot_gets_the_request_and_session_of_the_first(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            session_id = await server.new_session()
-            model_id = await server.new_model(session_id)
-            save = {"model_id": model_id, "seq_id": 1, "type": "save_weights_for_sampler"}
-            first = await server.post("save_weights_for_sampler", save | {"sampling_session_seq_id": 4})
-            again = await server.post("save_weights_for_sampler", save | {"sampling_session_seq_id": 5})
-            assert first.json() == again.json()
-            created = server.store.sampling_session(f"{session_id}:sample:4")
-            assert created is not None
-            assert (created.snapshot_id, created.model_id) == (f"{model_id}/1", model_id)
-            assert server.store.sampling_session(f"{session_id}:sample:5") is None
-
-    asyncio.run(run())
+async def test_bodies_are_limited_before_and_after_decompression(tmp_path: Path) -> None:
+    config = Config()
+    config.server.max_body_mib = 1
+    async with served(tmp_path, config) as server:
+        big = b"\0" * (2**20 + 1)
+        plain = await server.client.post("/api/v1/forward_backward", content=big, headers=PROTOBUF)
+        assert plain.status_code == 413
+        packed = zstandard.ZstdCompressor().compress(big)
+        zstd = await server.client.post("/api/v1/forward_backward", content=packed, headers=PROTOBUF | {"Content-Encoding": "zstd"})
+        assert zstd.status_code == 413
+        gzip = await server.client.post("/api/v1/forward_backward", content=b"", headers={"Content-Encoding": "gzip"})
+        assert gzip.status_code == 400
 
 
-def test_a_snapshot_cannot_take_over_a_sampling_session(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            session_id = await server.new_session()
-            model_id = await server.new_model(session_id)
-            base = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": "tiny"}
-            assert (await server.post("create_sampling_session", base)).status_code == 200
-            await server.post("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0})
-            assert server.queued()[-1].kind == REJECTED
-
-    asyncio.run(run())
-
-
-def test_operations_of_a_finished_session_fail_through_their_future(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            session_id = await server.new_session()
-            model_id = await server.new_model(session_id)
-            server.store.record([Outcome(f"{model_id}/0", b"{}", "json", None, None)])
-            await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}})
-            await server.post("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
-            failed = (await server.post("retrieve_future", {"request_id": f"{model_id}/1"})).json()
-            assert failed["category"] == "user"
-            assert "session is finished" in failed["error"]
-            body = {"session_id": session_id, "model_seq_id": 1, "base_model": "tiny", "lora_config": {"rank": 8}}
-            assert "is finished" in await detail_of(server, "create_model", body, 400)
-
-    asyncio.run(run())
-
-
-def test_bodies_are_limited_before_and_after_decompression(tmp_path: Path) -> None:
-    async def run() -> None:
-        config = Config()
-        config.server.max_body_mib = 1
-        async with served(tmp_path, config) as server:
-            big = b"\0" * (2**20 + 1)
-            plain = await server.client.post("/api/v1/forward_backward", content=big, headers=PROTOBUF)
-            assert plain.status_code == 413
-            packed = zstandard.ZstdCompressor().compress(big)
-            zstd = await server.client.post("/api/v1/forward_backward", content=packed, headers=PROTOBUF | {"Content-Encoding": "zstd"})
-            assert zstd.status_code == 413
-            gzip = await server.client.post("/api/v1/forward_backward", content=b"", headers={"Content-Encoding": "gzip"})
-            assert gzip.status_code == 400
-
-    asyncio.run(run())
-
-
-def test_a_request_of_too_many_datums_keeps_its_place_in_the_sequence(tmp_path: Path) -> None:
+async def test_a_request_of_too_many_datums_keeps_its_place_in_the_sequence(server: Served) -> None:
     """Its bytes are counted and not parsed, however few they are when they come."""
-
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            model_id = await server.new_model(await server.new_session())
-            body = forward_backward_body(model_id, 1) + b"\x1a\x00" * 4_000_000
-            headers = PROTOBUF | {"Content-Encoding": "zstd"}
-            reply = await server.client.post("/api/v1/forward_backward", content=zstandard.compress(body), headers=headers)
-            assert reply.json() == {"request_id": f"{model_id}/1", "model_id": model_id}
-            command = server.queued()[-1]
-            assert (command.seq_id, command.kind) == (1, REJECTED)
-            assert server.store.payload(command) == b"datum 4096: the request holds more than 4096 datums (max_datums); send smaller ones"
-            nameless = await server.client.post("/api/v1/forward_backward", content=b"\x1a\x00" * 5000, headers=PROTOBUF)
-            assert (nameless.status_code, "model_id=''" in nameless.text) == (400, True)
-
-    asyncio.run(run())
+    model_id = await server.new_model(await server.new_session())
+    body = forward_backward_body(model_id, 1) + b"\x1a\x00" * 4_000_000
+    headers = PROTOBUF | {"Content-Encoding": "zstd"}
+    reply = await server.client.post("/api/v1/forward_backward", content=zstandard.compress(body), headers=headers)
+    assert reply.json() == {"request_id": f"{model_id}/1", "model_id": model_id}
+    command = server.queued()[-1]
+    assert (command.seq_id, command.kind) == (1, REJECTED)
+    assert server.store.payload(command) == b"datum 4096: the request holds more than 4096 datums (max_datums); send smaller ones"
+    nameless = await server.client.post("/api/v1/forward_backward", content=b"\x1a\x00" * 5000, headers=PROTOBUF)
+    assert (nameless.status_code, "model_id=''" in nameless.text) == (400, True)
 
 
 def peak_bytes(pid: int) -> int:
@@ -258,36 +163,28 @@ def peak_bytes(pid: int) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
-def test_of_many_compressed_bodies_one_is_unpacked_at_a_time(tmp_path: Path) -> None:
+async def test_of_many_compressed_bodies_one_is_unpacked_at_a_time(server: Served) -> None:
     """A few kilobytes each, 64 MiB when unpacked: all at once they would take the memory of the machine."""
     unpacked_mib, count = 64, 12
 
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            model_id = await server.new_model(await server.new_session())
-            headers = PROTOBUF | {"Content-Encoding": "zstd"}
+    model_id = await server.new_model(await server.new_session())
+    headers = PROTOBUF | {"Content-Encoding": "zstd"}
 
-            async def post(seq_id: int, rest: bytes) -> int:
-                body = zstandard.compress(forward_backward_body(model_id, seq_id) + rest)
-                return (await server.client.post("/api/v1/forward_backward", content=body, headers=headers)).status_code
+    async def post(seq_id: int, rest: bytes) -> int:
+        body = zstandard.compress(forward_backward_body(model_id, seq_id) + rest)
+        return (await server.client.post("/api/v1/forward_backward", content=body, headers=headers)).status_code
 
-            assert await post(1, b"\x2a\x00" * 10_000) == 200
-            (parser,) = parsers()
-            before = parser.memory_info().rss
-            too_many = b"\x1a\x00" * (unpacked_mib * 2**19)
-            assert await asyncio.gather(*(post(seq_id, too_many) for seq_id in range(2, 2 + count))) == [200] * count
-            assert parsers() == [parser]
-            assert peak_bytes(parser.pid) - before < 3 * unpacked_mib * 2**20  # the pieces and the whole of one
-
-    asyncio.run(run())
+    assert await post(1, b"\x2a\x00" * 10_000) == 200
+    (parser,) = parsers()
+    before = parser.memory_info().rss
+    too_many = b"\x1a\x00" * (unpacked_mib * 2**19)
+    assert await asyncio.gather(*(post(seq_id, too_many) for seq_id in range(2, 2 + count))) == [200] * count
+    assert parsers() == [parser]
+    assert peak_bytes(parser.pid) - before < 3 * unpacked_mib * 2**20  # the pieces and the whole of one
 
 
 @pytest.mark.parametrize("path", ["create_session", "create_model", "optim_step", "save_weights", "get_info", "session_heartbeat"])
-def test_a_json_body_is_not_parsed_beyond_its_limit(tmp_path: Path, path: str) -> None:
-    async def run() -> None:
-        async with served(tmp_path) as server:
-            reply = await server.post(path, {"user_metadata": {"x": "a" * 2**17}})
-            assert reply.status_code == 413
-            assert reply.json()["detail"] == "the body is larger than 131072 bytes (max_json_kib); send smaller requests"
-
-    asyncio.run(run())
+async def test_a_json_body_is_not_parsed_beyond_its_limit(server: Served, path: str) -> None:
+    reply = await server.post(path, {"user_metadata": {"x": "a" * 2**17}})
+    assert reply.status_code == 413
+    assert reply.json()["detail"] == "the body is larger than 131072 bytes (max_json_kib); send smaller requests"
