@@ -1,10 +1,7 @@
 """Bad names, ids and bodies: a table of requests that are refused, each with the words of its refusal."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
-
-import zstandard
 
 from tests.acceptance.bad_requests import HUGE, operation, post
 from tests.acceptance.bad_target import Case, Target, refused
@@ -24,8 +21,6 @@ NAMES = [
         for kind in ("save_weights", "save_weights_for_sampler", "save_weights_external")
         for name in ("a/b", "..", "a\0b", "a\nb", "", "../../etc/passwd", "x" * 201)
     ),
-    Case("name of a number", operation("save_weights", path=7), ["path: Input should be a valid string, got 7"]),
-    Case("short life", operation("save_weights", path="a", ttl_seconds=1), ["ttl_seconds", "equal to 3600, got 1"]),
     *(
         Case(
             f"loading {path!r}",
@@ -56,9 +51,7 @@ MODELS = [
             ("rank below 0", 400, {"base_model": "text", "lora_config": {"rank": -1}}, ["lora_config.rank", "got -1"]),
             ("huge rank", 400, {"base_model": "text", "lora_config": {"rank": HUGE}}, [f"rank={HUGE}", "max_lora_rank is 256"]),
             ("huge seed", 400, {"base_model": "text", "lora_config": {"rank": 8, "seed": HUGE}}, ["lora_config.seed", f"got {HUGE}"]),
-            ("unknown setting", 400, {"base_model": "text", "lora_config": {"rank": 8, "alpha": 1}}, ["lora_config.alpha", "got 1"]),
             ("other optimizer", 400, {"base_model": "text", "optimizer_config": {"type": "dimuon"}}, ["'dimuon'", "use 'adamw'"]),
-            ("number below 0", 400, {"base_model": "text", "model_seq_id": -1}, ["model_seq_id", "got -1"]),
             ("number of 70 bits", 400, {"base_model": "text", "model_seq_id": HUGE}, ["model_seq_id", f"got {HUGE}"]),
         )
     ),
@@ -92,12 +85,11 @@ FUTURES = [
             ("../../etc/passwd", "'../../etc/passwd'"),
         )
     ),
-    Case("request_id is a number", post("retrieve_future", request_id=HUGE), [f"request_id: Input should be a valid string, got {HUGE}"]),
     Case("request_id never sent", post("retrieve_future", 404, request_id="{model}/2147483647"), ["/2147483647' does not exist"]),
     Case("lost sample", post("retrieve_future", 410, request_id="{sampler}/999"), ["/999 is not known any more", "send it again"]),
     Case("heartbeat of nobody", post("session_heartbeat", 410, session_id="none"), ["session 'none' is finished or does not exist"]),
+    Case("info of nobody", post("get_info", 404, model_id="none"), ["model 'none' does not exist"]),
     Case("finish of nobody", post("sessions/none/finish", 404, reason={"type": "success"}), ["session 'none' does not exist"]),
-    Case("page below 0", get("training_runs?offset=-1"), ["offset", "got '-1'"]),
     Case("page too long", get(f"checkpoints?limit={HUGE}"), ["limit", "less than or equal to 1000"]),
     Case(
         "archive", get("training_runs/{model}/checkpoints/weights/a/archive"), ["run `tinsmith export tinker://", "/weights/a DIRECTORY`"]
@@ -107,26 +99,9 @@ FUTURES = [
 ]
 
 
-ZSTD = {"Content_Encoding": "zstd"}
-
-
-def bomb(states_its_size: bool, mebibytes: int = 300) -> bytes:
-    """Zeros, compressed by about 30,000 to 1."""
-    compressor = zstandard.ZstdCompressor(level=1, write_content_size=states_its_size)
-    return compressor.compress(bytes(mebibytes * 2**20))
-
-
 BODIES = [
-    Case(
-        "body over the limit",
-        refused("forward_backward", 413, lambda: bytes(257 * 2**20), PROTOBUF),
-        ["larger than 268435456 bytes", "send smaller requests"],
-    ),
     Case("small body over its limit", refused("telemetry", 413, lambda: bytes(9 * 2**20)), ["larger than 8388608 bytes"]),
-    Case("bomb that states its size", refused("forward_backward", 413, partial(bomb, True), PROTOBUF, **ZSTD), ["268435456 bytes"]),
-    Case("bomb that hides its size", refused("forward_backward", 413, partial(bomb, False), PROTOBUF, **ZSTD), ["268435456 bytes"]),
-    Case("no zstd", refused("forward_backward", 400, b"abc", PROTOBUF, **ZSTD), ["not valid zstd"]),
-    Case("cut zstd", refused("forward_backward", 400, bomb(True, 1)[:-5], PROTOBUF, **ZSTD), ["middle of a frame"]),
+    Case("no zstd", refused("forward_backward", 400, b"abc", PROTOBUF, Content_Encoding="zstd"), ["not valid zstd"]),
     Case("gzip", refused("forward_backward", 400, b"abc", PROTOBUF, Content_Encoding="gzip"), ["Content-Encoding 'gzip'", "send zstd"]),
     Case("JSON for protobuf", refused("forward_backward", 400, b"{}"), ["Content-Type 'application/json'", "send application/x-protobuf"]),
     Case("protobuf for JSON", refused("asample", 400, b"", PROTOBUF), ["'application/x-protobuf'", "send application/json"]),
@@ -135,8 +110,6 @@ BODIES = [
     Case("deep lists", refused("asample", 400, "[" * 10**5 + "]" * 10**5), ["recursion limit"]),
     Case("no JSON", refused("create_model", 400, b"\xff{"), ["body: Invalid JSON"]),
     Case("half a surrogate", refused("create_session", 400, rb'{"display_name": "\ud800"}'), ["body: Invalid JSON"]),
-    Case("empty body", refused("create_model", 400, b""), ["body: Invalid JSON: EOF"]),
-    Case("list for an object", refused("create_sampling_session", 400, b"[]"), ["body: Input should be an object, got []"]),
     Case(
         "long id",
         post("create_model", 400, session_id="x" * 10**5, model_seq_id=0, base_model="text"),

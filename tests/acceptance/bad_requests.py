@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.acceptance.bad_target import Case, Target, detail_of, refused
-from tests.acceptance.bad_training import INF, NAN, png_that_claims
+from tests.acceptance.bad_training import NAN, png_that_claims
 from tests.bases import png
 
 HUGE = 2**70
@@ -54,22 +54,10 @@ def photo(data: bytes, format: str = "png", **fields: Any) -> dict[str, Any]:
     return {"type": "image", "data": base64.b64encode(data).decode(), "format": format, **fields}
 
 
-def csr_targets(crow: list[int], col: list[int], values: list[int], shape: tuple[int, int] = (2, 3)) -> dict[str, Any]:
-    """Ids to score, as a sparse matrix."""
-    return {"data": values, "dtype": "int64", "shape": shape, "sparse_crow_indices": crow, "sparse_col_indices": col}
-
-
 PROMPTS = [
-    Case("no prompt", sample(prompt={}), ["prompt.chunks: Field required"]),
     Case("prompt without chunks", sample(prompt={"chunks": []}), ["the prompt is empty; send at least one token"]),
-    Case("prompt without tokens", sample(words()), ["the prompt is empty; send at least one token"]),
-    Case("prompt token below 0", sample(words(1), words(5, -1)), ["prompt.chunks.1.tokens at position 1 is -1", "[0, 2**31)"]),
     Case("prompt token too large", sample(words(5, 2048)), ["prompt.chunks.0.tokens at position 1 is 2048", "ends at 2047"]),
-    Case("prompt token of 70 bits", sample(words(HUGE)), ["prompt.chunks.0.tokens", "more than 64 bits"]),
-    Case("prompt token no number", sample(prompt={"chunks": [{"type": "encoded_text", "tokens": [1, "a"]}]}), ["tokens.1", "'a'"]),
     Case("audio prompt", sample({"type": "dmel", "dmel": "AAAA"}), ["prompt.chunks.0: type='dmel'", "send encoded_text and image"]),
-    Case("picture elsewhere", sample({"type": "image_asset_pointer", "location": "s3://a/b", "format": "png"}), ["send encoded_text and"]),
-    Case("chunk of no type", sample({"tokens": [1]}), ["prompt.chunks.0", "'type'"]),
     Case("prompt longer than the context", sample(words(*[1] * 32769)), ["context window of text: 32769 + 2 > 32768"]),
     Case("answer beyond the context", sample(params={"max_tokens": 32766}), ["context window of text: 3 + 32766 > 32768"]),
     Case(
@@ -89,11 +77,7 @@ PROMPTS = [
     *(
         Case(f"sampled {name}", sample(words(1), chunk, status=status), ["chunks.1" if status == 400 else "chunk 1", *says], "vision")
         for name, status, chunk, says in (
-            ("picture that is none", 400, photo(b"no picture"), ["10 bytes labelled 'png'", "not a PNG or JPEG"]),
-            ("picture in bad base64", 400, {"type": "image", "data": "@@@@", "format": "png"}, ["data is not base64"]),
             ("truncated picture", 200, photo(png(0)[:300]), ["png image of 96 x 64 pixels is broken"]),
-            ("wrong label", 400, photo(png(0), "jpeg"), ["labelled 'jpeg' but is 'png'"]),
-            ("unknown format", 400, photo(png(0), "gif"), ["format", "'png' or 'jpeg'", "got 'gif'"]),
             ("picture of too many bytes", 400, photo(png(0) + bytes(20 * 2**20)), ["max_image_mib allows 20"]),
             (
                 "picture of too many pixels",
@@ -101,7 +85,6 @@ PROMPTS = [
                 photo(png_that_claims(30000, 30000)),
                 ["30000 x 30000", "max_image_pixels"],
             ),
-            ("long and narrow picture", 400, photo(png(0, 1000, 1)), ["1000 x 1 pixels", "max_aspect=200"]),
             ("other count", 200, photo(png(0), expected_tokens=7), ["expected_tokens is 7", "takes 6 tokens in vision"]),
         )
     ),
@@ -110,44 +93,20 @@ PROMPTS = [
 SAMPLING = [
     *(
         Case(f"num_samples={number}", sample(num_samples=number), [f"num_samples: Input should be {limit}, got {number}"])
-        for number, limit in ((0, "greater than or equal to 1"), (-1, "greater than or equal to 1"), (HUGE, "less than or equal to 1024"))
+        for number, limit in ((0, "greater than or equal to 1"), (HUGE, "less than or equal to 1024"))
     ),
     *(
         Case(f"{name}={value}", sample(params={name: value}), [f"sampling_params.{name}: ", limit])
         for name, value, limit in (
-            ("max_tokens", 0, "greater than or equal to 1, got 0"),
-            ("temperature", -0.5, "greater than or equal to 0, got -0.5"),
             ("temperature", NAN, "finite number, got nan"),
-            ("temperature", INF, "finite number, got inf"),
-            ("top_p", 0, "greater than 0, got 0"),
-            ("top_p", 1.5, "less than or equal to 1, got 1.5"),
             ("top_k", 0, "-1 (all tokens) or at least 1, got 0"),
-            ("top_k", -2, "greater than or equal to -1, got -2"),
-            ("seed", -1, "greater than or equal to 0, got -1"),
             ("seed", HUGE, f"got {HUGE}"),
             ("stop", "", "no text may be empty, got ''"),
-            ("stop", [1, "a"], "a list of texts, or a list of token ids"),
-            ("stop", [-1], "token ids in [0, 2**31)"),
             ("min_p", 0.1, "Extra inputs are not permitted"),
         )
     ),
-    Case("topk too large", sample(topk_prompt_logprobs=1025, prompt_logprobs=True), ["topk_prompt_logprobs", "equal to 1024, got 1025"]),
     Case("last_n beyond the prompt", sample(prompt_logprobs=True, prompt_logprobs_last_n=3), ["last_n is 3", "between 1 and 2"]),
-    Case("unknown field of a sample", sample(beam_width=4), ["beam_width: Extra inputs are not permitted, got 4"]),
-    Case("sample without session", sample(sampling_session_id=None), ["sampling_session_id and seq_id are both needed"]),
     Case("sample of an unknown session", sample(sampling_session_id="a:sample:0", status=404), ["'a:sample:0' does not exist"]),
-    Case("sample number of 70 bits", sample(seq_id=HUGE), [f"seq_id: Input should be less than or equal to {2**63 - 1}, got {HUGE}"]),
-    *(
-        Case(f"sampled {name}", sample(target_prompt_logprobs=targets), ["target_prompt_logprobs", *says])
-        for name, targets, says in (
-            ("CSR column", csr_targets([0, 1, 1], [3], [7]), ["col_indices at position 0 is 3", "[0, 3)"]),
-            ("CSR rows", csr_targets([0, 1], [0], [7]), ["crow_indices has 2 entries; 2 rows need 3"]),
-            ("CSR rows that fall", csr_targets([0, 2, 1], [0], [7]), ["crow_indices must rise from 0"]),
-            ("CSR target", csr_targets([0, 1, 1], [1], [2048]), ["holds 2048 in row 0", "ids below 2048"]),
-            ("rows of targets", csr_targets([0, 1, 1, 1], [0], [7], (3, 3)), ["has 3 rows; a prompt of 3 tokens needs 2"]),
-            ("CSR index of 70 bits", csr_targets([0, 1, HUGE], [0], [7]), ["sparse_crow_indices", "more than 64 bits"]),
-        )
-    ),
 ]
 
 STEPS = [
@@ -155,13 +114,7 @@ STEPS = [
         Case(f"{name}={value}", operation("optim_step", adam_params={name: value}), [f"adam_params.{name}: ", f"got {value!r}"])
         for name, value in (
             ("learning_rate", NAN),
-            ("learning_rate", INF),
             ("learning_rate", -0.1),
-            ("learning_rate", "0.1"),
-            ("beta1", 1.0),
-            ("beta2", -0.1),
-            ("eps", NAN),
-            ("weight_decay", -1.0),
             ("grad_clip_norm", NAN),
             ("momentum", 0.9),
         )
@@ -171,7 +124,7 @@ STEPS = [
     Case("step of an unknown model", post("optim_step", 404, model_id="a:train:0", seq_id=1, adam_params={}), ["'a:train:0' does"]),
     *(
         Case(f"seq_id={seq_id}", post("optim_step", model_id="{model}", seq_id=seq_id, adam_params={}), ["seq_id: ", f"got {seq_id!r}"])
-        for seq_id in (0, -1, HUGE, "1")
+        for seq_id in (0, HUGE)
     ),
 ]
 

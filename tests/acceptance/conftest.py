@@ -19,6 +19,12 @@ def models(family_dir: Callable[[str], Path]) -> list[str]:
 
 
 @pytest.fixture(scope="session")
+def text_only(family_dir: Callable[[str], Path]) -> list[str]:
+    """Options of a server that is there soon."""
+    return ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1"]
+
+
+@pytest.fixture(scope="session")
 def server(models: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A running server."""
     with serving(tmp_path_factory.mktemp("server"), *models) as running:

@@ -38,20 +38,20 @@ class RawModel:
         request_id: str = reply.json()["request_id"]
         return request_id
 
-    def optim_step(self, seq_id: int, params: types.AdamParams) -> str:
-        """Submit; returns the request id."""
-        body = {"model_id": self.model_id, "seq_id": seq_id, "adam_params": params.model_dump()}
-        reply = self.http.post("optim_step", json=body)
+    def submit(self, kind: str, seq_id: int, **body: object) -> str:
+        """Submit an operation in JSON; returns the request id."""
+        reply = self.http.post(kind, json={"model_id": self.model_id, "seq_id": seq_id} | body)
         assert reply.status_code == 200, reply.text
         request_id: str = reply.json()["request_id"]
         return request_id
 
+    def optim_step(self, seq_id: int, params: types.AdamParams) -> str:
+        """Submit; returns the request id."""
+        return self.submit("optim_step", seq_id, adam_params=params.model_dump())
+
     def save(self, seq_id: int, name: str) -> str:
         """Submit a save_weights; returns the request id."""
-        reply = self.http.post("save_weights", json={"model_id": self.model_id, "seq_id": seq_id, "path": name})
-        assert reply.status_code == 200, reply.text
-        request_id: str = reply.json()["request_id"]
-        return request_id
+        return self.submit("save_weights", seq_id, path=name)
 
     def result(self, request_id: str) -> dict[str, object]:
         """The JSON result or error of an operation."""

@@ -61,6 +61,20 @@ def numbers(values: Sequence[float | None] | None) -> NDArray[np.float64]:
     return np.array([np.nan if value is None else value for value in values])
 
 
+def grad_norm(client: tinker.TrainingClient, step: types.AdamParams = RAW_STEP) -> float:
+    """Take a step; the norm of its gradient."""
+    metrics = client.optim_step(step).result().metrics
+    assert metrics is not None
+    return float(metrics["grad_norm"])
+
+
+def learn(client: tinker.TrainingClient, data: Sequence[types.Datum]) -> tinker.TrainingClient:
+    """Take a step that moves the weights visibly; the client."""
+    client.forward_backward(list(data), "cross_entropy")
+    client.optim_step(RAW_STEP).result()
+    return client
+
+
 def logprobs(output: types.ForwardBackwardOutput) -> list[np.ndarray]:
     """The logprobs of each datum."""
     return [entry["logprobs"].to_numpy() for entry in output.loss_fn_outputs]

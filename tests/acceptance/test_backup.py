@@ -1,7 +1,6 @@
 """`tinsmith backup` beside a server that saves meanwhile, and a server on the copy."""
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -38,10 +37,9 @@ class Saving:
             seq_id += 4
 
 
-def test_a_copy_that_is_taken_while_clients_save_holds_all_that_was_acknowledged(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1"]
+def test_a_copy_that_is_taken_while_clients_save_holds_all_that_was_acknowledged(text_only: list[str], tmp_path: Path) -> None:
     before: list[set[str]] = []
-    with serving(tmp_path, *options) as server:
+    with serving(tmp_path, *text_only) as server:
         server.wait_for_health()
         with client_of(server) as http:
             client = Saving(http)
@@ -53,7 +51,7 @@ def test_a_copy_that_is_taken_while_clients_save_holds_all_that_was_acknowledged
                 assert done.returncode == 0, done.stderr
             client.stop.set()
             client.thread.join()
-    with serving(tmp_path / "copy1", *options) as server:
+    with serving(tmp_path / "copy1", *text_only) as server:
         server.wait_for_health()
         with client_of(server) as http:
             listed = {checkpoint["tinker_path"] for checkpoint in http.get("checkpoints").json()["checkpoints"]}

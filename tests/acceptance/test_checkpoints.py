@@ -9,7 +9,7 @@ import tinker
 from tinker import types
 
 from tests.acceptance.conftest import API_KEY
-from tests.acceptance.talking import RAW_STEP, datum, image_input, numbers, scores, text_input, train
+from tests.acceptance.talking import datum, numbers, scores, text_input, train
 from tests.running import serving
 
 STEP = types.AdamParams(learning_rate=0.01, grad_clip_norm=0.5, weight_decay=0.1)
@@ -31,8 +31,9 @@ def sample_logprobs(sampler: tinker.SamplingClient) -> list[float]:
     return list(numbers(sampler.compute_logprobs(text_input(1, 8)).result()[1:]))
 
 
-def test_a_resumed_run_gives_the_losses_of_an_uninterrupted_one(service: tinker.ServiceClient) -> None:
-    client = train(service, "text")
+@pytest.mark.parametrize("rank", [8, 0])
+def test_a_resumed_run_gives_the_losses_of_an_uninterrupted_one(service: tinker.ServiceClient, rank: int) -> None:
+    client = train(service, "text", rank)
     steps(client, 0, 3)
     path = client.save_state("three").result().path
     assert path.startswith("tinker://")
@@ -41,31 +42,13 @@ def test_a_resumed_run_gives_the_losses_of_an_uninterrupted_one(service: tinker.
     resumed = service.create_training_client_from_state_with_optimizer(path).result()
     assert steps(resumed, 3, 3) == uninterrupted
     weights_only = service.create_training_client_from_state(path).result()
-    assert weights_only.get_info().lora_rank == 8
+    assert weights_only.get_info().lora_rank == (rank or None)
     fresh = steps(weights_only, 3, 3)
     assert fresh[0] == uninterrupted[0]
     assert fresh[1:] != uninterrupted[1:]
-    older = train(service, "text", seed=99)
+    older = train(service, "text", rank, seed=99)
     older.load_state_with_optimizer(path).result()
     assert steps(older, 3, 3) == uninterrupted
-
-
-def test_checkpoints_outlive_the_server(models: list[str], tmp_path: Path) -> None:
-    losses, before, paths = [], [], []
-    for life in range(2):
-        with serving(tmp_path, *models) as running:
-            running.wait_for_health()
-            with tinker.ServiceClient(base_url=running.url, api_key=API_KEY) as service:
-                if life == 0:
-                    client = train(service, "text")
-                    steps(client, 0, 2)
-                    paths = [client.save_state("x").result().path, client.save_weights_for_sampler("x").result().path]
-                else:
-                    client = service.create_training_client_from_state_with_optimizer(paths[0]).result()
-                before.append(sample_logprobs(service.create_sampling_client(model_path=paths[1]).result()))
-                losses.append(steps(client, 2, 2))
-    assert losses[0] == losses[1]
-    assert before[0] == before[1]
 
 
 def test_saved_weights_are_sampled_while_their_model_trains(service: tinker.ServiceClient) -> None:
@@ -87,12 +70,9 @@ def test_saved_weights_are_sampled_while_their_model_trains(service: tinker.Serv
     assert both.get_base_model() == "text"
 
 
-def test_names_are_checked_and_taken_once(service: tinker.ServiceClient) -> None:
+def test_names_are_taken_once(service: tinker.ServiceClient) -> None:
     client = train(service, "text")
     first = client.save_state("a").result().path
-    for wrong in ("a/b", "..", "", "x\ny", "x\0", "y" * 201):
-        with pytest.raises(tinker.RequestFailedError, match="cannot name a checkpoint"):
-            client.save_state(wrong).result()
     with pytest.raises(tinker.RequestFailedError, match="exists already; use another name, or overwrite=True"):
         client.save_state("a").result()
     before = scores(client, [datum(text_input(0, 8))])
@@ -104,8 +84,9 @@ def test_names_are_checked_and_taken_once(service: tinker.ServiceClient) -> None
     client.save_weights_for_sampler("a").result()
     with pytest.raises(tinker.RequestFailedError, match="sampler_weights/a exists already; use another name for"):
         client.save_weights_for_sampler("a").result()
-    with pytest.raises(tinker.RequestFailedError, match="ttl_seconds"):
-        client.save_state("short", ttl_seconds=60).result()
+    client.save_weights_external("a").result()
+    with pytest.raises(tinker.RequestFailedError, match="external_weights/a exists already"):
+        client.save_weights_external("a").result()
 
 
 def test_paths_of_the_wrong_kind_or_base_are_refused(service: tinker.ServiceClient) -> None:
@@ -115,6 +96,8 @@ def test_paths_of_the_wrong_kind_or_base_are_refused(service: tinker.ServiceClie
         service.create_training_client_from_state(sampling).result()
     with pytest.raises(Exception, match="these weights were saved for training"):
         service.create_sampling_client(model_path=training).result()
+    with pytest.raises(Exception, match="were saved to be downloaded"):
+        service.create_training_client_from_state(client.save_weights_external("k").result().path).result()
     with pytest.raises(Exception, match="tinker://x/weights/y does not exist"):
         service.create_training_client_from_state("tinker://x/weights/y").result()
     with pytest.raises(Exception, match="'vision' is of architecture qwen3_vl, but tinker://"):
@@ -142,17 +125,8 @@ def test_a_path_is_not_there_before_its_future_is_done(service: tinker.ServiceCl
     assert described == {"sampler_id": sampler_id, "base_model": "text", "model_path": path}
 
 
-def test_a_vision_model_is_resumed(service: tinker.ServiceClient) -> None:
-    client = train(service, "vision")
-    item = datum(image_input(client, 1), 1)
-    client.forward_backward([item], "cross_entropy")
-    client.optim_step(RAW_STEP).result()
-    resumed = service.create_training_client_from_state_with_optimizer(client.save_state("v").result().path).result()
-    assert scores(resumed, [item])[0].tolist() == scores(client, [item])[0].tolist()
-
-
-def test_a_session_that_goes_away_leaves_its_models_and_snapshots_come_back_from_disk(models: list[str], tmp_path: Path) -> None:
-    with serving(tmp_path, *models, "--session-idle-s", "8", "--snapshot-gib", "0") as running:
+def test_a_session_that_goes_away_leaves_its_models_and_snapshots_come_back_from_disk(text_only: list[str], tmp_path: Path) -> None:
+    with serving(tmp_path, *text_only, "--session-idle-s", "8", "--snapshot-gib", "0") as running:
         running.wait_for_health()
         client = train(tinker.ServiceClient(base_url=running.url, api_key=API_KEY), "text")
         samplers, before = [], []

@@ -1,8 +1,6 @@
 """A disk that fills up while operations run: engine and server live on, and each operation counts once."""
 
 import resource
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,21 +8,13 @@ import tinker
 
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.talking import RAW_STEP, datum, scores, text_input, train
-from tests.running import START_S, Server, serving
+from tests.running import serving
 
 LESSON, PROBE = [datum(text_input(1, 12), 1)], [datum(text_input(7, 12), 7)]
 
 
-def wait_for_log(server: Server, text: str) -> None:
-    deadline = time.monotonic() + START_S
-    while text not in server.log.read_text():
-        assert time.monotonic() < deadline, server.log.read_text()
-        assert server.process.poll() is None, server.log.read_text()
-        time.sleep(0.05)
-
-
-def test_a_step_that_a_full_disk_keeps_from_being_recorded_counts_once(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    with serving(tmp_path, "--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1") as server:
+def test_a_step_that_a_full_disk_keeps_from_being_recorded_counts_once(text_only: list[str], tmp_path: Path) -> None:
+    with serving(tmp_path, *text_only) as server:
         server.wait_for_health()
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
             client, twin = train(service, "text"), train(service, "text")
@@ -36,7 +26,7 @@ def test_a_step_that_a_full_disk_keeps_from_being_recorded_counts_once(family_di
             _, hard = resource.prlimit(engine, resource.RLIMIT_FSIZE)
             resource.prlimit(engine, resource.RLIMIT_FSIZE, (full, hard))
             passed, stepped = client.forward_backward(LESSON, "cross_entropy"), client.optim_step(RAW_STEP)
-            wait_for_log(server, "wait for the database")
+            server.wait_for_log("wait for the database")
             assert server.wait_for_health().status_code == 200
             resource.prlimit(engine, resource.RLIMIT_FSIZE, (hard, hard))
 

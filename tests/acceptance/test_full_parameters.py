@@ -2,28 +2,16 @@
 
 from pathlib import Path
 
-import httpx
 import numpy as np
-import pytest
 import tinker
-import torch
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from tests.acceptance.talking import datum, image_input, numbers, scores, text_input, train, with_inputs
-from tests.acceptance.test_sampling import forward_logprobs, learn, sampling_client
+from tests.acceptance.elsewhere import ITEM, transformers_logprobs
+from tests.acceptance.talking import datum, image_input, learn, numbers, scores, text_input, train, with_inputs
+from tests.acceptance.test_catalog import download
+from tests.acceptance.test_sampling import forward_logprobs, sampling_client
 from tests.running import Server, tinsmith_here
-
-STEP = types.AdamParams(learning_rate=0.001, grad_clip_norm=0.5, weight_decay=0.1)
-
-
-def losses(client: tinker.TrainingClient, first: int, count: int) -> list[float]:
-    """Train on one datum a step; the losses."""
-    passes = []
-    for step in range(first, first + count):
-        passes.append(client.forward_backward([datum(text_input(step, 12), step)], "cross_entropy"))
-        client.optim_step(STEP)
-    return [done.result().metrics["loss:sum"] for done in passes]
 
 
 def test_it_is_sampled_as_trained_and_nobody_else_changes(service: tinker.ServiceClient) -> None:
@@ -54,49 +42,21 @@ def test_it_is_sampled_as_trained_and_nobody_else_changes(service: tinker.Servic
     assert [base.compute_logprobs(prompt).result(), scores(neighbour, [scored])[0].tolist()] == before
 
 
-def test_a_resumed_run_gives_the_losses_of_an_uninterrupted_one(service: tinker.ServiceClient) -> None:
-    client = train(service, "text", rank=0)
-    losses(client, 0, 2)
-    path = client.save_state("two").result().path
-    uninterrupted = losses(client, 2, 2)
-    resumed = service.create_training_client_from_state_with_optimizer(path).result()
-    assert resumed.get_info().is_lora is False
-    assert losses(resumed, 2, 2) == uninterrupted
-    fresh = losses(service.create_training_client_from_state(path).result(), 2, 2)
-    assert fresh[0] == uninterrupted[0]
-    assert fresh[1] != uninterrupted[1]
-    older = train(service, "text", rank=0)
-    older.load_state_with_optimizer(path).result()
-    assert losses(older, 2, 2) == uninterrupted
-    with pytest.raises(Exception, match="their sizes must agree"):
-        train(service, "text", rank=8).load_state(path).result()
-
-
-def test_saved_weights_are_sampled_and_exported(service: tinker.ServiceClient, server: Server, tmp_path: Path) -> None:
+def test_saved_weights_are_exported_and_downloaded_as_a_transformers_model(
+    service: tinker.ServiceClient, rest: tinker.RestClient, server: Server, tmp_path: Path
+) -> None:
     client = train(service, "text", rank=0)
     learn(client, [datum(text_input(0, 12))])
-    tokens = text_input(5, 10).to_ints()
-    item = with_inputs(types.ModelInput.from_ints(tokens[:-1]), target_tokens=tokens[1:], weights=[1.0] * 9)
-    expected = scores(client, [item])[0]
+    expected = scores(client, [ITEM])[0]
     path = client.save_weights_for_sampler("out").result().path
-    sampler = service.create_sampling_client(model_path=path).result()
-    got = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
-    np.testing.assert_allclose(numbers(got[1:]), expected, atol=1e-4)
-
     data = ["--data-dir", str(server.log.parent / "data")]
     refused = tinsmith_here("export", path, str(tmp_path / "out"), *data)
     assert (refused.returncode, (tmp_path / "out").exists()) == (2, False)
     assert "is of rank 0: all parameters were trained, and there is no adapter to write; add --merge" in refused.stderr
     done = tinsmith_here("export", path, str(tmp_path / "out"), "--merge", *data)
     assert done.returncode == 0, done.stderr
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()(input_ids=torch.tensor([tokens[:-1]])).logits[0]
-    logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:]).unsqueeze(-1)).squeeze(-1)
-    np.testing.assert_allclose(logprobs.numpy(), expected, atol=1e-4)
-
-
-def test_a_request_without_lora_config_asks_for_it(http: httpx.Client) -> None:
-    session_id = http.post("create_session", json={}).json()["session_id"]
-    created = http.post("create_model", json={"session_id": session_id, "model_seq_id": 0, "base_model": "text"}).json()
-    assert http.post("retrieve_future", json={"request_id": created["request_id"]}).json()["model_id"] == created["model_id"]
-    assert http.post("get_info", json={"model_id": created["model_id"]}).json()["is_lora"] is False
+    files = download(rest, client.save_weights_external("full").result().path, tmp_path / "downloaded")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    for directory in ("out", "downloaded"):
+        network = AutoModelForCausalLM.from_pretrained(tmp_path / directory)
+        np.testing.assert_allclose(transformers_logprobs(network), expected, atol=1e-4)

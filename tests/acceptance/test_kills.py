@@ -27,12 +27,6 @@ LARGE_RANK = 256
 """Its checkpoint has 13 MiB, so that there is a middle of writing it."""
 
 
-@pytest.fixture
-def text_only(family_dir: Callable[[str], Path]) -> list[str]:
-    """Options of a server that is there soon."""
-    return ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1"]
-
-
 @contextmanager
 def client_of(server: Server) -> Iterator[httpx.Client]:
     """A client with a key."""

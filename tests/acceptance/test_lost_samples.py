@@ -3,26 +3,28 @@
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import tinker
 from tinker import types
 
 from tests.acceptance.talking import text_input
-from tests.running import Server, serving
+from tests.running import serving
 
 
-def wait_until_samples_run(server: Server) -> None:
-    server.wait_for_status(lambda status: status["samples"]["running"] > 0)
+def samples_run(status: dict[str, Any]) -> bool:
+    """Whether a sequence runs."""
+    return bool(status["samples"]["running"])
 
 
-def test_samples_outlive_their_worker_their_engine_and_their_server(models: list[str], tmp_path: Path) -> None:
+def test_samples_outlive_their_worker_their_engine_and_their_server(text_only: list[str], tmp_path: Path) -> None:
     prompts = [text_input(n, 5) for n in range(4)]
     params = types.SamplingParams(max_tokens=800, temperature=0.0, stop=[])
 
     def tokens(futures: list[tinker.APIFuture[types.SampleResponse]]) -> list[list[int]]:
         return [list(future.result().sequences[0].tokens) for future in futures]
 
-    with serving(tmp_path, *models) as first:
+    with serving(tmp_path, *text_only) as first:
         first.wait_for_health()
         port = first.url.rpartition(":")[2]
         service = tinker.ServiceClient(base_url=first.url, api_key="tml-acceptance")
@@ -31,15 +33,15 @@ def test_samples_outlive_their_worker_their_engine_and_their_server(models: list
 
         for process in (first.worker_pid, first.engine_pid):
             asked = [sampler.sample(prompt, 1, params) for prompt in prompts]
-            wait_until_samples_run(first)
+            first.wait_for_status(samples_run)
             os.kill(process(), signal.SIGKILL)
             assert tokens(asked) == expected
 
         asked = [sampler.sample(prompt, 1, params) for prompt in prompts]
-        wait_until_samples_run(first)
+        first.wait_for_status(samples_run)
         first.process.kill()
         first.process.wait()
-    with serving(tmp_path, *models, "--port", port) as second:
+    with serving(tmp_path, *text_only, "--port", port) as second:
         second.wait_for_health()
         assert tokens(asked) == expected
         service.close("success")

@@ -1,7 +1,6 @@
 """A server that only samples (--train none), beside the server that trains: it finds what that saves, and has the same numbers."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -9,29 +8,20 @@ import tinker
 from tinker import types
 
 from tests.acceptance.conftest import API_KEY
-from tests.acceptance.talking import RAW_STEP, datum, numbers, text_input, train
+from tests.acceptance.talking import datum, learn, numbers, text_input, train
 from tests.acceptance.test_sampling import forward_logprobs
-from tests.running import Server, serving, tinsmith_here
+from tests.running import Server, serving
 
 PARAMS = types.SamplingParams(max_tokens=12, temperature=1.0, seed=3, stop=[])
 
 
 @pytest.fixture(scope="module")
-def sampling_server(server: Server, family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def sampling_server(server: Server, text_only: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of the text model that may look into the checkpoints of the other one."""
-    base = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1"]
     checkpoints = server.log.parent / "data" / "checkpoints"
-    with serving(tmp_path_factory.mktemp("sampling"), *base, "--train", "none", "--checkpoint-root", str(checkpoints)) as running:
+    with serving(tmp_path_factory.mktemp("sampling"), *text_only, "--train", "none", "--checkpoint-root", str(checkpoints)) as running:
         running.wait_for_health()
         yield running
-
-
-def learned(service: tinker.ServiceClient, rank: int) -> tinker.TrainingClient:
-    """A model that is not its base any more."""
-    client = train(service, "text", rank=rank)
-    client.forward_backward([datum(text_input(0, 9))], "cross_entropy")
-    client.optim_step(RAW_STEP).result()
-    return client
 
 
 @pytest.mark.parametrize("rank", [8, 0])
@@ -39,7 +29,7 @@ def test_what_another_server_saves_is_sampled_with_the_trainers_numbers(
     rank: int, service: tinker.ServiceClient, sampling_server: Server
 ) -> None:
     """It was saved after the sampling server had started. The base model is sampled too, and has other numbers."""
-    client = learned(service, rank)
+    client = learn(train(service, "text", rank=rank), [datum(text_input(0, 9))])
     path = client.save_weights_for_sampler(f"shared-{rank}").result().path
     prompt = text_input(1, 6)
     with tinker.ServiceClient(base_url=sampling_server.url, api_key=API_KEY) as other:
@@ -49,14 +39,3 @@ def test_what_another_server_saves_is_sampled_with_the_trainers_numbers(
         np.testing.assert_allclose(numbers(sequence.logprobs), forward_logprobs(client, prompt, list(sequence.tokens)), atol=1e-4)
     for sequence in bare.sequences:
         assert np.abs(numbers(sequence.logprobs) - forward_logprobs(client, prompt, list(sequence.tokens))).max() > 1e-2
-
-
-def test_it_refuses_to_train_and_says_so(sampling_server: Server) -> None:
-    with (
-        tinker.ServiceClient(base_url=sampling_server.url, api_key=API_KEY) as other,
-        pytest.raises(tinker.BadRequestError, match="it was started with --train none"),
-    ):
-        other.create_lora_training_client("text", rank=8).result()
-    shown = tinsmith_here("status", "--url", sampling_server.url)
-    assert "it samples only (--train none)" in shown.stdout
-    assert "tokens train" not in sampling_server.log.read_text()

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -12,7 +11,7 @@ import tinker
 from tinker import types
 
 from tests.acceptance.conftest import API_KEY
-from tests.acceptance.talking import RAW_STEP, datum, scores, text_input, train
+from tests.acceptance.talking import RAW_STEP, datum, learn, scores, text_input, train
 from tests.running import START_S, serving
 
 LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING|ERROR) (server|engine|worker): \S")
@@ -21,20 +20,14 @@ LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ (INFO|WARNING|ERROR) (server|eng
 ITEM = datum(text_input(5, 12), 5)
 
 
-def step(client: tinker.TrainingClient) -> None:
-    client.forward_backward([ITEM], "cross_entropy")
-    client.optim_step(RAW_STEP).result()
-
-
 def statuses(http: httpx.Client) -> dict[str, tuple[str, bool]]:
     """Status of each run, and whether the SDK's command line calls it failed."""
     runs = http.get("training_runs").json()["training_runs"]
     return {run["training_run_id"]: (run["status"], run["corrupted"]) for run in runs}
 
 
-def test_ctrl_c_saves_live_models_and_each_model_is_called_what_became_of_it(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1"]
-    with serving(tmp_path, *options) as first:
+def test_ctrl_c_saves_live_models_and_each_model_is_called_what_became_of_it(text_only: list[str], tmp_path: Path) -> None:
+    with serving(tmp_path, *text_only) as first:
         first.wait_for_health()
         port = first.url.rpartition(":")[2]
         service = tinker.ServiceClient(base_url=first.url, api_key=API_KEY)
@@ -51,9 +44,7 @@ def test_ctrl_c_saves_live_models_and_each_model_is_called_what_became_of_it(fam
                 unsaved.optim_step(RAW_STEP).result()
             with tinker.ServiceClient(base_url=first.url, api_key=API_KEY) as done:
                 finished = train(done, "text")
-            live = [train(service, "text", seed=seed) for seed in (1, 2)]
-            for client in live:
-                step(client)
+            live = [learn(train(service, "text", seed=seed), [ITEM]) for seed in (1, 2)]
             before = [scores(client, [ITEM])[0].tolist() for client in live]
             sampler = service.create_sampling_client(base_model="text").result()
             for seed in range(3):
@@ -74,7 +65,7 @@ def test_ctrl_c_saves_live_models_and_each_model_is_called_what_became_of_it(fam
         kept = [f"tinker://{client.model_id}/weights/session-end" for client in live]
         told = re.findall(r"model \S+ is kept as (\S+) for 7 days; go on with create_training_client_from_state_with_opt", log)
         assert sorted(told) == sorted(kept)
-    with serving(tmp_path, *options, "--port", port) as second:
+    with serving(tmp_path, *text_only, "--port", port) as second:
         second.wait_for_health()
         with second.client() as http:
             assert statuses(http) == expected | {client.model_id: ("unloaded", False) for client in live}

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import boto3
@@ -61,10 +60,9 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.fixture(scope="module")
-def slow_server(gate: Gate, family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def slow_server(gate: Gate, text_only: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that keeps its checkpoints there."""
-    options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1", "--checkpoint-root", "s3://slow/checkpoints"]
-    with serving(tmp_path_factory.mktemp("slow"), *options) as server:
+    with serving(tmp_path_factory.mktemp("slow"), *text_only, "--checkpoint-root", "s3://slow/checkpoints") as server:
         server.wait_for_health()
         yield server
 
@@ -78,54 +76,33 @@ def save_external(client: tinker.TrainingClient) -> Any:
 
 
 @pytest.mark.parametrize("save", [save_state, save_external])
-def test_a_save_that_takes_its_time_stalls_nobody_else(
+def test_a_save_that_takes_its_time_stalls_nobody_else_and_its_own_model_no_longer_than_its_copy(
     slow_server: Server, gate: Gate, save: Callable[[tinker.TrainingClient], Any]
 ) -> None:
+    """The model trains and is sampled meanwhile, and what is saved is what it was. Its next save waits for the one before."""
+    data, params = [datum(text_input(1, 12))], types.SamplingParams(max_tokens=4, stop=[])
     with (
-        tinker.ServiceClient(base_url=slow_server.url, api_key=API_KEY) as slow,
-        tinker.ServiceClient(base_url=slow_server.url, api_key=API_KEY) as other,
+        tinker.ServiceClient(base_url=slow_server.url, api_key=API_KEY) as service,
+        tinker.ServiceClient(base_url=slow_server.url, api_key=API_KEY) as neighbour,
     ):
-        saving, client = train(slow, "text"), train(other, "text")
-        sampler = other.create_sampling_client(base_model="text").result()
-        sampled = sampler.sample(text_input(0, 5), 1, types.SamplingParams(max_tokens=4, stop=[]))
-        assert len(sampled.result().sequences[0].tokens) == 4
-        client.forward_backward([datum(text_input(1, 12))], "cross_entropy").result()
-        gate.waited_for.clear()
-        gate.open.clear()
-        saved = save(saving)
-        try:
-            assert gate.waited_for.wait(timeout=60), "nothing was uploaded"
-            stepped = client.optim_step(RAW_STEP)
-            sampled = sampler.sample(text_input(0, 5), 1, types.SamplingParams(max_tokens=4, stop=[]))
-            stepped.result(timeout=WITHIN_S)
-            assert len(sampled.result(timeout=WITHIN_S).sequences[0].tokens) == 4
-        finally:
-            gate.open.set()
-            saved.result()
-
-
-@pytest.mark.parametrize("save", [save_state, save_external])
-def test_a_save_that_takes_its_time_stalls_its_own_model_no_longer_than_its_copy(
-    slow_server: Server, gate: Gate, save: Callable[[tinker.TrainingClient], Any]
-) -> None:
-    """It trains and is sampled meanwhile, and what is saved is what it was. Its next save waits for the one before."""
-    data = [datum(text_input(1, 12))]
-    with tinker.ServiceClient(base_url=slow_server.url, api_key=API_KEY) as service:
-        client = train(service, "text")
-        client.forward_backward(data, "cross_entropy").result()
+        client, other = train(service, "text"), train(neighbour, "text")
+        base = neighbour.create_sampling_client(base_model="text").result()
+        for model in (client, other):
+            model.forward_backward(data, "cross_entropy").result()
         client.optim_step(RAW_STEP).result()
         before = scores(client, data)
         gate.waited_for.clear()
         gate.open.clear()
         saved = save(client)
         try:
-            assert gate.waited_for.wait(timeout=60), "nothing was uploaded"
+            assert gate.waited_for.wait(timeout=WITHIN_S), "nothing was uploaded"
+            other.optim_step(RAW_STEP).result(timeout=WITHIN_S)
             client.forward_backward(data, "cross_entropy").result(timeout=WITHIN_S)
             client.optim_step(RAW_STEP).result(timeout=WITHIN_S)
             after = client.forward(data, "cross_entropy").result(timeout=WITHIN_S)
-            sampler = client.save_weights_and_get_sampling_client()
-            sampled = sampler.sample(text_input(0, 5), 1, types.SamplingParams(max_tokens=4, stop=[]))
-            assert len(sampled.result(timeout=WITHIN_S).sequences[0].tokens) == 4
+            for sampler in (base, client.save_weights_and_get_sampling_client().result(timeout=WITHIN_S)):
+                sampled = sampler.sample(text_input(0, 5), 1, params).result(timeout=WITHIN_S)
+                assert len(sampled.sequences[0].tokens) == 4
             again = client.save_state("behind")
             assert not saved.future().done()
         finally:

@@ -14,7 +14,7 @@ from tinker import types
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 
 from tests.acceptance.conftest import API_KEY
-from tests.acceptance.talking import RAW_STEP, assert_close, image_input, logprobs, scores, text_input, train, with_inputs
+from tests.acceptance.talking import RAW_STEP, assert_close, grad_norm, image_input, logprobs, scores, text_input, train, with_inputs
 from tests.plain_losses import DEFAULTS, FORMULAS
 from tests.running import Server, serving
 
@@ -60,23 +60,16 @@ def padded(sampled: Sampled) -> list[float]:
     return [0.0] * (prompt.length - 1) + sequence.logprobs
 
 
-def step(client: tinker.TrainingClient) -> float:
-    metrics = client.optim_step(RAW_STEP).result().metrics
-    assert metrics is not None
-    return metrics["grad_norm"]
-
-
 def moved(client: tinker.TrainingClient, prompts: Sequence[types.ModelInput]) -> None:
     """Train it away from what it was."""
     data = [with_inputs(prompt, target_tokens=[7] * prompt.length, weights=[0.2] * prompt.length) for prompt in prompts]
     client.forward_backward(data, "cross_entropy").result()
-    step(client)
+    grad_norm(client)
 
 
-@pytest.mark.parametrize("base_model", ["text", "vision"])
-def test_where_sampler_and_trainer_agree_it_is_importance_sampling(service: tinker.ServiceClient, base_model: str) -> None:
-    client, twin = train(service, base_model), train(service, base_model)
-    prompts = [text_input(seed, 5 + seed) for seed in range(3)] + ([image_input(client, 1)] if base_model == "vision" else [])
+def test_where_sampler_and_trainer_agree_it_is_importance_sampling(service: tinker.ServiceClient) -> None:
+    client, twin = train(service, "vision"), train(service, "vision")
+    prompts = [*(text_input(seed, 5 + seed) for seed in range(3)), image_input(client, 1)]
     sampled = sample(client.save_weights_and_get_sampling_client(record_stability_info=True).result(), prompts)
     data = [policy_datum(one, seed) for seed, one in enumerate(sampled)]
     output = client.forward_backward(data, "stable_reinforce").result()
@@ -86,12 +79,11 @@ def test_where_sampler_and_trainer_agree_it_is_importance_sampling(service: tink
     assert_close(logprobs(output), logprobs(expected), 1e-5)
     assert output.metrics.keys() == {"loss:sum"} | METRICS
     assert output.metrics["tinsmith_stable_reinforce/weight:mean"] == pytest.approx(1.0, abs=1e-3)
-    assert step(client) == pytest.approx(step(twin), rel=1e-3)
+    assert grad_norm(client) == pytest.approx(grad_norm(twin), rel=1e-3)
     assert_close(scores(client, data), scores(twin, data), 1e-4)
 
 
-@pytest.mark.parametrize("config", [{}, {"kl_coeff": 0.5}])
-@pytest.mark.parametrize("kind", ["server", "chunking_server"])
+@pytest.mark.parametrize(("kind", "config"), [("server", {}), ("chunking_server", {"kl_coeff": 0.5})])
 def test_on_samples_of_older_weights_it_has_the_value_and_gradient_of_its_formula(
     request: pytest.FixtureRequest, kind: str, config: dict[str, float]
 ) -> None:
@@ -118,15 +110,7 @@ def test_on_samples_of_older_weights_it_has_the_value_and_gradient_of_its_formul
         assert output.metrics["tinsmith_stable_reinforce/weight:mean"] < 0.9
         assert output.metrics == pytest.approx(client.forward(data, "stable_reinforce", config).result().metrics)
         twin.forward_backward(linear, "cross_entropy").result()
-        assert step(client) == pytest.approx(step(twin), rel=1e-3)
-
-
-def test_the_log_says_once_whose_formula_it_is(service: tinker.ServiceClient, server: Server) -> None:
-    client = train(service, "text")
-    sampled = sample(client.save_weights_and_get_sampling_client(record_stability_info=True).result(), [text_input(0, 5)])
-    for seed in range(2):
-        client.forward([policy_datum(sampled[0], seed)], "stable_reinforce").result()
-    assert server.log.read_text().count("loss_fn stable_reinforce: this formula is Tinsmith's own") == 1
+        assert grad_norm(client) == pytest.approx(grad_norm(twin), rel=1e-3)
 
 
 def test_what_is_missing_is_named_and_the_step_is_refused(service: tinker.ServiceClient, server: Server) -> None:
@@ -150,12 +134,12 @@ def test_what_is_missing_is_named_and_the_step_is_refused(service: tinker.Servic
         with pytest.raises(tinker.RequestFailedError, match="sample and train with clients of one ServiceClient"):
             stranger.forward_backward([policy_datum(recorded, 0)], "stable_reinforce").result()
     client.forward_backward([policy_datum(recorded, 0)], "stable_reinforce").result()
-    assert np.isfinite(step(client))
+    assert np.isfinite(grad_norm(client))
 
 
-def test_recordings_outlive_a_server_that_is_killed(models: list[str], tmp_path: Path) -> None:
+def test_recordings_outlive_a_server_that_is_killed(text_only: list[str], tmp_path: Path) -> None:
     """The model goes on from its checkpoint in the same session, with what it sampled before. Lost weights are to be published again."""
-    with serving(tmp_path, *models) as first:
+    with serving(tmp_path, *text_only) as first:
         first.wait_for_health()
         port = first.url.rpartition(":")[2]
         service = tinker.ServiceClient(base_url=first.url, api_key=API_KEY)
@@ -166,7 +150,7 @@ def test_recordings_outlive_a_server_that_is_killed(models: list[str], tmp_path:
         expected = client.forward([policy_datum(sampled[0], 0)], "stable_reinforce").result().metrics
         os.kill(first.pid, signal.SIGKILL)
         first.process.wait()
-    with serving(tmp_path, *models, "--port", port) as second:
+    with serving(tmp_path, *text_only, "--port", port) as second:
         second.wait_for_health()
         resumed = service.create_training_client_from_state(path).result()
         assert resumed.forward([policy_datum(sampled[0], 0)], "stable_reinforce").result().metrics == pytest.approx(expected)

@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import tinker
@@ -19,8 +18,8 @@ def tinsmith_status(url: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=START_S)
 
 
-def test_a_running_server_shows_what_it_does(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    with serving(tmp_path, "--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1") as server:
+def test_a_running_server_shows_what_it_does(text_only: list[str], tmp_path: Path) -> None:
+    with serving(tmp_path, *text_only) as server:
         server.wait_for_health()
         idle = server.wait_for_status(lambda status: "resident" in status["memory_bytes"] and status["engine"]["busy_s"] == 0)
         assert (idle["models"], idle["tokens_per_second"]) == ([], {"training": 0, "sampling": 0})

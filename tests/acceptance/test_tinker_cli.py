@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.acceptance.conftest import API_KEY
 from tests.acceptance.elsewhere import ITEM, transformers_logprobs
-from tests.acceptance.talking import RAW_STEP, datum, scores, text_input, train
+from tests.acceptance.talking import datum, learn, scores, text_input, train
 from tests.running import START_S, Server
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -50,10 +50,7 @@ def answer(command: Command, *arguments: str) -> Any:
 
 def trained(service: tinker.ServiceClient) -> tinker.TrainingClient:
     """A model after a step."""
-    client = train(service, "text")
-    client.forward_backward([datum(text_input(0, 12))], "cross_entropy")
-    client.optim_step(RAW_STEP).result()
-    return client
+    return learn(train(service, "text"), [datum(text_input(0, 12))])
 
 
 def test_runs_and_models_are_listed(service: tinker.ServiceClient, command: Command) -> None:

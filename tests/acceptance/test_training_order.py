@@ -57,12 +57,6 @@ def test_one_call_split_into_many_gives_the_gradients_of_the_unsplit_one(
     assert_same(trace(train(service, base_model), [data[:3], data[3:4], data[4:]]), expected)
 
 
-def test_text_and_image_datums_in_one_call_equal_the_same_datums_alone(service: tinker.ServiceClient) -> None:
-    together, alone = train(service, "vision"), train(service, "vision")
-    data = mixed_data(together, "vision")
-    assert_same(trace(together, [data]), trace(alone, [[item] for item in data]))
-
-
 def test_text_chunks_may_be_cut_anywhere(service: tinker.ServiceClient) -> None:
     def cut(model_input: types.ModelInput, size: int) -> types.ModelInput:
         chunks: list[types.ModelInputChunk] = []

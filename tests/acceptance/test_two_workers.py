@@ -1,7 +1,6 @@
 """A server with two workers on a CPU: the one that dies is named, also where the other waits for it, and clients go on."""
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -10,7 +9,7 @@ import tinker
 from tinker import types
 
 from tests.acceptance.conftest import API_KEY
-from tests.acceptance.talking import RAW_STEP, datum, text_input, train
+from tests.acceptance.talking import RAW_STEP, datum, grad_norm, text_input, train
 from tests.acceptance.test_worker_death import GREEDY, tokens
 from tests.preloaded import process_behind
 from tests.running import START_S, Server, serving
@@ -26,29 +25,15 @@ def second_worker(server: Server) -> psutil.Process:
     return psutil.Process(process_behind(found.pid))
 
 
-def norm(client: tinker.TrainingClient) -> float:
-    """Of the gradient of a step that is taken."""
-    return float((client.optim_step(RAW_STEP).result(timeout=START_S).metrics or {})["grad_norm"])
-
-
 def step(client: tinker.TrainingClient, work: list[types.Datum]) -> tuple[float, float]:
     """The loss of a step, and the norm of its gradient."""
     loss = client.forward_backward(work, "cross_entropy").result(timeout=START_S).metrics["loss:sum"]
-    return loss, norm(client)
+    return loss, grad_norm(client)
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_named_and_its_models_come_back(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    options = [
-        "--base-model",
-        f"text={family_dir('qwen3')}",
-        "--kv-cache-gib",
-        "0.1",
-        "--tokens-per-pass",
-        "2048",
-        "--kept-copies-share",
-        "1",
-    ]
+def test_a_worker_that_is_killed_is_named_and_its_models_come_back(text_only: list[str], tmp_path: Path) -> None:
+    options = [*text_only, "--tokens-per-pass", "2048", "--kept-copies-share", "1"]
     with serving(tmp_path, *options, "--workers", "2", "--device", "cpu", "--worker-still-s", "30") as server:
         server.wait_for_health()
         with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
@@ -64,7 +49,7 @@ def test_a_worker_that_is_killed_is_named_and_its_models_come_back(family_dir: C
             server.wait_for_status(lambda status: any(model["queued"] for model in status["models"]))
             samples = [sampler.sample(prompt, 1, GREEDY) for prompt in prompts]
             second_worker(server).kill()
-            came = pending.result(timeout=START_S).metrics["loss:sum"], norm(model)
+            came = pending.result(timeout=START_S).metrics["loss:sum"], grad_norm(model)
             assert came == pytest.approx(before, rel=1e-6)
             assert tokens(samples) == expected  # the SDK has sent them again
 

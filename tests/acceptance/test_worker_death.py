@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +11,10 @@ import tinker
 from tinker import types
 
 from tests.acceptance.conftest import API_KEY
-from tests.acceptance.talking import RAW_STEP, datum, text_input, train
-from tests.running import REAL_PROGRAM, START_S, serving
+from tests.acceptance.talking import RAW_STEP, datum, grad_norm, learn, text_input, train
+from tests.running import START_S, serving
 
 GREEDY = types.SamplingParams(max_tokens=300, temperature=0.0, stop=[])
-
-
-def mapped_files(pid: int) -> set[str]:
-    """The files that a process has mapped into its memory."""
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
-
-
-def of_torch(files: set[str]) -> set[str]:
-    """Those that belong to torch."""
-    return {file for file in files if "libtorch" in file or "/torch/" in file}
 
 
 def tokens(futures: list[tinker.APIFuture[types.SampleResponse]]) -> list[list[int]]:
@@ -34,8 +23,7 @@ def tokens(futures: list[tinker.APIFuture[types.SampleResponse]]) -> list[list[i
 
 def sampled_and_saved(client: tinker.TrainingClient) -> str:
     """Train a step, save in every way that there is, and sample the result; returns the path of the checkpoint."""
-    client.forward_backward([datum(text_input(1, 12))], "cross_entropy").result()
-    client.optim_step(RAW_STEP).result()
+    learn(client, [datum(text_input(1, 12))])
     saved = client.save_state("kept").result().path
     client.save_weights_external("out").result()
     client.save_weights_for_sampler("sampled").result()
@@ -49,10 +37,7 @@ def steps(client: tinker.TrainingClient, seeds: Sequence[int]) -> list[float]:
     found = []
     for seed in seeds:
         passed = client.forward_backward([datum(text_input(seed, 900), seed)] * 2, "cross_entropy")
-        found += [
-            passed.result(timeout=START_S).metrics["loss:sum"],
-            (client.optim_step(RAW_STEP).result(timeout=START_S).metrics or {})["grad_norm"],
-        ]
+        found += [passed.result(timeout=START_S).metrics["loss:sum"], grad_norm(client)]
     return found
 
 
@@ -61,18 +46,9 @@ def has_queued(status: dict[str, Any]) -> bool:
     return any(model["queued"] for model in status["models"])
 
 
-def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(text_only: list[str], tmp_path: Path) -> None:
     """In a pass, between steps and while it saves. What follows is what follows in a run that nobody disturbs."""
-    options = [
-        "--base-model",
-        f"text={family_dir('qwen3')}",
-        "--kv-cache-gib",
-        "0.1",
-        "--tokens-per-pass",
-        "2048",
-        "--kept-copies-share",
-        "1",
-    ]
+    options = [*text_only, "--tokens-per-pass", "2048", "--kept-copies-share", "1"]
     with (
         serving(tmp_path, *options) as server,
         server.client() as http,
@@ -86,8 +62,10 @@ def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(fam
             work = [datum(text_input(seed, 900), seed) for seed in range(60)]
             undisturbed, busy, idle = train(service, "text"), train(service, "text"), train(service, "text")
             before = steps(undisturbed, [1, 2])
-            losses = [undisturbed.forward_backward(work, "cross_entropy").result(timeout=START_S).metrics["loss:sum"]]
-            losses += [(undisturbed.optim_step(RAW_STEP).result(timeout=START_S).metrics or {})["grad_norm"]]
+            losses = [
+                undisturbed.forward_backward(work, "cross_entropy").result(timeout=START_S).metrics["loss:sum"],
+                grad_norm(undisturbed),
+            ]
             losses += [undisturbed.forward(work[:1], "cross_entropy").result(timeout=START_S).metrics["loss:sum"]]
             after = steps(undisturbed, [3])
 
@@ -125,33 +103,3 @@ def test_models_come_back_from_a_worker_that_is_killed_and_clients_only_wait(fam
         assert server.engine_pid() == engine
         assert server.worker_pid() != first
         assert "Traceback" not in server.log.read_text()
-
-
-@pytest.mark.slow  # `test_architecture.py` looks at what their modules import
-def test_engine_and_server_work_without_torch(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    """A process that imports torch maps its shared libraries (libtorch_cpu.so and others in torch/lib) into its memory, and Python never
-    unloads them: so one that has none of them mapped has no `torch` in `sys.modules`. The worker, which has, shows that this would be seen.
-    """
-    options = ["--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1"]
-    with serving(tmp_path, *options, program=REAL_PROGRAM) as server:
-        server.wait_for_health()
-        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
-            sampled_and_saved(train(service, "text"))
-        assert of_torch(mapped_files(server.worker_pid()))
-        assert of_torch(mapped_files(server.engine_pid())) == set()
-        assert of_torch(mapped_files(server.pid)) == set()
-
-
-def test_a_worker_that_dies_again_and_again_leaves_its_engine_ready_for_the_next(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    with serving(tmp_path, "--base-model", f"text={family_dir('qwen3')}", "--kv-cache-gib", "0.1", "--kept-copies-share", "1") as server:
-        server.wait_for_health()
-        engine = server.engine_pid()
-        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
-            for _ in range(2):
-                os.kill(server.worker_pid(), signal.SIGKILL)
-                assert "the worker process ended unexpectedly (signal 9)" in server.wait_for_health(503).json()["detail"]
-                client = train(service, "text")  # its create_model waits in the log for the next worker
-                client.forward_backward([datum(text_input(1, 12))], "cross_entropy").result(timeout=START_S)
-                client.optim_step(RAW_STEP).result(timeout=START_S)
-        assert server.wait_for_health().status_code == 200
-        assert server.engine_pid() == engine

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -91,22 +91,59 @@ async def no_outcome() -> None:
     """What is known of a request that only a message tells of."""
 
 
-async def test_an_engine_that_stays_frozen_is_killed_and_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def replaced(watched: Watched, monkeypatch: pytest.MonkeyPatch, end: Callable[[int], Awaitable[None]]) -> str:
+    """Why the engine was absent, after `end` has ended the process of that id: another runs then."""
     monkeypatch.setattr("tinsmith.server.engine_process._FIRST_DELAY_S", 0.0)
-
-    watched = Watched()
-    engine = watched.engine
-    engine._config.server.engine_hung_s = 6.0
-    async with running(engine):
-        await until(lambda: engine.is_ready)
-        pid = pid_of(engine)
-        os.kill(pid, signal.SIGSTOP)
+    async with running(watched.engine):
+        await until(lambda: watched.engine.is_ready)
+        pid = pid_of(watched.engine)
+        await end(pid)
         await until(lambda: len(watched.absences) == 2)
-        await until(lambda: engine.is_ready)
-        assert pid_of(engine) != pid
-    assert watched.absences[1] == (
-        "the engine process ended unexpectedly (it had shown no sign of life for 6 s (engine_hung_s) and was killed)"
-    )
+        await until(lambda: watched.engine.is_ready)
+        assert pid_of(watched.engine) != pid
+    return watched.absences[1]
+
+
+async def test_an_engine_that_stays_frozen_is_killed_and_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched()
+    watched.engine._config.server.engine_hung_s = 6.0
+
+    async def freeze(pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+
+    reason = "the engine process ended unexpectedly (it had shown no sign of life for 6 s (engine_hung_s) and was killed)"
+    assert await replaced(watched, monkeypatch, freeze) == reason
+
+
+async def test_an_engine_that_loses_its_device_says_so_and_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched()
+
+    async def lose(_: int) -> None:
+        await watched.engine.send(EndSession("lost", save=False))
+
+    assert await replaced(watched, monkeypatch, lose) == f"the engine process ended unexpectedly ({REASON})"
+
+
+async def test_an_engine_that_nobody_can_listen_to_is_replaced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    receive = ServerLink.receive
+    broken = False
+
+    async def receive_or_fail(link: ServerLink) -> Message:
+        nonlocal broken
+        if broken:
+            broken = False
+            raise zmq.ZMQError(zmq.ENOTSOCK)
+        return await receive(link)
+
+    async def break_link(_: int) -> None:
+        nonlocal broken
+        broken = True
+        await watched.engine.send(EndSession("a", save=False))
+
+    monkeypatch.setattr(ServerLink, "receive", receive_or_fail)
+    watched = Watched()
+    assert "the server could not listen to it any more: ZMQError" in await replaced(watched, monkeypatch, break_link)
+    assert "the server cannot listen to it any more" in caplog.text
 
 
 async def test_a_message_that_cannot_be_handled_is_logged_and_the_next_is_read(caplog: pytest.LogCaptureFixture) -> None:
@@ -120,45 +157,6 @@ async def test_a_message_that_cannot_be_handled_is_logged_and_the_next_is_read(c
     assert len(watched.absences) == 1
     assert "a message of the engine could not be handled" in caplog.text
     assert "ValueError: nobody can handle this" in caplog.text
-
-
-async def test_an_engine_that_nobody_can_listen_to_is_replaced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("tinsmith.server.engine_process._FIRST_DELAY_S", 0.0)
-    receive = ServerLink.receive
-    broken = False
-
-    async def receive_or_fail(link: ServerLink) -> Message:
-        nonlocal broken
-        if broken:
-            broken = False
-            raise zmq.ZMQError(zmq.ENOTSOCK)
-        return await receive(link)
-
-    monkeypatch.setattr(ServerLink, "receive", receive_or_fail)
-
-    watched = Watched()
-    async with running(watched.engine):
-        await until(lambda: watched.engine.is_ready)
-        pid = pid_of(watched.engine)
-        broken = True
-        await watched.engine.send(EndSession("a", save=False))
-        await until(lambda: len(watched.absences) == 2)
-        await until(lambda: watched.engine.is_ready)
-        assert pid_of(watched.engine) != pid
-    assert "the server could not listen to it any more: ZMQError" in watched.absences[1]
-    assert "the server cannot listen to it any more" in caplog.text
-
-
-async def test_an_engine_that_loses_its_device_says_so_and_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinsmith.server.engine_process._FIRST_DELAY_S", 0.0)
-
-    watched = Watched()
-    async with running(watched.engine):
-        await until(lambda: watched.engine.is_ready)
-        await watched.engine.send(EndSession("lost", save=False))
-        await until(lambda: len(watched.absences) == 2)
-        await until(lambda: watched.engine.is_ready)
-    assert watched.absences[1] == f"the engine process ended unexpectedly ({REASON})"
 
 
 async def test_an_engine_that_lost_its_worker_takes_no_samples_until_it_has_another(server: Served) -> None:

@@ -48,24 +48,16 @@ ENDLESS = {
 """Beginnings of requests, after which any number of letters could follow."""
 
 
-@pytest.mark.parametrize("begun", ["header", "request line"])
-async def test_an_endless_header_is_refused_with_the_limit(tmp_path: Path, begun: str) -> None:
+@pytest.mark.parametrize(("begun", "more"), [("header", b"a"), ("request line", b"a"), ("headers", b"a\r\nx: ")])
+async def test_an_endless_header_is_refused_with_the_limit(tmp_path: Path, begun: str, more: bytes) -> None:
     async with listening(tmp_path) as (port, connect):
         reader, writer = await connect()
-        writer.write(ENDLESS[begun] + b"a" * 2**20)  # its end never comes
+        writer.write(ENDLESS[begun] + more * 2**20)  # its end never comes
         status, detail = await answer(reader)
         assert (status, detail) == (431, "the request's header is longer than 64 KiB (max_header_kib); send a shorter one")
         writer.close()
         async with httpx.AsyncClient() as client:
             assert (await client.post(f"http://127.0.0.1:{port}/api/v1/client/config", json={})).status_code == 200
-
-
-async def test_many_short_headers_are_one_long_one(tmp_path: Path) -> None:
-    async with listening(tmp_path) as (_, connect):
-        reader, writer = await connect()
-        writer.write(ENDLESS["headers"] + b"a\r\nx: " * 2**18)
-        assert (await answer(reader))[0] == 431
-        writer.close()
 
 
 @pytest.mark.parametrize("begun", ["trailer", "chunk extension"])

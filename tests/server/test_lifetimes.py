@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.serving import LIGHT_ENGINE, Served, running, served
+from tests.server.test_engine_process import no_outcome
 from tinsmith.config import Config, ServerConfig
 from tinsmith.errors import EngineUnavailableError, StoreUnavailableError
 from tinsmith.server.engine_process import EngineProcess
@@ -139,10 +140,6 @@ async def test_an_engine_is_told_of_the_sessions_that_ended_before_it_was_ready(
     async with running(hub.engine):
         told = [await poll for poll in polls]
     assert [outcome.error for outcome in told if isinstance(outcome, Outcome)] == ["False", "True"]
-
-
-async def no_outcome() -> None:
-    """What is known of a request that only a message tells of."""
 
 
 async def test_results_are_kept_for_their_time_or_until_their_session_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.serving import Served, served
-from tinsmith.config import Config, ServerConfig
+from tinsmith.config import Config, SamplingConfig, ServerConfig
 from tinsmith.errors import BackpressureError, ConfigError, NotFoundError, UserError
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import SampleDone, SampleEvents, SampleFailed
@@ -72,9 +72,7 @@ async def test_a_sample_without_an_engine_is_not_kept(server: Served) -> None:
 
 
 async def test_a_server_without_a_sampler_says_so(tmp_path: Path) -> None:
-    config = Config()
-    config.sampling.sampler = "none"
-    async with served(tmp_path, config) as server:
+    async with served(tmp_path, Config(sampling=SamplingConfig(sampler="none"))) as server:
         reply = await server.post("asample", sample_body("x:sample:0", [1]))
         assert reply.status_code == 400
         assert "sampler=none" in reply.json()["detail"]
@@ -226,9 +224,7 @@ def test_an_answer_reaches_only_the_run_that_it_belongs_to() -> None:
 
 
 async def test_too_much_is_answered_429_with_the_time_to_come_again(tmp_path: Path) -> None:
-    config = Config()
-    config.server.max_pending_samples_per_session = 3
-    async with served(tmp_path, config) as server:
+    async with served(tmp_path, Config(server=ServerConfig(max_pending_samples_per_session=3))) as server:
         sampler = await new_sampler(server)
         server.hub.samples.add(f"{sampler}/7", 2, 0)
         reply = await server.post("asample", sample_body(sampler, [1]))
@@ -244,9 +240,7 @@ async def test_too_much_is_answered_429_with_the_time_to_come_again(tmp_path: Pa
 
 async def test_a_session_that_ends_takes_its_samples_along(tmp_path: Path) -> None:
     """Who waits for one hears at once that its session is over; others' samples stay."""
-    config = Config()
-    config.server.max_pending_samples = 4
-    async with served(tmp_path, config) as server:
+    async with served(tmp_path, Config(server=ServerConfig(max_pending_samples=4))) as server:
         sampler, other = await new_sampler(server), await new_sampler(server)
         for seq_id in range(2):
             server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)
@@ -278,9 +272,7 @@ async def test_a_client_gives_up_only_samples_of_its_own_session(server: Served)
 
 
 async def test_a_cancelled_sample_ends_and_takes_no_place(tmp_path: Path) -> None:
-    config = Config()
-    config.server.max_pending_samples = 1
-    async with served(tmp_path, config) as server:
+    async with served(tmp_path, Config(server=ServerConfig(max_pending_samples=1))) as server:
         sampler = await new_sampler(server)
         server.hub.samples.add(f"{sampler}/0", 1, 0)
         assert (await server.post("cancel_future", {"request_id": f"{sampler}/0"})).status_code == 200
@@ -459,9 +451,7 @@ def test_results_over_the_limit_are_dropped_from_the_session_that_has_most() -> 
 
 
 async def test_a_result_that_was_dropped_is_answered_as_lost(tmp_path: Path) -> None:
-    config = Config()
-    config.server.max_finished_sample_mib = 1
-    async with served(tmp_path, config) as server:
+    async with served(tmp_path, Config(server=ServerConfig(max_finished_sample_mib=1))) as server:
         sampler = await new_sampler(server)
         for seq_id in (0, 1):
             server.hub.samples.add(f"{sampler}/{seq_id}", 1, 0)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.serving import FACTS, Served, served
-from tinsmith.config import Config
+from tinsmith.config import Config, ServerConfig
 
 
 async def test_a_server_without_an_engine_is_not_healthy(tmp_path: Path) -> None:
@@ -17,9 +17,7 @@ async def test_a_server_without_an_engine_is_not_healthy(tmp_path: Path) -> None
 
 
 async def test_client_config_names_what_is_built(tmp_path: Path) -> None:
-    config = Config()
-    config.server.fwdbwd_max_chunk_len = 7
-    async with served(tmp_path, config) as server:
+    async with served(tmp_path, Config(server=ServerConfig(fwdbwd_max_chunk_len=7))) as server:
         flags = (await server.post("client/config", {"sdk_version": "0.38.0"})).json()
         assert flags == {
             "proto_compress_fwdbwd": True,
@@ -89,3 +87,12 @@ async def test_any_key_is_the_owners_and_none_can_be_revoked(server: Served) -> 
     assert (key["name"], key["note"]) == ("local", "this server does not check keys")
     refused = await server.client.delete("/api/v1/auth/apikey/me")
     assert (refused.status_code, "keeps no API keys" in refused.json()["detail"]) == (404, True)
+
+
+async def test_a_client_of_a_version_that_does_not_work_is_told_which_do(server: Served) -> None:
+    for version in ("0.22.3", "0.22.10", "0.30", "0.38.0", "0.38.0rc1", "", "main", "٣.٤"):
+        assert (await server.post("create_session", {"sdk_version": version})).json().keys() == {"type", "session_id"}, version
+    for version, fault in (("0.22.2", "too old"), ("0.9.0", "too old"), ("0.38.1", "newer"), ("0.100.0", "newer"), ("1.0", "newer")):
+        told = (await server.post("create_session", {"sdk_version": version})).json()["error_message"]
+        assert told.startswith(f"tinker {version} is {fault}")
+        assert told.endswith("It works with 0.22.3 to 0.38.0; pip install tinker==0.38.0")

@@ -13,7 +13,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from tests.server.serving import Served, parsers, served
-from tinsmith.config import Config
+from tinsmith.config import Config, ServerConfig
 from tinsmith.store.records import REJECTED, Outcome
 from tinsmith.wire.chunks import ImageChunk
 from tinsmith.wire.forward_backward import decode_stored
@@ -131,9 +131,7 @@ async def test_operations_of_a_finished_session_fail_through_their_future(server
 
 
 async def test_bodies_are_limited_before_and_after_decompression(tmp_path: Path) -> None:
-    config = Config()
-    config.server.max_body_mib = 1
-    async with served(tmp_path, config) as server:
+    async with served(tmp_path, Config(server=ServerConfig(max_body_mib=1))) as server:
         big = b"\0" * (2**20 + 1)
         plain = await server.client.post("/api/v1/forward_backward", content=big, headers=PROTOBUF)
         assert plain.status_code == 413
