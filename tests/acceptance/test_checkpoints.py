@@ -51,6 +51,24 @@ def test_a_resumed_run_gives_the_losses_of_an_uninterrupted_one(service: tinker.
     assert steps(older, 3, 3) == uninterrupted
 
 
+def test_checkpoints_outlive_the_server(text_only: list[str], tmp_path: Path) -> None:
+    losses, before, paths = [], [], []
+    for life in range(2):
+        with serving(tmp_path, *text_only) as running:
+            running.wait_for_health()
+            with tinker.ServiceClient(base_url=running.url, api_key=API_KEY) as service:
+                if life == 0:
+                    client = train(service, "text")
+                    steps(client, 0, 2)
+                    paths = [client.save_state("x").result().path, client.save_weights_for_sampler("x").result().path]
+                else:
+                    client = service.create_training_client_from_state_with_optimizer(paths[0]).result()
+                before.append(sample_logprobs(service.create_sampling_client(model_path=paths[1]).result()))
+                losses.append(steps(client, 2, 2))
+    assert losses[0] == losses[1]
+    assert before[0] == before[1]
+
+
 def test_saved_weights_are_sampled_while_their_model_trains(service: tinker.ServiceClient) -> None:
     client = train(service, "text")
     steps(client, 0, 2)
