@@ -1,16 +1,32 @@
-"""Which GPU a server gets, and how full weights get there."""
+"""Which GPUs a server gets, how full weights get there, and how long a sequence fits, from configurations alone."""
 
+import logging
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3VLConfig
 
 from tinsmith.config import Config, load
 from tinsmith.distributed.meeting import LOOPBACK
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, loading_of
+from tinsmith.models.layout import empty_network, layout_of
 from tinsmith.sampling.inside_vllm import TransferKind
-from tinsmith.sampling.vllm.launch import Sizes, _environment, check_divisible, divided, gpus_of, transfer_kind
+from tinsmith.sampling.vllm.launch import Sizes, _environment, check_divisible, divided, gpus_of, longest_sequence, sizes_of, transfer_kind
+
+GIB = 2**30
+CONTEXT = 262_144
+SHARE = "--gpu-memory-utilization=0.4"
+HOST, FIRST = torch.device("cpu"), torch.device("cuda:0")
+ONE, TWO = ["a=x/a"], ["a=x/a", "b=x/b"]
+
+
+def config_of(bases: list[str], *vllm: str, **options: Any) -> Config:
+    return load(options={"base_models": bases, "vllm_args": list(vllm), **options})
 
 
 @pytest.mark.parametrize(
@@ -26,62 +42,56 @@ def test_servers_take_the_gpus_behind_the_trainers(
     trainer: str, gpus: int, servers: int, expected: list[tuple[tuple[int, ...], TransferKind]]
 ) -> None:
     device = torch.device(trainer)
-    places = gpus_of("a", config_of(["a=x/a"], servers), device, gpus)
+    places = gpus_of("a", config_of(ONE, vllm_servers=servers), device, gpus)
     assert [(gpus_of_server, transfer_kind("auto", device, gpus_of_server)) for gpus_of_server in places] == expected
 
 
-def config_of(bases: list[str], servers: int, *options: str) -> Config:
-    return load(options={"base_models": bases, "vllm_servers": servers, "vllm_args": list(options)})
-
-
-def test_the_servers_of_two_base_models_get_different_gpus() -> None:
-    """Before, both got 1 and 2."""
-    config, trainer = config_of(["a=x/a", "b=x/b"], 2), torch.device("cuda:0")
-    assert [gpus_of(name, config, trainer, 8) for name in "ab"] == [[(1,), (2,)], [(3,), (4,)]]
-    assert [gpus_of(name, config, trainer, 4) for name in "ab"] == [[(1,), (2,)], [(3,), (0,)]]
-
-
-def test_servers_share_a_gpu_only_where_it_has_room_for_both() -> None:
-    bases, trainer = ["a=x/a", "b=x/b"], torch.device("cuda:0")
-    with pytest.raises(
-        ConfigError,
-        match=r"on 1 GPUs: 2 would share GPU 0, and each takes 0.92 of .*utilization=0.45",
-    ):
-        gpus_of("a", config_of(bases, 1), trainer, 1)
-    for passed in (["--gpu-memory-utilization=0.3"], ["--gpu_memory_utilization", "0.3"]):
-        assert gpus_of("b", config_of(bases, 1, *passed), trainer, 1) == [(0,)]
-
-
-@pytest.mark.parametrize("wanted", ["file", "broadcast"])
-def test_without_a_gpu_the_cpu_can_do_both(wanted: str) -> None:
-    assert transfer_kind(wanted, torch.device("cpu"), ()) == wanted
+@pytest.mark.parametrize(
+    ("settings", "trainer", "gpus", "expected"),
+    [
+        ({"vllm_servers": 2}, "cuda:0", 8, [[(1,), (2,)], [(3,), (4,)]]),
+        ({"vllm_servers": 2}, "cuda:0", 4, [[(1,), (2,)], [(3,), (0,)]]),
+        # They share a GPU where it has room for both, and those that take turns with the trainer are on its own.
+        ({"vllm_args": ["--gpu_memory_utilization", "0.3"]}, "cuda:0", 1, [[(0,)], [(0,)]]),
+        ({"vllm_args": [SHARE], "vllm_turn_s": 10.0}, "cuda:1", 8, [[(1,)], [(1,)]]),
+        # Servers of two GPUs share none.
+        ({"vllm_servers": 2, "vllm_tensor_parallel": 2}, "cuda:0", 9, [[(1, 2), (3, 4)], [(5, 6), (7, 8)]]),
+        ({"vllm_servers": 2, "vllm_tensor_parallel": 2}, "cuda:7", 9, [[(8, 0), (1, 2)], [(3, 4), (5, 6)]]),
+        ({"vllm_servers": 2, "vllm_tensor_parallel": 2}, "cpu", 0, [[(), ()], [(), ()]]),
+        # Without a trainer they begin at the first.
+        ({"vllm_servers": 2, "train": "none"}, "cuda:0", 4, [[(0,), (1,)], [(2,), (3,)]]),
+        ({"vllm_servers": 2, "train": "none", "vllm_tensor_parallel": 2}, "cuda:0", 8, [[(0, 1), (2, 3)], [(4, 5), (6, 7)]]),
+    ],
+)
+def test_the_servers_of_two_base_models_get_different_gpus(
+    settings: dict[str, Any], trainer: str, gpus: int, expected: list[list[tuple[int, ...]]]
+) -> None:
+    config = load(options={"base_models": TWO, **settings})
+    assert [gpus_of(name, config, torch.device(trainer), gpus) for name in "ab"] == expected
 
 
 @pytest.mark.parametrize(
-    ("wanted", "trainer", "gpus", "reason"),
+    ("settings", "trainer", "gpus", "reason"),
     [
-        ("ipc", "cpu", (), "the server has no GPU"),
-        ("ipc", "cuda:0", (1,), "the server has GPU 1"),
-        ("broadcast", "cuda:1", (1,), "one shares the trainer's"),
+        ({}, "cuda:0", 1, r"on 1 GPUs: 2 would share GPU 0, and each takes 0.92 of .*utilization=0.45"),
+        ({"vllm_turn_s": 10.0}, "cuda:1", 8, "2 would share GPU 1"),
+        (
+            {"vllm_servers": 2, "vllm_tensor_parallel": 2},
+            "cuda:0",
+            8,
+            r"for 2 base models, of 2 GPUs each .*, and one GPU for the trainer are 9 GPUs; there are 8",
+        ),
+        (
+            {"train": "none", "vllm_tensor_parallel": 2},
+            "cuda:0",
+            3,
+            r"of 2 GPUs each \(--vllm-tensor-parallel\) are 4 GPUs; there are 3",
+        ),
     ],
 )
-def test_a_way_that_does_not_exist_is_refused(wanted: str, trainer: str, gpus: tuple[int, ...], reason: str) -> None:
+def test_servers_without_room_are_refused(settings: dict[str, Any], trainer: str, gpus: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        transfer_kind(wanted, torch.device(trainer), gpus)
-
-
-# Servers that take several GPUs
-
-
-def test_servers_of_two_gpus_share_none() -> None:
-    """They are counted over all base models, behind the trainer's."""
-    config, trainer = config_of(["a=x/a", "b=x/b"], 2), torch.device("cuda:0")
-    config.vllm.vllm_tensor_parallel = 2
-    assert [gpus_of(name, config, trainer, 9) for name in "ab"] == [[(1, 2), (3, 4)], [(5, 6), (7, 8)]]
-    assert gpus_of("a", config, torch.device("cuda:7"), 9) == [(8, 0), (1, 2)]
-    assert gpus_of("a", config, torch.device("cpu"), 0) == [(), ()]
-    with pytest.raises(ConfigError, match=r"for 2 base models, of 2 GPUs each .*, and one GPU for the trainer are 9 GPUs; there are 8"):
-        gpus_of("a", config, trainer, 8)
+        gpus_of("a", load(options={"base_models": TWO, **settings}), torch.device(trainer), gpus)
 
 
 @pytest.mark.parametrize(
@@ -95,27 +105,53 @@ def test_servers_of_two_gpus_share_none() -> None:
 )
 def test_servers_are_behind_all_workers(workers: int, servers: int, ranks: int, expected: list[list[tuple[int, ...]]]) -> None:
     """Of all base models in one numbering. Weights come from the first worker's GPU, on which none of them is."""
-    config, first = config_of(["a=x/a", "b=x/b"], servers), torch.device("cuda:0")
-    config.distributed.workers = workers
-    config.vllm.vllm_tensor_parallel = ranks
-    places = [gpus_of(name, config, first, 8) for name in "ab"]
+    config = config_of(TWO, vllm_servers=servers, workers=workers, vllm_tensor_parallel=ranks)
+    places = [gpus_of(name, config, FIRST, 8) for name in "ab"]
     assert places == expected
     taken = [gpu for of_base in places for gpus in of_base for gpu in gpus]
     assert len({*taken, *range(workers)}) == len(taken) + workers <= 8
     for gpus in (gpus for of_base in places for gpus in of_base):
-        assert transfer_kind("auto", first, gpus, ranks) == "broadcast"
-        with pytest.raises(ConfigError, match="vllm_transfer=ipc"):
-            transfer_kind("ipc", first, gpus, ranks)
+        assert transfer_kind("auto", FIRST, gpus, ranks) == "broadcast"
     with pytest.raises(ConfigError, match=rf"and {workers} GPUs for the workers are {len(taken) + workers} GPUs; there are {workers + 1}"):
-        gpus_of("a", config, first, workers + 1)
+        gpus_of("a", config, FIRST, workers + 1)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "trainer", "gpus", "ranks", "kind"),
+    [
+        *[(wanted, "cpu", (), ranks, wanted) for wanted in ("file", "broadcast") for ranks in (1, 2)],
+        ("auto", "cpu", (0,), 1, "file"),  # without a trainer weights come from the host's memory
+        ("auto", "cpu", (), 2, "file"),
+        ("auto", "cpu", (1, 2), 2, "file"),
+        ("auto", "cuda:1", (1,), 1, "ipc"),
+        *[(wanted, "cuda:0", (1, 2), 2, kind) for wanted, kind in (("auto", "broadcast"), ("broadcast", "broadcast"), ("file", "file"))],
+    ],
+)
+def test_full_weights_get_to_a_server(wanted: str, trainer: str, gpus: tuple[int, ...], ranks: int, kind: str) -> None:
+    assert transfer_kind(wanted, torch.device(trainer), gpus, ranks) == kind
+
+
+@pytest.mark.parametrize(
+    ("wanted", "trainer", "gpus", "ranks", "reason"),
+    [
+        ("ipc", "cpu", (), 1, "the server has no GPU"),
+        ("ipc", "cuda:0", (1,), 1, "vllm_transfer=ipc .*the server has GPU 1"),
+        ("broadcast", "cuda:1", (1,), 1, "one shares the trainer's"),
+        ("ipc", "cuda:0", (1, 2), 2, "vllm_transfer=ipc reaches one GPU of a server, and --vllm-tensor-parallel 2 gives it more"),
+        ("ipc", "cpu", (0,), 1, "vllm_transfer=ipc begins at a GPU; weights come from the host's memory with train=none or sh"),
+        ("broadcast", "cpu", (0,), 1, "vllm_transfer=broadcast begins at a GPU; weights come from the host's memory with train=none or sh"),
+    ],
+)
+def test_a_way_that_does_not_exist_is_refused(wanted: str, trainer: str, gpus: tuple[int, ...], ranks: int, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        transfer_kind(wanted, torch.device(trainer), gpus, ranks)
 
 
 def test_a_server_finds_its_gpu_among_those_that_the_first_worker_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(["a=x/a"], 1)
-    config.distributed.workers = 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
-    (gpus,) = gpus_of("a", config, torch.device("cuda:0"), 4)
+    config = config_of(ONE, workers=2)
+    (gpus,) = gpus_of("a", config, FIRST, 4)
     assert _environment(config, Path("sockets"), gpus)["CUDA_VISIBLE_DEVICES"] == "3"
 
 
@@ -124,22 +160,17 @@ def test_what_servers_say_to_each_other_stays_on_this_machine(monkeypatch: pytes
     for variable in ("NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    environment = _environment(config_of(["a=x/a"], 1), Path("sockets"), ())
+    environment = _environment(config_of(ONE), Path("sockets"), ())
     assert (environment["NCCL_SOCKET_IFNAME"], environment["GLOO_SOCKET_IFNAME"]) == (f"={LOOPBACK}", "eth7")
     assert environment["NCCL_NVLS_ENABLE"] == "0"
 
 
-def test_full_weights_get_to_several_gpus_as_a_file_or_by_broadcast() -> None:
-    device, host = torch.device("cuda:0"), torch.device("cpu")
-    assert transfer_kind("auto", device, (1, 2), 2) == transfer_kind("broadcast", device, (1, 2), 2) == "broadcast"
-    assert transfer_kind("broadcast", host, (), 2) == "broadcast"
-    assert transfer_kind("file", device, (1, 2), 2) == "file"
-    assert transfer_kind("auto", host, (), 2) == transfer_kind("auto", host, (1, 2), 2) == "file"
-    with pytest.raises(ConfigError, match="vllm_transfer=ipc reaches one GPU of a server, and --vllm-tensor-parallel 2 gives it more"):
-        transfer_kind("ipc", device, (1, 2), 2)
-
-
-def test_what_cannot_be_divided_is_refused(text_base: BaseModel, hybrid_base: BaseModel) -> None:
+def test_each_gpu_holds_its_part_and_what_cannot_be_divided_is_refused(text_base: BaseModel, hybrid_base: BaseModel) -> None:
+    """Heads of keys and values that are fewer than GPUs are on several."""
+    whole = Sizes(weights=1000, cache_per_token=64, state=0, per_lora_rank=10)
+    assert divided(whole, 1, 8) == whole
+    assert divided(whole, 4, 8) == Sizes(250, 16, 0, 10)
+    assert divided(whole, 4, 2) == Sizes(250, 32, 0, 10)
     heads = text_base.text_config.num_attention_heads
     check_divisible(text_base, heads)
     check_divisible(hybrid_base, 1)
@@ -147,47 +178,6 @@ def test_what_cannot_be_divided_is_refused(text_base: BaseModel, hybrid_base: Ba
         check_divisible(text_base, heads + 1)
     with pytest.raises(ConfigError, match="has gated delta nets, with which --vllm-tensor-parallel 2 was not tested"):
         check_divisible(hybrid_base, 2)
-
-
-def test_each_gpu_holds_its_part() -> None:
-    """Heads of keys and values that are fewer than GPUs are on several."""
-    whole = Sizes(weights=1000, cache_per_token=64, state=0, per_lora_rank=10)
-    assert divided(whole, 1, 8) == whole
-    assert divided(whole, 4, 8) == Sizes(250, 16, 0, 10)
-    assert divided(whole, 4, 2) == Sizes(250, 32, 0, 10)
-
-
-# Turns
-
-
-def test_servers_that_take_turns_with_the_trainer_are_on_its_gpu() -> None:
-    config = config_of(["a=x/a", "b=x/b"], 1, "--gpu-memory-utilization=0.4")
-    config.vllm.vllm_turn_s = 10.0
-    assert [gpus_of(name, config, torch.device("cuda:1"), 8) for name in "ab"] == [[(1,)], [(1,)]]
-    assert transfer_kind("auto", torch.device("cuda:1"), (1,)) == "ipc"
-    config.vllm.vllm_args = []
-    with pytest.raises(ConfigError, match="2 would share GPU 1"):
-        gpus_of("a", config, torch.device("cuda:1"), 8)
-
-
-# Without a trainer
-
-
-def test_without_a_trainer_servers_begin_at_the_first_gpu_and_get_weights_from_the_host() -> None:
-    config, host = config_of(["a=x/a"], 2), torch.device("cpu")
-    config.training.train = "none"
-    assert gpus_of("a", config, torch.device("cuda:0"), 2) == [(0,), (1,)]
-    assert gpus_of("a", config, torch.device("cuda:1"), 2) == [(1,), (0,)]
-    config.vllm.vllm_tensor_parallel = 2
-    assert gpus_of("a", config, torch.device("cuda:0"), 4) == [(0, 1), (2, 3)]
-    with pytest.raises(ConfigError, match=r"of 2 GPUs each \(--vllm-tensor-parallel\) are 4 GPUs; there are 3"):
-        gpus_of("a", config, torch.device("cuda:0"), 3)
-    assert transfer_kind("auto", host, (0,)) == transfer_kind("file", host, (0,)) == "file"
-    for wanted in ("ipc", "broadcast"):
-        with pytest.raises(
-            ConfigError, match=f"vllm_transfer={wanted} begins at a GPU; weights come from the host's memory with train=none or sh"
-        ):
-            transfer_kind(wanted, host, (0,))
 
 
 def test_a_worker_that_only_compares_loads_into_the_hosts_memory_in_the_precision_of_the_servers() -> None:
@@ -199,3 +189,69 @@ def test_a_worker_that_only_compares_loads_into_the_hosts_memory_in_the_precisio
     assert (loading_of(config).device, loading_of(config).dtype) == ("cpu", "bfloat16")
     config.sampling.sampler = "local"
     assert loading_of(config) is config.models
+
+
+# How long a sequence fits
+
+
+@pytest.fixture(scope="module")
+def qwen3_vl_8b(vision_base: BaseModel) -> BaseModel:
+    """Qwen3-VL-8B without its weights."""
+    text: dict[str, Any] = {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "max_position_embeddings": CONTEXT,
+    }
+    vision: dict[str, Any] = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 4096}
+    config = Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    network = empty_network(vision_base.family, config)
+    layout, head = layout_of("qwen", vision_base.family, network), network.lm_head.weight
+    return replace(vision_base, config=config, network=network, layout=layout, lm_head=head, max_context=CONTEXT, dtype=torch.bfloat16)
+
+
+def longest(base: BaseModel, gpus: tuple[int, ...], *vllm: str, **options: Any) -> int:
+    return longest_sequence(base, config_of(["qwen=Qwen/Qwen3-VL-8B-Instruct"], *vllm, **options), gpus)
+
+
+def test_what_fits_is_chosen_and_said(qwen3_vl_8b: BaseModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """On one GPU of 80 GiB, with the share that docs/vllm.md names. The whole context would take more than the share by itself.
+
+    Of two GPUs each has half of the weights, and of the heads of keys and values.
+    """
+    assert sum(p.numel() for p in qwen3_vl_8b.network.parameters()) == 8_767_123_696
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
+    cache_per_token = 2 * 36 * 8 * 128 * 2
+    assert cache_per_token * CONTEXT > 0.4 * 80 * GIB
+    with caplog.at_level(logging.INFO):
+        assert longest(qwen3_vl_8b, (0,), SHARE) == 38_912
+    said = "vLLM servers of tiny take sequences of up to 38912 of 262144 tokens: more do not fit into 32.0 GiB of a GPU"
+    assert said in caplog.text
+    assert longest(qwen3_vl_8b, (1, 2), SHARE, vllm_tensor_parallel=2) > 2 * 38_912
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=24 * GIB))
+    with pytest.raises(ConfigError, match=r"has 9.6 GiB of a GPU .* with 16.3 GiB of weights .*: no sequence of 1024 tokens fits in"):
+        longest(qwen3_vl_8b, (0,), SHARE)
+
+
+def test_a_length_that_is_passed_on_counts(qwen3_vl_8b: BaseModel) -> None:
+    """Requests are refused by it, not by vLLM."""
+    for passed, tokens in (("--max-model-len=4096", 4096), ("--max_model_len=32K", 32768), ("--max-model-len=8k", 8000)):
+        assert longest(qwen3_vl_8b, (0,), passed) == tokens
+    for wrong in ("auto", "-1", "300K"):
+        with pytest.raises(ConfigError, match="give a number of tokens from 1 to the model's context of 262144"):
+            longest(qwen3_vl_8b, (0,), f"--max-model-len={wrong}")
+
+
+def test_a_cpu_server_has_its_cache_and_gated_delta_nets_a_state(
+    qwen3_vl_8b: BaseModel, text_base: BaseModel, hybrid_base: BaseModel
+) -> None:
+    """Of four layers one attends, with 2 heads of 32; the others have 128 channels before 3 taps and 4 heads of 16 by 16."""
+    assert longest(qwen3_vl_8b, (), kv_cache_gib=2.0) == 14_336
+    assert longest(text_base, ()) == text_base.max_context
+    sizes = sizes_of(hybrid_base.layout.layers, 0, 0, torch.float32)
+    assert sizes.cache_per_token == 2 * 2 * 32 * 4
+    assert sizes.state == 3 * 4 * (3 * 128 + 4 * 16 * 16)

