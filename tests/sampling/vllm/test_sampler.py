@@ -1,21 +1,26 @@
-"""The vLLM sampler where no vLLM server is: what it refuses, and that it does not wait for ever."""
+"""The vLLM sampler without a vLLM server, and with one on a real socket that samples made-up tokens.
+
+`tests/with_vllm/test_a_sampler.py` and `test_a_reader.py` have it with vLLM itself.
+"""
 
 import asyncio
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from aiohttp import web
 
-from tests.bases import new_ref, random_adapter, renderer
+from tests.bases import new_ref, random_adapter, random_tokens, renderer
+from tests.sampling.vllm.answering import answering
 from tinsmith.config import load
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.base import BaseModel
-from tinsmith.sampling.sampler import SampleFailure
+from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
 from tinsmith.sampling.vllm import sampler as room
 from tinsmith.sampling.vllm import servers
 from tinsmith.sampling.vllm.canary import score_prompt
@@ -24,85 +29,110 @@ from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, parse_sample_request
 
 NOBODY = "http://127.0.0.1:9"
+TOKENS = [11, 12, 13, 14, 15, 16]
+"""What every sample of the stub consists of."""
+SCORED = PromptQuestions(alternatives=2)
+"""What the trainer's model computes."""
 
 
-def request(**params: Any) -> SampleRequest:
+def request(num_samples: int = 1, prompt_logprobs: bool = False, **params: Any) -> SampleRequest:
     body = {
         "sampling_session_id": "s:sample:0",
         "seq_id": 0,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
-        "sampling_params": {"max_tokens": 4} | params,
+        "num_samples": num_samples,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, 4, 5]}]},
+        "sampling_params": {"max_tokens": len(TOKENS), "stop": []} | params,
+        "prompt_logprobs": prompt_logprobs,
     }
     return parse_sample_request(orjson.dumps(body))
 
 
-@pytest.fixture
-def awake() -> threading.Event:
-    """Set when the sampler has something to return."""
-    return threading.Event()
+class Bench:
+    """A sampler with the server at a URL, and what comes out of it."""
+
+    def __init__(self, base: BaseModel, url: str, directory: Path) -> None:
+        self.base = base
+        self.awake = threading.Event()
+        config = load(options={"base_models": ["tiny"], "vllm_urls": [url], "vllm_dir": str(directory)})
+        self.sampler: VLLMSampler = start_vllm_sampler(base, renderer(base), config, self.awake.set)
+        self.prompt = renderer(base).render([random_tokens(0, 5)])
+
+    def add(self, name: str = "x", weights: Any = None, asked: SampleRequest | None = None, stream: bool = False) -> None:
+        self.sampler.add(name, asked or request(), self.prompt, weights, stream)
+
+    def events(self, until: Callable[[list[SampleEvent]], object]) -> list[SampleEvent]:
+        """All events until enough have come."""
+        found: list[SampleEvent] = []
+        while not until(found):
+            if not self.sampler.has_work:
+                assert self.awake.wait(600)
+            self.awake.clear()
+            found += self.sampler.step()
+        return found
+
+    def to_the_end(self) -> list[SampleEvent]:
+        """All events up to one that ends a sample."""
+        return self.events(lambda found: any(isinstance(event, SampleResult | SampleFailure) for event in found))
+
+    def settle(self) -> None:
+        """Let the client's thread finish what it was given, and the sampler note which weights are gone."""
+        for _ in range(3):
+            self.sampler.client.run(asyncio.sleep(0)).result(60)
+        self.sampler.canary.expected(None)  # the base model may hold the weights of its last pass
+        gc.collect()
+        self.sampler.step()
 
 
 @pytest.fixture
-def sampler(text_base: BaseModel, tmp_path: Path, awake: threading.Event, monkeypatch: pytest.MonkeyPatch) -> Iterator[VLLMSampler]:
+def alone(text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """A sampler without a server."""
     monkeypatch.setattr(servers, "_ANSWERS_WITHIN_S", 0.3)
-    config = load(options={"base_models": ["tiny"], "vllm_urls": [NOBODY], "vllm_dir": str(tmp_path)})
-    made = start_vllm_sampler(text_base, renderer(text_base), config, awake.set)
+    made = Bench(text_base, NOBODY, tmp_path)
     yield made
-    made.client.close()
+    made.sampler.client.close()
 
 
-def test_without_a_server_each_sample_fails_and_says_why(sampler: VLLMSampler, text_base: BaseModel, awake: threading.Event) -> None:
-    rendered = renderer(text_base).render(request().prompt)
-    for name in ("a", "b"):
-        sampler.add(name, request(), rendered, None)
-    assert sampler.load == (0, 2)
-    assert sampler.step() == []
-    assert sampler.load == (2, 0)
-    failures: list[Any] = []
-    while len(failures) < 2:
-        assert awake.wait(600)
-        awake.clear()
-        failures += sampler.step()
-    assert all(isinstance(failure, SampleFailure) for failure in failures)
-    assert {str(failure.error) for failure in failures} == {f"there is no vLLM server to sample with: no vLLM server answers at {NOBODY}"}
-    assert sampler.load == (0, 0)
+def test_without_a_server_each_sample_fails_and_says_why_and_one_that_was_cancelled_is_forgotten(alone: Bench) -> None:
+    for name in "abc":
+        alone.add(name)
+    assert alone.sampler.load == (0, 3)
+    assert alone.sampler.step() == []
+    assert alone.sampler.load == (3, 0)
+    for _ in range(2):
+        alone.sampler.cancel("c")
+    failures = alone.events(lambda found: len(found) == 2)
+    assert sorted(failure.request_id for failure in failures) == ["a", "b"]
+    for failure in failures:
+        assert isinstance(failure, SampleFailure)
+        assert str(failure.error) == f"there is no vLLM server to sample with: no vLLM server answers at {NOBODY}"
+    alone.settle()
+    assert (alone.sampler.load, alone.sampler.has_work) == ((0, 0), False)
 
 
-def test_a_cancelled_sample_is_forgotten(sampler: VLLMSampler, text_base: BaseModel, awake: threading.Event) -> None:
-    sampler.add("a", request(), renderer(text_base).render(request().prompt), None)
-    sampler.step()
-    sampler.cancel("a")
-    sampler.cancel("a")
-    assert awake.wait(600)
-    assert sampler.step() == []
-    assert not sampler.has_work
-
-
-def test_what_can_never_run_is_refused_at_once(sampler: VLLMSampler, text_base: BaseModel) -> None:
-    rendered = renderer(text_base).render(request().prompt)
+def test_what_can_never_run_is_refused_at_once(alone: Bench) -> None:
     with pytest.raises(UserError, match=r"temperature is 0\.001"):
-        sampler.add("a", request(temperature=0.001), rendered, None)
-    with pytest.raises(UserError, match=f"3 \\+ 99999 > {text_base.max_context}"):
-        sampler.add("a", request(max_tokens=99999), rendered, None)
-    assert sampler.load == (0, 0)
+        alone.add(asked=request(temperature=0.001))
+    with pytest.raises(UserError, match=f"5 \\+ 99999 > {alone.base.max_context}"):
+        alone.add(asked=request(max_tokens=99999))
+    assert alone.sampler.load == (0, 0)
 
 
-def test_urls_belong_to_one_base_model(text_base: BaseModel) -> None:
-    config = load(options={"base_models": ["a", "b"], "vllm_urls": [NOBODY]})
-    with pytest.raises(ConfigError, match="serve one"):
-        start_vllm_sampler(text_base, renderer(text_base), config, lambda: None)
+@pytest.mark.parametrize(
+    ("bases", "url", "words"),
+    [
+        (["a", "b"], NOBODY, "serve one"),
+        *[
+            (["a"], url, f"--vllm-url {url}: give scheme, host and port")
+            for url in ("localhost:8000", "http://localhost:8000/v1", "http:///")
+        ],
+    ],
+)
+def test_urls_are_whole_and_belong_to_one_base_model(text_base: BaseModel, bases: list[str], url: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        start_vllm_sampler(text_base, renderer(text_base), load(options={"base_models": bases, "vllm_urls": [url]}), lambda: None)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "http://localhost:8000/v1", "http:///"])
-def test_a_malformed_url_is_refused(text_base: BaseModel, url: str) -> None:
-    config = load(options={"base_models": ["a"], "vllm_urls": [url]})
-    with pytest.raises(ConfigError, match=f"--vllm-url {url}: give scheme, host and port"):
-        start_vllm_sampler(text_base, renderer(text_base), config, lambda: None)
-
-
-def test_the_trainers_model_works_for_one_request_in_each_step(
-    sampler: VLLMSampler, text_base: BaseModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainers_model_works_for_one_request_in_each_step(alone: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in `add`: training waits for a step, and would wait for a whole queue."""
     scored: list[int] = []
 
@@ -111,62 +141,209 @@ def test_the_trainers_model_works_for_one_request_in_each_step(
         score_prompt(*arguments)
 
     monkeypatch.setattr(room, "score_prompt", note)
-    rendered = renderer(text_base).render(request().prompt)
-    for name in ("a", "b"):
-        sampler.add(name, replace(request(), questions=PromptQuestions(alternatives=2)), rendered, None)
-    sampler.add("c", request(), rendered, None)
-    assert (scored, sampler.load) == ([], (0, 3))
-    sampler.step()
-    assert (scored, sampler.load[1]) == ([0], 2)
-    sampler.step()
-    assert (scored, sampler.load[1]) == ([0, 1], 0)  # nothing has to be computed for the last
-    assert not sampler.new
+    for name in "ab":
+        alone.add(name, asked=replace(request(), questions=SCORED))
+    alone.add("c")
+    for expected in (([], 3), ([0], 2), ([0, 1], 0)):  # nothing has to be computed for the last
+        assert (scored, alone.sampler.load[1]) == expected
+        alone.sampler.step()
+    assert not alone.sampler.new
 
 
-def test_a_prompt_that_cannot_be_scored_fails_alone(sampler: VLLMSampler, text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_cannot_be_scored_fails_alone(alone: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(room, "score_prompt", fail)
-    rendered = renderer(text_base).render(request().prompt)
-    sampler.add("a", replace(request(), questions=PromptQuestions(alternatives=2)), rendered, None)
-    sampler.add("b", request(), rendered, None)
-    (failure,) = sampler.step()
+    alone.add("a", asked=replace(request(), questions=SCORED))
+    alone.add("b")
+    (failure,) = alone.sampler.step()
     assert isinstance(failure, SampleFailure)
     assert (failure.request_id, str(failure.error)) == ("a", "internal error: RuntimeError('no memory')")
-    assert list(sampler.pending) == ["b"]
+    assert list(alone.sampler.pending) == ["b"]
 
 
-def test_a_request_that_waits_begins_with_the_weights_that_replace_its_own(sampler: VLLMSampler, text_base: BaseModel) -> None:
-    old, new = (random_adapter(text_base, seed=seed, ref=new_ref(inflight_of="m")) for seed in range(2))
-    rendered = renderer(text_base).render(request().prompt)
+def test_a_request_that_waits_begins_with_the_weights_that_replace_its_own(alone: Bench) -> None:
+    old, new = (random_adapter(alone.base, seed=seed, ref=new_ref(inflight_of="m")) for seed in range(2))
     fixed = old.snapshot(new_ref())
-    sampler.add("follows", request(), rendered, old)
-    sampler.add("stays", request(), rendered, fixed)
-    sampler.publish(new)
-    assert sampler.pending["follows"].weights is new
-    assert sampler.pending["stays"].weights is fixed
+    alone.add("follows", old)
+    alone.add("stays", fixed)
+    alone.sampler.publish(new)
+    assert alone.sampler.pending["follows"].weights is new
+    assert alone.sampler.pending["stays"].weights is fixed
 
 
-def test_weights_are_forgotten_with_the_last_object_that_holds_them(sampler: VLLMSampler, text_base: BaseModel) -> None:
+def test_weights_are_forgotten_with_the_last_object_that_holds_them(alone: Bench) -> None:
     """Weights that left the memory and came back are another object with the same identity."""
-    first = random_adapter(text_base)
+    first = random_adapter(alone.base)
     assert first.ref is not None
     ref, again = first.ref, first.snapshot(first.ref)
     for weights in (first, again):
-        sampler.client.publish(sampler._served(weights))
+        alone.sampler.client.publish(alone.sampler._served(weights))
     del weights, first
-    settle(sampler)
-    assert ref.key in sampler.canaries
+    alone.settle()
+    assert ref.key in alone.sampler.canaries
     del again
-    settle(sampler)
-    assert sampler.canaries == {}
+    alone.settle()
+    assert alone.sampler.canaries == {}
 
 
-def settle(sampler: VLLMSampler) -> None:
-    """Let the client's thread finish what it was given, and the sampler note which weights are gone."""
-    for _ in range(3):
-        sampler.client.run(asyncio.sleep(0)).result(60)
-    sampler.canary.expected(None)  # the base model may hold the weights of its last pass
-    gc.collect()
-    sampler.step()
+# With a server
+
+
+class Stub:
+    """A server that samples `TOKENS`, one after the other, and agrees with the trainer on every canary."""
+
+    def __init__(self) -> None:
+        self.canary: list[float] = []
+        """Log-probabilities behind the first token."""
+        self.breaks_after: int | None = None
+        """How many tokens of its next stream come before the connection breaks."""
+        self.pauses_after: int | None = None
+        """How many tokens of its next stream come before it waits to be told to abort."""
+        self.aborted = asyncio.Event()
+        self.asked: list[dict[str, Any]] = []
+        """The bodies of all requests for tokens but canaries."""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """What it says to any request."""
+        if request.path == "/abort_requests":
+            self.aborted.set()
+        if request.path == "/collective_rpc":
+            return web.json_response({"results": [{"checked": True}]})
+        if request.path != "/inference/v1/generate":
+            return web.json_response({"weight_version": "default"})
+        body = await request.json()
+        ids, params = body["token_ids"], body["sampling_params"]
+        if len(ids) == len(self.canary) + 1:
+            return web.json_response({"choices": [], "prompt_logprobs": scores(ids, self.canary), "model": body["model"]})
+        self.asked.append(body)
+        tokens = TOKENS[len(ids) - 5 :][: params["max_tokens"]]
+        if body.get("stream"):
+            return await self._stream(request, tokens)
+        answered = {"choices": [choice_of(tokens, "length", len(tokens))], "prompt_logprobs": scores(ids, [-1.0] * (len(ids) - 1))}
+        return web.json_response(answered | {"model": body["model"], "usage": {}})
+
+    async def _stream(self, request: web.Request, tokens: list[int]) -> web.StreamResponse:
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await reply.prepare(request)
+        breaks_after, pauses_after, self.breaks_after, self.pauses_after = self.breaks_after, self.pauses_after, None, None
+        for at, token in enumerate(tokens):
+            if at == breaks_after:
+                assert request.transport is not None
+                request.transport.abort()
+                return reply
+            choice = choice_of([token], "length", len(tokens)) if at == len(tokens) - 1 else choice_of([token])
+            if at == pauses_after:
+                await self.aborted.wait()
+                choice = choice_of([], "abort", at)
+            await reply.write(b"data: " + orjson.dumps({"choices": [choice], "usage": None}) + b"\n\n")
+            if at == pauses_after:
+                break
+        await reply.write(b'data: {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 4}}}\n\ndata: [DONE]\n\n')
+        return reply
+
+
+def scores(ids: list[int], logprobs: list[float]) -> list[Any]:
+    return [None, *({str(token): {"logprob": logprob}} for token, logprob in zip(ids[1:], logprobs, strict=True))]
+
+
+def choice_of(tokens: list[int], reason: str | None = None, whole: int = 0) -> dict[str, Any]:
+    """A choice with these tokens, of `whole` in all."""
+    content = [
+        {"token_id": token, "logprob": -float(token), "top_logprobs": [{"token_id": token, "logprob": -float(token)}]} for token in tokens
+    ]
+    spans = [{"version": "default", "start": 0, "end": whole}] if whole else []
+    found = {"index": 0, "token_ids": tokens, "finish_reason": reason, "logprobs": {"content": content}}
+    return found | {"weight_versions": spans if reason else None}
+
+
+@pytest.fixture
+def stub() -> Stub:
+    return Stub()
+
+
+@pytest.fixture
+def bench(text_base: BaseModel, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """A sampler with that server."""
+    made = Bench(text_base, f"unix:{tmp_path / 'socket'}", tmp_path)
+    expected, run = made.sampler.canary.expected, made.sampler.client.run
+    stub.canary = [0.0] * (len(made.sampler.canary.rendered) - 1)
+    server = answering(tmp_path, stub.answer)
+    run(server.__aenter__()).result(60)
+    run(made.sampler.client.servers.pick([], 0)).result()
+    made.sampler.client.publisher.probes = ()  # it did not agree on the canary then, and is not asked again what of adapters it applies
+
+    def note(weights: Any) -> Any:
+        values = expected(weights)
+        stub.canary = values.logprobs.tolist()
+        return values
+
+    monkeypatch.setattr(made.sampler.canary, "expected", note)
+    yield made
+    run(server.__aexit__(None, None, None)).result(60)
+    made.sampler.client.close()
+
+
+def check(events: list[SampleEvent], labels: list[str]) -> list[TokensSampled]:
+    """The events must hold the tokens of the result, from weights with these labels; returns all but the result."""
+    *told, result = events
+    assert isinstance(result, SampleResult)
+    tokens = [event for event in told if isinstance(event, TokensSampled)]
+    assert len(tokens) == len(told)
+    for index, sequence in enumerate(result.sequences):
+        own = [event for event in tokens if event.index == index]
+        assert [token for event in own for token in event.tokens] == sequence.tokens == TOKENS
+        assert [logprob for event in own for logprob in event.logprobs] == sequence.logprobs
+        assert [event.version for event in own for _ in event.tokens] == labels
+    return tokens
+
+
+def test_tokens_come_one_by_one(bench: Bench) -> None:
+    bench.add(asked=request(num_samples=2), stream=True)
+    assert len(check(bench.to_the_end(), [bench.base.name] * 6)) == 12
+
+
+def test_without_a_stream_tokens_come_at_the_end_to_those_who_read_along(bench: Bench, stub: Stub) -> None:
+    """A stream brings neither the prompt's scores nor log-probabilities over the whole vocabulary."""
+    bench.add(asked=request(prompt_logprobs=True), stream=True)
+    assert len(check(bench.to_the_end(), [bench.base.name] * 6)) == 1
+    bench.add()
+    (result,) = bench.to_the_end()
+    assert isinstance(result, SampleResult)
+    assert not any(asked.get("stream") for asked in stub.asked)
+
+
+@pytest.mark.parametrize("after", [0, 3, 5])
+def test_a_sample_goes_on_behind_the_tokens_that_were_given_out(bench: Bench, stub: Stub, after: int) -> None:
+    """The connection breaks in the middle of its answer: another request has these tokens behind the prompt."""
+    stub.breaks_after = after
+    bench.add(stream=True)
+    check(bench.to_the_end(), [bench.base.name] * 6)
+    first, second = stub.asked
+    assert second["token_ids"] == [*first["token_ids"], *TOKENS[:after]]
+    assert second["sampling_params"]["max_tokens"] == 6 - after
+
+
+def test_newer_weights_give_the_tokens_that_follow(bench: Bench, stub: Stub) -> None:
+    old, new = (random_adapter(bench.base, seed=seed, ref=new_ref(f"m/{seed}", "m")) for seed in range(2))
+    stub.pauses_after = 4
+    bench.add(weights=old, stream=True)
+    events = bench.events(lambda found: len(found) == 4)
+    bench.sampler.publish(new)
+    check([*events, *bench.to_the_end()], ["m/0"] * 4 + ["m/1"] * 2)
+
+
+def test_no_token_of_wrong_weights_is_given_out(bench: Bench, stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = bench.sampler.canary.expected
+
+    def shifted(weights: Any) -> Any:
+        right = expected(weights)
+        return replace(right, logprobs=right.logprobs - 0.01)
+
+    monkeypatch.setattr(bench.sampler.canary, "expected", shifted)
+    bench.add(stream=True)
+    (failure,) = bench.to_the_end()
+    assert isinstance(failure, SampleFailure)
+    assert "other log-probabilities than the trainer" in str(failure.error)
+    assert stub.asked == []
