@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bases import DEVICE, datum, load, picture_chunks, random_adapter, random_tokens, renderer
-from tests.sampling.local.test_sampler import PARAMS, ask, forward_logprobs, run, sampler_of
+from tests.bases import DEVICE, datum, load, picture_chunks, random_adapter, renderer
+from tests.sampling.local.test_sampler import PARAMS, ask, check, prompt_of, run, sampled, sampler_of
 from tinsmith.config import TrainingConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.stable_attention import PackedBlocks, stable_attention
+from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.sampling.sampler import SampleResult
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.optimizer import ModelOptimizer
@@ -32,68 +33,55 @@ def numbers(result: SampleResult) -> list[object]:
     return [prompt.tobytes(), *((s.tokens, s.logprobs) for s in result.sequences)]
 
 
-def test_a_sample_has_the_same_bits_alone_and_in_any_company(base: BaseModel) -> None:
+def two_prompts(base: BaseModel) -> dict[str, RenderedInput]:
+    return {"text": prompt_of(base, (1, 45)), "picture": renderer(base).render(picture_chunks(base, 20, 30))}
+
+
+def test_a_sample_has_the_same_bits_alone_and_in_any_company_and_the_trainers(base: BaseModel) -> None:
     """Beside other models, lengths and pictures, in other pieces, and with a prefix that is cached."""
-    render, adapter = renderer(base), random_adapter(base, 4, 1)
-    asked = {"text": render.render([random_tokens(1, 45)]), "picture": render.render(picture_chunks(base, 20, 30))}
+    asked, adapter = two_prompts(base), random_adapter(base, 4, 1)
     questions = ask(replace(PARAMS, max_tokens=6), num_samples=2, prompt_logprobs=True)
+    without_scores = replace(questions, questions=replace(questions.questions, logprobs=False))
     expected = {}
     for name, rendered in asked.items():
-        alone = sampler_of(base)
-        alone.add(name, questions, rendered, adapter)
-        expected[name] = numbers(run(alone)[name])
+        alone = sampled(sampler_of(base), rendered, questions, adapter)
+        check(base, rendered, adapter, alone, 1e-6)
+        expected[name] = numbers(alone)
     for prefill_tokens in (4096, 13):
         crowded = sampler_of(base, prefill_tokens=prefill_tokens)
         for i in range(3):
-            crowded.add(
-                f"before{i}", ask(replace(PARAMS, seed=i, max_tokens=2 + 4 * i)), render.render([random_tokens(i + 5, 9 + i)]), None
-            )
+            crowded.add(f"before{i}", ask(replace(PARAMS, seed=i, max_tokens=2 + 4 * i)), prompt_of(base, (i + 5, 9 + i)), None)
         crowded.step()
         for name, rendered in asked.items():
             crowded.add(name, questions, rendered, adapter)
-        crowded.add(
-            "after", ask(replace(PARAMS, temperature=0.3), 2), render.render(picture_chunks(base, 24, 5)), random_adapter(base, 8, 2)
-        )
+        after = renderer(base).render(picture_chunks(base, 24, 5))
+        crowded.add("after", ask(replace(PARAMS, temperature=0.3), 2), after, random_adapter(base, 8, 2))
         done = run(crowded)
         for name, rendered in asked.items():
             assert numbers(done[name]) == expected[name]
-            crowded.add(name, replace(questions, questions=replace(questions.questions, logprobs=False)), rendered, adapter)
+            crowded.add(name, without_scores, rendered, adapter)
         again = run(crowded)
         for name in asked:
             assert again[name].cached_tokens > 0
             assert [(s.tokens, s.logprobs) for s in again[name].sequences] == expected[name][1:]
 
 
-def test_the_trainers_logprobs_are_the_samplers(base: BaseModel) -> None:
-    render, sampler = renderer(base), sampler_of(base)
-    adapter = random_adapter(base, 4, 1)
-    asked = {"text": render.render([random_tokens(1, 45)]), "picture": render.render(picture_chunks(base, 20, 30))}
-    for name, rendered in asked.items():
-        sampler.add(name, ask(), rendered, adapter)
-    for name, result in run(sampler).items():
-        _, answer = forward_logprobs(base, adapter, asked[name], result.sequences[0].tokens)
-        np.testing.assert_allclose(result.sequences[0].logprobs, answer, atol=1e-6, rtol=0)
-
-
 def test_training_reports_the_same_bits_in_any_company_and_learns(base: BaseModel) -> None:
     """The gradients are those of a pass that is not deterministic."""
-    render = renderer(base)
-    backend = LocalBackend(base, TrainingConfig())
-    optimizers = {name: ModelOptimizer(random_adapter(base, rank, rank)) for rank, name in enumerate("abc", 2)}
-    backend.optimizers.update(optimizers)
-    data = [render.render([random_tokens(i, 20 + 7 * i)]) for i in range(2)] + [render.render(picture_chunks(base, 20, 30))]
+    backend, plain = (LocalBackend(replace(base, deterministic=which), TrainingConfig()) for which in (True, False))
+    found, expected = ({name: ModelOptimizer(random_adapter(base, rank, rank)) for rank, name in enumerate("abc", 2)} for _ in range(2))
+    backend.optimizers.update(found)
+    plain.optimizers.update(expected)
+    data = [prompt_of(base, (0, 20)), *two_prompts(base).values()]
     work = [datum(name, rendered) for name, rendered in zip("abc", data, strict=True)]
     together = backend.run_pass(work, backward=True).results
-    for one, found in zip(work, together, strict=True):
-        assert found is not None
+    for one, result in zip(work, together, strict=True):
+        assert result is not None
         (alone,) = backend.run_pass([one], backward=False).results
         assert alone is not None
-        np.testing.assert_array_equal(found.logprobs, alone.logprobs)
-    plain = LocalBackend(replace(base, deterministic=False), TrainingConfig())
-    expected = {name: ModelOptimizer(random_adapter(base, rank, rank)) for rank, name in enumerate("abc", 2)}
-    plain.optimizers.update(expected)
+        np.testing.assert_array_equal(result.logprobs, alone.logprobs)
     plain.run_pass(work, backward=True)
-    for name, optimizer in optimizers.items():
+    for name, optimizer in found.items():
         for got, gradient in zip(gradients(optimizer), gradients(expected[name]), strict=True):
             torch.testing.assert_close(got, gradient, atol=1e-6, rtol=0.05 if base.dtype == torch.bfloat16 else 1e-4)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bases import picture_chunks, random_adapter, random_tokens, renderer
-from tests.sampling.local.test_sampler import PARAMS, ask, run, sampler_of
+from tests.bases import picture_chunks, random_adapter, renderer
+from tests.sampling.local.test_sampler import PARAMS, ask, forward_logprobs, prompt_of, run, sampled, sampler_of
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import Adapter
@@ -31,14 +31,12 @@ def all_logprobs(base: BaseModel, rendered: RenderedInput, adapter: Adapter | No
 @pytest.mark.parametrize("prefill_tokens", [4096, 10])
 def test_everything_at_once(text_base: BaseModel, prefill_tokens: int) -> None:
     base, adapter = text_base, random_adapter(text_base)
-    rendered = renderer(base).render([random_tokens(0, 45)])
+    rendered = prompt_of(base, (0, 45))
     expected = all_logprobs(base, rendered, adapter)
     ids = np.random.default_rng(0).integers(-1, 50, (44, 3))
     targets = TargetIds((44, 3), np.repeat(np.arange(44), 3), ids.flatten())
     questions = PromptQuestions(logprobs=True, topk=5, last_n=20, targets=targets, alternatives=4)
-    sampler = sampler_of(base, prefill_tokens=prefill_tokens)
-    sampler.add("x", replace(ask(), questions=questions), rendered, adapter)
-    answers = run(sampler)["x"].answers
+    answers = sampled(sampler_of(base, prefill_tokens=prefill_tokens), rendered, replace(ask(), questions=questions), adapter).answers
 
     assert answers.logprobs is not None
     assert np.isnan(answers.logprobs[:25]).all()
@@ -63,15 +61,13 @@ def test_everything_at_once(text_base: BaseModel, prefill_tokens: int) -> None:
 
 
 def test_alternatives_are_drawn_at_the_temperature_and_reproducibly(text_base: BaseModel) -> None:
-    rendered = renderer(text_base).render([random_tokens(0, 4)])
+    """At the lowest temperatures they are the likeliest tokens: dividing by 1e-38 would make every logit infinite."""
+    rendered = prompt_of(text_base, (0, 4))
     expected = all_logprobs(text_base, rendered, None)[1:]
-    questions = PromptQuestions(alternatives=1000)
 
     def drawn(temperature: float, seed: int) -> np.ndarray:
-        sampler = sampler_of(text_base)
-        params = replace(PARAMS, temperature=temperature, seed=seed)
-        sampler.add("x", replace(ask(params), questions=questions), rendered, None)
-        alternatives = run(sampler)["x"].answers.alternatives
+        request = replace(ask(replace(PARAMS, temperature=temperature, seed=seed)), questions=PromptQuestions(alternatives=1000))
+        alternatives = sampled(sampler_of(text_base), rendered, request).answers.alternatives
         assert alternatives is not None
         return alternatives.token_ids
 
@@ -82,7 +78,8 @@ def test_alternatives_are_drawn_at_the_temperature_and_reproducibly(text_base: B
         assert abs(share - float(probabilities[0, token])) < 0.05
     np.testing.assert_array_equal(drawn(1.0, 1), drawn(1.0, 1))
     assert (drawn(1.0, 1) != drawn(1.0, 2)).any()
-    assert (drawn(0.0, 1) == expected.argmax(-1, keepdim=True).numpy()).all()
+    for temperature in (1e-50, 1e-38, 0.0):
+        assert (drawn(temperature, 1) == expected.argmax(-1, keepdim=True).numpy()).all()
 
 
 def test_image_positions_have_no_scores_of_their_own(vision_base: BaseModel) -> None:
@@ -94,9 +91,7 @@ def test_image_positions_have_no_scores_of_their_own(vision_base: BaseModel) -> 
     rows = len(rendered) - 1
     targets = TargetIds((rows, 1), np.arange(rows), np.full(rows, 7))
     questions = PromptQuestions(logprobs=True, topk=2, targets=targets, alternatives=3)
-    sampler = sampler_of(vision_base, prefill_tokens=7)
-    sampler.add("x", replace(ask(), questions=questions), rendered, None)
-    answers = run(sampler)["x"].answers
+    answers = sampled(sampler_of(vision_base, prefill_tokens=7), rendered, replace(ask(), questions=questions)).answers
     assert answers.logprobs is not None
     assert answers.topk is not None
     assert answers.targets is not None
@@ -110,8 +105,7 @@ def test_image_positions_have_no_scores_of_their_own(vision_base: BaseModel) -> 
 
 
 def test_the_likeliest_sampled_tokens_are_those_of_the_temperature(text_base: BaseModel) -> None:
-    rendered = renderer(text_base).render([random_tokens(0, 10)])
-    sampler = sampler_of(text_base)
+    sampler, rendered = sampler_of(text_base), prompt_of(text_base, (0, 10))
     sampler.add("x", replace(ask(replace(PARAMS, temperature=0.5, top_k=1)), topk_sample_logprobs=3), rendered, None)
     sampler.add("y", ask(), rendered, None)
     done = run(sampler)
@@ -120,23 +114,20 @@ def test_the_likeliest_sampled_tokens_are_those_of_the_temperature(text_base: Ba
     assert sequence.topk is not None
     assert sequence.topk.token_ids[:, 0].tolist() == sequence.tokens
     np.testing.assert_allclose(sequence.topk.logprobs[:, 0], sequence.logprobs, rtol=1e-6)  # two kernels on a GPU
-    whole = renderer(text_base).render([random_tokens(0, 10)])
-    expected = (all_logprobs(text_base, whole.followed_by(_answer(whole, sequence.tokens)), None)[10:] / 0.5).log_softmax(-1)
-    values, ids = expected.topk(3)
+    whole = rendered.followed_by(_answer(rendered, sequence.tokens))
+    values, ids = (all_logprobs(text_base, whole, None)[10:] / 0.5).log_softmax(-1).topk(3)
     np.testing.assert_array_equal(sequence.topk.token_ids, ids.numpy())
     np.testing.assert_allclose(sequence.topk.logprobs, values.numpy(), atol=1e-4)
 
 
 def test_a_short_suffix_is_scored_from_the_cache(text_base: BaseModel) -> None:
-    sampler, rendered = sampler_of(text_base), renderer(text_base).render([random_tokens(0, 100)])
-    answers = []
+    sampler, rendered = sampler_of(text_base), prompt_of(text_base, (0, 100))
+    expected = forward_logprobs(text_base, None, rendered, [0])[0]
     for last_n, cached in ((None, 0), (10, 80)):
-        sampler.add("x", replace(ask(), questions=PromptQuestions(logprobs=True, last_n=last_n)), rendered, None)
-        result = run(sampler)["x"]
+        result = sampled(sampler, rendered, replace(ask(), questions=PromptQuestions(logprobs=True, last_n=last_n)))
         assert result.cached_tokens == cached
         assert result.answers.logprobs is not None
-        answers.append(result.answers.logprobs)
-    np.testing.assert_allclose(answers[1][90:], answers[0][90:], atol=1e-4)
+        np.testing.assert_allclose(result.answers.logprobs[90:], expected[89:], atol=1e-4)
 
 
 def _answer(prompt: RenderedInput, tokens: list[int]) -> RenderedInput:
@@ -149,16 +140,3 @@ def test_the_questions_are_checked_against_the_rendered_prompt(family_base: Call
     rendered = renderer(base).render(picture_chunks(base, 1, 8))
     with pytest.raises(UserError, match=f"must be between 1 and {len(rendered) - 1}"):
         sampler_of(base).add("x", replace(ask(), questions=PromptQuestions(logprobs=True, last_n=len(rendered))), rendered, None)
-
-
-def test_alternatives_at_the_lowest_temperatures_are_the_likeliest_tokens(text_base: BaseModel) -> None:
-    """Dividing by 1e-38 would make every logit infinite."""
-    rendered = renderer(text_base).render([random_tokens(0, 9)])
-    likeliest = all_logprobs(text_base, rendered, None)[1:].argmax(-1)
-    for temperature in (1e-50, 1e-38, 0.0):
-        sampler = sampler_of(text_base)
-        request = replace(ask(replace(PARAMS, temperature=temperature)), questions=PromptQuestions(alternatives=3))
-        sampler.add("x", request, rendered, None)
-        alternatives = run(sampler)["x"].answers.alternatives
-        assert alternatives is not None
-        np.testing.assert_array_equal(alternatives.token_ids, likeliest.unsqueeze(1).expand(-1, 3).numpy())

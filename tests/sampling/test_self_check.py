@@ -3,9 +3,11 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from tests.bases import OTHER_DECODERS, load, write_decoder
 from tests.extent import families
 from tinsmith.errors import ConfigError
+from tinsmith.models import vision_tower
 from tinsmith.models.base import BaseModel
 from tinsmith.models.decoder import AttentionBlock, Decoder, Layer, Pass
 from tinsmith.models.fused import Normed
@@ -28,14 +31,20 @@ def test_what_we_serve_passes(family_base: Callable[[str], BaseModel], family: s
     check_base_model(family_base(family), samples=True)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_vl", "qwen3_5"])
+def test_rounding_to_bfloat16_passes(family_dir: Callable[[str], Path], family: str) -> None:
+    check_base_model(load(family_dir(family), dtype="bfloat16"), samples=True)
+
+
 def test_a_network_whose_linears_see_no_batch_passes(tmp_path: Path) -> None:
     write_decoder("opt", tmp_path, word_embed_proj_dim=64, num_key_value_heads=4)
     check_base_model(load(tmp_path), samples=True)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_vl", "qwen3_5"])
-def test_rounding_to_bfloat16_passes(family_dir: Callable[[str], Path], family: str) -> None:
-    check_base_model(load(family_dir(family), dtype="bfloat16"), samples=True)
+def refused(base: BaseModel, reason: str, samples: bool = True) -> None:
+    """The model must not be served, for that reason."""
+    with pytest.raises(ConfigError, match=reason):
+        check_base_model(base, samples=samples)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
@@ -49,8 +58,7 @@ def test_a_model_that_enlarges_rounding_passes_and_a_wrong_one_is_refused(family
     assert isinstance(first, DoctoredLayer)
     wrong = replace(first, change=lambda output: output * 1.001)  # in our decoder only
     base.decoder = replace(base.decoder, layers=(wrong, *others))
-    with pytest.raises(ConfigError, match="transformers computes other log-probabilities"):
-        check_base_model(base, samples=True)
+    refused(base, "transformers computes other log-probabilities")
 
 
 @pytest.mark.parametrize(
@@ -65,8 +73,7 @@ def test_a_model_that_enlarges_rounding_passes_and_a_wrong_one_is_refused(family
 )
 def test_what_computes_other_numbers_is_refused(model_type: str, settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
     write_decoder(model_type, tmp_path, **settings)
-    with pytest.raises(ConfigError, match=rf"tiny \({model_type}\) cannot be served: .*{reason}"):
-        check_base_model(load(tmp_path), samples=True)
+    refused(load(tmp_path), rf"tiny \({model_type}\) cannot be served: .*{reason}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,14 +102,12 @@ def doctored(directory: Path, change: Callable[[Tensor], Tensor], dtype: str = "
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("qwen3", "bfloat16"), ("olmo", "float32")])
 def test_layers_that_carry_state_along_the_row_are_refused(family_dir: Callable[[str], Path], family: str, dtype: str) -> None:
     base = doctored(family_dir(family), lambda output: output + output.roll(1, dims=1), dtype)
-    with pytest.raises(ConfigError, match="a sequence depends on others in its packed row: they differ by"):
-        check_base_model(base, samples=True)
+    refused(base, "a sequence depends on others in its packed row: they differ by")
 
 
 def test_a_leak_below_the_rounding_is_refused(family_dir: Callable[[str], Path]) -> None:
     base = doctored(family_dir("qwen3"), lambda output: output + output.roll(1, dims=1) / 64, "bfloat16")
-    with pytest.raises(ConfigError, match="a sequence changes with the tokens of others in its packed row: by"):
-        check_base_model(base, samples=False)
+    refused(base, "a sequence changes with the tokens of others in its packed row: by", samples=False)
 
 
 class LeakingBackward(torch.autograd.Function):
@@ -117,41 +122,30 @@ class LeakingBackward(torch.autograd.Function):
         return grads[0] + grads[0].roll(-1, 0)
 
 
+leak_backward: Any = LeakingBackward.apply
+
+LEAKS: dict[str, tuple[Callable[..., Any], str]] = {
+    "one long sequence": (
+        lambda own, plan, layer, x, *others: own(PackedPlan([len(x)], x.device, x.dtype), layer, x, *others),
+        "a sequence (depends on|changes with the tokens of) others in its packed row: ",
+    ),
+    "backward": (
+        lambda own, plan, layer, *inputs: leak_backward(own(plan, layer, *inputs)),
+        "the loss of a sequence has gradients in others of its packed row: by",
+    ),
+}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("operation", ["convolve", "delta_rule"])
-def test_a_plan_that_ignores_where_sequences_begin_is_refused(
-    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, operation: str, dtype: str
+@pytest.mark.parametrize("leak", LEAKS)
+def test_a_plan_that_ignores_where_sequences_begin_or_leaks_backward_is_refused(
+    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, leak: str, operation: str, dtype: str
 ) -> None:
     """Convolution and delta rule keep sequences apart each for itself: one of the two is not enough."""
-    own = getattr(PackedPlan, operation)
-
-    def one_long_sequence(plan: PackedPlan, layer: int, x: Tensor, *others: Tensor) -> Tensor:
-        result: Tensor = own(PackedPlan([len(x)], x.device, x.dtype), layer, x, *others)
-        return result
-
-    base = load(family_dir("qwen3_5"), dtype=dtype)
-    check_base_model(base, samples=False)
-    monkeypatch.setattr(PackedPlan, operation, one_long_sequence)
-    with pytest.raises(ConfigError, match=r"a sequence (depends on|changes with the tokens of) others in its packed row: "):
-        check_base_model(base, samples=False)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("operation", ["convolve", "delta_rule"])
-def test_a_backward_that_leaks_is_refused(
-    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, operation: str, dtype: str
-) -> None:
-    own = getattr(PackedPlan, operation)
-
-    def leaking(plan: PackedPlan, layer: int, *inputs: Tensor) -> Tensor:
-        compute: Any = LeakingBackward.apply
-        result: Tensor = compute(own(plan, layer, *inputs))
-        return result
-
-    base = load(family_dir("qwen3_5"), dtype=dtype)
-    monkeypatch.setattr(PackedPlan, operation, leaking)
-    with pytest.raises(ConfigError, match="the loss of a sequence has gradients in others of its packed row: by"):
-        check_base_model(base, samples=False)
+    wrong, reason = LEAKS[leak]
+    monkeypatch.setattr(PackedPlan, operation, partialmethod(partial(wrong, getattr(PackedPlan, operation))))
+    refused(load(family_dir("qwen3_5"), dtype=dtype), reason, samples=False)
 
 
 def test_an_adapter_whose_gradients_miss_a_part_is_refused(family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,15 +158,13 @@ def test_an_adapter_whose_gradients_miss_a_part_is_refused(family_dir: Callable[
 
     base = load(family_dir("qwen3_5"))
     monkeypatch.setattr(PackedPlan, "delta_rule", cut)
-    with pytest.raises(ConfigError, match="a sequence has other gradients in a packed row than alone: by"):
-        check_base_model(base, samples=False)
+    refused(base, "a sequence has other gradients in a packed row than alone: by", samples=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decoding_that_differs_is_refused(family_dir: Callable[[str], Path], dtype: str) -> None:
     base = doctored(family_dir("qwen3"), lambda output: output * 1.5 if output.shape[1] == len(LENGTHS) else output, dtype)
-    with pytest.raises(ConfigError, match="decoding with a cache gives other log-probabilities than a full forward pass: they differ by"):
-        check_base_model(base, samples=True)
+    refused(base, "decoding with a cache gives other log-probabilities than a full forward pass: they differ by")
     check_base_model(base, samples=False)
 
 
@@ -198,8 +190,7 @@ def test_states_that_are_not_those_of_the_tokens_are_refused(
 ) -> None:
     name, instead, reason = SPOILED[what]
     monkeypatch.setattr(StateSteps if name == "commit" else StateSlots, name, instead)
-    with pytest.raises(ConfigError, match=reason):
-        check_base_model(family_base("qwen3_5"), samples=True)
+    refused(family_base("qwen3_5"), reason)
 
 
 def spoil_first_layer(decoder: Decoder, **changes: Any) -> Decoder:
@@ -234,15 +225,13 @@ def test_a_decoder_of_ours_that_computes_something_else_is_refused(family_dir: C
     base = load(family_dir(family))
     assert base.decoder is not None
     base.decoder = spoil(base.decoder)
-    with pytest.raises(ConfigError, match="transformers computes other log-probabilities: they differ by"):
-        check_base_model(base, samples=False)
+    refused(base, "transformers computes other log-probabilities: they differ by", samples=False)
 
 
 def test_a_window_that_we_are_not_told_of_is_refused(family_dir: Callable[[str], Path]) -> None:
     base = load(family_dir("gemma3_text"))
     base.language_model.layers[0].self_attn.sliding_window = None
-    with pytest.raises(ConfigError, match="transformers computes other log-probabilities: they differ by"):
-        check_base_model(base, samples=True)
+    refused(base, "transformers computes other log-probabilities: they differ by")
 
 
 def test_the_check_leaves_the_model_as_it_was(family_dir: Callable[[str], Path]) -> None:
@@ -252,3 +241,48 @@ def test_the_check_leaves_the_model_as_it_was(family_dir: Callable[[str], Path])
     assert base.network.config.to_dict() == before
     assert base.network.config._attn_implementation == "tinsmith"
     assert base.max_context == 20
+
+
+# The tower
+
+
+def one_span(own: Any, lengths: list[int], device: torch.device, dtype: torch.dtype) -> Any:
+    """As if all pictures were one."""
+    return own([sum(lengths)], device, dtype)
+
+
+def across(own: Any, grid: tuple[int, int, int], merge: int) -> Any:
+    """Rows for columns."""
+    return own(grid, merge)[::-1]
+
+
+def unsorted(own: Any, grid: tuple[int, int, int], merge: int, window: int) -> Any:
+    """Windows of the right sizes with the wrong patches."""
+    order, lengths = own(grid, merge, window)
+    return np.sort(order), lengths
+
+
+def unturned(own: Any, x: Tensor, *angles: Tensor, **settings: object) -> Tensor:
+    """No rotation."""
+    return x
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "fault", "dtype"),
+    [
+        ("qwen3_vl", "Spans", one_span, "float32"),
+        ("qwen3_vl", "Spans", one_span, "bfloat16"),
+        ("qwen3_5", "patch_places", across, "float32"),
+        ("qwen3_5", "patch_places", across, "bfloat16"),
+        ("qwen3_vl", "rotate", unturned, "float32"),
+        ("qwen3_vl", "rotate", unturned, "bfloat16"),
+        ("qwen2_5_vl", "window_order", unsorted, "float32"),  # the tiny model's windows matter too little for bfloat16
+    ],
+)
+def test_a_tower_that_computes_otherwise_is_refused(
+    family_dir: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, part: str, fault: Any, dtype: str
+) -> None:
+    own = getattr(vision_tower, part)
+    monkeypatch.setattr(vision_tower, part, lambda *arguments, **settings: fault(own, *arguments, **settings))
+    reason = r"cannot be served: transformers computes other features of pictures: they differ by \d"
+    refused(load(family_dir(family), dtype=dtype), reason, samples=False)

@@ -16,37 +16,18 @@ def first_stop(rule: StopIds | StopStrings, tokens: list[int]) -> int | None:
     return None
 
 
-def test_ids() -> None:
+def test_ids_and_strings_end_with_the_token_that_completes_them(text_base: BaseModel) -> None:
+    """A string may lie across tokens and inside one. Ids, such as that of the end of sequence, count beside strings."""
     assert first_stop(StopIds([7, 9]), [1, 2, 9, 7]) == 3
     assert first_stop(StopIds([]), [1, 2, 9, 7]) is None
-
-
-def test_strings_end_with_the_token_that_completes_them(text_base: BaseModel) -> None:
-    tokenizer = text_base.tokenizer
-    tokens = tokenizer("Answer: 42\n\nUser: what")["input_ids"]
-    count = first_stop(StopStrings([], ("\n\nUser:",), tokenizer), tokens)
-    assert count is not None
-    assert "\n\nUser:" in tokenizer.decode(tokens[:count])
-    assert "\n\nUser:" not in tokenizer.decode(tokens[: count - 1])
-
-
-def test_a_string_may_lie_across_tokens_and_inside_one(text_base: BaseModel) -> None:
     tokenizer = text_base.tokenizer
     letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "abcde"]
-    assert first_stop(StopStrings([], ("bcd",), tokenizer), letters) == 4
-    assert first_stop(StopStrings([], ("x", "b"), tokenizer), letters) == 2
-    assert first_stop(StopStrings([], ("ca",), tokenizer), letters) is None
-
-
-def test_a_character_of_several_tokens_is_seen_when_complete(text_base: BaseModel) -> None:
-    tokenizer = text_base.tokenizer
-    tokens = tokenizer("a€b")["input_ids"]
-    assert first_stop(StopStrings([], ("€",), tokenizer), tokens) == len(tokens) - 1
-
-
-def test_end_of_sequence_still_ends_a_request_with_strings(text_base: BaseModel) -> None:
-    eos = next(iter(text_base.eos_token_ids()))
-    assert first_stop(StopStrings([eos], ("never",), text_base.tokenizer), [1, 2, eos]) == 3
+    for strings, count in ((("bcd",), 4), (("x", "b"), 2), (("ca",), None)):
+        assert first_stop(StopStrings([], strings, tokenizer), letters) == count
+    assert first_stop(StopStrings([letters[2]], ("never",), tokenizer), letters) == 3
+    for written, string, after in (("Answer: 42\n\nUser: what", "\n\nUser:", " what"), ("a€b", "€", "b")):
+        tokens = tokenizer(written)["input_ids"]
+        assert first_stop(StopStrings([], (string,), tokenizer), tokens) == len(tokens) - len(tokenizer(after)["input_ids"])
 
 
 def test_bytes_that_are_no_utf8_end_neither_the_sequence_nor_its_stop_strings() -> None:

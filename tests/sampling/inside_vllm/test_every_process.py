@@ -16,9 +16,15 @@ DESCRIBES_NMS = '@__import__("torch").library.register_fake("torchvision::nms")\
 """What torchvision does at import, whether its C++ side has been loaded or not."""
 
 
-def environment(directory: Path) -> dict[str, str]:
-    """Of a process that finds a torchvision without its C++ side, a torchaudio that does not load, and our `sitecustomize`."""
-    packages = directory / "packages"
+def run(code: str, directory: Path) -> "subprocess.CompletedProcess[str]":
+    """Python that finds what lies in `directory` and in its packages."""
+    environment = os.environ | {"PYTHONPATH": f"{directory}:{directory / 'packages'}"}
+    return subprocess.run([REAL_PYTHON, "-c", code], capture_output=True, text=True, check=False, env=environment)
+
+
+def test_torchvision_can_be_imported_torchaudio_is_not_there_and_the_environments_sitecustomize_runs_too(tmp_path: Path) -> None:
+    """There is a torchvision without its C++ side, and a torchaudio that does not load."""
+    packages = tmp_path / "packages"
     for name, module, content in (
         ("torchvision", "__init__", "from torchvision import _meta_registrations"),
         ("torchvision", "_meta_registrations", DESCRIBES_NMS),
@@ -30,24 +36,12 @@ def environment(directory: Path) -> dict[str, str]:
         ):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    (directory / "sitecustomize.py").symlink_to(every_process.__file__)
-    return os.environ | {"PYTHONPATH": f"{directory}:{packages}"}
-
-
-def run(code: str, **more: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([REAL_PYTHON, "-c", code], capture_output=True, text=True, check=False, env=more)
-
-
-def test_torchvision_can_be_imported_and_torchaudio_is_not_there(tmp_path: Path) -> None:
-    env = environment(tmp_path)
-    ended = run("import torchvision, importlib.util; print(importlib.util.find_spec('torchaudio'))", **env)
-    assert (ended.returncode, ended.stdout) == (0, "None\n"), ended.stderr
-    (tmp_path / "sitecustomize.py").unlink()
-    assert "operator torchvision::nms does not exist" in run("import torchvision", **env).stderr
-    assert "Could not load this library" in run("import torchaudio", **env).stderr
-
-
-def test_the_sitecustomize_of_the_environment_runs_too(tmp_path: Path) -> None:
-    env = environment(tmp_path)
-    (tmp_path / "packages" / "sitecustomize.py").write_text("print('hidden', __name__)")
-    assert run("import torchvision", **env).stdout == "hidden sitecustomize\n"
+    (packages / "sitecustomize.py").write_text("print('hidden', __name__)")
+    ours = tmp_path / "sitecustomize.py"
+    ours.symlink_to(every_process.__file__)
+    ended = run("import torchvision, importlib.util; print(importlib.util.find_spec('torchaudio'))", tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "hidden sitecustomize\nNone\n"), ended.stderr
+    ours.unlink()
+    errors = run("try:\n  import torchvision\nexcept RuntimeError as error:\n  print(error)\nimport torchaudio", tmp_path)
+    assert "operator torchvision::nms does not exist" in errors.stdout
+    assert "Could not load this library" in errors.stderr

@@ -149,8 +149,9 @@ def test_a_worker_that_fails_keeps_nobody_waiting_and_takes_the_next_update(tmp_
 
 
 @with_gloo
-def test_a_worker_that_cannot_receive_ends_if_others_would_wait_for_it(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_receive_ends_if_others_would_wait_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone it is an error: the trainer hears of it from vLLM, and gives up."""
+    monkeypatch.setattr(transfer_group, "_LONGEST_WITH_GLOO", timedelta(seconds=5))
     (tmp_path / "alone").mkdir()
     _, (pipe,), workers = joined(tmp_path / "alone", lack_memory)
     assert told(pipe) == "failed"

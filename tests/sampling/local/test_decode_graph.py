@@ -9,9 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.bases import DEVICE, load, new_ref, random_adapter, random_tokens, renderer
+from tests.bases import DEVICE, load, new_ref, random_adapter
 from tests.sampling.local.test_decoding import add_mixed, check_equal
-from tests.sampling.local.test_sampler import PARAMS, ask, forward_logprobs, run, sampler_of
+from tests.sampling.local.test_sampler import (
+    PARAMS,
+    ask,
+    check,
+    check_versions,
+    forward_logprobs,
+    full_weights,
+    prompt_of,
+    run,
+    sampled,
+    sampler_of,
+    tokens_of,
+)
 from tinsmith.config import TrainingConfig
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
@@ -53,7 +65,7 @@ def test_graphs_give_the_tokens_of_the_same_steps_without_graphs(
 
 def test_a_replayed_graph_reads_the_newest_adapter(text_base: BaseModel) -> None:
     """Published in flight, and sampled one after the other; no graph is captured for it."""
-    sampler, rendered = sampler_of(text_base), renderer(text_base).render([random_tokens(0, 20)])
+    sampler, rendered = sampler_of(text_base), prompt_of(text_base, (0, 20))
     versions = [random_adapter(text_base, 4, seed, ref=new_ref(f"v{seed}", "m")) for seed in range(4)]
     sampler.add("x", ask(replace(PARAMS, max_tokens=40)), rendered, versions[0])
     for newest in versions[1:]:
@@ -61,19 +73,17 @@ def test_a_replayed_graph_reads_the_newest_adapter(text_base: BaseModel) -> None
             sampler.step()
         before = dict(graphs_of(sampler))
         sampler.publish(newest)
-    (sequence,) = run(sampler)["x"].sequences
+    result = run(sampler)["x"]
     assert graphs_of(sampler) == before
-    assert [span.version for span in sequence.versions] == ["v0", "v1", "v2", "v3"]
-    for span, version in zip(sequence.versions, versions, strict=True):
-        _, expected = forward_logprobs(text_base, version, rendered, sequence.tokens)
-        np.testing.assert_allclose(sequence.logprobs[span.start : span.end], expected[span.start : span.end], atol=1e-4)
+    assert [span.version for span in result.sequences[0].versions] == ["v0", "v1", "v2", "v3"]
+    check_versions(text_base, rendered, [*versions], result)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_vl", "qwen3_5"])
 def test_in_half_precision_too_a_replayed_graph_reads_the_newest_weights(family_dir: Callable[[str], Path], family: str) -> None:
     """On the kernels of half precision, after the columns of adapters have grown, and of full weights. Versions lie nats apart."""
     base = load(family_dir(family), dtype="bfloat16")
-    sampler, rendered = sampler_of(base), renderer(base).render([random_tokens(0, 20)])
+    sampler, rendered = sampler_of(base), prompt_of(base, (0, 20))
     backend = LocalBackend(base, TrainingConfig(logits_chunk=16))
     backend.create_model("full", LoraShape(0, 0))
     for number, rank in enumerate((4, 40, 0)):
@@ -111,20 +121,17 @@ def change_all(weights: Weights, seed: int) -> None:
 
 def test_graphs_are_captured_again_when_what_they_read_lies_elsewhere(text_base: BaseModel) -> None:
     """The columns of adapters grow, and the cache is replaced."""
-    sampler, rendered = sampler_of(text_base), renderer(text_base).render([random_tokens(0, 20)])
+    sampler, rendered = sampler_of(text_base), prompt_of(text_base, (0, 20))
     for rank in (8, 40):
         adapter = random_adapter(text_base, rank, rank)
         before = dict(graphs_of(sampler))
-        sampler.add("x", ask(), rendered, adapter)
-        (sequence,) = run(sampler)["x"].sequences
-        _, expected = forward_logprobs(text_base, adapter, rendered, sequence.tokens)
-        np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
+        result = sampled(sampler, rendered, ask(), adapter)
+        check(text_base, rendered, adapter, result)
         assert graphs_of(sampler)
         assert not set(map(id, before.values())) & set(map(id, graphs_of(sampler).values()))
     sampler.cache.keys, sampler.cache.values = sampler.cache.keys.clone(), sampler.cache.values.clone()
     before = dict(graphs_of(sampler))
-    sampler.add("x", ask(), rendered, adapter)
-    assert run(sampler)["x"].sequences[0].tokens == sequence.tokens
+    assert tokens_of(sampled(sampler, rendered, ask(), adapter)) == tokens_of(result)
     assert not set(map(id, before.values())) & set(map(id, graphs_of(sampler).values()))
 
 
@@ -181,14 +188,9 @@ def test_nothing_in_a_step_waits_for_the_device(family_base: Callable[[str], Bas
 
 def test_full_weights_have_graphs_of_their_own_as_long_as_they_are_sampled(text_base: BaseModel) -> None:
     """Beside those of the base, which stay."""
-    backend = LocalBackend(text_base, TrainingConfig(logits_chunk=16))
-    backend.create_model("full", LoraShape(0, 0))
-    sampler, rendered = sampler_of(text_base), renderer(text_base).render([random_tokens(0, 20)])
-    for _ in range(2):
-        for tensor in backend.optimizers["full"].weights.tensors():
-            tensor.data += 0.005
-        backend.optimizers["full"].weights.refresh()
-        full = backend.snapshot("full", new_ref())
+    sampler, rendered = sampler_of(text_base), prompt_of(text_base, (0, 20))
+    for change in (0.005, 0.01):
+        full = full_weights(text_base, change)
         sampler.add("full", ask(replace(PARAMS, max_tokens=30), num_samples=2), rendered, full)
         sampler.add("base", ask(replace(PARAMS, max_tokens=40)), rendered, None)
         for _ in range(8):
@@ -197,7 +199,6 @@ def test_full_weights_have_graphs_of_their_own_as_long_as_they_are_sampled(text_
         assert runner.graphs
         assert not runner.eager
         for name, result in run(sampler).items():
-            _, expected = forward_logprobs(text_base, full if name == "full" else None, rendered, result.sequences[0].tokens)
-            np.testing.assert_allclose(result.sequences[0].logprobs, expected, atol=1e-4)
+            check(text_base, rendered, full if name == "full" else None, result)
         assert not sampler.decoding.runners
         assert graphs_of(sampler)

@@ -1,7 +1,6 @@
 """Decoding steps: what lies in the rows on the device, what a step reads, and steps that are launched before the last one is read."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,38 +10,44 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.bases import new_ref, picture_chunks, random_adapter, random_tokens, renderer
+from tests.bases import picture_chunks, random_adapter, renderer
 from tests.extent import slow
-from tests.sampling.local.test_fairness import of_session
-from tests.sampling.local.test_sampler import PARAMS, ask, forward_logprobs, prompts, run, sampler_of
-from tinsmith.config import TrainingConfig
+from tests.sampling.local.test_sampler import (
+    PARAMS,
+    ask,
+    check,
+    full_weights,
+    of_session,
+    outcomes,
+    prompt_of,
+    prompts,
+    run,
+    sampled,
+    sampler_of,
+    sick_adapter,
+    tokens_of,
+)
 from tinsmith.models.base import BaseModel
-from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.choose import likeliest
 from tinsmith.sampling.local import decode_step, decoding
 from tinsmith.sampling.local.decode_graph import rung_of
 from tinsmith.sampling.local.decode_step import DecodeStep, StepRows
-from tinsmith.sampling.local.device_batch import FIELDS, LENGTH, TOKEN, DeviceBatch
+from tinsmith.sampling.local.device_batch import FIELDS, DeviceBatch
 from tinsmith.sampling.local.paged_attention import paged_reference
 from tinsmith.sampling.local.sampler import LocalSampler
+from tinsmith.sampling.local.sequence import Sequence
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
-from tinsmith.training.backend import LocalBackend
 from tinsmith.wire.sample import StopRule
 
-Run = Callable[[DeviceBatch, StepRows], Tensor | None]
 
-
-@contextmanager
-def each_step(sampler: LocalSampler, before: Callable[[DeviceBatch, StepRows], StepRows]) -> Iterator[None]:
-    """Every step of the sampler is given what `before` makes of its rows."""
+def before_each_step(sampler: LocalSampler, before: Callable[[DeviceBatch, StepRows], StepRows]) -> None:
+    """Give every step of the sampler what `before` makes of its rows."""
     inner = sampler.decoding.run
 
     def around(batch: DeviceBatch, rows: StepRows) -> Tensor | None:
         return inner(batch, before(batch, rows))
 
     sampler.decoding.run = around  # type: ignore[assignment]
-    yield
-    sampler.decoding.run = inner
 
 
 def add_mixed(sampler: LocalSampler, base: BaseModel, number: int = 12) -> None:
@@ -85,7 +90,7 @@ def test_rows_are_what_the_host_knows_whoever_comes_and_goes(family_base: Callab
     sampler = sampler_of(base, blocks=40, runs_ahead=False, prefill_tokens=24, max_running=6)
     counts = []
 
-    def check(batch: DeviceBatch, rows: StepRows) -> StepRows:
+    def compare(batch: DeviceBatch, rows: StepRows) -> StepRows:
         anew = sampler.decoding._batch(len(batch.state))
         seats = [seat.sequence.seat for seat in batch.seats]
         for seat in batch.seats:
@@ -103,8 +108,8 @@ def test_rows_are_what_the_host_knows_whoever_comes_and_goes(family_base: Callab
         return rows
 
     add_mixed(sampler, base)
-    with each_step(sampler, check):
-        run(sampler)
+    before_each_step(sampler, compare)
+    run(sampler)
     assert {2, 3, 6} <= set(counts)
 
 
@@ -124,8 +129,8 @@ def test_dead_rows_change_nothing(family_base: Callable[[str], BaseModel], famil
 
     add_mixed(alone, base)
     add_mixed(padded, base)
-    with each_step(padded, pad):
-        check_equal(padded, alone)
+    before_each_step(padded, pad)
+    check_equal(padded, alone)
 
 
 def test_rungs_hold_the_rows_and_no_more_than_there_are_places() -> None:
@@ -190,15 +195,15 @@ def test_launching_ahead_changes_no_answer(family_base: Callable[[str], BaseMode
 def test_a_step_is_under_way_while_the_tokens_of_the_last_are_read(text_base: BaseModel) -> None:
     """Also when a sequence has ended, when one joins, and when one needs a block; not when there is none."""
     sampler = sampler_of(text_base, blocks=8, runs_ahead=True)
-    sampler.add("long", ask(replace(PARAMS, max_tokens=40)), renderer(text_base).render([random_tokens(0, 20)]), None)
-    sampler.add("short", ask(replace(PARAMS, max_tokens=6)), renderer(text_base).render([random_tokens(1, 20)]), None)
+    sampler.add("long", ask(replace(PARAMS, max_tokens=40)), prompt_of(text_base, (0, 20)), None)
+    sampler.add("short", ask(replace(PARAMS, max_tokens=6)), prompt_of(text_base, (1, 20)), None)
     sampler.step()
     under_way = []
     while sampler.schedule.running:
         sampler.step()
         under_way.append(len(sampler.flights))
         if len(under_way) == 10:
-            sampler.add("joins", ask(replace(PARAMS, max_tokens=50)), renderer(text_base).render([random_tokens(2, 20)]), None)
+            sampler.add("joins", ask(replace(PARAMS, max_tokens=50)), prompt_of(text_base, (2, 20)), None)
     assert under_way[:10] == [1] * 10
     assert under_way.count(0) <= 16 + 1  # the cache is full for the last tokens of "long", until it ends
     run(sampler)
@@ -209,14 +214,12 @@ def test_a_step_is_under_way_while_the_tokens_of_the_last_are_read(text_base: Ba
 def test_what_happens_between_steps_finds_one_under_way(family_base: Callable[[str], BaseModel], family: str, when: int) -> None:
     """A sample is cancelled, another stops at a token that nobody foresaw: the rest get their tokens."""
     base = family_base(family)
-    asked = {str(number): renderer(base).render([random_tokens(number, 14 + number)]) for number in range(4)}
-    alone = sampler_of(base, runs_ahead=False)
+    asked = {str(number): prompt_of(base, (number, 14 + number)) for number in range(4)}
+    alone, sampler = (sampler_of(base, runs_ahead=runs_ahead) for runs_ahead in (False, True))
     for name, rendered in asked.items():
         alone.add(name, ask(num_samples=2), rendered, None)
-    expected = run(alone)
-    stop = expected["1"].sequences[0].tokens[when]
-
-    sampler = sampler_of(base, runs_ahead=True)
+    expected = {name: tokens_of(result) for name, result in run(alone).items()}
+    stop = expected["1"][0][when]
     for name, rendered in asked.items():
         rule = StopRule(eos=False, strings=(), token_ids=(stop,) if name == "1" else ())
         sampler.add(name, ask(replace(PARAMS, stop=rule), num_samples=2), rendered, None)
@@ -225,64 +228,18 @@ def test_what_happens_between_steps_finds_one_under_way(family_base: Callable[[s
     assert sampler.flights
     sampler.cancel("2")
     done = run(sampler)
-    assert sorted(done) == ["0", "1", "3"]
-    for name in ("0", "3"):
-        assert [s.tokens for s in done[name].sequences] == [s.tokens for s in expected[name].sequences]
-    for mine, whole in zip(done["1"].sequences, expected["1"].sequences, strict=True):
-        assert mine.tokens == whole.tokens[: whole.tokens.index(stop) + 1 if stop in whole.tokens else None]
+    expected["1"] = [tokens[: tokens.index(stop) + 1 if stop in tokens else None] for tokens in expected["1"]]
+    assert {name: tokens_of(result) for name, result in done.items()} == {name: expected[name] for name in "013"}
     for name, result in done.items():
-        _, answer = forward_logprobs(base, None, asked[name], result.sequences[0].tokens)
-        np.testing.assert_allclose(result.sequences[0].logprobs, answer, atol=1e-4)
+        check(base, asked[name], None, result)
 
 
-def test_abandoning_leaves_nothing_under_way(hybrid_base: BaseModel) -> None:
-    sampler = sampler_of(hybrid_base, runs_ahead=True)
-    rendered = renderer(hybrid_base).render([random_tokens(0, 20)])
-    for _ in range(2):
-        sampler.add("x", ask(num_samples=3), rendered, random_adapter(hybrid_base))
-        for _ in range(4):
-            assert sampler.step() == []
-        sampler.abandon()
-        assert not sampler.has_work
-        assert sampler.step() == []
-    sampler.add("x", ask(num_samples=3), rendered, None)
-    assert len(run(sampler)["x"].sequences) == 3
-
-
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_a_step_that_always_fails_for_one_job_fails_that_job_alone(
-    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
-) -> None:
-    sampler, alone = sampler_of(text_base, runs_ahead=runs_ahead), sampler_of(text_base, runs_ahead=False)
-    for each in (sampler, alone):
-        for number in range(4):
-            each.add(str(number), ask(num_samples=2), renderer(text_base).render([random_tokens(number, 9)]), None)
-    expected = {name: [s.tokens for s in result.sequences] for name, result in run(alone).items() if name != "2"}
-    inner = decode_step.DecodeStep.__call__
-
-    def failing(step: Any, batch: DeviceBatch, rows: StepRows) -> Tensor:
-        logits = inner(step, batch, rows)
-        if any(seat.sequence.job.request_id == "2" and len(seat.sequence.tokens) > 4 for seat in batch.seats):
-            raise RuntimeError("injected")  # when the rows have been advanced
-        return logits
-
-    monkeypatch.setattr(decode_step.DecodeStep, "__call__", failing)
-    done: dict[str, Any] = {}
-    while sampler.has_work:
-        for event in sampler.step():
-            done[event.request_id] = event
-    assert isinstance(done.pop("2"), SampleFailure)
-    assert {name: [s.tokens for s in event.sequences] for name, event in done.items() if isinstance(event, SampleResult)} == expected
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_likeliest_tokens_that_cannot_be_had_fail_their_job_alone(
-    family_base: Callable[[str], BaseModel], monkeypatch: pytest.MonkeyPatch, family: str, runs_ahead: bool
+    any_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
 ) -> None:
     """The step is done by then, and is not computed again."""
-    base = family_base(family)
-    sampler, calls = sampler_of(base, runs_ahead=runs_ahead), []
+    sampler, calls = sampler_of(any_base, runs_ahead=runs_ahead), []
 
     def failing(*arguments: Any) -> tuple[Tensor, Tensor]:
         calls.append(arguments)
@@ -291,19 +248,16 @@ def test_likeliest_tokens_that_cannot_be_had_fail_their_job_alone(
         return likeliest(*arguments)
 
     monkeypatch.setattr(decoding, "likeliest", failing)
-    rendered = {name: renderer(base).render([random_tokens(index, 20)]) for index, name in enumerate(["asks", "other", "third"])}
-    for name, prompt in rendered.items():
-        sampler.add(name, replace(ask(num_samples=2), topk_sample_logprobs=3 * (name == "asks")), prompt, None)
-    ended: dict[str, Any] = {}
-    while sampler.has_work:
-        ended |= {event.request_id: event for event in sampler.step()}
+    asked = {name: prompt_of(any_base, (index, 20)) for index, name in enumerate(["asks", "other", "third"])}
+    for name, rendered in asked.items():
+        sampler.add(name, replace(ask(num_samples=2), topk_sample_logprobs=3 * (name == "asks")), rendered, None)
+    ended = outcomes(sampler)
     failure = ended.pop("asks")
     assert isinstance(failure, SampleFailure)
     assert "OutOfMemoryError('injected')" in str(failure.error)
     for name, result in ended.items():
-        for sequence in result.sequences:
-            _, expected = forward_logprobs(base, None, rendered[name], sequence.tokens)
-            np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
+        assert isinstance(result, SampleResult)
+        check(any_base, asked[name], None, result)
 
 
 # Weights that share a step, and such that do not
@@ -311,27 +265,20 @@ def test_likeliest_tokens_that_cannot_be_had_fail_their_job_alone(
 
 def test_adapters_without_room_or_with_nan_run_apart(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three adapters find 32 columns, two large ones do not, and one has no finite weights; full rows of the base are beside them."""
-    monkeypatch.setattr("tinsmith.sampling.local.decoding.MOST_COLUMNS", 32)
-    sick = random_adapter(text_base, 4, 9)
-    for pair in sick.masters.values():
-        pair.b.fill_(float("nan"))
-    sick.refresh()
+    monkeypatch.setattr(decoding, "MOST_COLUMNS", 32)
+    sick = sick_adapter(text_base)
     owners = [None, sick, *(random_adapter(text_base, rank, rank) for rank in (4, 8, 16, 24, 30))]
-    sampler = sampler_of(text_base)
-    rendered = renderer(text_base).render([random_tokens(0, 20)])
+    sampler, rendered = sampler_of(text_base), prompt_of(text_base, (0, 20))
     for number, owner in enumerate(owners):
         sampler.add(str(number), of_session("ab"[number % 2], 20), rendered, owner)
     sampler.step()
     sampler.step()
     assert sorted(adapter.shape.rank for adapter in sampler.decoding.placed.values()) == [4, 8, 16]
     assert len(sampler.decoding.batches) == 4
-    done = run(sampler)
-    for number, owner in enumerate(owners):
-        (sequence,) = done[str(number)].sequences
-        assert len(sequence.tokens) == 20
-        if owner is not sick:
-            _, expected = forward_logprobs(text_base, owner, rendered, sequence.tokens)
-            np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
+    for name, result in run(sampler).items():
+        assert len(result.sequences[0].tokens) == 20
+        if owners[int(name)] is not sick:
+            check(text_base, rendered, owners[int(name)], result)
     sampler.add("later", ask(), rendered, owners[-1])
     sampler.step()
     sampler.step()
@@ -346,22 +293,8 @@ def test_rows_take_the_columns_of_newer_weights(vision_base: BaseModel) -> None:
     rendered = renderer(vision_base).render(picture_chunks(vision_base, 0, 5))
     for seed in range(4):
         adapter = random_adapter(vision_base, 16, seed)
-        sampler.add("x", ask(num_samples=2), rendered, adapter)
-        for sequence in run(sampler)["x"].sequences:
-            _, expected = forward_logprobs(vision_base, adapter, rendered, sequence.tokens)
-            np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
+        check(vision_base, rendered, adapter, sampled(sampler, rendered, ask(num_samples=2), adapter))
     assert sampler.decoding.adapters.columns == 32
-
-
-def test_a_row_holds_tokens_and_lengths_that_the_device_advances(text_base: BaseModel) -> None:
-    sampler = sampler_of(text_base, runs_ahead=False)
-    sampler.add("x", ask(), renderer(text_base).render([random_tokens(0, 7)]), None)
-    sampler.step()
-    for tokens in range(2, 5):
-        sampler.step()
-        (sequence,) = sampler.schedule.running
-        state = sampler.decoding.batches[0].state[0].tolist()
-        assert (state[TOKEN], state[LENGTH]) == (sequence.tokens[-1], 7 + tokens)
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("injected")])
@@ -369,56 +302,43 @@ def test_running_sequences_go_on_in_the_middle_of_a_pass_over_prompts(
     text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     """With `error` one of them fails there, while another sample of its job is being computed again."""
-    sampler, render = sampler_of(text_base, runs_ahead=True, prefill_tokens_beside=20), renderer(text_base)
-    asked = {"first": render.render([random_tokens(0, 9)]), "second": render.render([random_tokens(1, 90)])}
+    sampler = sampler_of(text_base, runs_ahead=True, prefill_tokens_beside=20)
+    asked = {"first": prompt_of(text_base, (0, 9)), "second": prompt_of(text_base, (1, 90))}
     sampler.add("first", ask(num_samples=2), asked["first"], None)
-    events = [event for _ in range(3) for event in sampler.step()]
+    for _ in range(3):
+        assert sampler.step() == []
     sampler.add("second", ask(num_samples=2), asked["second"], None)
     if error:
-        again = sampler.schedule.running[1]
-        sampler.schedule._preempt(again)
-        inner = type(again).append
+        sampler.schedule._preempt(sampler.schedule.running[1])
+        append = Sequence.append
 
-        def append(sequence: Any, *arguments: Any) -> None:
+        def failing(sequence: Sequence, *arguments: Any) -> None:
             if error and sampler.failed_meanwhile is not None and sequence.job.request_id == "first":
                 raise error
-            inner(sequence, *arguments)
+            append(sequence, *arguments)
 
-        monkeypatch.setattr(type(again), "append", append)
-    between = 0
-    while sampler.has_work:
-        before = len(sampler.meanwhile)
-        inside = sampler._decode_between
+        monkeypatch.setattr(Sequence, "append", failing)
+    inside, between = sampler._decode_between, list[bool]()
 
-        def counted(inside: Callable[[], None] = inside) -> None:
-            nonlocal between
-            between += bool(sampler.flights)
-            inside()
+    def counted() -> None:
+        between.append(bool(sampler.flights))
+        inside()
 
-        monkeypatch.setattr(sampler, "_decode_between", counted)
-        events += sampler.step()
-        monkeypatch.setattr(sampler, "_decode_between", inside)
-        assert before == 0
-    assert between > 0
-    ended = {event.request_id: event for event in events if not isinstance(event, TokensSampled)}
+    monkeypatch.setattr(sampler, "_decode_between", counted)
+    ended = outcomes(sampler)
+    assert any(between)
+    assert not sampler.meanwhile
     assert isinstance(ended["first"], SampleFailure) == (error is not None)
     for name, event in ended.items():
         if isinstance(event, SampleResult):
-            for sequence in event.sequences:
-                _, expected = forward_logprobs(text_base, None, asked[name], sequence.tokens)
-                np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-4)
-    assert sampler.cache.available == sampler.cache.total
+            check(text_base, asked[name], None, event)
 
 
 def test_a_step_with_full_weights_waits_for_nothing(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """So it can be captured too."""
     monkeypatch.setattr(decode_step, "paged_attention", paged_reference)
-    backend = LocalBackend(text_base, TrainingConfig(logits_chunk=16))
-    backend.create_model("full", LoraShape(0, 0))
-    backend.optimizers["full"].weights.tensors()[3].data += 0.01
-    backend.optimizers["full"].weights.refresh()
-    full = backend.snapshot("full", new_ref())
-    inner, owners = decode_step.DecodeStep.__call__, []
+    full = full_weights(text_base)
+    inner, owners = DecodeStep.__call__, []
 
     def watched(step: DecodeStep, batch: DeviceBatch, rows: StepRows, in_place: bool = False) -> Tensor:
         assert step.can_be_captured(batch, rows)
@@ -430,21 +350,19 @@ def test_a_step_with_full_weights_waits_for_nothing(text_base: BaseModel, monkey
             return inner(step, batch, rows, in_place)
 
     monkeypatch.setattr(DecodeStep, "__call__", watched)
-    sampler, rendered = sampler_of(text_base, runs_ahead=True), renderer(text_base).render([random_tokens(0, 9)])
+    sampler, rendered = sampler_of(text_base, runs_ahead=True), prompt_of(text_base, (0, 9))
     sampler.add("full", ask(num_samples=2), rendered, full)
     sampler.add("base", ask(num_samples=2), rendered, None)
     for name, result in run(sampler).items():
-        _, expected = forward_logprobs(text_base, full if name == "full" else None, rendered, result.sequences[0].tokens)
-        np.testing.assert_allclose(result.sequences[0].logprobs, expected, atol=1e-4)
+        check(text_base, rendered, full if name == "full" else None, result)
     assert {id(owner) for owner in owners} == {id(full), id(None)}
 
 
 def test_what_a_lack_of_memory_preempts_is_not_launched_with_the_next_group(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The base and an adapter that decodes apart, one of which finds no memory once."""
-    sampler, render = sampler_of(text_base), renderer(text_base)
-    adapter = random_adapter(text_base, 4, 1)
+    sampler, adapter = sampler_of(text_base), random_adapter(text_base, 4, 1)
     monkeypatch.setattr(sampler.decoding, "_find_room", lambda _: False)
-    asked = {str(number): render.render([random_tokens(number, 9 + number)]) for number in range(4)}
+    asked = {str(number): prompt_of(text_base, (number, 9 + number)) for number in range(4)}
     owners = {name: None if int(name) < 2 else adapter for name in asked}
     for name, rendered in asked.items():
         sampler.add(name, ask(), rendered, owners[name])
@@ -460,8 +378,7 @@ def test_what_a_lack_of_memory_preempts_is_not_launched_with_the_next_group(text
 
     monkeypatch.setattr(sampler.decoding, "launch", launch)
     for name, result in run(sampler).items():
-        _, expected = forward_logprobs(text_base, owners[name], asked[name], result.sequences[0].tokens)
-        np.testing.assert_allclose(result.sequences[0].logprobs, expected, atol=1e-4)
+        check(text_base, asked[name], owners[name], result)
     assert calls > 5
     assert sampler.decoding.apart == {}
     assert all(not batch.seats for batch in sampler.decoding.batches.values())
@@ -469,10 +386,10 @@ def test_what_a_lack_of_memory_preempts_is_not_launched_with_the_next_group(text
 
 def test_tokens_are_delivered_while_a_prompt_is_being_computed(text_base: BaseModel) -> None:
     """Before the first of the two layers and behind it; nothing comes twice, and all in order."""
-    sampler, render = sampler_of(text_base, runs_ahead=True, prefill_tokens_beside=90), renderer(text_base)
-    sampler.add("runs", ask(replace(PARAMS, max_tokens=30)), render.render([random_tokens(0, 9)]), None, stream=True)
+    sampler = sampler_of(text_base, runs_ahead=True, prefill_tokens_beside=90)
+    sampler.add("runs", ask(replace(PARAMS, max_tokens=30)), prompt_of(text_base, (0, 9)), None, stream=True)
     events = [event for _ in range(3) for event in sampler.step()]
-    sampler.add("comes", ask(replace(PARAMS, max_tokens=1)), render.render([random_tokens(1, 90)]), None)
+    sampler.add("comes", ask(replace(PARAMS, max_tokens=1)), prompt_of(text_base, (1, 90)), None)
     delivered: list[list[SampleEvent]] = []
     returned = sampler.step(lambda those: delivered.append(list(those)))
     assert [[event.request_id for event in those] for those in delivered] == [["runs"], ["runs"]]

@@ -16,10 +16,7 @@ from tinsmith.sampling.local.delta_step import convolve_step, convolve_step_refe
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-SLOTS = 6
-
-ours: Callable[..., Tensor] = delta_step
-reference: Callable[..., Tensor] = delta_step_reference
+SLOTS, TOKENS = 6, 9
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -34,28 +31,27 @@ def net(rows: int, seed: int = 0, key_dim: int = 16, value_dim: int = 24, dtype:
     return [query, key, value, -drawn(rows, 4, seed=seed + 2, dtype=dtype).abs(), drawn(rows, 4, seed=seed + 3, dtype=dtype).sigmoid()]
 
 
+def stepped(shape: tuple[int, ...], slots: Tensor, step: Callable[[list[int], Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """What steps through two sequences give in all, and what is left in their slots. In all other slots is NaN, and stays there."""
+    memory = torch.full((SLOTS, *shape), math.nan, dtype=torch.float64, device=DEVICE)
+    memory[slots.long()] = 0
+    outs = [step([t, TOKENS + t], memory) for t in range(TOKENS)]
+    assert memory.isnan().flatten(1).all(1).sum() == SLOTS - 2
+    return torch.stack(outs, 1).flatten(0, 1), memory[slots.long()]
+
+
 def test_steps_give_what_the_whole_sequence_gives() -> None:
-    tokens, slots = 9, torch.tensor([4, 2], device=DEVICE)
-    inputs = query, key, value, decay, beta = net(2 * tokens)
-    memory = torch.full((SLOTS, 4, 16, 24), math.nan, dtype=torch.float64, device=DEVICE)
-    memory[slots] = 0
-    outs = [reference(*(x[[t, tokens + t]] for x in inputs), memory, slots) for t in range(tokens)]
-    whole, after = gated_delta_rule(query, key, value, decay, beta, Lengths((tokens, tokens)), None)
-    torch.testing.assert_close(torch.stack(outs, 1).flatten(0, 1), whole, atol=1e-10, rtol=0)
-    torch.testing.assert_close(memory[slots], after, atol=1e-10, rtol=0)
-    assert memory[[0, 1, 3, 5]].isnan().all()
-
-
-def test_convolved_steps_give_what_the_whole_sequence_gives() -> None:
-    tokens, slots = 9, torch.tensor([5, 0], dtype=torch.int32, device=DEVICE)
-    x, weight = drawn(2 * tokens, 10), drawn(10, 4, seed=1)
-    earlier = torch.full((SLOTS, 3, 10), math.nan, dtype=torch.float64, device=DEVICE)
-    earlier[slots.long()] = 0
-    outs = [convolve_step_reference(x[[t, tokens + t]], weight, earlier, slots) for t in range(tokens)]
-    whole, after = convolve(x, weight, Lengths((tokens, tokens)), None)
-    torch.testing.assert_close(torch.stack(outs, 1).flatten(0, 1), whole, atol=1e-12, rtol=0)
-    torch.testing.assert_close(earlier[slots.long()], after, atol=0, rtol=0)
-    assert earlier[1:5].isnan().all()
+    inputs = query, key, value, decay, beta = net(2 * TOKENS)
+    slots = torch.tensor([4, 2], device=DEVICE)
+    out, memory = stepped((4, 16, 24), slots, lambda at, memory: delta_step_reference(*(x[at] for x in inputs), memory, slots))
+    whole, after = gated_delta_rule(query, key, value, decay, beta, Lengths((TOKENS, TOKENS)), None)
+    torch.testing.assert_close(out, whole, atol=1e-10, rtol=0)
+    torch.testing.assert_close(memory, after, atol=1e-10, rtol=0)
+    x, weight, slots = drawn(2 * TOKENS, 10), drawn(10, 4, seed=1), slots.int()
+    out, earlier = stepped((3, 10), slots, lambda at, earlier: convolve_step_reference(x[at], weight, earlier, slots))
+    whole, after = convolve(x, weight, Lengths((TOKENS, TOKENS)), None)
+    torch.testing.assert_close(out, whole, atol=1e-12, rtol=0)
+    torch.testing.assert_close(earlier, after, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
@@ -72,7 +68,7 @@ def test_the_kernel_of_the_delta_rule_is_the_reference(dtype: torch.dtype, key_d
         inputs = net(3, step * 10, key_dim, value_dim, dtype)
         query, key, value, decay, beta = inputs
         out = delta_kernel(query, key, value, decay, beta, memory, slots)
-        expected = reference(*(x.float() for x in inputs), expected_memory, slots)
+        expected = delta_step_reference(*(x.float() for x in inputs), expected_memory, slots)
         assert out.dtype == dtype
         torch.testing.assert_close(out.float(), expected, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
         torch.testing.assert_close(memory, expected_memory, atol=1e-5, rtol=1e-5, equal_nan=True)
@@ -109,7 +105,7 @@ def test_a_captured_step_reads_slots_and_states_anew(step: Callable[..., Tensor]
         out = step(*inputs, memory, slots)
     slots.copy_(torch.tensor([4, 2], device=DEVICE))
     expected_memory = memory.clone()
-    expected = reference(*inputs, expected_memory, slots)
+    expected = delta_step_reference(*inputs, expected_memory, slots)
     graph.replay()
     torch.testing.assert_close(out, expected, atol=BOUNDS[HALF], rtol=BOUNDS[HALF])
     torch.testing.assert_close(memory, expected_memory, atol=1e-4, rtol=1e-4)
@@ -119,8 +115,8 @@ def test_rows_may_share_a_slot_that_nobody_waits_for() -> None:
     inputs = net(4, dtype=torch.float32)
     memory, slots = drawn(SLOTS, 4, 16, 24, dtype=torch.float32), torch.tensor([2, 0, 0, 0], device=DEVICE)
     expected_memory = memory.clone()
-    expected = ours(*(x[:1] for x in inputs), expected_memory, slots[:1])
-    out = ours(*inputs, memory, slots)
+    expected = delta_step(*(x[:1] for x in inputs), expected_memory, slots[:1])
+    out = delta_step(*inputs, memory, slots)
     torch.testing.assert_close(out[:1], expected, atol=0, rtol=0)
     torch.testing.assert_close(memory[2], expected_memory[2], atol=0, rtol=0)
     weight, earlier = drawn(10, 4, dtype=torch.float32), drawn(SLOTS, 3, 10, dtype=torch.float32)

@@ -1,17 +1,19 @@
 """What goes wrong with one sample is its failure alone: the others get the tokens that they would have got without it."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerFast
 
-from tests.bases import random_adapter, random_tokens, renderer
+from tests.bases import random_adapter
 from tests.sampling.local.byte_fallback import WORDS, byte_fallback_tokenizer
-from tests.sampling.local.test_sampler import PARAMS, ask, run, sampler_of
+from tests.sampling.local.test_sampler import PARAMS, ask, of_session, outcomes, prompt_of, run, sampled, sampler_of, tokens_of
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel, PackedRow
 from tinsmith.models.device import upload
@@ -23,45 +25,31 @@ from tinsmith.sampling.local.device_batch import DeviceBatch
 from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.local.sequence import Sequence
 from tinsmith.sampling.prompt_scores import PromptScores
-from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult
-from tinsmith.wire.sample import SampleRequest, StopRule
+from tinsmith.sampling.sampler import SampleFailure, SampleResult
+from tinsmith.wire.sample import StopRule
 
 
-def outcomes(sampler: LocalSampler) -> dict[str, Any]:
-    """By request: the tokens of each sample, or the error. The cache must be whole again."""
-    ended: dict[str, Any] = {}
-    while sampler.has_work:
-        for outcome in sampler.step():
-            assert outcome.request_id not in ended
-            if isinstance(outcome, SampleFailure):
-                ended[outcome.request_id] = outcome.error
-            else:
-                assert isinstance(outcome, SampleResult)
-                ended[outcome.request_id] = [s.tokens for s in outcome.sequences]
-    assert not any(sampler.cache.users)
-    return ended
-
-
-def add_neighbours(sampler: LocalSampler, base: BaseModel, request: Callable[[int], SampleRequest] | None = None) -> None:
-    """Five requests of two samples each."""
+def neighbours(sampler: LocalSampler, base: BaseModel, **params: Any) -> LocalSampler:
+    """The sampler with five requests of two samples each."""
     for number in range(5):
-        rendered = renderer(base).render([random_tokens(number, 5 + 9 * number)])
-        asked = request(number) if request else ask(replace(PARAMS, seed=number), num_samples=2)
-        sampler.add(str(number), asked, rendered, None)
+        request = ask(replace(PARAMS, seed=number, **params), num_samples=2)
+        sampler.add(str(number), request, prompt_of(base, (number, 5 + 9 * number)), None)
+    return sampler
 
 
 def undisturbed(base: BaseModel) -> dict[str, Any]:
-    sampler = sampler_of(base)
-    add_neighbours(sampler, base)
-    return outcomes(sampler)
+    return {name: tokens_of(result) for name, result in run(neighbours(sampler_of(base), base)).items()}
 
 
-def decode_all(tokenizer: PreTrainedTokenizerFast, sequences: list[list[int]]) -> None:
-    """Token by token, as the tokenizers library does it."""
-    for tokens in sequences:
-        stream = DecodeStream(skip_special_tokens=False)
-        for token in tokens:
-            stream.step(tokenizer.backend_tokenizer, token)
+def split(sampler: LocalSampler) -> tuple[dict[str, Any], dict[str, str]]:
+    """Step until nothing is left: the tokens of what succeeded, and the errors of what failed."""
+    ended = outcomes(sampler)
+    tokens = {name: tokens_of(event) for name, event in ended.items() if isinstance(event, SampleResult)}
+    return tokens, {name: str(event.error) for name, event in ended.items() if isinstance(event, SampleFailure)}
+
+
+def without(expected: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: tokens for name, tokens in expected.items() if name not in names}
 
 
 def test_texts_that_are_no_utf8_fail_nobody(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,18 +58,22 @@ def test_texts_that_are_no_utf8_fail_nobody(text_base: BaseModel, monkeypatch: p
     tokenizer = byte_fallback_tokenizer(words)
     monkeypatch.setattr(text_base, "tokenizer", tokenizer)
     stop = StopRule(eos=False, strings=("never written",), token_ids=())
-    sampler = sampler_of(text_base)
-    params = replace(PARAMS, stop=stop, temperature=9.0, max_tokens=250)
-    add_neighbours(sampler, text_base, lambda number: ask(replace(params, seed=number), num_samples=2))
-    ended = outcomes(sampler)
-    assert [len(tokens) for samples in ended.values() for tokens in samples] == [250] * 10
+    ended, failed = split(neighbours(sampler_of(text_base), text_base, stop=stop, temperature=9.0, max_tokens=250))
+    sequences = [tokens for samples in ended.values() for tokens in samples]
+    assert (failed, [len(tokens) for tokens in sequences]) == ({}, [250] * 10)
+
+    def decode_all() -> None:
+        for tokens in sequences:
+            stream = DecodeStream(skip_special_tokens=False)
+            for token in tokens:
+                stream.step(tokenizer.backend_tokenizer, token)
+
     with pytest.raises(Exception, match="Invalid prefix encountered"):
-        decode_all(tokenizer, [tokens for samples in ended.values() for tokens in samples])
+        decode_all()
 
 
 def test_a_stop_rule_that_raises_fails_its_request_alone(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = undisturbed(text_base)
-    append = Sequence.append
+    expected, append = undisturbed(text_base), Sequence.append
 
     def failing(sequence: Sequence, *arguments: Any) -> None:
         if sequence.job.request_id == "3" and sequence.index == 1 and len(sequence.tokens) == 5:
@@ -89,98 +81,81 @@ def test_a_stop_rule_that_raises_fails_its_request_alone(text_base: BaseModel, m
         append(sequence, *arguments)
 
     monkeypatch.setattr(Sequence, "append", failing)
-    sampler = sampler_of(text_base)
-    add_neighbours(sampler, text_base)
-    ended = outcomes(sampler)
-    assert str(ended.pop("3")) == "internal error: ValueError('what number 3 says')"
-    assert ended == {key: tokens for key, tokens in expected.items() if key != "3"}
+    ended, failed = split(neighbours(sampler_of(text_base), text_base))
+    assert failed == {"3": "internal error: ValueError('what number 3 says')"}
+    assert ended == without(expected, "3")
 
 
-def test_scoring_that_raises_fails_its_request_alone(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = undisturbed(text_base)
+def test_scores_and_weights_that_cannot_be_computed_fail_their_requests_alone(any_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the others are under way. When scores are computed, all layers have stepped."""
+    expected = undisturbed(any_base)
 
     def failing(scores: PromptScores, *_: Any) -> None:
         raise UserError("cannot be scored")
 
     monkeypatch.setattr(PromptScores, "add", failing)
-    sampler = sampler_of(text_base)
-    add_neighbours(sampler, text_base)
-    sampler.step()
-    sampler.add("scored", ask(prompt_logprobs=True), renderer(text_base).render([random_tokens(9, 30)]), None)
-    ended = outcomes(sampler)
-    assert str(ended.pop("scored")) == "cannot be scored"
-    assert ended == expected
-
-
-def test_weights_that_cannot_be_computed_fail_their_requests_alone(text_base: BaseModel) -> None:
-    expected = undisturbed(text_base)
-    misshapen = random_adapter(text_base)
+    misshapen = random_adapter(any_base)
     misshapen.working["lm_head"] = LoraPair(*(tensor[:, :1] for tensor in misshapen.working["lm_head"]))
-    sampler = sampler_of(text_base)
-    add_neighbours(sampler, text_base)
+    sampler = neighbours(sampler_of(any_base), any_base)
     sampler.step()
-    sampler.add("broken", ask(num_samples=3), renderer(text_base).render([random_tokens(9, 30)]), misshapen)
-    ended = outcomes(sampler)
-    assert str(ended.pop("broken")).startswith("internal error: RuntimeError(")
-    assert ended == expected
+    sampler.add("scored", ask(num_samples=3, prompt_logprobs=True), prompt_of(any_base, (9, 70)), None)
+    sampler.add("broken", ask(num_samples=3), prompt_of(any_base, (9, 30)), misshapen)
+    ended, failed = split(sampler)
+    assert failed.pop("scored") == "cannot be scored"
+    assert failed.pop("broken").startswith("internal error: RuntimeError(")
+    assert (ended, failed) == (expected, {})
 
 
-@pytest.mark.parametrize("fails_at", range(4))
-def test_out_of_memory_behind_a_pass_touches_no_row(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
-    """The samples of one prompt need copies of its last block. Without memory for one of them, the pass is taken back as a whole."""
-    expected = undisturbed(text_base)
-    sampler = sampler_of(text_base)
-    copy, calls = sampler.cache.copy, []
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_step_that_always_fails_for_one_job_fails_that_job_alone(
+    text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
+) -> None:
+    expected, inner = undisturbed(text_base), DecodeStep.__call__
 
-    def failing(block: int) -> int:
-        calls.append(block)
-        if len(calls) == fails_at + 1:
-            raise torch.OutOfMemoryError("injected")
-        return copy(block)
+    def failing(step: DecodeStep, batch: DeviceBatch, rows: StepRows) -> torch.Tensor:
+        logits = inner(step, batch, rows)
+        if any(seat.sequence.job.request_id == "2" and len(seat.sequence.tokens) > 4 for seat in batch.seats):
+            raise RuntimeError("injected")  # when the rows have been advanced
+        return logits
 
-    monkeypatch.setattr(sampler.cache, "copy", failing)
-    add_neighbours(sampler, text_base)
-    assert outcomes(sampler) == expected
-    assert len(calls) > fails_at + 1
+    monkeypatch.setattr(DecodeStep, "__call__", failing)
+    ended, failed = split(neighbours(sampler_of(text_base, runs_ahead=runs_ahead), text_base))
+    assert (ended, list(failed)) == (without(expected, "2"), ["2"])
+
+
+# Memory
 
 
 def test_blocks_that_cannot_be_cleared_for_want_of_memory_are_cleared_later(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = undisturbed(text_base)
-    sampler = sampler_of(text_base)
+    expected, sampler = undisturbed(text_base), sampler_of(text_base)
     sampler.cache.keys.fill_(float("nan"))
-    inner, failures = upload, list[Any]()
+    failures = list[Any]()
 
     def failing(values: Any, device: torch.device) -> torch.Tensor:
         if len(failures) < 2:
             failures.append(values)
             raise torch.OutOfMemoryError("injected")
-        return inner(values, device)
+        return upload(values, device)
 
     monkeypatch.setattr(kv_cache, "upload", failing)
-    add_neighbours(sampler, text_base)
-    assert outcomes(sampler) == expected
+    assert split(neighbours(sampler, text_base)) == (expected, {})
     assert len(failures) == 2
 
 
 def test_memory_that_never_suffices_fails_one_request_after_the_other(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = sampler_of(text_base)
-    add_neighbours(sampler, text_base)
+    expected, sampler = undisturbed(text_base), neighbours(sampler_of(text_base), text_base)
 
     def full(*_: Any, **__: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("injected")
 
     with monkeypatch.context() as patch:
         patch.setattr(text_base, "hidden_states", full)
-        ended: list[SampleEvent] = []
-        while not ended:
-            ended += sampler.step()
+        while not (ended := sampler.step()):
+            pass
     (failure,) = ended
     assert isinstance(failure, SampleFailure)
     assert "OutOfMemoryError('injected')" in str(failure.error)
-    rest = outcomes(sampler)
-    assert sorted([failure.request_id, *rest]) == list("01234")
-    expected = undisturbed(text_base)
-    assert rest == {key: expected[key] for key in rest}
+    assert split(sampler) == (without(expected, failure.request_id), {})
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
@@ -188,12 +163,10 @@ def test_memory_for_one_sequence_alone_serves_all_of_them_one_after_the_other(
     text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, prompts: int
 ) -> None:
     """Neither two sequences fit, nor a token of a prompt beside one that runs: then the prompt waits until nothing runs."""
-    asked = [renderer(text_base).render([random_tokens(number, 20)]) for number in range(1 + prompts)]
-    expected: dict[str, list[int]] = {}
-    for number, rendered in enumerate(asked):
-        alone = sampler_of(text_base)
-        alone.add(str(number), ask(), rendered, None)
-        expected |= {name: result.sequences[0].tokens for name, result in run(alone).items()}
+    asked = [(of_session(str(number), 12), prompt_of(text_base, (number, 20))) for number in range(1 + prompts)]
+    expected = {
+        str(number): tokens_of(sampled(sampler_of(text_base), rendered, request)) for number, (request, rendered) in enumerate(asked)
+    }
     sampler, inner, compute, refused = sampler_of(text_base), text_base.hidden_states, DecodeStep.__call__, list[str]()
 
     def alone_only(row: PackedRow, plan: PassPlan, **others: Any) -> torch.Tensor:
@@ -210,12 +183,49 @@ def test_memory_for_one_sequence_alone_serves_all_of_them_one_after_the_other(
 
     monkeypatch.setattr(text_base, "hidden_states", alone_only)
     monkeypatch.setattr(DecodeStep, "__call__", one_row_only)
-    sampler.add("0", ask(), asked[0], None)
-    sampler.step()
-    for number in range(1, 1 + prompts):
-        sampler.add(str(number), replace(ask(), sampling_session_id=f"{number}:sample:0"), asked[number], None)
-    done: dict[str, Any] = {}
-    for _ in range(500):
-        done |= {event.request_id: event for event in sampler.step()}
+    for number, (request, rendered) in enumerate(asked):
+        sampler.add(str(number), request, rendered, None)
+        if number == 0:
+            sampler.step()
+    assert split(sampler) == (expected, {})
     assert refused
-    assert {name: event.sequences[0].tokens for name, event in done.items() if isinstance(event, SampleResult)} == expected
+
+
+SCRIPT = """
+import resource, sys
+from dataclasses import replace
+from pathlib import Path
+import torch
+from tests.bases import load
+from tests.sampling.local.test_sampler import PARAMS, ask, prompt_of, run, sampled, sampler_of, tokens_of
+
+torch.set_num_threads(1)
+base = load(Path(sys.argv[1]), device="cpu")
+asked = [(ask(replace(PARAMS, max_tokens=5, seed=i), prompt_logprobs=True), prompt_of(base, (i, 2000))) for i in range(12)]
+expected = {str(i): tokens_of(sampled(sampler_of(base, 200), prompt, request)) for i, (request, prompt) in enumerate(asked)}
+unlimited = resource.getrlimit(resource.RLIMIT_AS)
+for spare in (1, 2, 4, 8, 16):  # MiB: too little for even one prompt at first; what a pass once had is not given back to the system
+    sampler = sampler_of(base, 2000, prefill_tokens=40_000)
+    for i, (request, prompt) in enumerate(asked):
+        sampler.add(str(i), request, prompt, None)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + spare * 2**20, unlimited[1]))
+    try:
+        done = run(sampler)
+    except (AssertionError, RuntimeError):  # one failed, even alone
+        continue
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, unlimited)
+    assert {name: tokens_of(result) for name, result in done.items()} == expected
+    if sampler.schedule.prefill_tokens < 40_000:
+        print("retreated to", sampler.schedule.prefill_tokens)
+        break
+"""
+
+
+def test_a_step_that_really_runs_out_of_memory_is_taken_back_and_changes_nothing(family_dir: Callable[[str], Path]) -> None:
+    """In a process of its own, whose address space is limited."""
+    command = [sys.executable, "-c", SCRIPT, str(family_dir("qwen3"))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "retreated to" in done.stdout

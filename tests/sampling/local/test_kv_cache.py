@@ -1,6 +1,7 @@
 """The cache's blocks: who uses them, and what is found again."""
 
 import psutil
+import pytest
 import torch
 
 from tinsmith.models.layers import Attention
@@ -10,6 +11,13 @@ from tinsmith.sampling.prefix import BLOCK
 
 SHAPE = CacheShape((Attention(kv_heads=1, head_dim=2),), torch.float32, torch.device("cpu"))
 A, B, C = b"a", b"b", b"c"
+
+
+@pytest.fixture
+def two() -> tuple[KVCache, list[int], list[int]]:
+    """A cache of two blocks, both in use."""
+    cache = KVCache(SHAPE, 2)
+    return cache, cache.take(1), cache.take(1)
 
 
 def test_what_nobody_uses_is_found_until_its_room_is_needed() -> None:
@@ -25,10 +33,10 @@ def test_what_nobody_uses_is_found_until_its_room_is_needed() -> None:
     assert cache.find([C, A]) == []
 
 
-def test_a_shared_block_stays_while_one_sequence_needs_it() -> None:
-    cache = KVCache(SHAPE, 2)
-    blocks = cache.take(1)
+def test_a_shared_block_stays_while_one_sequence_needs_it(two: tuple[KVCache, list[int], list[int]]) -> None:
+    cache, blocks, other = two
     cache.remember([A], blocks)
+    cache.give_back(other)
     cache.give_back(blocks)
     assert cache.share(cache.find([A])[0]) == blocks[0]
     assert cache.available == 1
@@ -38,38 +46,30 @@ def test_a_shared_block_stays_while_one_sequence_needs_it() -> None:
     assert cache.available == 1
 
 
-def test_a_key_stays_with_its_block_and_a_taken_block_is_cleared() -> None:
-    cache = KVCache(SHAPE, 2)
-    first, second = cache.take(1), cache.take(1)
-    cache.remember([A], first)
-    cache.remember([A], second)
+def test_a_key_stays_with_its_block_and_a_taken_block_is_cleared_but_no_copy(two: tuple[KVCache, list[int], list[int]]) -> None:
+    cache, first, second = two
+    for blocks in (first, second):
+        cache.remember([A], blocks)
     assert cache.find([A]) == first
     cache.keys[:, first] = float("nan")
     cache.give_back(first)
     cache.give_back(second)
-    cache.take(2)
+    block, other = cache.take(2)
     assert cache.find([A]) == []
     cache.clean()
     assert cache.keys.isfinite().all()
-
-
-def test_a_copy_is_not_cleared_afterwards() -> None:
-    cache = KVCache(SHAPE, 2)
-    (block,) = cache.take(1)
-    cache.clean()
+    cache.give_back([other])
     cache.keys[:, block] = 3.0
     copied = cache.copy(block)
     cache.clean()
-    assert cache.keys[:, copied].eq(3.0).all()
+    assert cache.keys[:, [block, copied]].eq(3.0).all()
 
 
-def test_blocks_used_least_recently_go_first() -> None:
-    cache = KVCache(SHAPE, 2)
-    first, second = cache.take(1), cache.take(1)
-    cache.remember([A], first)
-    cache.remember([B], second)
-    cache.give_back(first)
-    cache.give_back(second)
+def test_blocks_used_least_recently_go_first(two: tuple[KVCache, list[int], list[int]]) -> None:
+    cache, first, second = two
+    for key, blocks in ((A, first), (B, second)):
+        cache.remember([key], blocks)
+        cache.give_back(blocks)
     cache.give_back([cache.share(cache.find([A])[0])])
     cache.take(1)
     assert (cache.find([A]), cache.find([B])) == (first, [])

@@ -93,21 +93,15 @@ def test_a_pass_changes_no_slot_before_it_is_committed_and_then_only_its_own() -
     assert not states.memory[:, slots[0]].eq(0.0).any()
 
 
-def qwen3_5_4b(**settings: Any) -> CacheShape:
+def qwen3_5_4b() -> CacheShape:
     """What Qwen3.5-4B keeps of a sequence."""
-    text: dict[str, Any] = {
-        "num_hidden_layers": 32,
-        "hidden_size": 2560,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-    }
-    text |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    config = AutoConfig.for_model("qwen3_5_text", **text | {"linear_conv_kernel_dim": 4} | settings)
+    heads: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    widths = {"hidden_size": 2560, "head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+    config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=32, **heads, **widths)
     return CacheShape(layers_of("test", "qwen3_5_text", config), torch.bfloat16, CPU)
 
 
-def test_a_budget_is_divided_between_blocks_and_slots() -> None:
+def test_a_budget_is_divided_between_blocks_and_slots_and_no_more_slots_than_places_need() -> None:
     shape = qwen3_5_4b()
     assert shape.state_bytes == 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)  # 49.1 MiB
     assert shape.block_bytes == 16 * 8 * 2 * 4 * 256 * 2  # half a MiB
@@ -115,16 +109,15 @@ def test_a_budget_is_divided_between_blocks_and_slots() -> None:
     assert sizes.slots == GIB // shape.state_bytes == 20
     assert sizes.places == 15
     assert 0 <= 2 * GIB - sizes.slots * shape.state_bytes - sizes.blocks * shape.block_bytes < shape.block_bytes
+    for max_running in (1, 2, 3, 4, 7, 256):
+        sizes = shape.divide(200 * GIB, max_running)
+        assert sizes.places >= max_running
+        assert sizes.slots == max_running + -(-max_running // 3)
+    blocks_only = CacheShape((Attention(2, 32),) * 2, torch.float32, CPU)
+    assert blocks_only.divide(10 * blocks_only.block_bytes + 1, 256) == CacheSizes(blocks=10, slots=0)
 
 
-@pytest.mark.parametrize("max_running", [1, 2, 3, 4, 7, 256])
-def test_there_are_no_more_slots_than_places_need(max_running: int) -> None:
-    sizes = qwen3_5_4b().divide(200 * GIB, max_running)
-    assert sizes.places >= max_running
-    assert sizes.slots == max_running + -(-max_running // 3)
-
-
-def test_a_budget_that_holds_no_sequence_is_refused_with_its_remedy() -> None:
+def test_a_budget_that_holds_no_sequence_is_refused_with_its_remedy_and_layers_of_different_sizes() -> None:
     shape = qwen3_5_4b()
     with pytest.raises(
         ConfigError, match=r"kv_cache_gib=0.04 does not hold .* state takes 0.048 GiB .* --kv-cache-gib 0.384, which holds four"
@@ -132,14 +125,6 @@ def test_a_budget_that_holds_no_sequence_is_refused_with_its_remedy() -> None:
         shape.divide(int(0.04 * GIB), 256)
     assert shape.divide(int(0.384 * GIB), 256).slots == 4
     assert shape.divide(shape.state_bytes + shape.block_bytes, 256) == CacheSizes(blocks=1, slots=1)
-
-
-def test_a_model_without_gated_delta_nets_has_blocks_only() -> None:
-    shape = CacheShape((Attention(2, 32),) * 2, torch.float32, CPU)
-    assert shape.divide(10 * shape.block_bytes + 1, 256) == CacheSizes(blocks=10, slots=0)
-
-
-def test_attention_layers_of_different_sizes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs layers of equal sizes, and these differ: .*head_dim=2.*head_dim=4"):
         CacheShape((Attention(1, 2), Attention(1, 4)), torch.float32, CPU).divide(GIB, 1)
 

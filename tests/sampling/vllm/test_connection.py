@@ -1,5 +1,6 @@
 """What a vLLM server refuses, what it fails at, and what is lost, on a real socket."""
 
+import asyncio
 from contextlib import aclosing
 from pathlib import Path
 
@@ -60,7 +61,7 @@ async def test_answers_are_json_or_nothing_and_errors_keep_the_servers_text(tmp_
 @in_a_loop
 async def test_a_request_after_a_failure_takes_another_connection(tmp_path: Path) -> None:
     """As vLLM does, this server keeps the connection in its words, but what comes on it after a failure is lost."""
-    failed = []
+    failed: list[asyncio.Transport | None] = []
 
     async def fail_once(request: web.Request) -> web.StreamResponse:
         if request.transport in failed:

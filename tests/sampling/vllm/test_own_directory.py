@@ -33,9 +33,10 @@ Holder = tuple[Path, "subprocess.Popen[str]"]
 def holding(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
     """Starts a process that has a directory until it ends, on this machine or on one with another boot id."""
     with ExitStack() as stack:
+        (tmp_path / "shared").mkdir()
 
         def start(boot: Path | None = None) -> Holder:
-            command = [REAL_PYTHON, "-c", HOLDER, str(place(tmp_path)), str(boot or "")]
+            command = [REAL_PYTHON, "-c", HOLDER, str(tmp_path / "shared"), str(boot or "")]
             process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
             stack.callback(process.kill)
             assert process.stdout is not None
@@ -44,21 +45,11 @@ def holding(tmp_path: Path) -> Iterator[Callable[..., Holder]]:
         yield start
 
 
-def place(tmp_path: Path) -> Path:
-    """What --vllm-dir names."""
-    directory = tmp_path / "shared"
-    directory.mkdir(exist_ok=True)
-    return directory
-
-
-def dies(process: "subprocess.Popen[str]") -> None:
+def kill_and_start_another(process: "subprocess.Popen[str]", tmp_path: Path) -> None:
+    """What each start of a server does, when another has died."""
     process.kill()
     process.wait(START_S)
-
-
-def start_another(tmp_path: Path) -> None:
-    """What each start of a server does."""
-    OwnDirectory(place(tmp_path)).close()
+    OwnDirectory(tmp_path / "shared").close()
 
 
 def test_what_a_dead_process_of_this_machine_has_left_is_deleted(holding: Callable[..., Holder], tmp_path: Path) -> None:
@@ -66,11 +57,10 @@ def test_what_a_dead_process_of_this_machine_has_left_is_deleted(holding: Callab
     other, _ = holding()
     (path / "1").mkdir()
     (path / "1" / "adapter_model.safetensors").write_bytes(b"weights")
-    start_another(tmp_path)
+    OwnDirectory(tmp_path / "shared").close()
     assert (path / "1" / "adapter_model.safetensors").exists()
     assert (path / OWNER).read_text().startswith(f"process {process.pid} on ")
-    dies(process)
-    start_another(tmp_path)
+    kill_and_start_another(process, tmp_path)
     assert not path.exists()
     assert other.exists()
 
@@ -86,50 +76,41 @@ def test_what_another_machine_has_there_stays_whether_or_not_it_is_in_use(
     path, process = holding(boot)
     assert path.name.startswith(f"{PREFIX}b0123456789ab-")
     assert here.exists()
-    dies(process)
-    start_another(tmp_path)
+    kill_and_start_another(process, tmp_path)
     assert path.exists()
-    assert f"1 directories {PREFIX}* in {place(tmp_path)} are of other machines" in caplog.text
+    assert f"1 directories {PREFIX}* in {tmp_path / 'shared'} are of other machines" in caplog.text
 
 
-def test_what_is_named_by_a_number_of_a_process_stays(text_base: BaseModel, tmp_path: Path) -> None:
-    """As earlier versions named theirs, on whatever machine: it may live there, though nobody here has that number."""
+def test_directories_without_an_owner_on_this_machine_stay_but_for_one_that_somebody_has_begun_to_delete(
+    text_base: BaseModel, tmp_path: Path
+) -> None:
+    """Earlier versions named theirs by the number of a process, on whatever machine: it may live there, though nobody here has it."""
     dead = subprocess.Popen([REAL_PYTHON, "-c", ""])
     dead.wait()
-    for name in (f"{dead.pid}-a", f"{os.getpid()}-b", "mine"):
-        (tmp_path / f"{PREFIX}{name}").mkdir()
+    others = {f"{PREFIX}{name}" for name in (f"{dead.pid}-a", f"{os.getpid()}-b", "mine")}
+    for name in (*others, f"{PREFIX}{boot_name()}-half"):
+        (tmp_path / name).mkdir()
     files = WeightFiles(text_base, str(tmp_path))
     assert files.root.stat().st_mode & 0o777 == 0o700
     assert not files.root.name.removeprefix(PREFIX).partition("-")[0].isdecimal()
-    assert {path.name.removeprefix(PREFIX) for path in tmp_path.iterdir()} == {
-        *(f"{dead.pid}-a", f"{os.getpid()}-b", "mine"),
-        files.root.name.removeprefix(PREFIX),
-    }
-    files.close()
-    assert not files.root.exists()
-    files.close()
+    assert {path.name for path in tmp_path.iterdir()} == {*others, files.root.name}
+    for _ in range(2):
+        files.close()
+        assert not files.root.exists()
 
 
-def test_a_directory_that_somebody_has_begun_to_delete_goes(tmp_path: Path) -> None:
-    half = tmp_path / f"{PREFIX}{boot_name()}-half"
-    half.mkdir()
-    OwnDirectory(tmp_path).close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_where_files_cannot_be_locked_nothing_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lacks", ["locks", "a boot id"])
+def test_where_owners_cannot_be_told_nothing_is_deleted(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: int, how: int) -> None:
         raise OSError("No locks available")
 
+    (tmp_path / "weights").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "flock", refuse)
-        unlocked, other = OwnDirectory(tmp_path), OwnDirectory(tmp_path)
-    locked = OwnDirectory(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {each.path.name for each in (unlocked, other, locked)}
-
-
-def test_a_system_without_boot_id_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_directory, "_BOOT_ID", tmp_path / "none")
-    assert boot_name() == ""
-    first, second = OwnDirectory(tmp_path), OwnDirectory(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {first.path.name, second.path.name}
+        if lacks == "locks":
+            patch.setattr(fcntl, "flock", refuse)
+        else:
+            patch.setattr(own_directory, "_BOOT_ID", tmp_path / "none")
+            assert boot_name() == ""
+        kept = [OwnDirectory(tmp_path / "weights") for _ in range(2)]
+    kept.append(OwnDirectory(tmp_path / "weights"))
+    assert {path.name for path in (tmp_path / "weights").iterdir()} == {each.path.name for each in kept}

@@ -1,14 +1,16 @@
-"""Probes change what they say, by so much that a server shows whether it applies them; merged weights compute what an adapter does."""
+"""What is written for a server or merged into weights is what an adapter computes; probes change what they say by so much that it shows."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.bases import random_adapter, renderer
+from tests.bases import load, random_adapter, renderer
 from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights
@@ -25,12 +27,10 @@ DELTA_NET = {f"linear_attn.{name}" for name in ("in_proj_qkv.q", "in_proj_qkv.k"
 @pytest.mark.parametrize(
     ("base", "kinds"), [("vision_base", {"lm_head"} | MLP | ATTENTION), ("hybrid_base", {"lm_head"} | MLP | ATTENTION | DELTA_NET)]
 )
-def test_each_kind_of_layer_has_a_probe_that_shows(
-    base: str, kinds: set[str], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_each_kind_of_layer_has_a_probe_that_shows(base: str, kinds: set[str], request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Far more than the largest difference with which weights are sampled, and in the layers of one kind."""
     model: BaseModel = request.getfixturevalue(base)
-    canary, files = Canary(model, renderer(model)), WeightFiles(model, str(tmp_path_factory.mktemp("weights")))
+    canary, files = Canary(model, renderer(model)), WeightFiles(model, str(tmp_path))
     probes = make_probes(canary, files)
     assert {probe.kind for probe in probes} == kinds
     for probe in probes:
@@ -56,13 +56,25 @@ def test_a_probe_that_is_not_finite_shows_nothing(value: float, text_base: BaseM
         assert not any(broken.is_shown_by(difference) for difference in (0.0, math.inf, math.nan))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_adapter_is_written_as_passes_read_it(dtype: str, family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    base = load(family_dir("qwen3"), dtype=dtype)
+    adapter, files = random_adapter(base), WeightFiles(base, str(tmp_path))
+    written = load_file(files.write(adapter) / "adapter_model.safetensors")
+    assert len(written) == len(adapter.leaves())
+    for name, pair in adapter.working.items():
+        for side, matrix in (("A", pair.a), ("B", pair.b)):
+            found = written[f"base_model.model.{base.layout.module_name(name)}.lora_{side}.weight"]
+            assert found.dtype == base.dtype
+            assert torch.equal(found, matrix.detach())
+    files.close()
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("base", ["text_base", "vision_base", "hybrid_base"])
-def test_merged_weights_compute_what_an_adapter_does(
-    base: str, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_merged_weights_compute_what_an_adapter_does(base: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     model: BaseModel = request.getfixturevalue(base)
-    canary, files = Canary(model, renderer(model)), WeightFiles(model, str(tmp_path_factory.mktemp("weights")))
+    canary, files = Canary(model, renderer(model)), WeightFiles(model, str(tmp_path))
     before = {name: parameter.clone() for name, parameter in files.parameters.items()}
     adapter = random_adapter(model, seed=1, train_unembed=False)
     merged = files.parameters | files.merged(adapter)
