@@ -77,7 +77,7 @@ def test_the_kernel_is_the_reference(dtype: torch.dtype, heads: tuple[int, int, 
     if dtype == torch.float32 and DEVICE == "cuda":
         pytest.skip("its products of float32 are less exact there: `paged_attention` does not use it")
     splits = [[530, *[7] * others] for others in (0, 2, 39)]  # a row alone is shared by more programs than one among many
-    for lengths in [*LENGTHS, *(splits if heads == SHAPES[0] else [])]:
+    for lengths in [*LENGTHS, *(splits if (heads, dtype, window) == (SHAPES[0], HALF, None) else [])]:
         cached = Cached(lengths, *heads, dtype)
         query = torch.stack([cached.query, cached.query], 1)[:, 0]  # rows that do not lie next to each other
         out = paged_kernel(query, cached.keys, cached.values, cached.table, cached.lengths, SCALE, window)
