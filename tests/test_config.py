@@ -1,6 +1,5 @@
 """The configuration tree: every setting once, the order in which sources override each other, and wrong values refused with a reason."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +15,21 @@ def yaml_file(directory: Path, text: str) -> Path:
     return file
 
 
-def test_every_setting_has_help_and_a_name_of_its_own() -> None:
-    found = list(settings())
-    assert [each.path for each in found if not each.help] == []
-    assert [name for name, count in Counter(each.name for each in found).items() if count > 1] == []
-    assert len(found) > 20
+def test_every_setting_has_a_name_of_its_own_with_its_unit() -> None:
+    names = [each.name for each in settings()]
+    assert len(names) == len(set(names)) > 20
+    for suffix, unit in {"_s": "seconds", "_mib": "MiB", "_gib": "GiB"}.items():
+        assert {each.unit for each in settings() if each.name.endswith(suffix)} == {unit}
 
 
-@pytest.mark.parametrize("suffix", ["_s", "_mib", "_gib"])
-def test_a_unit_in_a_name_is_the_unit_of_the_setting(suffix: str) -> None:
-    unit = {"_s": "seconds", "_mib": "MiB", "_gib": "GiB"}[suffix]
-    assert {each.unit for each in settings() if each.name.endswith(suffix)} == {unit}
-
-
-def test_defaults_pass_their_own_checks() -> None:
-    assert load(options={each.name: each.default for each in settings()}) == Config()
-
-
-def test_options_override_the_file_which_overrides_the_defaults(tmp_path: Path) -> None:
-    file = yaml_file(tmp_path, "data_dir: here\nserver: {port: 9000, host: 0.0.0.0}\nsampling:\n  kv_cache_gib: 1\n")
-    config = load(file, {"port": 9001, "base_models": ["a=b/c"]})
-    assert (config.data_dir, config.server.host, config.server.port) == ("here", "0.0.0.0", 9001)
-    assert (config.sampling.kv_cache_gib, config.base_models) == (1.0, ["a=b/c"])
-    assert config.training == Config().training
-
-
-def test_environment_overrides_the_file_and_the_command_line_overrides_both(tmp_path: Path) -> None:
+def test_options_override_the_environment_which_overrides_the_file_which_overrides_the_defaults(tmp_path: Path) -> None:
     file = yaml_file(tmp_path, "data_dir: from-file\nserver: {port: 1, host: from-file, max_body_mib: 2}\n")
     environment = {"TINSMITH_PORT": "2", "TINSMITH_MAX_BODY_MIB": "1.5GiB", "TINSMITH_KV_CACHE_GIB": "", "HOME": "/root"}
-    config = load(file, {"port": "3"}, environment)
+    config = load(file, {"port": "3", "base_models": ["a=b/c"]}, environment)
     assert (config.data_dir, config.server.host, config.server.max_body_mib, config.server.port) == ("from-file", "from-file", 1536, 3)
-    assert config.sampling == Config().sampling
+    assert config.base_models == ["a=b/c"]
+    assert (config.sampling, config.training) == (Config().sampling, Config().training)
+    assert load(yaml_file(tmp_path, "# nothing yet\n")) == Config()
 
 
 @pytest.mark.parametrize(
@@ -96,10 +79,6 @@ def test_variables_of_the_tests_and_the_file_are_no_settings() -> None:
     assert load(environment={"TINSMITH_TEST_DEVICE": "cuda", "TINSMITH_CONFIG": "elsewhere.yaml"}) == Config()
 
 
-def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
-    assert load(yaml_file(tmp_path, "# nothing yet\n")) == Config()
-
-
 def test_the_tree_survives_the_way_to_the_engine() -> None:
     config = load(options={"base_models": ["a", "b"], "kv_cache_gib": 0.5, "sampler": "none"})
     assert from_tree(to_tree(config)) == config
@@ -116,7 +95,6 @@ def test_the_tree_survives_the_way_to_the_engine() -> None:
         ("server: 8000\n", "server=8000 must be a section, with keys and values below it"),
         ("- 1\n", "must hold sections such as 'server:', not a list"),
         ("server: {port: true}\n", "server.port=True must be a whole number from 0 to 65535"),
-        ("server: {port: eight}\n", "server.port='eight' must be a whole number from 0 to 65535"),
         ("server: {port: 1.5}\n", "server.port=1.5 must be a whole number from 0 to 65535"),
         ("server: {port: 2KiB}\n", "server.port='2KiB' must be a whole number from 0 to 65535"),
         ("server: {host: 3}\n", "server.host=3 must be a text"),
@@ -137,7 +115,6 @@ def test_the_tree_survives_the_way_to_the_engine() -> None:
         ("sampling: {kv_cache_gib: .nan}\n", "sampling.kv_cache_gib=nan must be a number of GiB of at least 0"),
         ("models: {dtype: float16}\n", "models.dtype='float16' must be one of auto, float32, bfloat16"),
         ("base_models: tiny\n", "base_models='tiny' must be a list of texts"),
-        ("server: {port: 1\n", "cannot read the configuration file"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_reason(tmp_path: Path, text: str, complaint: str) -> None:
@@ -155,21 +132,17 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path, text: str, key: str,
         load(yaml_file(tmp_path, text))
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"server: {port: 9000\n"])
-def test_what_is_no_yaml_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\x00", b"server: {port: 9000\n"])
+def test_what_is_no_yaml_is_refused_in_one_line(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "tinsmith.yaml"
-    file.write_bytes(content)
+    if content is not None:
+        file.write_bytes(content)
     with pytest.raises(ConfigError) as raised:
         load(file)
     message = str(raised.value)
     assert message.startswith(f"cannot read the configuration file {file}: ")
-    assert message.endswith("; it must be YAML in UTF-8")
+    assert content is None or message.endswith("; it must be YAML in UTF-8")
     assert "\n" not in message
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the configuration file .*nowhere\.yaml"):
-        load(tmp_path / "nowhere.yaml")
 
 
 def test_an_unknown_option_is_refused() -> None:
@@ -178,21 +151,17 @@ def test_an_unknown_option_is_refused() -> None:
 
 
 def test_base_models_get_a_name_and_a_source(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    config = load(options={"base_models": [f"mine={tmp_path}", str(tmp_path), "Qwen/Qwen3-4B", "small=org/model-1.5b"]})
+    directory = tmp_path / "lr=1"
+    directory.mkdir()
+    for place in (tmp_path, directory):
+        (place / "config.json").write_text("{}")
+    config = load(options={"base_models": [f"mine={tmp_path}", str(directory), "Qwen/Qwen3-4B", "small=org/model-1.5b"]})
     assert base_model_sources(config) == {
         "mine": str(tmp_path),
-        str(tmp_path): str(tmp_path),
+        str(directory): str(directory),
         "Qwen/Qwen3-4B": "Qwen/Qwen3-4B",
         "small": "org/model-1.5b",
     }
-
-
-def test_a_directory_whose_name_has_an_equals_sign_is_a_directory(tmp_path: Path) -> None:
-    directory = tmp_path / "lr=1"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    assert base_model_sources(load(options={"base_models": [str(directory)]})) == {str(directory): str(directory)}
 
 
 @pytest.mark.parametrize(
@@ -205,47 +174,34 @@ def test_a_directory_whose_name_has_an_equals_sign_is_a_directory(tmp_path: Path
         (["a=/no/such/place"], "there is no directory '/no/such/place'"),
         (["./models"], "there is no directory './models'"),
         (["a/b/c"], "a Hub id looks like ORGANISATION/MODEL"),
+        (["a=DIRECTORY"], "holds no model"),
     ],
 )
-def test_base_models_that_cannot_be_are_refused(specs: list[str], complaint: str) -> None:
+def test_base_models_that_cannot_be_are_refused(specs: list[str], complaint: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        base_model_sources(load(options={"base_models": specs}))
+        base_model_sources(load(options={"base_models": [spec.replace("DIRECTORY", str(tmp_path)) for spec in specs]}))
     assert complaint in str(raised.value)
 
 
-def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no model"):
-        base_model_sources(load(options={"base_models": [f"a={tmp_path}"]}))
-
-
 @pytest.mark.parametrize(
-    ("name", "text", "number"),
+    ("name", "given", "taken"),
     [
-        ("kv_cache_gib", "2", 2.0),
         ("kv_cache_gib", "2.5", 2.5),
         ("kv_cache_gib", "2GiB", 2.0),
         ("kv_cache_gib", "512 MiB", 0.5),
         ("kv_cache_gib", "1tib", 1024.0),
         ("max_body_mib", "1.5GiB", 1536),
-        ("max_body_mib", "64", 64),
         ("port", "8000", 8000),
-        ("long_poll_s", "2.5", 2.5),
+        ("long_poll_s", 1, 1.0),
+        ("long_poll_s", 2.5, 2.5),
         ("ended_model_ttl_s", "1e5", 100000.0),
+        ("device", "auto", "auto"),
+        ("device", "cuda", "cuda"),
+        ("device", "cuda:11", "cuda:11"),
     ],
 )
-def test_a_text_is_read_as_a_number_and_a_size_may_name_its_unit(name: str, text: str, number: float) -> None:
-    config = load(options={name: text})
+def test_a_text_is_read_as_a_number_and_a_size_may_name_its_unit(name: str, given: Any, taken: Any) -> None:
+    config = load(options={name: given})
     section = next(each.path[0] for each in settings() if each.name == name)
     read = getattr(getattr(config, section), name)
-    assert (read, type(read)) == (number, type(number))
-
-
-@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:11"])
-def test_devices_are_taken(device: str) -> None:
-    assert load(options={"device": device}).models.device == device
-
-
-@pytest.mark.parametrize("value", [1, 2.5, 40])
-def test_a_whole_number_is_taken_for_a_float(value: Any) -> None:
-    seconds = load(options={"long_poll_s": value}).server.long_poll_s
-    assert (seconds, type(seconds)) == (float(value), float)
+    assert (read, type(read)) == (taken, type(taken))
