@@ -75,9 +75,3 @@ def test_the_snapshots_of_a_running_server_are_left_alone(tmp_path: Path) -> Non
         assert alone
         assert gc(tmp_path) == ["there is nothing to delete"]
     assert gc(tmp_path, "--dry-run")[-1] == "              1  bytes would be freed"
-
-
-def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
-    done = tinsmith_here("gc", "--data-dir", str(tmp_path))
-    assert (done.returncode, "holds no data of a server" in done.stderr) == (2, True)
-    assert list(tmp_path.iterdir()) == []

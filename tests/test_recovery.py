@@ -111,9 +111,3 @@ def test_a_root_of_ones_own_is_looked_through_on_request(tmp_path: Path, kind: s
     assert recover(data) == ["0 checkpoints added"]
     assert recover(data, "--checkpoint-root", root) == ["added tinker://m/weights/a", "1 checkpoints added"]
     assert Store.open(data).require_checkpoint("tinker://m/weights/a") == row
-
-
-def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
-    done = tinsmith_here("recover", "--data-dir", str(tmp_path))
-    assert (done.returncode, "holds no data of a server" in done.stderr) == (2, True)
-    assert list(tmp_path.iterdir()) == []
