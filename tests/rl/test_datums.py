@@ -21,28 +21,22 @@ from tinsmith.rl.sequences import Picture, PlacedPicture, TokenSequence, text_se
 from tinsmith.rl.trajectory import TrainingSample, Turn, assemble
 
 
-def test_grpo_divides_by_the_group_s_deviation() -> None:
-    (made,) = advantages("grpo", [[1.0, 0.0, 0.0, 0.0]])
-    assert made == pytest.approx(np.array([0.75, -0.25, -0.25, -0.25]) / np.sqrt(3 / 16), rel=1e-5)
-
-
-def test_rloo_compares_with_the_others() -> None:
-    (made,) = advantages("rloo", [[1.0, 0.0, 0.5]])
-    assert made == pytest.approx([1.0 - 0.25, 0.0 - 0.75, 0.5 - 0.5])
-
-
-def test_reinforce_pp_divides_by_the_batch_s_deviation() -> None:
-    made = advantages("reinforce_pp", [[1.0, 0.0], [3.0, 1.0, 2.0]])
-    centred = np.array([0.5, -0.5, 1.0, -1.0, 0.0])
-    assert np.concatenate(made) == pytest.approx(centred / centred.std(), rel=1e-5)
-
-
-def test_batch_compares_with_all_episodes_also_single_ones() -> None:
-    made = advantages("batch", [[1.0], [0.0], [], [0.0, 1.0, 1.0]])
-    assert [len(group) for group in made] == [1, 1, 0, 3]
-    assert np.concatenate(made) == pytest.approx(np.array([0.4, -0.6, -0.6, 0.4, 0.4]) / np.sqrt(0.24), rel=1e-5)
-    assert [group.tolist() for group in advantages("batch", [[0.1, 0.1], [0.1]])] == [[0.0, 0.0], [0.0]]
-    assert advantages("batch", []) == []
+@pytest.mark.parametrize(
+    ("kind", "rewards", "centred", "variance"),
+    [
+        ("grpo", [[1.0, 0.0, 0.0, 0.0]], [0.75, -0.25, -0.25, -0.25], 3 / 16),
+        ("rloo", [[1.0, 0.0, 0.5]], [1.0 - 0.25, 0.0 - 0.75, 0.5 - 0.5], 1.0),
+        ("reinforce_pp", [[1.0, 0.0], [3.0, 1.0, 2.0]], [0.5, -0.5, 1.0, -1.0, 0.0], 0.5),
+        ("batch", [[1.0], [0.0], [], [0.0, 1.0, 1.0]], [0.4, -0.6, -0.6, 0.4, 0.4], 0.24),
+    ],
+)
+def test_advantages_are_those_of_their_formulas(
+    kind: AdvantageKind, rewards: list[list[float]], centred: list[float], variance: float
+) -> None:
+    """rloo compares with the others, and divides by nothing; the last two divide by the deviation of the whole batch."""
+    made = advantages(kind, rewards)
+    assert [len(group) for group in made] == [len(group) for group in rewards]
+    assert np.concatenate(made) == pytest.approx(np.array(centred) / np.sqrt(variance), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "reinforce_pp"])
@@ -54,6 +48,8 @@ def test_equal_rewards_give_exact_zeros(kind: AdvantageKind) -> None:
     assert zero.tolist() == [0.0, 0.0, 0.0]
     assert other[1] > 0 > other[0]
     assert [group.tolist() for group in advantages(kind, [[0.7], []])] == [[0.0], []]
+    assert [group.tolist() for group in advantages("batch", [[0.1, 0.1], [0.1]])] == [[0.0, 0.0], [0.0]]
+    assert advantages("batch", []) == []
 
 
 def test_importance_weights_are_ratios_up_to_the_cap() -> None:

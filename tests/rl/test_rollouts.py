@@ -30,6 +30,7 @@ OPENING = [user("hot or cold?")]
 ASKED = "<|im_start|>user\nhot or cold?<|im_end|>\n<|im_start|>assistant\n"
 NEXT = "<|im_start|>user\nwarmer<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"
+TWO_TURNS = [([user("warmer")], 0.5, False), ([], 1.0, True)]
 
 
 def play(
@@ -134,46 +135,37 @@ def thinking_on_demand() -> str:
 
 
 def test_what_was_sampled_is_not_tokenized_again(plain: ChatTemplate) -> None:
-    letters = [token for letter in "hot" for token in ids(plain, letter)]
-    assert letters != ids(plain, "hot")
-    made, _ = play(plain, [([*letters, *ids(plain, END)], True), ("x" + END, True)], [([user("warmer")], 0.0, False), ([], 1.0, True)])
-    assert Script.heard == ["hot", "x"]
-    parts: Parts = [([*letters, *ids(plain, END)], 1, 0.0), ("\n" + NEXT, 0, 0.0), ("x" + END, 2, 1.0)]
-    assert_sample(only(made), plain, ASKED, parts)
-
-
-def test_an_answer_of_broken_text_is_kept_as_sampled(plain: ChatTemplate) -> None:
-    half = plain.tokenizer.encode("é", add_special_tokens=False)[:1]
-    assert plain.decode(half) == "\N{REPLACEMENT CHARACTER}"
-    made, _ = play(plain, [([*half, *ids(plain, END)], True), ("x" + END, True)], [([user("warmer")], 0.0, False), ([], 1.0, True)])
-    assert_sample(only(made), plain, ASKED, [([*half, *ids(plain, END)], 1, 0.0), ("\n" + NEXT, 0, 0.0), ("x" + END, 2, 1.0)])
-
-
-STOPPED = [([user("warmer")], 0.5, False), ([], 1.0, True)]
+    letters, broken = [token for letter in "hot" for token in ids(plain, letter)], ids(plain, "é")[:1]
+    assert (plain.decode(letters), plain.decode(broken)) == ("hot", "\N{REPLACEMENT CHARACTER}")
+    for sampled in (letters, broken):
+        assert sampled != ids(plain, plain.decode(sampled))
+        made, _ = play(plain, [([*sampled, *ids(plain, END)], True), ("x" + END, True)], TWO_TURNS)
+        assert Script.heard == [plain.decode(sampled), "x"]
+        assert_sample(only(made), plain, ASKED, [([*sampled, *ids(plain, END)], 1, 0.5), ("\n" + NEXT, 0, 0.0), ("x" + END, 2, 1.0)])
 
 
 def test_a_stop_string_gets_the_end_of_turn_that_nobody_sampled(plain: ChatTemplate) -> None:
-    made, policy = play(plain, [("hot.", True), ("cold.", True)], STOPPED, stop=(".",))
+    made, policy = play(plain, [("hot.", True), ("cold.", True)], TWO_TURNS, stop=(".",))
     parts = [("hot.", 1, 0.5), (END + "\n" + NEXT, 0, 0.0), ("cold.", 2, 1.0), (END, 0, 0.0)]
     assert_sample(only(made), plain, ASKED, parts)
     assert [request.stop for request in policy.requests] == [(".",), (".",)]
-    without, _ = play(plain, [("hot.", True), ("cold.", True)], STOPPED, stop=(".",), end_turn_after_stop_string=False)
+    without, _ = play(plain, [("hot.", True), ("cold.", True)], TWO_TURNS, stop=(".",), end_turn_after_stop_string=False)
     assert_sample(only(without), plain, ASKED, [("hot.", 1, 0.5), ("\n" + NEXT, 0, 0.0), ("cold.", 2, 1.0)])
 
 
 def test_a_stop_string_ends_every_step_of_a_thinking_template(thinking: ChatTemplate) -> None:
     first, second = "ice</think>\n\nhot.", "no</think>\n\ncold."
     again = ASKED + "hot." + END + "\n" + NEXT + "<think>\n"
-    made, _ = play(thinking, [(first, True), (second, True)], STOPPED, stop=(".",))
+    made, _ = play(thinking, [(first, True), (second, True)], TWO_TURNS, stop=(".",))
     assert_sample(made.samples[0], thinking, ASKED + "<think>\n", [(first, 1, 0.5), (END, 0, 0.0)], last=False)
     assert_sample(made.samples[1], thinking, again, [(second, 2, 1.0), (END, 0, 0.0)])
-    without, _ = play(thinking, [(first, True), (second, True)], STOPPED, stop=(".",), end_turn_after_stop_string=False)
+    without, _ = play(thinking, [(first, True), (second, True)], TWO_TURNS, stop=(".",), end_turn_after_stop_string=False)
     assert_sample(without.samples[0], thinking, ASKED + "<think>\n", [(first, 1, 0.5)], last=False)
     assert_sample(without.samples[1], thinking, again, [(second, 2, 1.0)])
 
 
 def test_another_end_token_stays_and_the_template_s_follows(plain: ChatTemplate) -> None:
-    made, _ = play(plain, [("hot<|endoftext|>", True), ("cold" + END, True)], [([user("warmer")], 0.5, False), ([], 1.0, True)])
+    made, _ = play(plain, [("hot<|endoftext|>", True), ("cold" + END, True)], TWO_TURNS)
     assert Script.heard == ["hot", "cold"]
     parts = [("hot<|endoftext|>", 1, 0.5), (END + "\n" + NEXT, 0, 0.0), ("cold" + END, 2, 1.0)]
     assert_sample(only(made), plain, ASKED, parts)
@@ -192,23 +184,16 @@ def test_a_generation_of_full_length_ends_the_episode(plain: ChatTemplate, think
 
 def test_a_full_context_ends_the_episode_before_a_turn(plain: ChatTemplate, thinking: ChatTemplate) -> None:
     room = len(ids(plain, ASKED + "hot" + END + "\n" + NEXT))
-    steps = [([user("warmer")], 0.5, False), ([], 1.0, True)]
-    made, policy = play(plain, [("hot" + END, True)], steps, max_context=room)
+    made, policy = play(plain, [("hot" + END, True)], TWO_TURNS, max_context=room)
     assert_sample(only(made), plain, ASKED, [("hot" + END, 1, 0.5)])
     assert (made.stop_reason, made.truncated, made.turns) == ("context", True, 1)
-    _, policy = play(plain, [("hot" + END, True), ("c", False)], steps, max_context=room + 1)
+    _, policy = play(plain, [("hot" + END, True), ("c", False)], TWO_TURNS, max_context=room + 1)
     assert [request.max_tokens for request in policy.requests] == [10, 1]
     said = "ice</think>\n\nhot" + END
     room = len(ids(thinking, ASKED + "hot" + END + "\n" + NEXT + "<think>\n"))
-    made, _ = play(thinking, [(said, True)], steps, max_context=room)
+    made, _ = play(thinking, [(said, True)], TWO_TURNS, max_context=room)
     assert_sample(only(made), thinking, ASKED + "<think>\n", [(said, 1, 0.5)])
     assert made.stop_reason == "context"
-
-
-def test_an_opening_that_fills_the_context_leaves_nothing_to_learn(plain: ChatTemplate, thinking: ChatTemplate) -> None:
-    for template in (plain, thinking):
-        made, policy = play(template, [], [], max_context=len(ids(template, ASKED)))
-        assert (made.samples, made.stop_reason, made.turns, made.usable, policy.prompts) == ((), "context", 0, False, [])
 
 
 def test_max_turns_ends_the_episode(plain: ChatTemplate, thinking: ChatTemplate) -> None:
@@ -242,10 +227,12 @@ def test_an_empty_generation_adds_its_reward_to_what_was_sampled_before(plain: C
     assert_sample(made.samples[1], thinking, again, parts)
 
 
-def test_an_episode_that_begins_with_an_empty_generation_is_dropped(plain: ChatTemplate, thinking: ChatTemplate) -> None:
+def test_an_episode_of_which_nothing_was_sampled_leaves_nothing_to_learn(plain: ChatTemplate, thinking: ChatTemplate) -> None:
     for template in (plain, thinking):
-        made, _ = play(template, [([], True)], [([], 1.0, True)])
-        assert (made.samples, made.stop_reason, made.usable, made.reward) == ((), "empty", False, 0.0)
+        full, policy = play(template, [], [], max_context=len(ids(template, ASKED)))
+        empty, _ = play(template, [([], True)], [([], 1.0, True)])
+        assert (full.samples, full.stop_reason, full.turns, full.usable, policy.prompts) == ((), "context", 0, False, [])
+        assert (empty.samples, empty.stop_reason, empty.usable, empty.reward) == ((), "empty", False, 0.0)
 
 
 def picture(color: str) -> Image.Image:
