@@ -131,34 +131,25 @@ def test_code_and_pages_use_plain_words() -> None:
     assert not found, "\n".join(found)
 
 
-def numbers(section: Any) -> Iterator[tuple[str, SettingInfo]]:
-    """Name of every setting that is a number, in a section and in the sections in it, and its description."""
+def all_settings(section: Any) -> Iterator[tuple[str, type, SettingInfo]]:
+    """Name, type and description of every setting in a section and in the sections in it."""
     hints = get_type_hints(type(section))
-    for spec in dataclasses.fields(section):
-        value = getattr(section, spec.name)
-        if dataclasses.is_dataclass(value):
-            yield from numbers(value)
-        elif hints[spec.name] in (int, float):
-            yield spec.name, spec.metadata["info"]
-
-
-def test_every_number_among_the_settings_has_a_unit() -> None:
-    without = {name for root in (Config(), RlConfig()) for name, info in numbers(root) if not info.unit}
-    assert without - WITHOUT_UNIT == set()
-
-
-def all_settings(section: Any) -> Iterator[tuple[str, SettingInfo]]:
     for spec in dataclasses.fields(section):
         value = getattr(section, spec.name)
         if dataclasses.is_dataclass(value):
             yield from all_settings(value)
         else:
-            yield f"{type(section).__name__}.{spec.name}", spec.metadata["info"]
+            yield spec.name, hints[spec.name], spec.metadata["info"]
+
+
+def test_every_number_among_the_settings_has_a_unit() -> None:
+    without = {name for root in (Config(), RlConfig()) for name, kind, info in all_settings(root) if kind in (int, float) and not info.unit}
+    assert without - WITHOUT_UNIT == set()
 
 
 def test_the_help_of_every_setting_is_a_phrase() -> None:
     """It begins with a capital and has no full stop, like the others; a single word explains nothing."""
-    settings = [(name, info.help) for root in (Config(), RlConfig()) for name, info in all_settings(root)]
+    settings = [(name, info.help) for root in (Config(), RlConfig()) for name, _, info in all_settings(root)]
     assert len(settings) > 100
     assert [(name, help) for name, help in settings if len(help.split()) < 2 or help.endswith(".")] == []
 
