@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.preloaded import REAL_PYTHON
+from tests.running import START_S
 
 CRASH = """
 import os, time
@@ -26,6 +27,6 @@ def test_a_process_that_crashes_fails_the_run(moment: str, tmp_path: Path) -> No
         (tmp_path / "test_8.py").write_text(CRASH)
     distribution = ["--numprocesses", "2", "--dist", "worksteal", "--max-worker-restart", "0"]  # as in `make test`
     command = [REAL_PYTHON, "-m", "pytest", "--rootdir", str(tmp_path), "-c", "/dev/null", *distribution, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
     # The second is what pytest-xdist makes of it if it was just about to give that process another file.
     assert result.returncode in (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERNAL_ERROR), result.stdout
