@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.running import tinsmith
+from tests.running import tinsmith_here
 from tinsmith.errors import ConfigError
 from tinsmith.rl import reach
 from tinsmith.rl.config import ModelSection, ServerSection
@@ -21,6 +21,8 @@ from tinsmith.rl.reach import require_server
 
 NO_URL = "url is empty and TINKER_BASE_URL is not set; give the server's URL, such as http://127.0.0.1:8000"
 NO_KEY = "api_key is empty and TINKER_API_KEY is not set; Tinsmith takes any key that begins with tml-, such as tml-anything"
+NOBODY = "http://127.0.0.1:9"
+"""Where no program listens: the port is set apart for one that none has any more."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +63,9 @@ def refused(url: str, key: str = "tml-test") -> str:
     return str(raised.value)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 def test_what_is_not_given_is_named() -> None:
     assert refused("", "") == f"server: {NO_URL}; {NO_KEY}"
-    assert refused("http://127.0.0.1:9", "") == f"server: {NO_KEY}"
+    assert refused(NOBODY, "") == f"server: {NO_KEY}"
     assert refused("") == f"server: {NO_URL}"
     assert refused("127.0.0.1:8000") == "server: url='127.0.0.1:8000' must begin with http:// or https://"
 
@@ -78,11 +75,10 @@ def remedy(url: str, reason: str) -> str:
 
 
 def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    assert refused(url) == remedy(url, "no answer ([Errno 111] Connection refused)")
-    monkeypatch.setenv("TINKER_BASE_URL", f"{url}/")
+    assert refused(NOBODY) == remedy(NOBODY, "no answer ([Errno 111] Connection refused)")
+    monkeypatch.setenv("TINKER_BASE_URL", f"{NOBODY}/")
     monkeypatch.setenv("TINKER_API_KEY", "tml-test")
-    assert refused("", "") == remedy(url, "no answer ([Errno 111] Connection refused)")
+    assert refused("", "") == remedy(NOBODY, "no answer ([Errno 111] Connection refused)")
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://a b"])
@@ -157,10 +153,9 @@ def test_a_model_that_the_server_refuses_is_named_in_one_line(server_url: str) -
 def test_the_commands_say_it(command: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: {base_model: tiny}\nenv: {name: arithmetic}\n")
-    ran = tinsmith(command, str(file))
+    ran = tinsmith_here(command, str(file))
     assert (ran.returncode, ran.stdout, ran.stderr) == (2, "", f"tinsmith: server: {NO_URL}; {NO_KEY}\n")
-    url = f"http://127.0.0.1:{free_port()}"
-    file.write_text(f"server: {{url: '{url}', api_key: tml-x, wait_s: 0}}\nmodel: {{base_model: tiny}}\nenv: {{name: arithmetic}}\n")
-    ran = tinsmith(command, str(file))
+    file.write_text(f"server: {{url: '{NOBODY}', api_key: tml-x, wait_s: 0}}\nmodel: {{base_model: tiny}}\nenv: {{name: arithmetic}}\n")
+    ran = tinsmith_here(command, str(file))
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr == f"tinsmith: {remedy(url, 'no answer ([Errno 111] Connection refused)')}\n"
+    assert ran.stderr == f"tinsmith: {remedy(NOBODY, 'no answer ([Errno 111] Connection refused)')}\n"
