@@ -1,11 +1,10 @@
-"""The cookbook's `weights.download`: a checkpoint to train on, which comes encrypted, and external weights."""
+"""The cookbook's `weights.download`: a checkpoint to train on, which comes encrypted. External weights: `test_weights_tools.py`."""
 
 import os
 import subprocess
 from pathlib import Path
 
 import numpy as np
-import pytest
 import tinker
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -17,8 +16,7 @@ from tests.recipes.workshop import PYTHON, TEXT_ONLY_MODEL, Workshop
 DOWNLOAD = "import sys; from tinker_cookbook import weights; weights.download(tinker_path=sys.argv[1], output_dir=sys.argv[2])"
 
 
-@pytest.mark.parametrize("kind", ["weights", "external_weights"])
-def test_downloaded_weights_are_loaded_by_peft(random_models: Workshop, kind: str, tmp_path: Path) -> None:
+def test_a_downloaded_checkpoint_to_train_on_is_loaded_by_peft(random_models: Workshop, tmp_path: Path) -> None:
     key = "tml-recipes"
     environment = os.environ | {"TINKER_BASE_URL": random_models.url, "TINKER_API_KEY": key}
     with tinker.ServiceClient(base_url=random_models.url, api_key=key) as service:
@@ -26,7 +24,7 @@ def test_downloaded_weights_are_loaded_by_peft(random_models: Workshop, kind: st
         client.forward_backward([ITEM], "cross_entropy")
         client.optim_step(RAW_STEP).result()
         expected = scores(client, [ITEM])[0]
-        path = (client.save_state("out") if kind == "weights" else client.save_weights_external("out")).result().path
+        path = client.save_state("out").result().path
         command = [str(PYTHON), "-c", DOWNLOAD, path, str(tmp_path / "adapter")]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
 

@@ -116,26 +116,23 @@ def test_we_play_the_cookbook_s_environment_with_its_policy(plain: ChatTemplate)
     assert builder.cleaned == 1
 
 
-def test_what_the_cookbook_s_environment_raises_ends_its_episode(plain: ChatTemplate) -> None:
-    policy = PolicyOfCompleter(Fixed(ids(plain, "4<|im_end|>")), sorted(plain.stop_ids))
-    broken, good = play(Judged(Prompt(0), plain, 2, replaced=(0, Broken())), policy, plain, 2)
-    assert (broken.stop_reason, broken.error, broken.usable) == ("env_error", "ValueError: no game today", False)
-    assert (good.stop_reason, good.reward) == ("done", 1.0)
-    with pytest.raises(ConfigError, match="env='theirs' made 2 environments for a group of 3"):
-        play(Judged(Prompt(0), plain, 2), policy, plain, 3)
-
-
 class Unrewarding(CookbookEnv):
     async def step(self, action: list[int], *, extra: Any = None) -> Any:
         return replace(await super().step(action, extra=extra), reward=None)
 
 
-def test_a_reward_of_the_cookbook_s_environment_that_is_no_number_is_named(plain: ChatTemplate) -> None:
+def test_what_the_cookbook_s_environment_raises_or_wrongly_returns_ends_its_episode(plain: ChatTemplate) -> None:
     policy = PolicyOfCompleter(Fixed(ids(plain, "4<|im_end|>")), sorted(plain.stop_ids))
-    unrewarding = Unrewarding("guess_number", {}, Prompt(0), plain)
-    broken, good = play(Judged(Prompt(0), plain, 2, replaced=(0, unrewarding)), policy, plain, 2)
-    assert broken.error == "Unrewarding.step returned the reward None, which is not a finite number"
-    assert good.stop_reason == "done"
+    unrewarding = "Unrewarding.step returned the reward None, which is not a finite number"
+    for env, error in (
+        (Broken(), "ValueError: no game today"),
+        (Unrewarding("guess_number", {}, Prompt(0), plain), unrewarding),
+    ):
+        broken, good = play(Judged(Prompt(0), plain, 2, replaced=(0, env)), policy, plain, 2)
+        assert (broken.stop_reason, broken.error, broken.usable) == ("env_error", error, False)
+        assert (good.stop_reason, good.reward) == ("done", 1.0)
+    with pytest.raises(ConfigError, match="env='theirs' made 2 environments for a group of 3"):
+        play(Judged(Prompt(0), plain, 2), policy, plain, 3)
 
 
 class Overflowing(Broken):
