@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tinker
 
-from tests.rl.test_run import QUIET, config_of
+from tests.rl.test_run import QUIET, config_of, logged
 from tinsmith.rl.evaluation import run_evaluation
 from tinsmith.rl.resume import RunCheckpoints, RunState, load_state
 from tinsmith.rl.trainer import train
@@ -45,7 +45,7 @@ def config(url: str, directory: Path, steps: int, **output: Any) -> Any:
 
 def test_the_best_weights_are_those_that_earned_the_best_reward(server_url: str, tmp_path: Path) -> None:
     state = train(config(server_url, tmp_path, 4, keep=0), QUIET)
-    rewards = [json.loads(line)["reward"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["reward"] for line in logged(tmp_path)]
     assert (state.best_reward, state.best_step) == (max(rewards), rewards.index(max(rewards)))
     service = tinker.ServiceClient(base_url=server_url, api_key=KEY)
     prompt = tinker.ModelInput.from_ints(list(range(1, 20)))
@@ -61,7 +61,7 @@ def test_where_every_episode_failed_there_is_no_best_and_no_reward(server_url: s
     absent = config(server_url, tmp_path, 1)
     absent.env.name, absent.env.max_failed_share, absent.warmup.steps = "tests.rl.moody:Absent", 1.0, 0
     assert train(absent, QUIET).best_reward is None
-    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    (line,) = logged(tmp_path)
     assert (line["stop/env_error"], "reward" in line) == (1.0, False)
 
 
