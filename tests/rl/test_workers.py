@@ -141,11 +141,10 @@ def test_a_process_that_hangs_is_killed(plain: ChatTemplate) -> None:
         workers = ProcessWorkers(1, timeout_s=LONG_S)
         rollouts = EnvRollouts("tests.rl.moody:Moody", {}, settings(), plain, workers)
         said = [(ids(plain, "hot<|im_end|>"), True)]
-        made = [await rollouts.play(Scripted(said), Prompt(0, fields={"mood": "good"}), EpisodeId("moody", 0))]
-        workers.timeout_s = 0.5
-        made.append(await rollouts.play(Scripted(said), Prompt(0, fields={"mood": "slow"}), EpisodeId("moody", 0)))
-        workers.timeout_s = LONG_S
-        made.append(await rollouts.play(Scripted(said), Prompt(0, fields={"mood": "good"}), EpisodeId("moody", 0)))
+        made = []
+        for mood, timeout_s in (("good", LONG_S), ("slow", 0.5), ("good", LONG_S)):
+            workers.timeout_s = timeout_s
+            made.append(await rollouts.play(Scripted(said), Prompt(0, fields={"mood": mood}), EpisodeId("moody", 0)))
         workers.shutdown()
         return made
 
