@@ -6,6 +6,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -56,11 +57,11 @@ WITHOUT_UNIT |= {
 """Numbers that have no unit: ports, ranks, seeds, ratios, rates, rewards."""
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def modules() -> list[tuple[str, ast.Module]]:
     """Path below the repository and syntax tree of every module that is not generated."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if not path.name.endswith("_pb2.py"):
-            yield str(path.relative_to(PACKAGE.parent)), ast.parse(path.read_text(encoding="utf-8"))
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if not path.name.endswith("_pb2.py")]
+    return [(str(path.relative_to(PACKAGE.parent)), ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
