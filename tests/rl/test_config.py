@@ -8,8 +8,10 @@ from rich.console import Console
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import from_tree, load, to_tree
+from tinsmith.rl.env import Prompt, make
 from tinsmith.rl.evaluation import run_evaluation
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "rl"
 SMALLEST: dict[str, Any] = {"model": {"base_model": "tiny"}, "env": {"name": "maze2d"}}
 
 
@@ -21,6 +23,12 @@ def test_a_file_fills_the_tree_and_the_rest_is_default(tmp_path: Path) -> None:
     assert from_tree({**to_tree(config), "server": {"url": "", "api_key": "tml-secret"}}) is not config
     assert "api_key" not in to_tree(config)["server"]
     assert [from_tree({**SMALLEST, "training": {"mode": mode}}).staleness for mode in ("sync", "one_step_off")] == [0, 1]
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_an_example_names_settings_and_an_environment_that_there_are(file: Path) -> None:
+    env = load(file).env
+    assert make(env.name, **env.options).init(Prompt(0))[0]
 
 
 @pytest.mark.parametrize(

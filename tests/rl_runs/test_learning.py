@@ -1,10 +1,5 @@
 """The examples learn what they say, from a short warm-up, on two cores: `make test-rl`. Each draws its curve into rl-output/."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,32 +9,22 @@ import yaml
 from matplotlib import pyplot as plt
 from rich.console import Console
 
-from tests.running import PROGRAM
+from tests.rl.test_run import logged
 from tinsmith.rl.config import from_tree
-from tinsmith.rl.resume import load_state
 from tinsmith.rl.trainer import train
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "rl"
 
 
-def tree_of(example: str, url: str, directory: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """An example's configuration, with its own server and directory."""
+def run(example: str, url: str, directory: Path, **sections: dict[str, Any]) -> list[dict[str, float]]:
+    """The logged steps of a whole run of an example, with its own server and directory."""
     tree: dict[str, Any] = yaml.safe_load((EXAMPLES / f"{example}.yaml").read_text())
     tree["server"] = {"url": url, "api_key": "tml-test"}
     tree["output"] = {**tree["output"], "directory": str(directory), "trackers": []}
     for name, section in sections.items():
         tree[name] = {**tree.get(name, {}), **section}
-    return tree
-
-
-def run(example: str, url: str, directory: Path, **sections: dict[str, Any]) -> list[dict[str, float]]:
-    """The logged steps of a whole run."""
-    train(from_tree(tree_of(example, url, directory, **sections)), Console(quiet=True))
+    train(from_tree(tree), Console(quiet=True))
     return logged(directory)
-
-
-def logged(directory: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def evaluations(lines: list[dict[str, float]]) -> list[tuple[int, float]]:
@@ -98,34 +83,3 @@ def test_an_asynchronous_run_ends_as_high_and_sooner(server_url: str, tmp_path: 
     ends = {mode: evaluations(lines)[-1][1] for mode, lines in made.items()}
     assert abs(ends["async"] - ends["sync"]) <= 0.05, ends
     assert seconds["async"] < seconds["sync"]
-
-
-@pytest.mark.timeout(360)
-def test_a_killed_and_resumed_run_is_the_undisturbed_one(server_url: str, tmp_path: Path) -> None:
-    short = {"training": {"steps": 12}, "output": {"save_every": 4}, "evaluation": {"every": 0}}
-    directories = {name: tmp_path / name for name in ("undisturbed", "killed")}
-    files = {}
-    for name, directory in directories.items():
-        tree = tree_of("arithmetic", server_url, directory, **short)
-        tree["output"]["directory"] = str(directory)
-        files[name] = tmp_path / f"{name}.yaml"
-        files[name].write_text(yaml.safe_dump(tree))
-    subprocess.run([*PROGRAM, "rl", str(files["undisturbed"])], check=True, timeout=300)
-    _run_until_saved_and_kill(files["killed"], directories["killed"])
-    state = load_state(directories["killed"])
-    assert state is not None
-    assert state.step < 12
-    subprocess.run([*PROGRAM, "rl", str(files["killed"])], check=True, timeout=300)
-    undisturbed, killed = (logged(directories[name]) for name in ("undisturbed", "killed"))
-    assert [line["step"] for line in killed] == list(range(12))
-    assert [line["reward"] for line in killed] == [line["reward"] for line in undisturbed]
-    assert [line["loss"] for line in killed] == pytest.approx([line["loss"] for line in undisturbed], abs=1e-4)
-
-
-def _run_until_saved_and_kill(file: Path, directory: Path) -> None:
-    process = subprocess.Popen([*PROGRAM, "rl", str(file)], stdout=sys.stderr)
-    while not (directory / "state.json").exists() or len(logged(directory)) < 6:
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
