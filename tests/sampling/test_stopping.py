@@ -1,11 +1,13 @@
 """When a sequence ends."""
 
+import random
+
 import pytest
 from tokenizers.decoders import DecodeStream
 
 from tests.sampling.local.byte_fallback import WORDS, byte_fallback_tokenizer, byte_tokens
 from tinsmith.models.base import BaseModel
-from tinsmith.sampling.stopping import StopIds, StopStrings, TextStream
+from tinsmith.sampling.stopping import StopIds, StopStrings, StringMatcher, TextStream
 
 
 def first_stop(rule: StopIds | StopStrings, tokens: list[int]) -> int | None:
@@ -45,6 +47,33 @@ def test_bytes_that_are_no_utf8_end_neither_the_sequence_nor_its_stop_strings() 
     assert first_stop(StopStrings([], ("world€b",), tokenizer), tokens) == len(tokens)
     assert first_stop(StopStrings([], ("A",), tokenizer), tokens) == 2
     assert first_stop(StopStrings([], ("never",), tokenizer), tokens) is None
+
+
+def test_strings_that_overlap_are_found_where_the_first_of_them_is_complete() -> None:
+    generator = random.Random(0)
+    for _ in range(300):
+        strings = ["".join(generator.choices("ab€", k=generator.randint(1, 5))) for _ in range(generator.randint(1, 6))]
+        text = "".join(generator.choices("ab€", k=40))
+        pieces = [text[start : start + 3] for start in range(0, len(text), 3)]
+        matcher, state, read = StringMatcher(strings), 0, ""
+        for piece in pieces:
+            state, found = matcher.read(state, piece)
+            read += piece
+            assert found == any(string in read for string in strings)
+            if found:
+                break
+
+
+def test_sequences_of_a_request_share_what_is_large_and_nothing_else(text_base: BaseModel) -> None:
+    tokenizer = text_base.tokenizer
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "abcd"]
+    one = StopStrings([], ("abc",), tokenizer)
+    another = one.for_another()
+    assert another.strings is one.strings
+    assert another.ids is one.ids
+    assert [one.stops(token) for token in letters[:2]] == [False, False]
+    assert [another.stops(token) for token in letters[2:]] == [False, False]
+    assert one.stops(letters[2])
 
 
 def test_another_error_of_the_decoder_is_raised() -> None:

@@ -107,12 +107,12 @@ def test_a_budget_is_divided_between_blocks_and_slots_and_no_more_slots_than_pla
     assert shape.block_bytes == 16 * 8 * 2 * 4 * 256 * 2  # half a MiB
     sizes = shape.divide(2 * GIB, max_running=256)
     assert sizes.slots == GIB // shape.state_bytes == 20
-    assert sizes.places == 15
+    assert sizes.places == 18
     assert 0 <= 2 * GIB - sizes.slots * shape.state_bytes - sizes.blocks * shape.block_bytes < shape.block_bytes
     for max_running in (1, 2, 3, 4, 7, 256):
         sizes = shape.divide(200 * GIB, max_running)
         assert sizes.places >= max_running
-        assert sizes.slots == max_running + -(-max_running // 3)
+        assert sizes.slots == max_running + -(-max_running // 7)
     blocks_only = CacheShape((Attention(2, 32),) * 2, torch.float32, CPU)
     assert blocks_only.divide(10 * blocks_only.block_bytes + 1, 256) == CacheSizes(blocks=10, slots=0)
 
