@@ -1,6 +1,6 @@
 """A proxy in front of a real vLLM server: it writes down what a client asks it, and may refuse some of it.
 
-Adapters get names of their own, so that two proxies of one server are two servers to their client.
+Adapters get names of their own: the server has those of its own engine, too.
 """
 
 import asyncio
@@ -27,16 +27,12 @@ class Proxy:
         self._prefix = f"by-{id(self)}-"
         self.pictures: Counter[str] = Counter()
         """How often the pixel values of a picture, known by its hash, were sent."""
-        self.generates: list[dict[str, Any]] = []
-        """The bodies of all requests for tokens."""
         self.at_once = self.most_at_once = 0
         """Sequences that are being sampled, and that ever were."""
         self.refusal: Callable[[dict[str, Any]], web.Response | None] = lambda _: None
         """What to answer to a request for tokens instead of the server."""
-        self.break_down: Callable[[], None] = lambda: None
-        """Close all connections, and take no more."""
 
-    async def pass_on(self, request: web.Request) -> web.Response:
+    async def pass_on(self, request: web.Request) -> web.StreamResponse:
         """One request, and the server's reply."""
         body = await request.read()
         asked = orjson.loads(body) if body else {}
@@ -58,18 +54,23 @@ class Proxy:
             self.at_once -= sequences
 
     def _note(self, asked: dict[str, Any]) -> None:
-        self.generates.append(asked)
         if asked["features"]:
             sent = zip(asked["features"]["mm_hashes"]["image"], asked["features"]["kwargs_data"]["image"], strict=True)
             self.pictures.update(key for key, data in sent if data is not None)
 
-    async def _ask(self, request: web.Request, body: bytes) -> web.Response:
+    async def _ask(self, request: web.Request, body: bytes) -> web.StreamResponse:
         async with (
             aiohttp.ClientSession("http://vllm", connector=aiohttp.UnixConnector(self.target)) as session,
             session.request(request.method, request.path_qs, data=body, headers={"Content-Type": "application/json"}) as reply,
         ):
-            answer = (await reply.read()).replace(self._prefix.encode(), b"")
-            return web.Response(body=answer, status=reply.status, content_type=reply.content_type)
+            if reply.content_type != "text/event-stream":
+                answer = (await reply.read()).replace(self._prefix.encode(), b"")
+                return web.Response(body=answer, status=reply.status, content_type=reply.content_type)
+            stream = web.StreamResponse(headers={"Content-Type": reply.content_type})
+            await stream.prepare(request)
+            async for line in reply.content:
+                await stream.write(line.replace(self._prefix.encode(), b""))
+            return stream
 
 
 @contextmanager
@@ -87,13 +88,12 @@ def in_front_of(socket: str, directory: Path) -> Iterator[tuple[Proxy, str]]:
         return runner
 
     runner = loop.run_until_complete(open_up())
-    proxy.break_down = lambda: asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
         yield proxy, f"unix:{address}"
     finally:
-        proxy.break_down()
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

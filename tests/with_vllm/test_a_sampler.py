@@ -7,9 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,20 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
-from PIL.Image import Image
 
 from tests.bases import image, load, new_ref, random_adapter, random_tokens, renderer
 from tests.running import Server
 from tests.sampling.local.test_sampler import forward_logprobs
 from tests.with_vllm.proxy import Proxy, in_front_of
-from tests.with_vllm.serving import engine_of, generated, vllm_pids
+from tests.with_vllm.serving import engine_of, vllm_pids
 from tinsmith.config import load as load_config
 from tinsmith.models.base import BaseModel
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, LoraPair
-from tinsmith.models.pictures import PictureInput
+from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.rendering.renderer import Processor, Renderer
-from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, ref_of
+from tinsmith.rendering.renderer import Renderer
+from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled, ref_of
 from tinsmith.sampling.vllm.canary import Expectation
 from tinsmith.sampling.vllm.sampler import VLLMSampler, start_vllm_sampler
 from tinsmith.sampling.vllm.servers import Servers
@@ -56,17 +54,13 @@ class Bench:
     base: BaseModel
     renderer: Renderer
     sampler: VLLMSampler
-    proxies: list[Proxy]
-    """The way to each of its servers: the same real one, but it does not know."""
+    proxy: Proxy
+    """The way to its server."""
     awake: threading.Event
     came: dict[str, SampleEvent] = field(default_factory=dict)
     """The requests that have ended and were not asked for yet."""
-
-    @property
-    def proxy(self) -> Proxy:
-        """The only way."""
-        (proxy,) = self.proxies
-        return proxy
+    tokens: dict[str, list[TokensSampled]] = field(default_factory=dict)
+    """What came before of the requests that are streamed."""
 
     def add(self, name: str, rendered: RenderedInput, n: int = 1, weights: Any = None, stream: bool = False, **params: Any) -> None:
         """One request."""
@@ -82,34 +76,44 @@ class Bench:
     def step(self) -> None:
         """All work that needs the trainer's model: then the client has every request."""
         while self.sampler.has_work:
-            self.came |= {event.request_id: event for event in self.sampler.step()}
+            for event in self.sampler.step():
+                assert event.request_id not in self.came, "nothing follows the result"
+                if isinstance(event, TokensSampled):
+                    self.tokens.setdefault(event.request_id, []).append(event)
+                else:
+                    self.came[event.request_id] = event
 
-    def results(self, count: int) -> dict[str, SampleEvent]:
-        """The next requests that end."""
+    def work_until(self, holds: Callable[[], bool]) -> None:
+        """Go on until it does."""
         deadline = time.monotonic() + WAIT_S
-        while len(self.came) < count and time.monotonic() < deadline:
+        while not holds():
+            assert time.monotonic() < deadline
             self.awake.wait(0.05)
             self.awake.clear()
             self.step()
+
+    def results(self, count: int) -> dict[str, SampleEvent]:
+        """The next requests that end."""
+        self.work_until(lambda: len(self.came) >= count)
         ended, self.came = self.came, {}
         assert len(ended) == count
         return ended
 
 
 @contextmanager
-def bench_of(count: int, socket: str, vision_dir: Path, tmp_path: Path, **more: Any) -> Iterator[Bench]:
-    """A bench of the tiny vision model, with so many ways to the real server."""
-    with ExitStack() as stack:
-        for index in range(count):
-            (tmp_path / str(index)).mkdir()
-        ways = [stack.enter_context(in_front_of(socket, tmp_path / str(index))) for index in range(count)]
-        base, awake = load(vision_dir, max_context=1024), threading.Event()
+def bench_of(socket: str, model: Path, tmp_path: Path, **more: Any) -> Iterator[Bench]:
+    """A bench of a tiny vision model at the real server."""
+    with in_front_of(socket, tmp_path) as (proxy, address):
+        base, awake = load(model, max_context=1024), threading.Event()
         (tmp_path / "weights").mkdir()
-        options = {"vllm_urls": [address for _, address in ways], "vllm_dir": str(tmp_path / "weights"), "max_running": SLOTS}
+        options = {"vllm_urls": [address], "vllm_dir": str(tmp_path / "weights"), "max_running": SLOTS}
         config, own = load_config(options={"base_models": ["tiny"], **options, **more}), renderer(base)
         sampler = start_vllm_sampler(base, own, config, awake.set)
         sampler.client.run(all_ready(sampler.client.servers)).result()
-        yield Bench(base, own, sampler, [proxy for proxy, _ in ways], awake)
+        try:
+            yield Bench(base, own, sampler, proxy, awake)
+        finally:
+            sampler.client.close()  # it would go on to give the server, which other tests share, the weights of its own base
 
 
 async def all_ready(servers: Servers) -> None:
@@ -120,37 +124,37 @@ async def all_ready(servers: Servers) -> None:
 
 @pytest.fixture
 def bench(socket: str, vision_dir: Path, tmp_path: Path) -> Iterator[Bench]:
-    """With one way."""
-    with bench_of(1, socket, vision_dir, tmp_path) as made:
+    """A bench of the server's own model."""
+    with bench_of(socket, vision_dir, tmp_path) as made:
         yield made
 
 
-class CountingProcessor:
-    """Counts what it lets the real one do."""
-
-    def __init__(self, inner: Processor) -> None:
-        self.inner = inner
-        self.seen: Counter[bytes] = Counter()
-
-    def __call__(self, sha256: bytes, picture: Image) -> PictureInput:
-        self.seen[sha256] += 1
-        return self.inner(sha256, picture)
+def test_a_server_with_other_weights_is_never_sampled(socket: str, tmp_path: Path) -> None:
+    write_tiny_model("qwen3-vl", tmp_path / "other", seed=1)
+    with bench_of(socket, tmp_path / "other", tmp_path) as bench:
+        bench.add("base", bench.renderer.render([random_tokens(1, 6)]))
+        failure = bench.results(1)["base"]
+        assert isinstance(failure, SampleFailure)
+        assert "vLLM computes other log-probabilities than the trainer with the base weights" in str(failure.error)
 
 
-def test_each_picture_is_processed_once_and_sent_once(bench: Bench) -> None:
-    """Eight requests at once of eight samples with each of four pictures, two of them in one prompt: 256 samples."""
-    assert bench.renderer.processor is not None
-    bench.renderer.processor = counting = CountingProcessor(bench.renderer.processor)
+def test_many_samples_at_once_are_bounded_and_send_each_picture_once(bench: Bench) -> None:
+    """Samples of whatever kind, of prompts with four pictures, two of them in one prompt. One more sequence compares weights."""
     pictures = [image(10 + i) for i in range(4)]
     prompts: list[list[Chunk]] = [[picture, random_tokens(i, 9)] for i, picture in enumerate(pictures)]
     prompts[0] = [pictures[0], random_tokens(0, 4), pictures[3], random_tokens(1, 5)]
-    for i in range(32):
-        bench.add(str(i), bench.renderer.render(prompts[i % 4]), n=8, seed=i)
-    ended = bench.results(32)
-    assert all(isinstance(result, SampleResult) and len(result.sequences) == 8 for result in ended.values())
-    hashes = {picture.sha256 for picture in pictures}
-    assert dict(counting.seen) == dict.fromkeys(hashes, 1)
-    assert {key: sent for key, sent in bench.proxy.pictures.items() if bytes.fromhex(key) in hashes} == {h.hex(): 1 for h in hashes}
+    for i in range(40):
+        chunks = prompts[i // 2 % 4] if i % 2 else [random_tokens(i, 9)]
+        follows = f"m{i}" if i % 8 == 0 else None
+        adapter = random_adapter(bench.base, seed=1, ref=new_ref(inflight_of=follows)) if i % 4 == 0 else None
+        top_k = 20 if i % 5 == 0 else -1
+        bench.add(str(i), bench.renderer.render(chunks), n=8 if i % 2 else 3, weights=adapter, top_k=top_k, seed=i)
+    for name, result in bench.results(40).items():
+        assert isinstance(result, SampleResult)
+        assert len(result.sequences) == (8 if int(name) % 2 else 3)
+    assert SLOTS <= bench.proxy.most_at_once <= SLOTS + 1
+    hashes = {picture.sha256.hex() for picture in pictures}
+    assert {key: sent for key, sent in bench.proxy.pictures.items() if key in hashes} == dict.fromkeys(hashes, 1)
 
 
 def test_a_failure_is_one_samples_own(bench: Bench) -> None:
@@ -190,10 +194,10 @@ def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench
     """A version that vLLM computes differently fails what follows it: no token of it leaves, and others go on."""
     first, second = (random_adapter(bench.base, seed=seed, ref=new_ref(inflight_of="m")) for seed in (1, 2))
     rendered = bench.renderer.render([random_tokens(1, 12)])
-    bench.add("follows", rendered, weights=first, max_tokens=LONG)
+    bench.add("follows", rendered, weights=first, stream=True, max_tokens=LONG)
     bench.add("stays", rendered, weights=first.snapshot(new_ref()), max_tokens=LONG)
     bench.add("other", rendered, weights=first.snapshot(new_ref(inflight_of="n")), max_tokens=LONG)
-    time.sleep(0.5)
+    bench.work_until(lambda: "follows" in bench.tokens)
     expected = bench.sampler.canary.expected
 
     def wrong(weights: Any) -> Expectation:
@@ -234,53 +238,46 @@ def test_an_adapter_of_other_weights_is_never_sampled(bench: Bench, monkeypatch:
     assert isinstance(bench.results(1)["same"], SampleResult)
 
 
-def test_samples_of_a_lost_server_go_on_at_another(socket: str, vision_dir: Path, tmp_path: Path) -> None:
-    """Turns of a conversation stay at one server, others are spread; when one is lost, the other gets its samples.
-
-    One that follows its model's weights was given a new version before, and keeps the tokens that the former version gave.
-    """
-    with bench_of(2, socket, vision_dir, tmp_path) as bench:
-        first, second = (random_adapter(bench.base, seed=seed, ref=new_ref(f"m/{seed}", "m")) for seed in (1, 2))
-        conversation = [random_tokens(7, 40)]
-        rendered = bench.renderer.render([random_tokens(1, 12)])
-        before = generated(socket)
-        bench.add("follows", rendered, weights=first, max_tokens=LONG)
-        wait_until(lambda: generated(socket) > before + 5)
-        for turn in range(4):
-            bench.add(f"turn{turn}", bench.renderer.render([*conversation]))
-            assert isinstance(bench.results(1)[f"turn{turn}"], SampleResult)
-            conversation.append(random_tokens(20 + turn, 20))
-        begins = conversation[0].tokens.tolist()
-        assert sorted(sum(asked["token_ids"][:40] == begins for asked in proxy.generates) for proxy in bench.proxies) == [0, 4]
-        bench.publish(second)
-        (lost,) = [proxy for proxy in bench.proxies if any(asked["max_tokens"] == LONG for asked in params_of(proxy))]
-        wait_until(lambda: any(0 < LONG - asked["max_tokens"] < LONG for asked in params_of(lost)))
-        for i in range(12):
-            bench.add(str(i), bench.renderer.render([random_tokens(100 + i, 12)]), max_tokens=200)
-        wait_until(lambda: min(sum(asked["max_tokens"] == 200 for asked in params_of(proxy)) for proxy in bench.proxies) >= 3)
-        lost.break_down()
-        ended = bench.results(13)
-        assert all(isinstance(result, SampleResult) for result in ended.values())
-        follows = ended["follows"]
-        assert isinstance(follows, SampleResult)
-        (sequence,) = follows.sequences
-        assert (len(sequence.tokens), [span.version for span in sequence.versions]) == (LONG, ["m/1", "m/2"])
-        for span, weights in zip(sequence.versions, (first, second), strict=True):
-            _, expected = forward_logprobs(bench.base, weights, rendered, sequence.tokens)
-            np.testing.assert_allclose(sequence.logprobs[span.start : span.end], expected[span.start : span.end], atol=1e-4)
+def check(bench: Bench, name: str, result: SampleEvent) -> int:
+    """The tokens that were read must be those of the result; returns in how many pieces they came."""
+    assert isinstance(result, SampleResult)
+    for index, sequence in enumerate(result.sequences):
+        own = [event for event in bench.tokens[name] if event.index == index]
+        assert [token for event in own for token in event.tokens] == sequence.tokens
+        assert [logprob for event in own for logprob in event.logprobs] == sequence.logprobs
+        spans = [span.version for span in sequence.versions for _ in range(span.start, span.end)]
+        assert [event.version for event in own for _ in event.tokens] == spans
+    return len(bench.tokens[name])
 
 
-def params_of(proxy: Proxy) -> list[dict[str, Any]]:
-    """The parameters of all that was asked there, but of canaries and pictures."""
-    return [asked["sampling_params"] for asked in proxy.generates if asked["sampling_params"]["max_tokens"] > 1]
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Return when it does."""
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def test_tokens_that_are_read_while_they_come_are_those_of_the_result(bench: Bench) -> None:
+    """They are those of a request that nobody reads along, and each is of the version that it names."""
+    rendered = bench.renderer.render([random_tokens(1, 12), image(1)])
+    old, new = (random_adapter(bench.base, seed=seed, ref=new_ref(f"m/{seed}", "m")) for seed in (1, 2))
+    bench.add("goes on", rendered, weights=old, stream=True, max_tokens=LONG)
+    bench.work_until(lambda: len(bench.tokens.get("goes on", [])) >= 5)
+    bench.publish(new)
+    goes_on = bench.results(1)["goes on"]
+    check(bench, "goes on", goes_on)
+    assert isinstance(goes_on, SampleResult)
+    (sequence,) = goes_on.sequences
+    assert [span.version for span in sequence.versions] == ["m/1", "m/2"]
+    for span, weights in zip(sequence.versions, (old, new), strict=True):
+        _, expected = forward_logprobs(bench.base, weights, rendered, sequence.tokens)
+        np.testing.assert_allclose(sequence.logprobs[span.start : span.end], expected[span.start : span.end], atol=1e-4)
+    bench.add("read", rendered, 2, new, stream=True, max_tokens=40)
+    bench.add("silent", rendered, 2, new, max_tokens=40)
+    bench.add("truncated", rendered, 2, new, stream=True, max_tokens=40, top_k=20)
+    ended = bench.results(3)
+    assert "silent" not in bench.tokens
+    assert check(bench, "read", ended["read"]) > 20
+    assert check(bench, "truncated", ended["truncated"]) == 2  # log-probabilities over the whole vocabulary come at the end
+    read, silent = ended["read"], ended["silent"]
+    assert isinstance(read, SampleResult)
+    assert isinstance(silent, SampleResult)
+    for ours, theirs in zip(read.sequences, silent.sequences, strict=True):
+        assert ours.tokens == theirs.tokens
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
 
 
 def test_a_real_server_that_hangs_is_left_and_taken_back(
@@ -289,14 +286,14 @@ def test_a_real_server_that_hangs_is_left_and_taken_back(
     """Its engine is stopped while the process that takes requests goes on; later it runs again."""
     (group,) = vllm_pids(server)
     engine = engine_of(group)
-    with bench_of(1, socket, vision_dir, tmp_path, vllm_hung_s=3.0) as bench:
+    with bench_of(socket, vision_dir, tmp_path, vllm_hung_s=3.0) as bench:
         rendered = bench.renderer.render([random_tokens(1, 12)])
         bench.add("first", rendered, max_tokens=20)
         expected = bench.results(1)["first"]
         bench.add("again", rendered, max_tokens=20)
         os.kill(engine, signal.SIGSTOP)
         try:
-            wait_until(lambda: "hangs: it answered nothing for 3 s" in caplog.text)
+            bench.work_until(lambda: "hangs: it answered nothing for 3 s" in caplog.text)
         finally:
             os.kill(engine, signal.SIGCONT)
         again = bench.results(1)["again"]
