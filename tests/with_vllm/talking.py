@@ -1,16 +1,14 @@
 """What the tests here say to a server, beside `tests/acceptance/talking.py`."""
 
-import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tinker
 from numpy.typing import NDArray
-from PIL import Image
 from tinker import types
 
-from tests.acceptance.talking import RAW_STEP, datum, image_input, numbers, scores, text_input, with_inputs
+from tests.acceptance.talking import RAW_STEP, datum, image_input, numbers, scores, text_input, train, with_inputs
 
 FREE = types.SamplingParams(max_tokens=12, stop=[], seed=1)
 """Twelve tokens, whatever they are."""
@@ -50,6 +48,27 @@ def worst_difference(client: tinker.TrainingClient, prompt: types.ModelInput, re
     return float(max(differences))
 
 
+def check_snapshots(service: tinker.ServiceClient, rank: int, teach: Callable[[tinker.TrainingClient, int], None], bound: float) -> None:
+    """Each snapshot must have its own weights, as the trainer has them: also the older one, after the newer has been sampled."""
+    client, bare = train(service, "tiny", rank=rank), train(service, "tiny")
+    prompts = [text_input(1, 30), image_input(client, 2)]
+    teach(client, 1)
+    first = snapshot(client)
+    replies = [sample(first, prompt, FREE, 2) for prompt in prompts]
+    assert max(worst_difference(client, prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)) < bound
+    tokens = replies[0].sequences[0].tokens
+    of_first = trainers_logprobs(client, prompts[0], tokens)
+    assert np.abs(of_first - trainers_logprobs(bare, prompts[0], tokens)).max() > 1e-2
+    teach(client, 2)
+    assert np.abs(of_first - trainers_logprobs(client, prompts[0], tokens)).max() > 1e-2
+    second = snapshot(client)
+    for prompt in prompts:
+        assert worst_difference(client, prompt, sample(second, prompt, FREE, 2)) < bound
+    again = sample(first, prompts[0], FREE, 2)
+    assert [sequence.tokens for sequence in again.sequences] == [sequence.tokens for sequence in replies[0].sequences]
+    np.testing.assert_allclose(numbers(again.sequences[0].logprobs), of_first, atol=bound)
+
+
 def text_logprobs(client: tinker.TrainingClient, prompt: types.ModelInput) -> NDArray[np.float64]:
     """The trainer's log-probabilities of the prompt's own tokens; NaN for the first, 0 at image positions."""
     ids: list[int | None] = []
@@ -58,12 +77,3 @@ def text_logprobs(client: tinker.TrainingClient, prompt: types.ModelInput) -> ND
     targets = [token or 0 for token in ids[1:]] + [0]
     scored = scores(client, [with_inputs(prompt, target_tokens=targets, weights=[1.0] * prompt.length)])[0]
     return np.array([np.nan, *(0.0 if token is None else score for token, score in zip(ids[1:], scored[:-1], strict=True))])
-
-
-def square(color: tuple[int, int, int], seed: int) -> bytes:
-    """A square of one color, almost."""
-    noise = np.random.default_rng(seed).integers(-20, 21, (64, 64, 3))
-    pixels = np.clip(np.array(color) + noise, 0, 255).astype(np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()

@@ -7,27 +7,28 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.acceptance.talking import image_input, numbers, text_input, train, with_inputs
+from tests.acceptance.talking import image_input, numbers, text_input, train
 from tests.bases import png
-from tests.running import Server
-from tests.with_vllm.talking import FREE, learn, sample, snapshot, square, text_logprobs, trainers_logprobs, worst_difference
+from tests.with_vllm.talking import FREE, check_snapshots, learn, sample, snapshot, text_logprobs, worst_difference
 
 
 @pytest.fixture
-def bound(each_server: Server, request: pytest.FixtureRequest) -> float:
+def bound(request: pytest.FixtureRequest) -> float:
     """How far a log-probability may be from the trainer's. In a random hybrid model transformers' own are 1e-4 from those in float64."""
     return 5e-4 if "hybrid" in request.node.callspec.id else 1e-4
 
 
 def test_base_and_two_adapters_side_by_side(each_service: tinker.ServiceClient, bound: float) -> None:
-    service = each_service
-    base, first, second = train(service, "tiny"), train(service, "tiny", rank=8), train(service, "tiny", rank=16, seed=4)
+    base, first, second = train(each_service, "tiny"), train(each_service, "tiny", rank=8), train(each_service, "tiny", rank=16, seed=4)
     learn(first, seed=1)
     learn(second, seed=5, steps=2)
     clients = [base, first, second]
-    samplers = [service.create_sampling_client(base_model="tiny").result(), snapshot(first), snapshot(second)]
-    prompts = [text_input(1, 30), image_input(base, 2)]
-    with ThreadPoolExecutor(6) as pool:
+    samplers = [each_service.create_sampling_client(base_model="tiny").result(), snapshot(first), snapshot(second)]
+    one, two = image_input(base, 4), image_input(base, 5)
+    large = types.ImageChunk(data=png(6, 160, 96), format="png", expected_tokens=15)
+    in_turn = types.ModelInput(chunks=[*one.chunks, large, *two.chunks, types.EncodedTextChunk(tokens=[7, 8])])
+    prompts = [text_input(1, 30), image_input(base, 2), in_turn]
+    with ThreadPoolExecutor(9) as pool:
         asked = [
             (client, prompt, pool.submit(sample, sampler, prompt, FREE, 3, include_prompt_logprobs=True))
             for client, sampler in zip(clients, samplers, strict=True)
@@ -41,38 +42,13 @@ def test_base_and_two_adapters_side_by_side(each_service: tinker.ServiceClient, 
     assert len(set(answers)) == 3
 
 
-def test_snapshots_of_two_versions_side_by_side(each_service: tinker.ServiceClient, bound: float) -> None:
-    service = each_service
-    client = train(service, "tiny")
-    learn(client, seed=1)
-    prompt = image_input(client, 3)
-    before = snapshot(client)
-    first = sample(before, prompt, n=2)
-    assert worst_difference(client, prompt, first) < bound
-    scored = trainers_logprobs(client, prompt, first.sequences[0].tokens)
-    learn(client, seed=2)
-    after = snapshot(client)
-    assert worst_difference(client, prompt, sample(after, prompt, n=2)) < bound
-    again = sample(before, prompt, n=2)
-    assert [s.tokens for s in again.sequences] == [s.tokens for s in first.sequences]
-    np.testing.assert_allclose(numbers(again.sequences[0].logprobs), scored, atol=bound)
-
-
-def test_text_and_pictures_in_turn(each_service: tinker.ServiceClient, bound: float) -> None:
-    service = each_service
-    client = train(service, "tiny")
-    learn(client)
-    one, two = image_input(client, 4), image_input(client, 5)
-    large = types.ImageChunk(data=png(6, 160, 96), format="png", expected_tokens=15)
-    prompt = types.ModelInput(chunks=[*one.chunks, large, *two.chunks, types.EncodedTextChunk(tokens=[7, 8])])
-    reply = sample(snapshot(client), prompt, n=2, include_prompt_logprobs=True)
-    assert worst_difference(client, prompt, reply) < bound
-    np.testing.assert_allclose(numbers(reply.prompt_logprobs), text_logprobs(client, prompt), atol=bound)
+@pytest.mark.parametrize("rank", [8, 0], ids=["adapter", "full weights"])
+def test_each_snapshot_has_its_own_weights(each_service: tinker.ServiceClient, bound: float, rank: int) -> None:
+    check_snapshots(each_service, rank, learn, bound)
 
 
 def test_full_weights_beside_base_and_adapter(each_service: tinker.ServiceClient, bound: float) -> None:
-    service = each_service
-    adapter, full = train(service, "tiny"), train(service, "tiny", rank=0)
+    adapter, full = train(each_service, "tiny"), train(each_service, "tiny", rank=0)
     learn(adapter)
     learn(full, seed=3)
     prompts = [text_input(1, 20), image_input(full, 2)]
@@ -82,45 +58,14 @@ def test_full_weights_beside_base_and_adapter(each_service: tinker.ServiceClient
         asked = [(client, p, pool.submit(sample, s, p, FREE, 2)) for p in prompts for client, s in zip(clients, first, strict=True)]
         for client, prompt, reply in asked:
             assert worst_difference(client, prompt, reply.result()) < bound
-    learn(full, seed=4)
-    reply = sample(snapshot(full), prompts[1], include_prompt_logprobs=True)
-    assert worst_difference(full, prompts[1], reply) < bound
+    reply = sample(first[0], prompts[1], include_prompt_logprobs=True)
     np.testing.assert_allclose(numbers(reply.prompt_logprobs), text_logprobs(full, prompts[1]), atol=bound)
-    base = service.create_sampling_client(base_model="tiny").result()
-    assert worst_difference(train(service, "tiny"), prompts[1], sample(base, prompts[1])) < bound
-
-
-def test_what_it_learned_about_squares(each_service: tinker.ServiceClient) -> None:
-    service = each_service
-    client = train(service, "tiny", rank=16)
-    colors = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
-    tokenizer = client.get_tokenizer()
-    ask, end = tokenizer.encode("What colour?"), tokenizer.eos_token_id
-
-    def question(name: str, seed: int) -> types.ModelInput:
-        picture = types.ImageChunk(data=square(colors[name], seed), format="png", expected_tokens=4)
-        return types.ModelInput(chunks=[picture, types.EncodedTextChunk(tokens=ask)])
-
-    def lesson(name: str, seed: int) -> types.Datum:
-        prompt, answer = question(name, seed), [*tokenizer.encode(name), end]
-        whole = types.ModelInput(chunks=[*prompt.chunks, types.EncodedTextChunk(tokens=answer[:-1])])
-        targets = [0] * (prompt.length - 1) + answer
-        weights = [0.0] * (prompt.length - 1) + [1.0] * len(answer)
-        return with_inputs(whole, target_tokens=targets, weights=weights)
-
-    for step in range(60):
-        client.forward_backward([lesson(name, 10 * step + i) for i, name in enumerate(colors)], "cross_entropy")
-        client.optim_step(types.AdamParams(learning_rate=0.003)).result()
-    sampler = snapshot(client)
-    for name in colors:
-        reply = sample(sampler, question(name, 999), types.SamplingParams(max_tokens=8, temperature=0.0))
-        assert tokenizer.decode(reply.sequences[0].tokens[:-1]) == name
-        assert reply.sequences[0].stop_reason == "stop"
+    base = each_service.create_sampling_client(base_model="tiny").result()
+    assert worst_difference(train(each_service, "tiny"), prompts[1], sample(base, prompts[1])) < bound
 
 
 def test_many_seeded_requests_of_mixed_lengths(each_service: tinker.ServiceClient) -> None:
-    service = each_service
-    client = train(service, "tiny")
+    client = train(each_service, "tiny")
     learn(client)
     sampler = snapshot(client)
     lengths = np.random.default_rng(0).integers(1, 400, 64).tolist()

@@ -117,6 +117,25 @@ def begun(story: Story) -> tinker.SamplingClient:
     return story.sampler
 
 
+def check_replaced(server: Server, socket: str, story: Story, prompt: types.ModelInput, **params: Any) -> None:
+    """Samples that begin with one version go on with the next, and later ones of the same session have the newest alone."""
+    sampler = begun(story)
+    for _ in range(ATTEMPTS):
+        with ThreadPoolExecutor(1) as pool:
+            pending = [pool.submit(replies, server, sampler, prompt, 2, max_tokens=LENGTH, **params)]
+            go_on(socket, pending, story, 1)
+        for reply in pending[0].result():
+            assert len(reply.tokens) == LENGTH
+            story.check(prompt, reply)
+        if all(len(reply.versions) == 2 for reply in pending[0].result()):
+            break
+    else:
+        pytest.fail("saving always took longer than sampling")
+    (after,) = replies(server, sampler, prompt, 1, max_tokens=8)
+    assert len(after.versions) == 1
+    story.check(prompt, after)
+
+
 def test_samples_go_on_with_each_new_version(server: Server, socket: str, service: tinker.ServiceClient) -> None:
     """Text and pictures, several samples each, beside samples of a snapshot and of the base, which nothing disturbs."""
     story = Story(train(service, "tiny"), service)
@@ -141,44 +160,12 @@ def test_samples_go_on_with_each_new_version(server: Server, socket: str, servic
             break
     else:
         pytest.fail("saving always took longer than sampling")
-    (after,) = replies(server, sampler, prompts[0], 1, max_tokens=8)  # an older session: what is newest now
-    assert len(after.versions) == 1
-    story.check(prompts[0], after)
 
 
-def test_full_weights_are_replaced_too(server: Server, socket: str, service: tinker.ServiceClient) -> None:
-    """The server takes them in between, when all samples of the former version have been given up."""
-    story = Story(train(service, "tiny", rank=0), service)
-    sampler = begun(story)
-    prompt = image_input(story.client, 3)
-    for _ in range(ATTEMPTS):
-        with ThreadPoolExecutor(1) as pool:
-            pending = [pool.submit(replies, server, sampler, prompt, 2, max_tokens=LENGTH)]
-            go_on(socket, pending, story, 1)
-        for reply in pending[0].result():
-            assert len(reply.tokens) == LENGTH
-            story.check(prompt, reply)
-        if all(len(reply.versions) == 2 for reply in pending[0].result()):
-            break
-    else:
-        pytest.fail("saving always took longer than sampling")
-    (after,) = replies(server, sampler, prompt, 1, max_tokens=8)
-    story.check(prompt, after)
-    assert len(after.versions) == 1
-
-
-def test_top_k_is_scored_by_the_version_of_each_piece(server: Server, socket: str, service: tinker.ServiceClient) -> None:
-    """What takes requests of its own to answer is answered by the right version."""
-    story = Story(train(service, "tiny"), service)
-    sampler = begun(story)
-    prompt = text_input(1, 20)
-    for _ in range(ATTEMPTS):
-        with ThreadPoolExecutor(1) as pool:
-            pending = [pool.submit(replies, server, sampler, prompt, 1, max_tokens=LENGTH, top_k=50)]
-            go_on(socket, pending, story, 1)
-        (reply,) = pending[0].result()
-        story.check(prompt, reply)
-        if len(reply.versions) == 2:
-            break
-    else:
-        pytest.fail("saving always took longer than sampling")
+@pytest.mark.parametrize(("rank", "params"), [(0, {}), (8, {"top_k": 50})], ids=["full weights", "top_k"])
+def test_what_takes_requests_of_its_own_is_of_the_right_version(
+    server: Server, socket: str, service: tinker.ServiceClient, rank: int, params: dict[str, Any]
+) -> None:
+    """The server takes full weights when all samples of the former version have been given up; with top_k each piece is scored."""
+    story = Story(train(service, "tiny", rank=rank), service)
+    check_replaced(server, socket, story, image_input(story.client, 3), **params)

@@ -1,13 +1,12 @@
 """Several workers train beside a vLLM server, which the first of them has: it samples what all have trained, and nothing older.
 
 They are replicas, or divide all weights among them. Then the first has a whole copy of the base alone, and a snapshot of all weights is put
-together by all of them.
+together by all of them. Beside replicas the vLLM server divides its model over two processes (tensor parallel), and each gets its share.
 """
 
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,23 +17,24 @@ import torch
 from tinker import types
 
 from tests.acceptance.talking import RAW_STEP, datum, image_input, numbers, text_input, train
+from tests.extent import slow
 from tests.running import Server
-from tests.with_vllm.serving import sampling_with_vllm, wait_for_vllm
-from tests.with_vllm.talking import FREE, sample, snapshot, text_logprobs, trainers_logprobs, worst_difference
-from tests.with_vllm.test_inflight import ATTEMPTS, LENGTH, Story, begun, go_on, replies
+from tests.with_vllm.serving import processes_of, sampling_with_vllm, vllm_pids, wait_for_vllm, workers_of
+from tests.with_vllm.talking import FREE, check_snapshots, sample, snapshot, text_logprobs, worst_difference
+from tests.with_vllm.test_a_sampler import bench_of
+from tests.with_vllm.test_a_sampler import test_an_adapter_of_other_weights_is_never_sampled as other_weights_are_never_sampled
+from tests.with_vllm.test_inflight import Story, check_replaced
 
 BOUND = 1e-4
 """How far a log-probability may be from the trainer's, as in `test_agreement.py`."""
 RANKS = {"adapter": 8, "full weights": 0}
+MODES = {"replicas": ("--vllm-transfer", "broadcast", "--vllm-tensor-parallel", "2"), "divided": ("--shard", "weights")}
+"""Replicas broadcast full weights, in a group beside that of the workers (Gloo stands for NCCL). Divided ones travel as a file."""
 
 
-MODES = {"replicas": ("--vllm-transfer", "broadcast"), "divided": ("--shard", "weights")}
-"""Replicas broadcast full weights, in a group beside that of the workers; from a host's memory they travel as a file."""
-
-
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=["replicas", *slow("divided")])
 def two_workers(vision_dir: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Both have a share of each pass."""
+    """Both have a share of each pass. `tests/distributed` has what they do to put divided weights together."""
     options = ("--base-model", f"tiny={vision_dir}", "--workers", "2", "--tokens-per-pass", "64", *MODES[request.param])
     with sampling_with_vllm(tmp_path_factory.mktemp(request.param), *options) as running:
         yield running
@@ -55,26 +55,18 @@ def learn_together(client: tinker.TrainingClient, seed: int) -> None:
     client.optim_step(RAW_STEP).result()
 
 
+def test_another_adapter_than_the_trainers_is_never_sampled(
+    two_workers: Server, vision_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process compares its share of what it has loaded. This comes first: once full weights were sent, the server is one engine's."""
+    with bench_of(wait_for_vllm(two_workers), vision_dir, tmp_path) as bench:
+        other_weights_are_never_sampled(bench, monkeypatch, "one value")
+
+
 @pytest.mark.parametrize("kind", RANKS)
-def test_what_all_have_trained_is_sampled(service: tinker.ServiceClient, kind: str) -> None:
-    """Each snapshot its own weights: also the older one, after the newer has been sampled."""
-    client, bare = train(service, "tiny", rank=RANKS[kind]), train(service, "tiny")
-    prompts = [text_input(1, 30), image_input(client, 2)]
-    learn_together(client, 1)
-    first = snapshot(client)
-    replies = [sample(first, prompt, FREE, 2) for prompt in prompts]
-    assert max(worst_difference(client, prompt, reply) for prompt, reply in zip(prompts, replies, strict=True)) < BOUND
-    tokens = replies[0].sequences[0].tokens
-    of_first = trainers_logprobs(client, prompts[0], tokens)
-    assert np.abs(of_first - trainers_logprobs(bare, prompts[0], tokens)).max() > 1e-2
-    learn_together(client, 2)
-    assert np.abs(of_first - trainers_logprobs(client, prompts[0], tokens)).max() > 1e-2
-    second = snapshot(client)
-    for prompt in prompts:
-        assert worst_difference(client, prompt, sample(second, prompt, FREE, 2)) < BOUND
-    again = sample(first, prompts[0], FREE, 2)
-    assert [sequence.tokens for sequence in again.sequences] == [sequence.tokens for sequence in replies[0].sequences]
-    np.testing.assert_allclose(numbers(again.sequences[0].logprobs), of_first, atol=BOUND)
+def test_what_all_have_trained_is_sampled(service: tinker.ServiceClient, two_workers: Server, kind: str) -> None:
+    assert "applies no adapters" not in two_workers.log.read_text()
+    check_snapshots(service, RANKS[kind], learn_together, BOUND)
 
 
 def test_base_and_named_checkpoints_have_the_trainers_numbers(service: tinker.ServiceClient) -> None:
@@ -100,20 +92,30 @@ def test_base_and_named_checkpoints_have_the_trainers_numbers(service: tinker.Se
 @pytest.mark.parametrize("kind", RANKS)
 def test_a_sample_goes_on_with_weights_that_replace_others(service: tinker.ServiceClient, two_workers: Server, kind: str) -> None:
     """Each token has the log-probability of its own version: nothing is computed with a mixture of two."""
-    socket, story, prompt = wait_for_vllm(two_workers), Story(train(service, "tiny", rank=RANKS[kind]), service), text_input(1, 20)
-    sampler = begun(story)
-    for _ in range(ATTEMPTS):
-        with ThreadPoolExecutor(1) as pool:
-            pending = [pool.submit(replies, two_workers, sampler, prompt, 2, max_tokens=LENGTH)]
-            go_on(socket, pending, story, 1)
-        for reply in pending[0].result():
-            story.check(prompt, reply)
-        if all(len(reply.versions) == 2 for reply in pending[0].result()):
-            break
-    else:
-        pytest.fail("saving always took longer than sampling")
+    story = Story(train(service, "tiny", rank=RANKS[kind]), service)
+    check_replaced(two_workers, wait_for_vllm(two_workers), story, text_input(1, 20))
 
 
+@pytest.mark.slow  # these two take another start each; `tests/sampling/vllm` and `tests/distributed` have processes that die, in small
+def test_a_process_of_vllm_that_dies_while_another_stands_still_is_replaced(
+    service: tinker.ServiceClient, two_workers: Server, request: pytest.FixtureRequest
+) -> None:
+    """VLLM waits ten seconds for the one that stands still before it tells its engine that the other has ended."""
+    if "divided" in request.node.name:
+        pytest.skip("this vLLM server is one process")
+    (server,) = vllm_pids(two_workers)
+    before = processes_of(server)
+    full = train(service, "tiny", rank=0)
+    learn_together(full, 3)
+    first, second = workers_of(server)
+    os.kill(first, signal.SIGSTOP)
+    os.kill(second, signal.SIGKILL)
+    prompt = text_input(1, 30)
+    assert worst_difference(full, prompt, sample(snapshot(full), prompt, FREE, 2)) < BOUND
+    assert not {pid for pid in before if Path(f"/proc/{pid}").exists()}
+
+
+@pytest.mark.slow
 def test_the_second_worker_is_missed_and_what_comes_back_is_sampled(service: tinker.ServiceClient, two_workers: Server) -> None:
     """All workers are started again, and with the first its vLLM server."""
     client = train(service, "tiny", rank=8)
