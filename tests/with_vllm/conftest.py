@@ -1,4 +1,14 @@
-"""Real vLLM servers. The tests share them, because one takes a minute to start: the others start their own."""
+"""Real vLLM servers. One takes a minute to start, so `make test-vllm` starts six, and once more the one that a test kills.
+
+- `server` takes texts and pictures: numbers, parameters, adapters, inflight samples. `test_a_sampler.py` comes first: it shares the vLLM
+  server, which is one engine's alone once full weights were sent. `test_servers.py` kills it: it starts again by itself.
+- `hybrid_server` is for numbers of gated delta nets. `each_service` is a client of both, one after the other.
+- `two_workers` of `test_several_workers.py` train beside a vLLM server that divides its model over two processes.
+- `sampling_server` of `test_sampling_only.py` trains nothing.
+- `taking_turns` of `test_turns.py` has trainer and vLLM on one device.
+
+Whatever else starts a vLLM server is marked `slow`, but for one that is killed while it starts.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,17 +70,10 @@ def service(server: Server, socket: str) -> Iterator[tinker.ServiceClient]:
         yield client
 
 
-@pytest.fixture(params=["attention", "hybrid"])
-def each_server(request: pytest.FixtureRequest) -> Server:
-    """Both servers, one after the other: for tests of numbers."""
-    name = "hybrid_server" if request.param == "hybrid" else "server"
-    server: Server = request.getfixturevalue(name)
-    wait_for_vllm(server)
-    return server
-
-
-@pytest.fixture
-def each_service(each_server: Server) -> Iterator[tinker.ServiceClient]:
-    """An SDK client of each of them."""
-    with tinker.ServiceClient(base_url=each_server.url, api_key="tml-each") as client:
+@pytest.fixture(params=["server", "hybrid_server"])
+def each_service(request: pytest.FixtureRequest) -> Iterator[tinker.ServiceClient]:
+    """An SDK client of both servers, one after the other: for tests of numbers."""
+    running: Server = request.getfixturevalue(request.param)
+    wait_for_vllm(running)
+    with tinker.ServiceClient(base_url=running.url, api_key="tml-each") as client:
         yield client

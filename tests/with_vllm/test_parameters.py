@@ -75,20 +75,13 @@ def test_top_k_and_top_p_with_logprobs_over_the_whole_vocabulary(model: tinker.T
     assert worst_difference(model, prompt, reply) < 1e-4
 
 
-def test_the_same_seed_gives_the_same_samples(sampler: tinker.SamplingClient) -> None:
-    prompt = text_input(3, 8)
+def test_seeds_give_the_same_samples_and_others(sampler: tinker.SamplingClient) -> None:
     first, again, other = (
-        [s.tokens for s in sample(sampler, prompt, types.SamplingParams(max_tokens=8, stop=[], seed=seed), 5).sequences]
+        [tuple(s.tokens) for s in sample(sampler, text_input(3, 8), types.SamplingParams(max_tokens=8, stop=[], seed=seed), 50).sequences]
         for seed in (2**64 - 1, 2**64 - 1, 2**64 - 2)
     )
     assert first == again
-    assert len({tuple(tokens) for tokens in (*first, *other)}) == 10
-
-
-def test_many_samples_of_one_prompt(model: tinker.TrainingClient, sampler: tinker.SamplingClient) -> None:
-    reply = sample(sampler, text_input(3, 8), types.SamplingParams(max_tokens=3, stop=[], seed=5), 150)
-    assert len({tuple(s.tokens) for s in reply.sequences}) > 140
-    assert reply.sequences[0].stop_reason == "length"
+    assert len({*first, *other}) == 100
 
 
 def test_stop_rules(model: tinker.TrainingClient, sampler: tinker.SamplingClient) -> None:
@@ -149,19 +142,6 @@ def test_everything_that_can_be_asked_about_a_prompt(model: tinker.TrainingClien
     assert scored.shape == (1,)
     assert reply.prompt_alt_tokens.tokens.to_torch().shape == (13, 5)
     assert worst_difference(model, prompt, reply) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (types.SamplingParams(max_tokens=1, temperature=0.001), "temperature is 0.001"),
-        (types.SamplingParams(max_tokens=1, temperature=0.7, top_k=5), "top_k=5, top_p=1.0 at temperature 0.7"),
-        (types.SamplingParams(max_tokens=1018, top_p=0.5), "ask for max_tokens=1017"),
-    ],
-)
-def test_what_vllm_would_do_differently_is_refused(sampler: tinker.SamplingClient, params: types.SamplingParams, message: str) -> None:
-    with pytest.raises(tinker.RequestFailedError, match=message):
-        sample(sampler, text_input(1, 6), params)
 
 
 def test_a_refused_sample_fails_alone(model: tinker.TrainingClient, sampler: tinker.SamplingClient) -> None:

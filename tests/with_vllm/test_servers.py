@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ import tinker
 from tinker import types
 
 from tests.acceptance.talking import image_input, text_input, train
-from tests.running import Server
-from tests.with_vllm.serving import asked_at, engine_of, processes_of, sampling_with_vllm, vllm_pids
+from tests.extent import slow
+from tests.running import START_S, Server
+from tests.with_vllm.serving import asked_at, engine_of, generated, processes_of, sampling_with_vllm, vllm_pids
 from tests.with_vllm.talking import FREE, learn, sample, snapshot, worst_difference
+from tests.with_vllm.test_inflight import LENGTH, Story, begun, go_on, replies
 
 
 def adapters_at(socket: str) -> set[str]:
@@ -30,45 +33,51 @@ def test_adapters_come_back_and_leave_with_their_session(server: Server, socket:
         for seed in range(18):
             learn(client, seed=seed)
             samplers.append(snapshot(client))
-        replies = [sample(sampler, prompt) for sampler in (*samplers, samplers[0])]
-        assert replies[0].sequences[0].tokens == replies[18].sequences[0].tokens
-        np.testing.assert_allclose(replies[0].sequences[0].logprobs, replies[18].sequences[0].logprobs, atol=1e-4)
-        assert worst_difference(client, prompt, replies[17]) < 1e-4
+        answers = [sample(sampler, prompt) for sampler in (*samplers, samplers[0])]
+        assert answers[0].sequences[0].tokens == answers[18].sequences[0].tokens
+        np.testing.assert_allclose(answers[0].sequences[0].logprobs, answers[18].sequences[0].logprobs, atol=1e-4)
+        assert worst_difference(client, prompt, answers[17]) < 1e-4
         assert len(adapters_at(socket) - before) == 18
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + START_S
     while adapters_at(socket) - before and time.monotonic() < deadline:
         time.sleep(0.1)
     assert adapters_at(socket) <= before
 
 
-def test_samples_of_a_killed_server_are_sent_again(server: Server, service: tinker.ServiceClient) -> None:
-    adapter, full = train(service, "tiny"), train(service, "tiny", rank=0)
-    learn(adapter, seed=1)
+def test_samples_of_a_killed_server_are_sent_again(server: Server, socket: str, service: tinker.ServiceClient) -> None:
+    """To the weights that they began with. One that follows its model's weights keeps what each version gave."""
+    story, full = Story(train(service, "tiny"), service), train(service, "tiny", rank=0)
+    follows = begun(story)
+    fixed, copy = snapshot(story.client), story.states[-1]
     learn(full, seed=2)
-    samplers = [(adapter, snapshot(adapter)), (full, snapshot(full))]
-    prompts = [image_input(adapter, seed) for seed in range(6)]
+    of_full = snapshot(full)
+    prompts = [image_input(full, seed) for seed in range(6)]
+    assert worst_difference(full, prompts[0], sample(of_full, prompts[0])) < 1e-4
     long = types.SamplingParams(max_tokens=100, stop=[])
-    for client, sampler in samplers:
-        assert worst_difference(client, prompts[0], sample(sampler, prompts[0])) < 1e-4
-    under_way = [
-        (client, p, sampler.sample(prompt=p, num_samples=2, sampling_params=long)) for client, sampler in samplers for p in prompts
-    ]
-    time.sleep(0.5)
-    (pid,) = vllm_pids(server)
-    group = processes_of(pid)
-    assert len(group) > 1
-    os.kill(pid, signal.SIGKILL)
-    learn(adapter, seed=5)  # training goes on meanwhile, and the samples stay those of the snapshot
-    first = [under_way[0][2].result()]
-    assert all(len(s.tokens) == 100 for s in first[0].sequences)
-    replies = first + [future.result() for _, _, future in under_way[1:]]
-    assert not {pid for pid in group if Path(f"/proc/{pid}").exists()}
-    for (client, prompt, _), reply in zip(under_way, replies, strict=True):
-        if client is full:
+    with ThreadPoolExecutor(1) as pool:
+        inflight = pool.submit(replies, server, follows, prompts[0], 2, max_tokens=LENGTH)
+        go_on(socket, [inflight], story, 1)
+        under_way = [[(p, sampler.sample(p, 2, long)) for p in prompts] for sampler in (fixed, of_full)]
+        before = generated(socket)
+        while generated(socket) < before + 20 and not inflight.done():
+            time.sleep(0.02)
+        (pid,) = vllm_pids(server)
+        group = processes_of(pid)
+        assert len(group) > 1
+        os.kill(pid, signal.SIGKILL)
+        story.learn()  # training goes on meanwhile
+    for reply in inflight.result():
+        assert len(reply.tokens) == LENGTH
+        story.check(prompts[0], reply)
+    for client, asked in zip((service.create_training_client_from_state(copy).result(), full), under_way, strict=True):
+        for prompt, future in asked:
+            reply = future.result()
+            assert [len(sequence.tokens) for sequence in reply.sequences] == [100, 100]
             assert worst_difference(client, prompt, reply) < 1e-4
-    assert sample(samplers[0][1], prompts[0], FREE).sequences[0].tokens
+    assert not {pid for pid in group if Path(f"/proc/{pid}").exists()}
 
 
+@pytest.mark.slow  # it takes another start; `tests/sampling/vllm/test_servers.py` has it with a server that only says that it lives
 def test_a_sample_whose_weights_were_under_way_when_the_engine_died_is_sent_again(server: Server, service: tinker.ServiceClient) -> None:
     """VLLM never answers these requests, and its server waits for them for ever before it ends."""
     client = train(service, "tiny", rank=0)
@@ -88,16 +97,16 @@ def test_a_sample_whose_weights_were_under_way_when_the_engine_died_is_sent_agai
     assert "it answered nothing for" not in server.log.read_text()[told:]  # it was not waited for as for one that hangs
 
 
-@pytest.mark.parametrize("victim", ["worker", "engine"])
+@pytest.mark.parametrize("victim", ["worker", *slow("engine")])
 def test_nothing_is_left_when_the_worker_or_the_engine_is_killed(vision_dir: Path, tmp_path: Path, victim: str) -> None:
     """The vLLM server ends by itself while it is starting: its standard input is closed."""
     with sampling_with_vllm(tmp_path, "--base-model", f"tiny={vision_dir}") as server:
         server.wait_for_health()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + START_S
         while not (pids := vllm_pids(server)) and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(5)
         os.kill(server.worker_pid() if victim == "worker" else server.engine_pid(), signal.SIGKILL)
-        while processes_of(pids[0]) and time.monotonic() < deadline + 30:
+        while processes_of(pids[0]) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert not processes_of(pids[0])

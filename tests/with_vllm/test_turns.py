@@ -24,7 +24,6 @@ from tests.with_vllm.serving import ON_GPU, sampling_with_vllm, vllm_pids, wait_
 from tests.with_vllm.talking import learn, sample, snapshot, trainers_logprobs, worst_difference
 from tests.with_vllm.test_bfloat16 import FARTHEST
 
-TURN_S = 1.0
 LONG = types.SamplingParams(max_tokens=900, stop=[], seed=3)
 ASLEEP, AWAKE = "the GPU is the trainer's now", "the GPU is the vLLM servers' now"
 
@@ -32,12 +31,7 @@ ASLEEP, AWAKE = "the GPU is the trainer's now", "the GPU is the vLLM servers' no
 @pytest.fixture(scope="module")
 def taking_turns(vision_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose turns are short."""
-    options = (
-        "--base-model",
-        f"tiny={vision_dir}",
-        "--vllm-turn-s",
-        str(TURN_S),
-    )
+    options = ("--base-model", f"tiny={vision_dir}", "--vllm-turn-s", "1")
     with sampling_with_vllm(tmp_path_factory.mktemp("turns"), *options) as running:
         yield running
 
@@ -107,6 +101,7 @@ def test_a_sample_wakes_the_servers_and_new_weights_are_sampled(taking_turns: Se
             assert agrees(client, prompt, sample(snapshot(client), prompt))
 
 
+@pytest.mark.slow  # it takes another start; `tests/sampling/vllm/test_nap.py` has servers that die or disobey
 def test_a_server_that_dies_asleep_starts_again_when_a_sample_needs_it(taking_turns: Server) -> None:
     with tinker.ServiceClient(base_url=taking_turns.url, api_key="tml-turns") as service:
         client = train(service, "tiny", rank=8)
