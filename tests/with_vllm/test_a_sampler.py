@@ -178,18 +178,6 @@ def test_a_failure_is_one_samples_own(bench: Bench) -> None:
     }
 
 
-def test_sequences_under_way_are_bounded(bench: Bench) -> None:
-    """However many samples come at once, of whatever kind. One more sequence compares weights."""
-    for i in range(40):
-        chunks: list[Chunk] = [random_tokens(i, 9), *([image(i)] if i % 2 else [])]
-        follows = f"m{i}" if i % 8 == 0 else None
-        adapter = random_adapter(bench.base, seed=1, ref=new_ref(inflight_of=follows)) if i % 4 == 0 else None
-        top_k = 20 if i % 5 == 0 else -1
-        bench.add(str(i), bench.renderer.render(chunks), n=3, weights=adapter, top_k=top_k)
-    assert all(isinstance(result, SampleResult) for result in bench.results(40).values())
-    assert SLOTS <= bench.proxy.most_at_once <= SLOTS + 1
-
-
 def test_wrong_weights_end_the_samples_that_were_to_go_on_with_them(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version that vLLM computes differently fails what follows it: no token of it leaves, and others go on."""
     first, second = (random_adapter(bench.base, seed=seed, ref=new_ref(inflight_of="m")) for seed in (1, 2))
