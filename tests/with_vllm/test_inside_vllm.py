@@ -25,7 +25,7 @@ SAMPLING = Path(tinsmith.__file__).parent / "sampling"
 INSIDE = [SAMPLING / "inside_vllm" / f"{name}.py" for name in ("adapter_check", "cpu_delta", "executor", "launcher", "receivers", "worker")]
 """The modules that import vLLM or get its objects."""
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, tuple[str, ...]] = {
     "vllm.distributed.parallel_state.get_tensor_model_parallel_rank": (),
     "vllm.distributed.parallel_state.get_tensor_model_parallel_world_size": (),
     "vllm.entrypoints.launchers.api_server.entry.main": (),
@@ -83,7 +83,7 @@ FIELDS = {
 }
 """What we use of vLLM's classes and modules, by where it is defined."""
 
-METHODS = {
+METHODS: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.distributed.weight_transfer.base.WeightTransferEngine": {
         "finish_weight_update": (),
         "init_transfer_engine": ("init_info",),
