@@ -139,4 +139,4 @@ def test_the_cache_takes_the_memory_that_it_was_given(family_dir: Callable[[str]
     taken = sampler.cache.keys.nbytes + sampler.cache.values.nbytes + states - spare
     assert 0 <= 0.004 * GIB - taken < spare
     assert sampler.states.total == int(0.002 * GIB) // (3 * (4 * 16 * 16 * 4 + 3 * 128 * 4)) == 127
-    assert sampler.capacity() == f"{sampler.cache.total * 16:,} tokens and 127 states of sequences, of which 96 run at once"
+    assert sampler.capacity() == f"{sampler.cache.total * 16:,} tokens and 127 states of sequences, of which 112 run at once"
