@@ -101,7 +101,7 @@ def test_blocks_and_slots_of_a_hybrid_model_are_told(family_dir: Callable[[str],
     assert code == 0
     # Keys and values of one layer, 2 heads of width 32; states of 3 layers: 4 heads of 16 x 16, and 3 inputs of 128 channels; in 4 bytes.
     assert re.search(r"a cached token +ok +512 bytes; the cache holds 4,192 tokens", report)
-    state = r"16.5 KiB; the cache holds 127 states, 112 of them for sequences that run at once, which take 1.5 MiB more during a pass"
+    state = r"16.5 KiB; the cache holds 127 states, 112 of them for sequences that run at once, which take 1.8 MiB more during a pass"
     assert re.search(rf"a sequence's state +ok +{state}", report)
 
 

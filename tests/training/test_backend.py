@@ -178,7 +178,7 @@ def test_many_datums_take_as_many_operations_as_few(text_base: BaseModel, names:
             compute(backend, [with_loss(item, names[i // 2 % len(names)]) for i, item in enumerate(work)])
         for name in "ab":
             backend.clear_gradients(name)
-        return counted.count
+        return int(counted.count)
 
     operations(8)
     assert operations(64) == operations(8)

@@ -338,6 +338,11 @@ def test_a_download_of_the_hosted_service_is_read(family_base: Bases, tmp_path: 
     adapter = random_adapter(base, rank=RANK, seed=1)
     write_peft(adapter, base.layout, "the base", tmp_path)
     names = {".lm_head.": ".model.unembed_tokens.", "model.language_model.": "model."}
-    for ours, theirs in names.items():
-        rewrite(tmp_path, lambda tensors, ours=ours, theirs=theirs: {key.replace(ours, theirs): own for key, own in tensors.items()})
+
+    def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for ours, theirs in names.items():
+            tensors = {key.replace(ours, theirs): own for key, own in tensors.items()}
+        return tensors
+
+    rewrite(tmp_path, renamed)
     assert_same(read_peft(tmp_path, base.layout), adapter)

@@ -71,9 +71,9 @@ def test_samples_of_a_killed_server_are_sent_again(server: Server, socket: str, 
         story.check(prompts[0], reply)
     for client, asked in zip((service.create_training_client_from_state(copy).result(), full), under_way, strict=True):
         for prompt, future in asked:
-            reply = future.result()
-            assert [len(sequence.tokens) for sequence in reply.sequences] == [100, 100]
-            assert worst_difference(client, prompt, reply) < 1e-4
+            answer = future.result()
+            assert [len(sequence.tokens) for sequence in answer.sequences] == [100, 100]
+            assert worst_difference(client, prompt, answer) < 1e-4
     assert not {pid for pid in group if Path(f"/proc/{pid}").exists()}
 
 

@@ -18,6 +18,9 @@ HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 BOUNDS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SLOTS, TOKENS = 6, 9
 
+ours: Callable[..., Tensor] = delta_step
+reference: Callable[..., Tensor] = delta_step_reference
+
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
@@ -43,7 +46,7 @@ def stepped(shape: tuple[int, ...], slots: Tensor, step: Callable[[list[int], Te
 def test_steps_give_what_the_whole_sequence_gives() -> None:
     inputs = query, key, value, decay, beta = net(2 * TOKENS)
     slots = torch.tensor([4, 2], device=DEVICE)
-    out, memory = stepped((4, 16, 24), slots, lambda at, memory: delta_step_reference(*(x[at] for x in inputs), memory, slots))
+    out, memory = stepped((4, 16, 24), slots, lambda at, memory: reference(*(x[at] for x in inputs), memory, slots))
     whole, after = gated_delta_rule(query, key, value, decay, beta, Lengths((TOKENS, TOKENS)), None)
     torch.testing.assert_close(out, whole, atol=1e-10, rtol=0)
     torch.testing.assert_close(memory, after, atol=1e-10, rtol=0)
@@ -68,7 +71,7 @@ def test_the_kernel_of_the_delta_rule_is_the_reference(dtype: torch.dtype, key_d
         inputs = net(3, step * 10, key_dim, value_dim, dtype)
         query, key, value, decay, beta = inputs
         out = delta_kernel(query, key, value, decay, beta, memory, slots)
-        expected = delta_step_reference(*(x.float() for x in inputs), expected_memory, slots)
+        expected = reference(*(x.float() for x in inputs), expected_memory, slots)
         assert out.dtype == dtype
         torch.testing.assert_close(out.float(), expected, atol=BOUNDS[dtype], rtol=BOUNDS[dtype])
         torch.testing.assert_close(memory, expected_memory, atol=1e-5, rtol=1e-5, equal_nan=True)
@@ -105,7 +108,7 @@ def test_a_captured_step_reads_slots_and_states_anew(step: Callable[..., Tensor]
         out = step(*inputs, memory, slots)
     slots.copy_(torch.tensor([4, 2], device=DEVICE))
     expected_memory = memory.clone()
-    expected = delta_step_reference(*inputs, expected_memory, slots)
+    expected = reference(*inputs, expected_memory, slots)
     graph.replay()
     torch.testing.assert_close(out, expected, atol=BOUNDS[HALF], rtol=BOUNDS[HALF])
     torch.testing.assert_close(memory, expected_memory, atol=1e-4, rtol=1e-4)
@@ -115,8 +118,8 @@ def test_rows_may_share_a_slot_that_nobody_waits_for() -> None:
     inputs = net(4, dtype=torch.float32)
     memory, slots = drawn(SLOTS, 4, 16, 24, dtype=torch.float32), torch.tensor([2, 0, 0, 0], device=DEVICE)
     expected_memory = memory.clone()
-    expected = delta_step(*(x[:1] for x in inputs), expected_memory, slots[:1])
-    out = delta_step(*inputs, memory, slots)
+    expected = ours(*(x[:1] for x in inputs), expected_memory, slots[:1])
+    out = ours(*inputs, memory, slots)
     torch.testing.assert_close(out[:1], expected, atol=0, rtol=0)
     torch.testing.assert_close(memory[2], expected_memory[2], atol=0, rtol=0)
     weight, earlier = drawn(10, 4, dtype=torch.float32), drawn(SLOTS, 3, 10, dtype=torch.float32)

@@ -30,8 +30,8 @@ class CacheSizes:
     def places(self) -> int:
         """How many sequences of a model with gated delta nets can run at once.
 
-        An eighth of the slots is left to saved states, and one of four already. Without them every prompt that begins like an earlier one would be computed whole
-        while all places are taken, which is always the case in reinforcement learning.
+        An eighth of the slots is left to saved states, and one of four already. Without them every prompt that begins like an earlier one
+        would be computed whole while all places are taken, which is always the case in reinforcement learning.
         """
         return self.slots - max(self.slots // SAVED, int(self.slots >= 4))
 
