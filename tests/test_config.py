@@ -150,6 +150,24 @@ def test_an_unknown_option_is_refused() -> None:
         load(options={"prot": 1})
 
 
+def test_a_path_means_the_same_wherever_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`~` is replaced, as a shell does where it sees one. A path may contain an `=`, behind a name and without one."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = tmp_path / "lr=1e-4,bs=8" / "a model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    file = tmp_path / "file.yaml"
+    file.write_text("checkpoint_root: ~/saved\nmodels: {compile_cache: ~/compiled}\nbase_models: ['~/lr=1e-4,bs=8/a model']\n")
+    config = load(file, {"vllm_dir": "~/weights"}, {"TINSMITH_DATA_DIR": "~/data"})
+    assert config.data_dir == f"{tmp_path}/data"
+    assert config.checkpoint_root == f"{tmp_path}/saved"
+    assert config.models.compile_cache == f"{tmp_path}/compiled"
+    assert config.vllm.vllm_dir == f"{tmp_path}/weights"
+    assert base_model_sources(config) == {str(model): str(model)}
+    for spec in (f"m={model}", "m=~/lr=1e-4,bs=8/a model"):
+        assert base_model_sources(load(options={"base_models": [spec]})) == {"m": str(model)}
+
+
 def test_base_models_get_a_name_and_a_source(tmp_path: Path) -> None:
     directory = tmp_path / "lr=1"
     directory.mkdir()

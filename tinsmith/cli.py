@@ -48,6 +48,11 @@ def main() -> None:
         sys.exit(2)
 
 
+def _path(text: str) -> Path:
+    """A path as it was given, also where no shell has replaced its `~`: behind a `=`, and in an environment variable."""
+    return Path(text).expanduser()
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tinsmith {__version__}")
@@ -206,7 +211,11 @@ def _parameter(name: str, kind: Any, default: Any = None) -> inspect.Parameter:
 
 
 _FILE = typer.Option(
-    "--config", metavar="FILE.yaml", envvar=CONFIG_VARIABLE, help="Read settings from this file, by section, such as server: {port: 9000}"
+    "--config",
+    parser=_path,
+    metavar="FILE.yaml",
+    envvar=CONFIG_VARIABLE,
+    help="Read settings from this file, by section, such as server: {port: 9000}",
 )
 _PLAN_OPTIONS = [
     _parameter("model", Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hub id of the model.")], inspect.Parameter.empty),
@@ -244,7 +253,7 @@ for _command, _own, _chosen in (
 @app.command("tiny-model")
 def tiny_model(
     kind: Annotated[Literal["qwen3", "qwen3-vl", "qwen3-5"], typer.Argument(help="qwen3 takes text, the others text and images.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to; created if it does not exist.")],
+    directory: Annotated[Path, typer.Argument(parser=_path, metavar="DIR", help="Directory to write to; created if it does not exist.")],
     hidden: Annotated[int, typer.Option(help="Width of the hidden states (numbers per token).")] = 64,
     layers: Annotated[int | None, typer.Option(help="Number of decoder layers.", show_default="4 of qwen3-5, 2 of others")] = None,
     vocab: Annotated[int, typer.Option(help="Rows of the embedding; the tokenizer has at most this many tokens.")] = 2048,
@@ -276,7 +285,8 @@ def status(
 
 
 _RlConfig = Annotated[
-    Path, typer.Argument(metavar="CONFIG.yaml", help="Configuration of the run; docs/rl.md describes it, examples/rl/ has some.")
+    Path,
+    typer.Argument(parser=_path, metavar="CONFIG.yaml", help="Configuration of the run; docs/rl.md describes it, examples/rl/ has some."),
 ]
 
 
@@ -314,7 +324,9 @@ def evaluate(config: _RlConfig) -> None:
     run_evaluation(configuration, Console(highlight=False))
 
 
-_DataDir = Annotated[Path, typer.Option("--data-dir", envvar="TINSMITH_DATA_DIR", help="Data directory of the server.")]
+_DataDir = Annotated[
+    Path, typer.Option("--data-dir", parser=_path, metavar="PATH", envvar="TINSMITH_DATA_DIR", help="Data directory of the server.")
+]
 
 
 @app.command("export")
@@ -323,7 +335,7 @@ def export_checkpoint(
         str,
         typer.Argument(metavar="PATH", help="The checkpoint: tinker://MODEL_ID/weights/NAME or tinker://MODEL_ID/sampler_weights/NAME."),
     ],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write to; created if it does not exist.")],
+    directory: Annotated[Path, typer.Argument(parser=_path, metavar="DIR", help="Directory to write to; created if it does not exist.")],
     merge: Annotated[bool, typer.Option("--merge", help="Write a complete transformers model instead of a PEFT adapter.")] = False,
     base_model: Annotated[
         str | None, typer.Option(help="Directory or Hub id of the base model, if it is no longer where it was when the model was trained.")
@@ -340,7 +352,10 @@ def export_checkpoint(
 @app.command("import")
 def import_adapter(
     adapter: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Directory of the PEFT adapter, with adapter_config.json and adapter_model.safetensors.")
+        Path,
+        typer.Argument(
+            parser=_path, metavar="DIR", help="Directory of the PEFT adapter, with adapter_config.json and adapter_model.safetensors."
+        ),
     ],
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the new checkpoint.")],
     base_model: Annotated[
@@ -378,7 +393,9 @@ def gc(
 
 @app.command()
 def backup(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to copy to; it must be empty or not exist yet.")],
+    directory: Annotated[
+        Path, typer.Argument(parser=_path, metavar="DIR", help="Directory to copy to; it must be empty or not exist yet.")
+    ],
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
     """Copy a data directory, also while its server runs.

@@ -539,7 +539,9 @@ def base_model_sources(config: Config) -> dict[str, str]:
 
 
 def _base_model(spec: str) -> tuple[str, str]:
-    name, separator, source = ("", "", spec) if Path(spec).is_dir() else spec.rpartition("=")
+    name, separator, source = spec.partition("=")  # a path may contain others
+    if not separator or Path(spec).expanduser().is_dir():
+        name, separator, source = "", "", spec
     if separator and not re.fullmatch(r"[^\s:]+", name):
         raise ConfigError(f"base_models: {spec!r} must have a name without spaces and colons before its '='")
     directory = Path(source).expanduser()

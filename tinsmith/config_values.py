@@ -147,9 +147,16 @@ def checked(section: Any, name: str, value: Any, place: str) -> Any:
     given = _in_unit(value, info.unit, kind) if isinstance(value, str) and kind in (int, float) else value
     try:
         # Strict, so that true is no 1; but texts, such as those of environment variables, are converted.
-        return _adapter(kind, info).validate_python(given, strict=not isinstance(given, str))
+        return at_home(_adapter(kind, info).validate_python(given, strict=not isinstance(given, str)))
     except ValidationError:
         raise ConfigError(f"{place}={value!r} must be {_accepted(kind, info)}") from None
+
+
+def at_home(value: Any) -> Any:
+    """A text, or those of a list, with a path's `~` replaced as a shell does; it reads none behind a `=`, in a file, or in quotes."""
+    if isinstance(value, list):
+        return [at_home(item) for item in value]
+    return str(Path(value).expanduser()) if isinstance(value, str) and re.match("~(/|$)", value) else value
 
 
 @cache
