@@ -2,6 +2,7 @@
 # make dev      the same, and what tests and checks need
 # make demo     fine-tune a tiny vision-language model to read handwritten digits
 # make test     run the tests that every change needs
+# make test-slow run the tests that are marked slow, which CI runs too
 # make test-all run everything there is: slow tests, long random runs, recipes, real vLLM servers
 # make test-recipes     run the Tinker cookbook's recipes, unmodified, against a server with tiny models
 # make mutations        put faults into a copy of the product, one after the other, each of which a test must find (about 6 minutes)
@@ -30,7 +31,7 @@ PROTO := tinsmith/wire/tinker.proto
 # --no-compile below relies on it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup dev demo test test-all mutations test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
+.PHONY: setup dev demo test test-slow test-all mutations test-distributed test-recipes test-vllm test-gpu test-gpus test-rl lint format typecheck proto clean
 
 # $(call install,EXTRAS): this project with some of its optional groups. Wheels only and exact versions: nothing is built, and no newer torch
 # is ever resolved. Byte code is written when a module is first imported: pip would spend 40 seconds on modules that nobody imports.
@@ -65,6 +66,10 @@ demo: $(DEMO_STAMP)
 PYTEST := $(PYTHON) -m pytest --numprocesses 4 --dist worksteal --max-worker-restart 0 -o tmp_path_retention_policy=failed --durations 10
 test: $(DEV_STAMP)
 	$(PYTEST)
+
+test-slow: export TINSMITH_TEST_ALL := 1
+test-slow: $(DEV_STAMP)
+	$(PYTEST) -m slow
 
 test-all: export TINSMITH_TEST_ALL := 1
 test-all: $(DEV_STAMP)

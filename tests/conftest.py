@@ -1,6 +1,7 @@
 """Base models that several rooms test with. They never change, so one of each serves the whole run."""
 
 import os
+import random
 import subprocess
 import time
 from collections.abc import Callable
@@ -28,11 +29,13 @@ __all__ = ["pytest_testnodedown"]  # a hook
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `slow`, unless everything is asked for."""
+    """Leave out the tests marked `slow`, unless everything is asked for. TINSMITH_TEST_ORDER is a seed: the order is random then."""
     left_out = [item for item in items if item.get_closest_marker("slow") and not EVERYTHING]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if order := os.environ.get("TINSMITH_TEST_ORDER"):
+        random.Random(order).shuffle(items)
 
 
 def pytest_report_header() -> list[str]:
