@@ -19,6 +19,7 @@ import typer
 
 from tinsmith import __version__
 from tinsmith.config import CONFIG_VARIABLE, Config, Setting, base_model_sources, load, settings
+from tinsmith.config_values import at_home
 from tinsmith.errors import ConfigError, TinsmithError
 
 app = typer.Typer(
@@ -48,9 +49,9 @@ def main() -> None:
         sys.exit(2)
 
 
-def _path(text: str) -> Path:
-    """A path as it was given, also where no shell has replaced its `~`: behind a `=`, and in an environment variable."""
-    return Path(text).expanduser()
+def _path(given: str | Path) -> Path:
+    """The path that a text or a default names; `~/` is read here too, which a shell leaves as it is behind a `=` and in a variable."""
+    return Path(at_home(str(given)))
 
 
 def _print_version(wanted: bool) -> None:

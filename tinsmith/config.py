@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinsmith.config_values import checked, closest, fill, read_yaml, setting
+from tinsmith.config_values import at_home, checked, closest, fill, read_yaml, setting
 from tinsmith.errors import ConfigError
 from tinsmith.logs import LEVELS
 
@@ -540,11 +540,11 @@ def base_model_sources(config: Config) -> dict[str, str]:
 
 def _base_model(spec: str) -> tuple[str, str]:
     name, separator, source = spec.partition("=")  # a path may contain others
-    if not separator or Path(spec).expanduser().is_dir():
+    if not separator or Path(at_home(spec)).is_dir():
         name, separator, source = "", "", spec
     if separator and not re.fullmatch(r"[^\s:]+", name):
         raise ConfigError(f"base_models: {spec!r} must have a name without spaces and colons before its '='")
-    directory = Path(source).expanduser()
+    directory = Path(at_home(source))
     if directory.is_dir():
         source = str(directory.resolve())
         if not (directory / "config.json").is_file():

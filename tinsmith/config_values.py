@@ -147,16 +147,17 @@ def checked(section: Any, name: str, value: Any, place: str) -> Any:
     given = _in_unit(value, info.unit, kind) if isinstance(value, str) and kind in (int, float) else value
     try:
         # Strict, so that true is no 1; but texts, such as those of environment variables, are converted.
-        return at_home(_adapter(kind, info).validate_python(given, strict=not isinstance(given, str)))
+        found = _adapter(kind, info).validate_python(given, strict=not isinstance(given, str))
     except ValidationError:
         raise ConfigError(f"{place}={value!r} must be {_accepted(kind, info)}") from None
+    if kind == list[str]:
+        return [at_home(text) for text in found]
+    return at_home(found) if isinstance(found, str) else found
 
 
-def at_home(value: Any) -> Any:
-    """A text, or those of a list, with a path's `~` replaced as a shell does; it reads none behind a `=`, in a file, or in quotes."""
-    if isinstance(value, list):
-        return [at_home(item) for item in value]
-    return str(Path(value).expanduser()) if isinstance(value, str) and re.match("~(/|$)", value) else value
+def at_home(text: str) -> str:
+    """The text with a leading `~/` replaced by the home directory: shells do so only at the beginning of an argument."""
+    return str(Path(text).expanduser()) if re.match("~(/|$)", text) else text
 
 
 @cache

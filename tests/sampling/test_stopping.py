@@ -55,7 +55,7 @@ def test_strings_that_overlap_are_found_where_the_first_of_them_is_complete() ->
         strings = ["".join(generator.choices("ab€", k=generator.randint(1, 5))) for _ in range(generator.randint(1, 6))]
         text = "".join(generator.choices("ab€", k=40))
         pieces = [text[start : start + 3] for start in range(0, len(text), 3)]
-        matcher, state, read = StringMatcher(strings), 0, ""
+        matcher, state, read = StringMatcher(tuple(strings)), 0, ""
         for piece in pieces:
             state, found = matcher.read(state, piece)
             read += piece

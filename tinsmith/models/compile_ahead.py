@@ -9,10 +9,9 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,14 @@ import torch
 from torch import Tensor
 
 from tinsmith import __version__
+from tinsmith.errors import TinsmithError
 
 THREADS = 16
 """Variants that are compiled at a time, at most; as many as the machine has processors, if these are fewer."""
 UNWRITTEN = ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"))
 """Functions whose tensors hold zeros in a rehearsal, as no kernel writes them: indices and tokens that exist."""
+UNFIT = (RuntimeError, TypeError, ValueError, AttributeError, ImportError, TinsmithError)
+"""How code may fail that computes on zeros, or with a Triton that compiles nothing in threads. What is computed for good raises its own."""
 
 log = logging.getLogger(__name__)
 
@@ -41,19 +43,20 @@ def compile_ahead(what: str, rehearse: Callable[[], object]) -> None:
     try:
         with _rehearsal() as variants:
             rehearse()
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # on zeros; what is computed for good raises its own
+    except UNFIT as error:
         log.info("kernels are compiled when they are needed, which takes longer: a rehearsal failed: %s", error)
         return
     log.info("compiled %d variants of kernels, %.1f s", len(variants), time.monotonic() - began)
     if done is not None:
-        done.parent.mkdir(parents=True, exist_ok=True)
-        done.touch()
+        with suppress(OSError):  # a cache that cannot be written to: the next start rehearses again
+            done.parent.mkdir(parents=True, exist_ok=True)
+            done.touch()
 
 
 def _marker(what: str) -> Path | None:
     """The file that says that kernels for `what` lie in the cache beside it; None if there is no cache of ours."""
     cache = os.environ.get("TRITON_CACHE_DIR")
-    versions = [__version__, torch.__version__, version("triton"), torch.cuda.get_device_name()]
+    versions = [__version__, torch.__version__, import_module("triton").__version__, torch.cuda.get_device_name()]
     name = hashlib.sha256("\n".join([what, *versions]).encode()).hexdigest()[:16]
     return Path(cache) / "rehearsed" / name if cache else None
 

@@ -14,7 +14,6 @@ is refused with a ConfigError that says what and by how much.
 
 import hashlib
 import io
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,8 +50,6 @@ from tinsmith.sampling.tower_check import check_tower
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
 from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, SamplingParams, StopRule
-
-log = logging.getLogger(__name__)
 
 LENGTHS = (40, 7, 25, 25)
 """Tokens of the text sequences."""

@@ -55,15 +55,21 @@ class StringMatcher:
     The automaton of Aho and Corasick (1975). Its states are the beginnings of the strings, 0 is the empty one.
     """
 
-    def __init__(self, strings: Iterable[str]) -> None:
-        self.longer: list[dict[str, int]] = [{}]
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        """The automaton is built when text is first read: requests that wait hold their strings alone."""
+        self.strings = strings
+        self.longer: list[dict[str, int]] = []
         """For each state, the states that are one character longer."""
-        self.complete = [False]
+        self.complete: list[bool] = []
         """Whether a state ends with one of the strings."""
-        for string in strings:
+        self.shorter: list[int] = []
+        """For each state, the longest other state that it ends with."""
+
+    def _build(self) -> None:
+        self.longer, self.complete = [{}], [False]
+        for string in self.strings:
             self._add(string)
         self.shorter = [0] * len(self.longer)
-        """For each state, the longest other state that it ends with."""
         self._link()
 
     def _add(self, string: str) -> None:
@@ -92,6 +98,8 @@ class StringMatcher:
 
     def read(self, state: int, text: str) -> tuple[int, bool]:
         """The state after more text, and whether one of the strings is complete somewhere in it. A text begins in state 0."""
+        if not self.longer:
+            self._build()
         for character in text:
             state = self._step(state, character)
             if self.complete[state]:

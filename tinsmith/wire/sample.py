@@ -22,7 +22,7 @@ MAX_SAMPLES = 1024
 
 MAX_STOP_STRINGS = 256
 """Most stop strings of one request."""
-MAX_STOP_CHARACTERS = 2**14
+MAX_STOP_CHARACTERS = 2**12
 """Most characters of all stop strings of one request together."""
 MAX_STOP_IDS = 2**14
 """Most stop ids of one request."""
