@@ -5,21 +5,23 @@ Both work beside a running server: the files of a checkpoint are written once an
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 
 from tinsmith.config import Config, base_model_sources
 from tinsmith.engine.checkpoints import CheckpointRows
-from tinsmith.errors import ConfigError, UserError
+from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.models.fingerprint import check_fingerprint, fingerprint_of, holds_weights, local_directory
 from tinsmith.models.full import FullWeights
 from tinsmith.models.layout import read_layout
 from tinsmith.store.database import FILE_NAME
-from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.files import WRITING_PREFIX, CheckpointFiles
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
 from tinsmith.training.checkpoint import About, SavedState, read_about, stored_weights, write_state
@@ -58,12 +60,34 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
         log.warning("the weights of %s are not on this machine: whether %s was trained on them is not checked", source, path)
     else:
         check_fingerprint(about.base_fingerprint, fingerprint, source, path)
-    if merge:
-        write_merged(weights, base, source, directory)
-    elif isinstance(weights, FullWeights):
+    if not merge and isinstance(weights, FullWeights):
         raise UserError(f"{path} is of rank 0: all parameters were trained, and there is no adapter to write; add --merge")
-    else:
-        write_peft(weights, base, base_source or about.public_base, directory)
+    with _whole(directory) as files:
+        if isinstance(weights, FullWeights) or merge:
+            write_merged(weights, base, source, files)
+        else:
+            write_peft(weights, base, base_source or about.public_base, files)
+
+
+@contextlib.contextmanager
+def _whole(directory: Path) -> Iterator[Path]:
+    """A directory to fill, whose files come to `directory` when the body ends, or not at all. Raises TinsmithError for a full disk."""
+    home = directory if directory.is_dir() else directory.parent  # what is there may be a mount or the working directory: keep it
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=home) as scratch:
+        files = Path(scratch) / "files"  # whose mode, unlike that of `scratch`, is the usual one
+        files.mkdir()
+        try:
+            yield files
+        except (OSError, SafetensorError) as error:
+            if isinstance(error, OSError) and error.errno is None:  # of the Hub
+                raise
+            raise TinsmithError(f"{directory} cannot be written: {error}; make room, or name a directory on another disk") from error
+        if home != directory:
+            files.rename(directory)
+            return
+        for file in files.iterdir():
+            file.rename(directory / file.name)
 
 
 def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str) -> list[str]:

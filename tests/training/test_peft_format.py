@@ -5,6 +5,7 @@ What the cookbook makes of downloads: tests/recipes.
 
 import json
 import os
+import shutil
 import stat
 import warnings
 from collections.abc import Callable
@@ -142,12 +143,20 @@ def random_full(base: BaseModel) -> FullWeights:
 def test_transformers_loads_a_merged_model_to_the_same_logprobs(
     family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str, make: Callable[[BaseModel], Weights]
 ) -> None:
-    base, source = family_base(family), family_dir(family)
+    """With all files of the base that hold no weights, whatever they say: Vicuna's generation settings contradict each other."""
+    base, source = family_base(family), tmp_path / "base"
+    shutil.copytree(family_dir(family), source)
+    (source / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
+    for name in ("chat_template.jinja", "video_preprocessor_config.json", "additional_chat_templates/tools.jinja"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text('{"of": "the base"}')
     weights = make(base)
-    write_merged(weights, base.layout, str(source), tmp_path)
-    assert_alike(transformers_model(tmp_path), base, weights)
-    assert (tmp_path / "tokenizer.json").is_file()
-    assert (tmp_path / "preprocessor_config.json").is_file() == base.family.takes_images
+    write_merged(weights, base.layout, str(source), tmp_path / "merged")
+    assert_alike(transformers_model(tmp_path / "merged"), base, weights)
+    written = {file.relative_to(source) for file in source.rglob("*") if file.is_file()}
+    assert {file.relative_to(tmp_path / "merged") for file in (tmp_path / "merged").rglob("*") if file.is_file()} == written
+    for name in written - {Path("config.json"), Path("model.safetensors")}:
+        assert (tmp_path / "merged" / name).read_bytes() == (source / name).read_bytes()
 
 
 def test_full_weights_of_another_base_are_not_merged(family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:

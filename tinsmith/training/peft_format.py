@@ -10,6 +10,7 @@ for all of it: its rank is n times as large and B is block-diagonal. The scale s
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from tinsmith.errors import UserError
 from tinsmith.models.full import FullWeights, Weights
@@ -28,6 +31,8 @@ from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*.jinja")
+"""What a model has beside its weights that transformers reads."""
 _ROOT = "base_model.model."
 """What PEFT puts before the name of every module."""
 _UNSUPPORTED = (
@@ -107,7 +112,7 @@ def _write(layers: Mapping[str, LoraPair], targets: list[str], rank: int, base_n
 
 @torch.no_grad()
 def write_merged(weights: Weights, base: Layout, base_source: str, directory: Path) -> None:
-    """Write a transformers model with what was trained, in the dtype of the base, with tokenizer and image processor.
+    """Write a transformers model with what was trained, in the dtype of the base; files that hold no weights are copied from the base.
 
     Raises UserError for full weights of other sizes than those of the base.
     """
@@ -116,11 +121,21 @@ def write_merged(weights: Weights, base: Layout, base_source: str, directory: Pa
         _replace(network, weights, base)
     else:
         _add(network, weights, base)
+    network.generation_config = GenerationConfig()  # one that can be saved; that of the base may be refused, though it can be loaded
     network.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(base_source).save_pretrained(directory)
-    if base.family.takes_images:
-        AutoImageProcessor.from_pretrained(base_source).save_pretrained(directory)
+    (directory / GENERATION_CONFIG_NAME).unlink()
+    _copy_files(base_source, directory)
     _share_as(directory / "config.json")
+
+
+def _copy_files(source: str, directory: Path) -> None:
+    """Copy tokenizer, chat templates, processors and generation settings of a model as they are: saved again they may differ or fail."""
+    files = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=list(_COPIED)))
+    for file in (file for pattern in _COPIED for file in files.glob(pattern)):
+        if file.name != "config.json" and not file.name.endswith(".index.json"):
+            copied = directory / file.relative_to(files)
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copied)
 
 
 def _share_as(config: Path) -> None:
