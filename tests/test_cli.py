@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.running import tinsmith, tinsmith_here
 from tinsmith import __version__
 from tinsmith.cli import app
 from tinsmith.config import settings
+from tinsmith.server.engine_process import ENGINE
 
 
 def test_version() -> None:
@@ -143,6 +145,25 @@ def test_help_imports_nothing_that_takes_long() -> None:
     """It answers in 0.2 s then, on a quiet core."""
     done = subprocess.run([REAL_PYTHON, "-c", HELP], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), done.stderr
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_process_of_a_server_runs_nothing_that_lies_in_the_working_directory(safe: bool, tmp_path: Path) -> None:
+    """It ends for lack of arguments, and would end by each of these files. That all are started like this: tests/test_architecture.py."""
+    for name in ("random.py", "queue.py", "torch.py", "tinsmith/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import os\nos._exit(9)\n")
+    command = [REAL_PYTHON, *(part for part in ENGINE[1:] if safe or part != "-P")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, "sys.argv[1]" in done.stderr) == ((1, True) if safe else (9, False)), done.stderr
+
+
+@pytest.mark.parametrize("safe", [[], ["-P"]])
+def test_a_stand_in_for_python_imports_from_where_python_does(safe: list[str], tmp_path: Path) -> None:
+    """Else the tests would see another path than processes have."""
+    (tmp_path / "own.py").write_text("print('run')")
+    done = subprocess.run([sys.executable, *safe, "-m", "own"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == ("" if safe else "run\n")
 
 
 def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class ParserProcess:
         if self._socket is None:
             self._socket, theirs = socket.socketpair()
             with theirs:
-                command = [sys.executable, "-m", "tinsmith.server.parser_process", str(theirs.fileno())]
+                command = [sys.executable, "-P", "-m", "tinsmith.server.parser_process", str(theirs.fileno())]
                 # A process group of its own: Ctrl-C in a terminal is for the server, which then ends this process.
                 self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0)
         return self._socket

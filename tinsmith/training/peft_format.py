@@ -22,7 +22,6 @@ from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME
 
 from tinsmith.errors import UserError
 from tinsmith.models.full import FullWeights, Weights
@@ -123,7 +122,7 @@ def write_merged(weights: Weights, base: Layout, base_source: str, directory: Pa
         _add(network, weights, base)
     network.generation_config = GenerationConfig()  # one that can be saved; that of the base may be refused, though it can be loaded
     network.save_pretrained(directory)
-    (directory / GENERATION_CONFIG_NAME).unlink()
+    (directory / "generation_config.json").unlink()
     _copy_files(base_source, directory)
     _share_as(directory / "config.json")
 
