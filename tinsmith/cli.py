@@ -75,7 +75,11 @@ def serve(config: Path | None, **options: Any) -> None:
     command line overrides the environment, and the environment overrides the file.
     """
     configuration = _configuration(config, options)
-    base_model_sources(configuration)
+    sources = base_model_sources(configuration)
+    from tinsmith.models.files import require_usable
+
+    for source in sources.values():
+        require_usable(source, whole=True)
     from tinsmith.engine.devices import visible_gpus, worker_count
     from tinsmith.sampling.vllm.options import require_vllm
 
@@ -113,6 +117,9 @@ def plan(model: str, rank: int, memory_gib: float | None, as_json: bool, config:
     configuration.base_models = [model]
     if not configuration.training.trains:
         raise ConfigError("train=none leaves nothing to plan: leave it out, or ask `tinsmith doctor` what fits for sampling")
+    from tinsmith.models.files import require_usable
+
+    require_usable(*base_model_sources(configuration).values(), whole=False)
     from tinsmith.plan import make_plan, print_plan, to_tree
 
     made = make_plan(configuration, rank, memory_gib)
@@ -368,6 +375,9 @@ def import_adapter(
 
     Prints two paths: one to train further from, one to sample.
     """
+    from tinsmith.models.files import require_usable
+
+    require_usable(*base_model_sources(Config(base_models=[base_model])).values(), whole=False)
     from tinsmith.exchange import import_adapter
 
     for path in import_adapter(data_dir, adapter, name, base_model):

@@ -277,7 +277,7 @@ def base_model_of(
         tokenizer_id=source,
         family=family,
         config=model_config,
-        tokenizer=AutoTokenizer.from_pretrained(source),
+        tokenizer=_load_tokenizer(source),
         network=network,
         language_model=language_model,
         decoder=decoder,
@@ -295,10 +295,25 @@ def base_model_of(
 
 
 def _load_network(source: str, family: Family, dtype: torch.dtype) -> Any:
+    """The network with all of its weights from the files. Transformers itself only warns of those that it makes at random."""
     try:
-        return family.auto_class.from_pretrained(source, dtype=dtype)
-    except ValueError as error:  # a configuration that transformers has no decoder for
+        network, loaded = family.auto_class.from_pretrained(source, dtype=dtype, output_loading_info=True)
+    except (RuntimeError, ValueError) as error:  # no decoder for this configuration, or weights of other sizes
         raise ConfigError(f"{source}: transformers cannot load it as a decoder: {str(error).splitlines()[0]}") from error
+    if loaded["missing_keys"]:
+        raise ConfigError(
+            f"{source}: its weights lack {min(loaded['missing_keys'])}, which a {family.model_type} of its config.json has; "
+            "download both of the same model again"
+        )
+    return network
+
+
+def _load_tokenizer(source: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # of any kind: that is what the tokenizers library raises for a file that it cannot use
+        reason = str(error).splitlines() or [repr(error)]
+        raise ConfigError(f"{source}: its tokenizer cannot be loaded: {reason[0]}; copy that of the model, or download it again") from error
 
 
 def use_attention(network: Any, family: Family, implementation: str) -> None:

@@ -47,7 +47,7 @@ def run_server(config: Config) -> None:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
     _allow_open_files()
     data_dir = Path(config.data_dir)
-    with _listening(config) as listener, contextlib.closing(_open_store(config)) as store, only_user(data_dir) as alone:
+    with listening(config) as listener, contextlib.closing(_open_store(config)) as store, only_user(data_dir) as alone:
         if not alone:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
         store.check()
@@ -68,7 +68,8 @@ def _allow_open_files() -> None:
 
 
 @contextlib.contextmanager
-def _listening(config: Config) -> Iterator[socket.socket]:
+def listening(config: Config) -> Iterator[socket.socket]:
+    """A socket at the address that a server is to listen on. Raises ConfigError if that is not possible."""
     host, port = config.server.host, config.server.port
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

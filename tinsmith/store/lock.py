@@ -18,3 +18,15 @@ def only_user(data_dir: Path) -> Iterator[bool]:
             yield False
         else:
             yield True
+
+
+def is_used(data_dir: Path) -> bool:
+    """Whether a process holds the lock of a data directory, which need not exist."""
+    try:
+        with (data_dir / FILE_NAME).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it has none, or is none
+        return False
+    return False
