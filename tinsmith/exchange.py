@@ -100,7 +100,7 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
     check_name(name)
     ((base_name, source),) = base_model_sources(Config(base_models=[base_model])).items()
     base = read_layout(source)
-    adapter = read_peft(adapter_dir, base)
+    adapter = read_peft(adapter_dir, base, source)
     fingerprint = _fingerprint(source, fetch=False)
     if fingerprint is None:
         log.warning("the weights of %s are not on this machine: no server can check that it serves the same as %s", source, base_name)

@@ -147,6 +147,9 @@ def test_files_that_the_libraries_cannot_use_are_named(family_dir: Callable[[str
     (model / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a"]]}}))
     with pytest.raises(ConfigError, match=r"model: its tokenizer cannot be loaded: .*; copy that of the model"):
         load(model)
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="model has no tokenizer"):
+        load(model)
     (model / "preprocessor_config.json").write_text(json.dumps({"size": "large", "patch_size": [], "image_mean": {}}))
     with pytest.raises(ConfigError, match=r"its image processor, .*, does not compute what"):
         LocalProcessor(str(model))

@@ -309,11 +309,15 @@ def _load_network(source: str, family: Family, dtype: torch.dtype) -> Any:
 
 
 def _load_tokenizer(source: str) -> Any:
+    """The tokenizer of a model. Without files transformers makes one that has special tokens alone, and other ids for these."""
     try:
-        return AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # of any kind: that is what the tokenizers library raises for a file that it cannot use
         reason = str(error).splitlines() or [repr(error)]
         raise ConfigError(f"{source}: its tokenizer cannot be loaded: {reason[0]}; copy that of the model, or download it again") from error
+    if len(tokenizer) <= len(tokenizer.get_added_vocab()):
+        raise ConfigError(f"{source} has no tokenizer; name a model that has one, or a directory to which that of the model was copied")
+    return tokenizer
 
 
 def use_attention(network: Any, family: Family, implementation: str) -> None:

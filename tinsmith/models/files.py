@@ -62,7 +62,7 @@ def problems(source: str, whole: bool) -> Iterator[str]:
         return
     whole = whole and Path(source).is_dir()
     try:
-        config = _read_object(directory / "config.json")
+        config = read_object(directory / "config.json")
     except ConfigError as error:
         yield str(error)
         return
@@ -99,7 +99,7 @@ def safetensors_files(directory: Path) -> list[Path]:
 def _indexed(directory: Path) -> dict[str, str]:
     """The file of each tensor, as the index says. Raises ConfigError if it is damaged."""
     index = directory / INDEX
-    places = _read_object(index).get("weight_map")
+    places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ConfigError(f"{index} is damaged (it has no weight_map from tensors to files); {_AGAIN}")
     return places
@@ -148,7 +148,7 @@ def _refuse_pointer(file: Path, first: bytes) -> None:
         raise ConfigError(f"{file} is a pointer of Git LFS and not the file itself; run `git lfs pull` in {file.parent}")
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     """The object in a file of JSON. Raises ConfigError, with the remedy."""
     try:
         content = file.read_bytes()
@@ -220,7 +220,7 @@ def _weights(directory: Path, whole: bool) -> Iterator[str]:
 
 def _tokenizer(directory: Path, config: dict[str, Any], whole: bool) -> Iterator[str]:
     for name in (name for name in _READ if (directory / name).exists()):
-        _read_object(directory / name)
+        read_object(directory / name)
     template = directory / "chat_template.jinja"
     if template.exists():
         _refuse_pointer(template, template.read_bytes())
@@ -238,7 +238,7 @@ def _tokenizer(directory: Path, config: dict[str, Any], whole: bool) -> Iterator
 
 def _vocabulary(file: Path, rows: Any) -> Iterator[str]:
     """Whether a tokenizer has tokens, and none that a model with an embedding of so many rows lacks; added ones may be of no use there."""
-    model = _read_object(file).get("model")
+    model = read_object(file).get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict | list) or not vocabulary:
         yield f"{file} is damaged (it has no vocabulary); {_AGAIN}"
@@ -253,9 +253,9 @@ def _processor(directory: Path, config: dict[str, Any], whole: bool) -> Iterator
     if not isinstance(tower, dict):
         return
     if (directory / _PROCESSOR).exists():
-        file, settings = directory / _PROCESSOR, _read_object(directory / _PROCESSOR)
+        file, settings = directory / _PROCESSOR, read_object(directory / _PROCESSOR)
     elif (directory / _PROCESSORS).exists():
-        file, settings = directory / _PROCESSORS, _read_object(directory / _PROCESSORS).get("image_processor") or {}
+        file, settings = directory / _PROCESSORS, read_object(directory / _PROCESSORS).get("image_processor") or {}
     else:
         if whole:
             yield f"{directory} holds no image processor (no {_PROCESSOR}); copy that of the model into it"
