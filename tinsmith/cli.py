@@ -78,8 +78,7 @@ def serve(config: Path | None, **options: Any) -> None:
     sources = base_model_sources(configuration)
     from tinsmith.models.files import require_usable
 
-    for source in sources.values():
-        require_usable(source, whole=True)
+    require_usable(sources.values(), whole=True)
     from tinsmith.engine.devices import visible_gpus, worker_count
     from tinsmith.sampling.vllm.options import require_vllm
 
@@ -119,7 +118,7 @@ def plan(model: str, rank: int, memory_gib: float | None, as_json: bool, config:
         raise ConfigError("train=none leaves nothing to plan: leave it out, or ask `tinsmith doctor` what fits for sampling")
     from tinsmith.models.files import require_usable
 
-    require_usable(*base_model_sources(configuration).values(), whole=False)
+    require_usable(base_model_sources(configuration).values(), whole=False)
     from tinsmith.plan import make_plan, print_plan, to_tree
 
     made = make_plan(configuration, rank, memory_gib)
@@ -351,6 +350,9 @@ def export_checkpoint(
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
     """Write a checkpoint as a PEFT adapter or a merged model."""
+    from tinsmith.models.files import require_usable
+
+    require_usable([base_model] if base_model else [], whole=merge)
     from tinsmith.exchange import export_checkpoint
 
     export_checkpoint(data_dir, path, directory, merge, base_model)
@@ -377,7 +379,7 @@ def import_adapter(
     """
     from tinsmith.models.files import require_usable
 
-    require_usable(*base_model_sources(Config(base_models=[base_model])).values(), whole=False)
+    require_usable(base_model_sources(Config(base_models=[base_model])).values(), whole=False)
     from tinsmith.exchange import import_adapter
 
     for path in import_adapter(data_dir, adapter, name, base_model):

@@ -59,7 +59,7 @@ def run_doctor(config: Config, console: Console) -> int:
     sections["features"] = list(_features(machine))
     for title, findings in sections.items():
         console.print(_table(title, findings))
-    missing = [finding.subject for findings in sections.values() for finding in findings if finding.state == "missing"]
+    missing = dict.fromkeys(finding.subject for findings in sections.values() for finding in findings if finding.state == "missing")
     console.print(Text(f"missing: {', '.join(missing)}", "bold red") if missing else Text("nothing is missing", "bold green"))
     return 1 if missing else 0
 

@@ -53,7 +53,7 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
             about = read_about(files)
             weights = stored_weights(files, about)
     source = base_source or about.base_source
-    require_usable(source, whole=merge)
+    require_usable([source], whole=merge)
     base = read_layout(source)
     if base.family.model_type != about.architecture:
         raise UserError(f"{source} is of architecture {base.family.model_type}; {path} was saved for {about.architecture}")

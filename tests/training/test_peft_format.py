@@ -147,9 +147,9 @@ def test_transformers_loads_a_merged_model_to_the_same_logprobs(
     base, source = family_base(family), tmp_path / "base"
     shutil.copytree(family_dir(family), source)
     (source / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
-    for name in ("chat_template.jinja", "video_preprocessor_config.json", "additional_chat_templates/tools.jinja"):
-        (source / name).parent.mkdir(exist_ok=True)
-        (source / name).write_text('{"of": "the base"}')
+    for beside in ("chat_template.jinja", "video_preprocessor_config.json", "additional_chat_templates/tools.jinja"):
+        (source / beside).parent.mkdir(exist_ok=True)
+        (source / beside).write_text('{"of": "the base"}')
     weights = make(base)
     write_merged(weights, base.layout, str(source), tmp_path / "merged")
     assert_alike(transformers_model(tmp_path / "merged"), base, weights)

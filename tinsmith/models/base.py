@@ -25,6 +25,7 @@ from tinsmith.models.delta_kernels import announce
 from tinsmith.models.delta_net import follow_plans
 from tinsmith.models.deterministic import require_attention_only, stable_hidden_states
 from tinsmith.models.families import Family, context_length, family_of, read_config
+from tinsmith.models.files import require_usable
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.host_layers import move_all_but_layers, read_host_decoder
@@ -226,6 +227,7 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches kernels on the current device
     family = family_of(source, read_config(source))
+    require_usable([source], whole=False)  # a command has looked at a directory, but not at what comes from the Hub
     network = _load_network(source, family, pick_dtype(config.dtype, device))
     return base_model_of(name, source, network, config, feature_cache_bytes, layers_on_host)
 

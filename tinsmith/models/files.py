@@ -5,7 +5,7 @@ Only headers, sizes and small files are read, and neither torch nor transformers
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,19 @@ _TOKENIZERS = (
 )
 """Files of which transformers makes a tokenizer: those of one line are enough. Without them it makes an empty one."""
 _PROCESSOR, _PROCESSORS = "preprocessor_config.json", "processor_config.json"
-_READ = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
-_READ = (*_READ, "chat_template.json", _PROCESSOR, _PROCESSORS)
+_READ = [_PROCESSOR, _PROCESSORS, "generation_config.json", "tokenizer_config.json", "chat_template.json"]
+_READ += ["special_tokens_map.json", "added_tokens.json", "vocab.json"]
 """Further files of JSON that are read when a model is loaded."""
 _SAME_SIZES = {"patch_size": "patch_size", "merge_size": "spatial_merge_size", "temporal_patch_size": "temporal_patch_size"}
 """Sizes of an image processor that a vision tower has too, and what they are called there."""
 _AGAIN = "download it again"
 
 
-def require_usable(source: str, whole: bool) -> None:
-    """Raise ConfigError for the first of `problems`, if there is one."""
-    for problem in problems(source, whole):
-        raise ConfigError(problem)
+def require_usable(sources: Iterable[str], whole: bool) -> None:
+    """Raise ConfigError for the first of `problems` of these models, if there is one."""
+    for source in sources:
+        for problem in problems(source, whole):
+            raise ConfigError(problem)
 
 
 def problems(source: str, whole: bool) -> Iterator[str]:
