@@ -87,6 +87,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "weights of zeros": (partial(write, name="model.safetensors", content=bytes(99)), "model.safetensors is damaged (its header cannot"),
     "weights a pointer": (partial(write, name="model.safetensors", content=POINTER), f"model.safetensors {LFS}"),
     "sizes that do not fit": (partial(header, shape=[3]), "a has 8 bytes for F32 of shape [3]"),
+    "a precision that is none": (partial(header, dtype="F3"), "model.safetensors is damaged (its header cannot be read: 'F3')"),
     "offsets of text": (partial(header, data_offsets="ab"), "model.safetensors is damaged (its header cannot be read"),
     "no weights": (
         lambda model: remove(model, "model.safetensors"),

@@ -22,7 +22,7 @@ _POINTER = b"version https://git-lfs"
 _LONGEST_HEADER = 100_000_000
 """Bytes; safetensors itself reads no longer one."""
 _BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
-_BYTES |= {"I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8}
+_BYTES |= {"F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8}
 """Of a number, by the name of its precision in a header."""
 _PACKED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax")
 """How names of tensors end that hold quantized weights, or belong to them."""
@@ -138,8 +138,7 @@ def _end_of(name: str, entry: dict[str, Any]) -> int:
     """Where a tensor ends behind the header. Raises ValueError if it has not the size that it says."""
     begin, end = entry["data_offsets"]
     count = math.prod(entry["shape"])
-    known = _BYTES.get(entry["dtype"])
-    if not 0 <= begin <= end or count < 0 or (known is not None and end - begin != count * known):
+    if not 0 <= begin <= end or count < 0 or end - begin != count * _BYTES[entry["dtype"]]:
         raise ValueError(f"{name} has {end - begin} bytes for {entry['dtype']} of shape {entry['shape']}")
     return int(end)
 
