@@ -117,6 +117,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         partial(change, name="tokenizer.json", model={"vocab": {"a": 99999}}),
         "tokenizer.json is of another model (its tokens go up to 99999, and vocab_size in config.json is 2048)",
     ),
+    "token of a list": (partial(change, name="tokenizer.json", model={"vocab": [["a", 0.0]] * 2049}), "its tokens go up to 2048"),
     "tokenizer's settings": (partial(write, name="tokenizer_config.json", content=b"\xff\xfe"), "tokenizer_config.json is damaged"),
     "generation settings": (partial(write, name="generation_config.json", content=b"{"), "generation_config.json is damaged"),
     "template a pointer": (partial(write, name="chat_template.jinja", content=POINTER), f"chat_template.jinja {LFS}"),
@@ -142,6 +143,12 @@ def test_what_cannot_be_used_is_one_line_with_file_and_remedy(kind: str, model: 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "llama"])
 def test_nothing_is_wrong_with_a_model_however_it_is_stored(family: str, family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     model = Path(shutil.copytree(family_dir(family), tmp_path / "model"))
+    assert list(problems(str(model), whole=True)) == []
+    tokens = json.loads((model / "tokenizer.json").read_text())
+    for token, number in (("<image_soft_token>", 2**18), ("of text", "1")):  # one of Gemma 3, which its text models have no row for
+        tokens["model"]["vocab"][token] = number
+    tokens["added_tokens"].append({"id": 2**18, "content": "<image_soft_token>"})
+    (model / "tokenizer.json").write_text(json.dumps(tokens))
     assert list(problems(str(model), whole=True)) == []
     shard(model)
     assert list(problems(str(model), whole=True)) == []

@@ -238,12 +238,15 @@ def _tokenizer(directory: Path, config: dict[str, Any], whole: bool) -> Iterator
 
 def _vocabulary(file: Path, rows: Any) -> Iterator[str]:
     """Whether a tokenizer has tokens, and none that a model with an embedding of so many rows lacks; added ones may be of no use there."""
-    model = read_object(file).get("model")
+    tree = read_object(file)
+    model, added = tree.get("model"), tree.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict | list) or not vocabulary:
         yield f"{file} is damaged (it has no vocabulary); {_AGAIN}"
         return
-    last = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+    unused = {str(token.get("content")) for token in added if isinstance(token, dict)} if isinstance(added, list) else set()
+    ids = vocabulary.items() if isinstance(vocabulary, dict) else [(None, len(vocabulary) - 1)]
+    last = max((number for token, number in ids if isinstance(number, int) and token not in unused), default=0)
     if isinstance(rows, int) and last >= rows:
         yield f"{file} is of another model (its tokens go up to {last}, and vocab_size in config.json is {rows}); copy that of the model"
 
