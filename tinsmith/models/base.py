@@ -19,7 +19,7 @@ from transformers import logging as transformers_logging
 from tinsmith.config import Config, ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import ATTENTION
-from tinsmith.models.compiled import count_kernels, keep_compiled
+from tinsmith.models.compiled_kernels import count_kernels, keep_kernels
 from tinsmith.models.decoder import KNOWN_TYPES, Decoder, Deepstack, read_decoder
 from tinsmith.models.delta_kernels import announce
 from tinsmith.models.delta_net import follow_plans
@@ -244,7 +244,7 @@ def base_model_of(
     limit_memory(device, config.memory_share)
     dtype = pick_dtype(config.dtype, device)
     if device.type == "cuda":
-        keep_compiled(config.compile_cache)
+        keep_kernels(config.compile_cache)
         count_kernels()
     if dtype == torch.float32:  # float32 means float32: convolutions (the tower's patches) default to TF32 on CUDA
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False

@@ -28,7 +28,7 @@ from tinsmith.config import ImagesConfig, SamplingConfig
 from tinsmith.errors import ConfigError, NotFoundError
 from tinsmith.models.attention import ATTENTION
 from tinsmith.models.base import BaseModel, use_attention
-from tinsmith.models.compile_ahead import compile_ahead
+from tinsmith.models.compiled_kernels import compile_ahead
 from tinsmith.models.device import has_triton
 from tinsmith.models.families import positions
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind

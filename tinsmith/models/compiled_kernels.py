@@ -1,12 +1,14 @@
-"""Compiling Triton kernels in threads before they are first needed: one behind the other they would take a minute at the first start.
+"""What Triton compiles of our kernels: where it is kept, how often it happened, and that it happens in threads before it is needed.
 
-The code that will launch them runs once as a rehearsal, in which nothing is launched: it only says which variants of kernels it needs.
+One behind the other, kernels would take a minute at the first start. So the code that will launch them runs once as a rehearsal, in which
+nothing is launched: it only says which variants of kernels it needs.
 """
 
 import hashlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from tinsmith import __version__
 from tinsmith.errors import TinsmithError
+from tinsmith.models.device import has_triton
 
 THREADS = 16
 """Variants that are compiled at a time, at most; as many as the machine has processors, if these are fewer."""
@@ -95,3 +98,36 @@ def _zeroed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return function(*args, **kwargs).zero_()
 
     return zeros
+
+
+def keep_kernels(directory: str) -> None:
+    """Keep compiled kernels in a directory, where the next process finds them; "" is one in the user's cache. A set variable stays."""
+    kept = Path(directory or "~/.cache/tinsmith/compiled").expanduser()
+    os.environ.setdefault("TRITON_CACHE_DIR", str(kept / "triton"))
+
+
+_variants: Counter[str] = Counter()
+"""Variants of our kernels that are ready, by name."""
+
+
+def count_kernels() -> None:
+    """Count the variants of kernels that are made from now on: one for each combination of constants, precisions and alignments."""
+    if not has_triton():
+        return
+    hooks = import_module("triton.knobs").runtime
+    if getattr(hooks, "jit_post_compile_hook", "not in this version") is None:  # somebody else's stays
+        hooks.jit_post_compile_hook = _count_kernel
+
+
+def _count_kernel(*, fn: Any, **others: Any) -> None:
+    """What Triton calls when a variant of a kernel is ready, whether it was compiled or found in its cache."""
+    _variants[fn.name] += 1
+    log.debug("kernel %s: variant number %d is ready", fn.name, _variants[fn.name])
+
+
+def compilations() -> int:
+    """How many variants of kernels this process has compiled, or found compiled, so far.
+
+    A number that keeps growing means that kernels are compiled again and again.
+    """
+    return _variants.total()
