@@ -10,7 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
@@ -70,7 +70,7 @@ def _rehearsal() -> Iterator[list[object]]:
     kernel, contexts = import_module("triton.runtime.jit").JITFunction, import_module("triton.runtime._async_compile")
     launch = kernel.run
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-        compiler = import_module("triton").AsyncCompileMode(threads, ignore_errors=True)
+        compiler = import_module("triton").AsyncCompileMode(_Loading(threads, torch.cuda.current_device()), ignore_errors=True)
 
         def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             token = contexts.active_mode.set(compiler)  # of this thread: backwards run in threads of their own
@@ -90,6 +90,23 @@ def _rehearsal() -> Iterator[list[object]]:
             kernel.run = launch
             for owner, name, function in kept:
                 setattr(owner, name, function)
+
+
+class _Loading(Executor):
+    """Threads that load what they have compiled, too: some versions of Triton compile how it is launched only then."""
+
+    def __init__(self, threads: Executor, device: int) -> None:
+        self.threads = threads
+        self.device = device
+
+    def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
+        return self.threads.submit(self._loaded, compile_kernel)
+
+    def _loaded(self, compile_kernel: Callable[[], Any]) -> Any:
+        torch.cuda.set_device(self.device)  # each thread has to say which
+        kernel = compile_kernel()
+        _ = kernel.run  # made when it is first asked for
+        return kernel
 
 
 def _zeroed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
