@@ -80,7 +80,12 @@ def test_sequences_that_grow_do_not_evict_the_states_of_each_other(
     sampler, copied = sampler_of(hybrid_base, slots=slots), list[int]()
     assert sampler.states is not None
     copy = sampler.states.copy
-    monkeypatch.setattr(sampler.states, "copy", lambda source, target: (copied.append(target), copy(source, target)))
+
+    def counted(source: int, target: int) -> None:
+        copied.append(target)
+        copy(source, target)
+
+    monkeypatch.setattr(sampler.states, "copy", counted)
     prompts = [prompt_of(hybrid_base, (number, 12)) for number in range(6)]  # shorter than a block: nothing of them is saved
     for number, rendered in enumerate(prompts):
         sampler.add(str(number), ask(replace(PARAMS, max_tokens=40)), rendered, None)
