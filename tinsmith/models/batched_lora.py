@@ -26,7 +26,7 @@ from tinsmith.models.packed_lora import Before, project_behind
 
 FEWEST = 32
 """Columns of the smallest buffers; larger ones have twice as many as the last."""
-OUTPUTS = 256
+OUTPUTS = 128
 """Outputs of a tile, at most."""
 
 

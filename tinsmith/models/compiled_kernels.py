@@ -15,12 +15,12 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tinsmith import __version__
 from tinsmith.errors import TinsmithError
 from tinsmith.models.device import has_triton
 
@@ -49,8 +49,11 @@ def compile_ahead(what: str, rehearse: Callable[[], object]) -> None:
     except UNFIT as error:
         log.info("kernels are compiled when they are needed, which takes longer: a rehearsal failed: %s", error)
         return
-    log.info("compiled %d variants of kernels, %.1f s", len(variants), time.monotonic() - began)
-    if done is not None:
+    failed = [future.exception() for future in variants if future.exception() is not None]
+    log.info("compiled %d variants of kernels, %.1f s", len(variants) - len(failed), time.monotonic() - began)
+    if failed:
+        log.warning("%d more could not be compiled ahead; the first: %s", len(failed), failed[0])
+    elif done is not None:
         with suppress(OSError):  # a cache that cannot be written to: the next start rehearses again
             done.parent.mkdir(parents=True, exist_ok=True)
             done.touch()
@@ -59,14 +62,15 @@ def compile_ahead(what: str, rehearse: Callable[[], object]) -> None:
 def _marker(what: str) -> Path | None:
     """The file that says that kernels for `what` lie in the cache beside it; None if there is no cache of ours."""
     cache = os.environ.get("TRITON_CACHE_DIR")
-    versions = [__version__, torch.__version__, import_module("triton").__version__, torch.cuda.get_device_name()]
-    name = hashlib.sha256("\n".join([what, *versions]).encode()).hexdigest()[:16]
+    sources = (file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py")))  # other code needs other kernels
+    versions = [torch.__version__, import_module("triton").__version__, torch.cuda.get_device_name()]
+    name = hashlib.sha256(b"".join(["\n".join([what, *versions]).encode(), *sources])).hexdigest()[:16]
     return Path(cache) / "rehearsed" / name if cache else None
 
 
 @contextmanager
-def _rehearsal() -> Iterator[list[object]]:
-    """Inside, no Triton kernel is launched in this process. Their variants are compiled when this ends; yields one entry for each."""
+def _rehearsal() -> Iterator[list[Future[Any]]]:
+    """Inside, no Triton kernel is launched in this process. Their variants are compiled when this ends; yields a future for each."""
     kernel, contexts = import_module("triton.runtime.jit").JITFunction, import_module("triton.runtime._async_compile")
     launch = kernel.run
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
@@ -105,7 +109,11 @@ class _Loading(Executor):
     def _loaded(self, compile_kernel: Callable[[], Any]) -> Any:
         torch.cuda.set_device(self.device)  # each thread has to say which
         kernel = compile_kernel()
-        _ = kernel.run  # made when it is first asked for
+        try:
+            _ = kernel.run  # made when it is first asked for
+        except (RuntimeError, OSError, SubprocessError) as error:  # what fails now may succeed, or fail, at the launch
+            log.debug("%s is loaded when it is launched: %s", kernel.name, error)
+            kernel._run = None  # it is set before all is loaded
         return kernel
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tinsmith.models.overlap import overlapping
-from tinsmith.models.row_kernels import HEADS, stripes
+from tinsmith.models.row_kernels import HEADS, own_heads, stripes, with_plain_rows
 
 NUMBERS = 1024
 """Gates of memory that a program computes."""
@@ -21,37 +21,38 @@ NUMBERS = 1024
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """The product x · sigmoid(gate) of x and gate [tokens, heads, width]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(_sigmoid_gate, x, gate, (), (out,))
+    _launch(_gated, x, gate, None, 0.0, out)
     return out
 
 
 def sigmoid_gate_backward(x: Tensor, gate: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x and gate [tokens, heads, width], and `sigmoid_gate` of them again."""
     d_x, d_gate, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(3))
-    _launch(_sigmoid_gate_backward, x, gate, (d_out.contiguous(),), (d_x, d_gate, out))
+    _launch(_gated_backward, x, gate, None, 0.0, d_out.contiguous(), d_x, d_gate, out)
     return d_x, d_gate, out
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm of x times silu(gate): x and gate [tokens, heads, width], weight [width]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(_gated_norm, x, gate, (weight, eps), (out,))
+    _launch(_gated, x, gate, weight, eps, out)
     return out
 
 
 def gated_rms_norm_backward(x: Tensor, gate: Tensor, weight: Tensor, d_out: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x and gate [tokens, heads, width], and `gated_rms_norm` of them again."""
     d_x, d_gate, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(3))
-    _launch(_gated_norm_backward, x, gate, (weight, eps, d_out.contiguous()), (d_x, d_gate, out))
+    _launch(_gated_backward, x, gate, weight, eps, d_out.contiguous(), d_x, d_gate, out)
     return d_x, d_gate, out
 
 
-def _launch(kernel: Any, x: Tensor, gate: Tensor, others: tuple[object, ...], results: tuple[Tensor, ...]) -> None:
-    """A program for some heads of each token."""
+def _launch(kernel: Any, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, *others: Tensor) -> None:
+    """A program for some heads of each token. Without a weight nothing is normed, and the gate is a sigmoid."""
     tokens, heads, width = x.shape
-    x, gate = (t if t.stride(2) == 1 else t.contiguous() for t in (x, gate))
+    x, gate = with_plain_rows(x), with_plain_rows(gate)
     kernel[(tokens, triton.cdiv(heads, HEADS))](
-        *(x, *x.stride()[:2], gate, *gate.stride()[:2], *others, *results, heads),
+        *(x, *x.stride()[:2], gate, *gate.stride()[:2], x if weight is None else weight, eps, *others, heads),
+        NORMS=weight is not None,
         WIDTH=width,
         PADDED=triton.next_power_of_2(width),
         HEADS=HEADS,
@@ -63,7 +64,7 @@ def _launch(kernel: Any, x: Tensor, gate: Tensor, others: tuple[object, ...], re
 def gated_rms_norm_weight_gradient(x: Tensor, gate: Tensor, d_out: Tensor, eps: float) -> Tensor:
     """The gradient of the weight [width]: x, gate and d_out [tokens, heads, width]."""
     tokens, heads, width = x.shape
-    x, gate = (t if t.stride(2) == 1 else t.contiguous() for t in (x, gate))
+    x, gate = with_plain_rows(x), with_plain_rows(gate)
     sums = torch.empty(stripes(tokens), heads, width, dtype=torch.float32, device=x.device)
     launch: Any = _gated_norm_weight_gradient
     launch[(len(sums), triton.cdiv(heads, HEADS))](
@@ -96,7 +97,7 @@ def memory_gates_backward(
 
 def _launch_memory(kernel: Any, a: Tensor, b: Tensor, others: tuple[Tensor, ...]) -> None:
     tokens, heads = a.shape
-    a, b = (t if t.stride(1) == 1 else t.contiguous() for t in (a, b))
+    a, b = with_plain_rows(a), with_plain_rows(b)
     grid = (triton.cdiv(tokens * heads, NUMBERS),)
     options = {"NUMBERS": NUMBERS, "num_warps": 4, **overlapping(a.device, tokens)}
     kernel[grid](a, a.stride(0), b, b.stride(0), *others, tokens, heads, **options)
@@ -111,70 +112,7 @@ def _wide(
 
 
 @triton.jit
-def _sigmoid_gate(
-    x: tl.tensor,
-    x_token: tl.tensor,
-    x_head: tl.tensor,
-    gate: tl.tensor,
-    gate_token: tl.tensor,
-    gate_head: tl.tensor,
-    out: tl.tensor,
-    heads: tl.tensor,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    HEADS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    column = tl.arange(0, PADDED)[None, :]
-    inside = (head < heads) & (column < WIDTH)
-    wide = _wide(x, x_token, x_head, token, head, column, inside)
-    g = _wide(gate, gate_token, gate_head, token, head, column, inside)
-    place = (token * heads + head) * WIDTH + column
-    tl.store(out + place, (wide * tl.sigmoid(g)).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _sigmoid_gate_backward(
-    x: tl.tensor,
-    x_token: tl.tensor,
-    x_head: tl.tensor,
-    gate: tl.tensor,
-    gate_token: tl.tensor,
-    gate_head: tl.tensor,
-    d_out: tl.tensor,
-    d_x: tl.tensor,
-    d_gate: tl.tensor,
-    out: tl.tensor,
-    heads: tl.tensor,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    HEADS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    column = tl.arange(0, PADDED)[None, :]
-    inside = (head < heads) & (column < WIDTH)
-    wide = _wide(x, x_token, x_head, token, head, column, inside)
-    sigmoid = tl.sigmoid(_wide(gate, gate_token, gate_head, token, head, column, inside))
-    place = (token * heads + head) * WIDTH + column
-    d = tl.load(d_out + place, mask=inside, other=0.0).to(tl.float32)
-    gated = wide * sigmoid
-    tl.store(d_x + place, (d * sigmoid).to(out.dtype.element_ty), mask=inside)
-    tl.store(d_gate + place, (d * gated * (1 - sigmoid)).to(out.dtype.element_ty), mask=inside)
-    tl.store(out + place, gated.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _gated_norm(
+def _gated(
     x: tl.tensor,
     x_token: tl.tensor,
     x_head: tl.tensor,
@@ -185,28 +123,27 @@ def _gated_norm(
     eps: tl.tensor,
     out: tl.tensor,
     heads: tl.tensor,
+    NORMS: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     HEADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
+    """Some heads of one token."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    column = tl.arange(0, PADDED)[None, :]
-    inside = (head < heads) & (column < WIDTH)
-    wide = _wide(x, x_token, x_head, token, head, column, inside)
+    token, head, column, inside = own_heads(heads, WIDTH, PADDED, HEADS)
+    found = _wide(x, x_token, x_head, token, head, column, inside)
     g = _wide(gate, gate_token, gate_head, token, head, column, inside)
-    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    normed = wide / tl.sqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None] * factor
-    place = (token * heads + head) * WIDTH + column
-    tl.store(out + place, (normed * g * tl.sigmoid(g)).to(out.dtype.element_ty), mask=inside)
+    if NORMS:
+        factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        found = found / tl.sqrt(tl.sum(found * found, 1) / WIDTH + eps)[:, None] * factor * g
+    tl.store(out + (token * heads + head) * WIDTH + column, (found * tl.sigmoid(g)).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gated_norm_backward(
+def _gated_backward(
     x: tl.tensor,
     x_token: tl.tensor,
     x_head: tl.tensor,
@@ -220,32 +157,35 @@ def _gated_norm_backward(
     d_gate: tl.tensor,
     out: tl.tensor,
     heads: tl.tensor,
+    NORMS: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     HEADS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
+    """Some heads of one token."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    column = tl.arange(0, PADDED)[None, :]
-    inside = (head < heads) & (column < WIDTH)
+    token, head, column, inside = own_heads(heads, WIDTH, PADDED, HEADS)
     wide = _wide(x, x_token, x_head, token, head, column, inside)
     g = _wide(gate, gate_token, gate_head, token, head, column, inside)
-    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     place = (token * heads + head) * WIDTH + column
     d = tl.load(d_out + place, mask=inside, other=0.0).to(tl.float32)
-    inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
     sigmoid = tl.sigmoid(g)
-    normed, silu = wide * inverse * factor, g * sigmoid
-    d_normed = d * silu * factor
-    mean = (tl.sum(d_normed * wide, 1) / WIDTH)[:, None]
-    found = inverse * d_normed - wide * (inverse * inverse * inverse * mean)
+    if NORMS:
+        factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        inverse = 1.0 / tl.sqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
+        value, opened, slope = wide * inverse * factor, g * sigmoid, sigmoid * (1 + g * (1 - sigmoid))
+        d_normed = d * opened * factor
+        mean = (tl.sum(d_normed * wide, 1) / WIDTH)[:, None]
+        found = inverse * d_normed - wide * (inverse * inverse * inverse * mean)
+    else:
+        value, opened, slope = wide, sigmoid, sigmoid * (1 - sigmoid)
+        found = d * opened
     tl.store(d_x + place, found.to(out.dtype.element_ty), mask=inside)
-    tl.store(d_gate + place, (d * normed * sigmoid * (1 + g * (1 - sigmoid))).to(out.dtype.element_ty), mask=inside)
-    tl.store(out + place, (normed * silu).to(out.dtype.element_ty), mask=inside)
+    tl.store(d_gate + place, (d * value * slope).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place, (value * opened).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -266,11 +206,8 @@ def _gated_norm_weight_gradient(
     HEADS: tl.constexpr,
 ) -> None:
     """Some heads of the tokens of one stripe."""
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    column = tl.arange(0, PADDED)[None, :]
-    inside = (head < heads) & (column < WIDTH)
+    token, head, column, inside = own_heads(heads, WIDTH, PADDED, HEADS)
     total = tl.zeros([HEADS, PADDED], tl.float32)
-    token = tl.program_id(0).to(tl.int64)
     for _ in range(tl.cdiv(tokens - tl.program_id(0), tl.num_programs(0))):
         wide = _wide(x, x_token, x_head, token, head, column, inside)
         g = _wide(gate, gate_token, gate_head, token, head, column, inside)
@@ -283,7 +220,7 @@ def _gated_norm_weight_gradient(
 @triton.jit
 def _softplus(x: tl.tensor) -> tl.tensor:
     """log(1 + exp(x)), as exact for small exp(x) as log1p (Kahan's formula)."""
-    small = tl.exp(tl.minimum(x, 20.0))
+    small = tl.exp(tl.where(x > 20.0, 20.0, x))  # a minimum would make a number of NaN
     more = 1.0 + small
     exact = tl.where(more == 1.0, small, tl.log(more) * (small / tl.where(more == 1.0, 1.0, more - 1.0)))
     return tl.where(x > 20.0, x, exact)
@@ -304,6 +241,7 @@ def _memory_gates(
     NUMBERS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
+    """Some numbers, one head of a token behind the other."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -334,6 +272,7 @@ def _memory_gates_backward(
     NUMBERS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
+    """Some numbers, one head of a token behind the other."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()

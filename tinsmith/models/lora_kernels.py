@@ -25,7 +25,7 @@ STEP = 128
 SHARE = 512
 """Inputs of a program of the first kernel, unless there would be more than `SPLITS` programs for one tile."""
 SPLITS = 8
-PARTS = 4
+PARTS = 2
 """Programs of a tile of outputs, where tiles alone are not `ENOUGH` programs to fill a GPU."""
 ENOUGH = 128
 
@@ -84,7 +84,7 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
         CHUNK=CHUNK,
         OUTPUTS=OUTPUTS // parts,
         PARTS=parts,
-        num_warps=4 if parts > 1 else 8,
+        num_warps=4,
         num_stages=2,
         **overlapping(x.device, rows),
     )
@@ -161,7 +161,7 @@ def _expand(
     PARTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Y += scale · u B^T of a tile of rows and part of a tile of outputs; u are the sums of what the first kernel left, of own columns."""
+    """Y += scale · u B^T of a tile of rows and part of a tile of outputs; u are the sums of what the first kernel left."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()

@@ -31,6 +31,11 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
+def with_plain_rows(x: Tensor) -> Tensor:
+    """The tensor with the numbers of each row one behind the other; rows may lie anywhere."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
     """The norm of x [rows, width]."""
     x = _rows(x)
@@ -137,7 +142,7 @@ def _launch_rotation(
     x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, d_out: Tensor, out: Tensor, eps: float, zero_centred: bool, backward: bool
 ) -> None:
     tokens, heads, width = x.shape
-    x, d_out = (t if t.stride(2) == 1 else t.contiguous() for t in (x, d_out))
+    x, d_out = with_plain_rows(x), with_plain_rows(d_out)
     cos, sin = _rows(cos), _rows(sin)
     launch: Any = _rotate_backward if backward else _rotate
     arguments = (x, *x.stride()[:2], x if weight is None else weight, cos, sin, *((d_out, *d_out.stride()[:2]) if backward else ()))
@@ -161,7 +166,7 @@ def _launch_rotation(
 def rotate_weight_gradient(x: Tensor, cos: Tensor, sin: Tensor, d_out: Tensor, eps: float) -> Tensor:
     """The gradient of the weight [heads, width]: x and d_out [tokens, heads, width]."""
     tokens, heads, width = x.shape
-    x, d_out = (t if t.stride(2) == 1 else t.contiguous() for t in (x, d_out))
+    x, d_out = with_plain_rows(x), with_plain_rows(d_out)
     sums = torch.empty(stripes(tokens), heads, width, dtype=torch.float32, device=x.device)
     launch: Any = _rotate_weight_gradient
     launch[(len(sums), triton.cdiv(heads, HEADS))](
@@ -173,6 +178,14 @@ def rotate_weight_gradient(x: Tensor, cos: Tensor, sin: Tensor, d_out: Tensor, e
         num_warps=4,
     )
     return sums.sum(0).to(x.dtype)
+
+
+@triton.jit
+def own_heads(heads: tl.tensor, WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr) -> tl.tuple:
+    """A program's token, its heads [HEADS, 1], their columns [1, PADDED], and which of both exist [HEADS, PADDED]."""
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None].to(tl.int64)
+    column = tl.arange(0, PADDED)[None, :]
+    return tl.program_id(0).to(tl.int64), head, column, (head < heads) & (column < WIDTH)
 
 
 @triton.jit
@@ -343,10 +356,7 @@ def _rotate(
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    column = tl.arange(0, PADDED)[None, :]
-    inside = (head < heads) & (column < WIDTH)
+    token, head, column, inside = own_heads(heads, WIDTH, PADDED, HEADS)
     turns = column < 2 * PAIRS
     other = tl.where(turns, tl.where(column < PAIRS, column + PAIRS, column - PAIRS), column)  # what a number turns with
     row = x + token * x_token + head * x_head
@@ -409,10 +419,7 @@ def _rotate_backward(
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    column = tl.arange(0, PADDED)[None, :]
-    inside = (head < heads) & (column < WIDTH)
+    token, head, column, inside = own_heads(heads, WIDTH, PADDED, HEADS)
     found = _turned_back(d_out + token * d_out_token + head * d_out_head, cos + token * PAIRS, sin + token * PAIRS, column, inside, PAIRS)
     if HAS_NORM:
         wide = tl.load(x + token * x_token + head * x_head + column, mask=inside, other=0.0).to(tl.float32)
@@ -446,11 +453,8 @@ def _rotate_weight_gradient(
     HEADS: tl.constexpr,
 ) -> None:
     """Some heads of the tokens of one stripe."""
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    column = tl.arange(0, PADDED)[None, :]
-    inside = (head < heads) & (column < WIDTH)
+    token, head, column, inside = own_heads(heads, WIDTH, PADDED, HEADS)
     total = tl.zeros([HEADS, PADDED], tl.float32)
-    token = tl.program_id(0).to(tl.int64)
     for _ in range(tl.cdiv(tokens - tl.program_id(0), tl.num_programs(0))):
         wide = tl.load(x + token * x_token + head * x_head + column, mask=inside, other=0.0).to(tl.float32)
         d = _turned_back(d_out + token * d_out_token + head * d_out_head, cos + token * PAIRS, sin + token * PAIRS, column, inside, PAIRS)

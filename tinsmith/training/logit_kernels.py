@@ -17,6 +17,7 @@ BLOCK = 8192
 def logit_norms(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of each row [rows, 1], and the logarithm of the sum of all exp(logit - largest), in float32."""
     rows, vocabulary = logits.shape
+    assert logits.stride(1) == 1
     peaks, totals = (torch.empty(rows, 1, dtype=torch.float32, device=logits.device) for _ in range(2))
     launch: Any = _logit_norms
     launch[(rows,)](logits, logits.stride(0), vocabulary, peaks, totals, BLOCK=BLOCK, num_warps=8)
@@ -26,6 +27,7 @@ def logit_norms(logits: Tensor) -> tuple[Tensor, Tensor]:
 def become_gradient(logits: Tensor, peak: Tensor, total: Tensor, target: Tensor, grad: Tensor) -> None:
     """Replace logits [rows, vocabulary] by grad · (onehot(target) - softmax), and by 0 where grad is 0; all else is [rows, 1]."""
     rows, vocabulary = logits.shape
+    assert logits.stride(1) == 1
     target, grad = target.contiguous(), grad.contiguous()
     launch: Any = _become_gradient
     launch[(rows, triton.cdiv(vocabulary, BLOCK))](
@@ -33,13 +35,13 @@ def become_gradient(logits: Tensor, peak: Tensor, total: Tensor, target: Tensor,
     )
 
 
-@triton.jit(do_not_specialize=["stride", "vocabulary"])
+@triton.jit
 def _logit_norms(
     logits: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, peaks: tl.tensor, totals: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     """One row: the sum is scaled anew whenever a larger logit comes (Milakov and Gimelshein, arXiv 1805.02867)."""
     row = tl.program_id(0)
-    peak, total = -3.0e38, 0.0  # below all logits, and finite: the difference of two infinities is no number
+    peak, total = -3.4028234663852886e38, 0.0  # the lowest, and finite: the difference of two infinities is no number
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
         wide = tl.load(logits + row.to(tl.int64) * stride + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
@@ -50,7 +52,7 @@ def _logit_norms(
     tl.store(totals + row, tl.log(total))
 
 
-@triton.jit(do_not_specialize=["stride", "vocabulary"])
+@triton.jit(do_not_specialize=["targets", "grads"])  # parts of longer tensors, wherever they begin
 def _become_gradient(
     logits: tl.tensor,
     stride: tl.tensor,
