@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "tinsmith"
 
 RANKS = {
     "errors": 0,
-    "logs": 0,
+    "logs": 1,
     "config_values": 1,
     "config": 2,
     "digests": 2,

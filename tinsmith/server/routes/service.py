@@ -43,7 +43,7 @@ async def readyz(request: Request) -> Response:
     engine = hub.engine
     if engine.is_ready:
         return json_reply({"status": "ok"} if hub.config.training.trains else {"status": "ok", "detail": "it samples only (--train none)"})
-    return json_reply({"status": "unavailable", "detail": engine.reason}, 503)
+    return json_reply({"status": "unavailable", "detail": hub.told(engine.reason)}, 503)
 
 
 @router.post("/client/config")
