@@ -67,8 +67,12 @@ class Store:
         self._database.dispose()
 
     def check(self) -> None:
-        """Read the whole file. Raises ConfigError, with the remedy, if it is damaged."""
+        """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone, both with the remedy."""
         check(self._database)
+
+    def require_there(self) -> None:
+        """Raise StoreUnavailableError if the database's file is not in its directory any more. Every transaction asks this first."""
+        self._database.file.require_there()
 
     def reading(self) -> AbstractContextManager[Connection]:
         """A transaction that only reads, for the functions of `catalog.py`."""
