@@ -285,6 +285,24 @@ def status(
     print_status(fetch_status(url), Console(highlight=False))
 
 
+@app.command()
+def ping(
+    url: Annotated[str, typer.Argument(metavar="[URL]", envvar="TINKER_BASE_URL", help="URL of the server, without /api/v1.")] = (
+        "http://127.0.0.1:8000"
+    ),
+    base_model: Annotated[str, typer.Option(help="Name of a base model that it is to serve.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="Key that clients send.")] = "",
+) -> None:
+    """Say what keeps clients from a server.
+
+    In about a second it names what is wrong: scheme, host, port, TLS, path, proxy, key, readiness or base model. The SDK would repeat its
+    requests for minutes without a word. Exits with code 0 if the server can be used, else 2.
+    """
+    from tinsmith.reach import ping
+
+    typer.echo(ping(url, api_key, base_model))
+
+
 _RlConfig = Annotated[
     Path,
     typer.Argument(parser=_path, metavar="CONFIG.yaml", help="Configuration of the run; docs/rl.md describes it, examples/rl/ has some."),

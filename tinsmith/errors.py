@@ -33,6 +33,11 @@ def shortened(message: str, most: int = _MAX_MESSAGE) -> str:
     return f"{message[:half]} ... ({len(message) - 2 * half} characters left out) ... {message[-half:]}"
 
 
+def printable(text: str) -> str:
+    """`text` with escapes in place of control characters, of line breaks, and of what turns the direction of writing."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 def quoted(value: object) -> str:
     """The `repr` of a value that a client sent, shortened for a message. It costs little even for a very large value."""
     shown = _QUOTING.repr(value)

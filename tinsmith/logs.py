@@ -5,7 +5,7 @@ Messages quote what clients say. No character of theirs begins a line or moves a
 
 import logging
 
-from tinsmith.errors import shortened
+from tinsmith.errors import printable, shortened
 
 LEVELS = ("debug", "info", "warning", "error")
 """The values of `--log-level`, from most lines to fewest."""
@@ -31,8 +31,3 @@ class _OneLine(logging.Formatter):
     def formatException(self, ei: object) -> str:  # noqa: N802
         lines = shortened(super().formatException(ei), _TRACEBACK_CHARACTERS).split("\n")  # type: ignore[arg-type]
         return "\n".join(f"  {printable(line)}" for line in lines)
-
-
-def printable(text: str) -> str:
-    """`text` with escapes in place of control characters, of line breaks, and of what turns the direction of writing."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
