@@ -19,7 +19,7 @@ import typer
 
 from tinsmith import __version__
 from tinsmith.config import CONFIG_VARIABLE, Config, Setting, base_model_sources, load, settings
-from tinsmith.config_values import at_home
+from tinsmith.config_values import at_home, installer
 from tinsmith.errors import ConfigError, TinsmithError
 
 app = typer.Typer(
@@ -181,7 +181,7 @@ def _check_ray(config: Config) -> None:
     if not address:
         return
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"ray_address={address} needs the package ray; install it with: pip install 'tinsmith[ray]'")
+        raise ConfigError(f"ray_address={address} needs the package ray; install it with: {installer('ray')}")
     if ":" in device:
         raise ConfigError(
             f"ray_address={address} and device={device} contradict each other: Ray gives each worker its GPU; use --device cuda"
