@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.saving import new_run, save
 from tests.server.serving import Served, served
+from tests.server.test_checkpoints import url
 from tests.server.test_engine_process import LONG_S, Watched, until
 from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store.database import FILE_NAME
@@ -64,15 +66,16 @@ async def test_health_tells_of_a_damaged_database_until_it_is_sound(
         assert ("DATA_DIR/tinsmith.db is damaged: " in reply.json().get("detail", "")) == (status == 503)
 
 
-async def test_what_is_saved_to_a_file_that_was_deleted_is_not_acknowledged(
+async def test_health_tells_of_a_database_that_was_deleted_and_no_checkpoint_is_changed(
     server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.hub.engine, "state", "ready")
-    model_id = await server.new_model(await server.new_session())
+    path = f"tinker://{await new_run(server)}/weights/a"
+    save(server, path)
     (tmp_path / FILE_NAME).unlink()
-    saved = await server.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"})
+    refused = await server.client.delete(url(path))
     health = await server.client.get("/api/v1/healthz")
-    for reply in (saved, health):
+    for reply in (refused, health):
         assert reply.status_code == 503
         assert "the database DATA_DIR/tinsmith.db is gone (No such file or directory) while the server runs" in reply.json()["detail"]
     assert not (tmp_path / FILE_NAME).exists()

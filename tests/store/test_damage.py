@@ -6,7 +6,6 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -86,21 +85,27 @@ def empty(path: Path) -> None:
 @pytest.mark.parametrize(
     ("trouble", "named"), [(move_away, "is gone (No such file"), (replace_by_another, "was replaced"), (empty, "was emptied")]
 )
-def test_nothing_is_stored_in_a_file_that_a_restart_would_not_find(tmp_path: Path, trouble: Callable[[Path], None], named: str) -> None:
+def test_no_checkpoint_goes_into_a_file_that_a_restart_would_not_find(tmp_path: Path, trouble: Callable[[Path], None], named: str) -> None:
     store = Store.open(tmp_path)
     store.create_session("s", DESCRIPTION)
     trouble(tmp_path / "tinsmith.db")
     before = (tmp_path / "tinsmith.db").exists()
 
+    def change() -> None:
+        with store.writing_durably():
+            pass
+
     def read() -> None:
         with store.reading(), store.reading():  # the second needs a connection of its own, which must make no new file
             pass
 
-    for attempt in (partial(store.create_session, "t", DESCRIPTION), read, store.check, store.require_there):
+    for attempt in (change, read, store.check, store.require_there):
         with pytest.raises(StoreUnavailableError) as refused:
             attempt()
         assert f"tinsmith.db {named}" in str(refused.value)
         assert "`tinsmith recover --data-dir" in str(refused.value)
+    if trouble is not empty:
+        store.announce_checkpoint("d")  # its files are written, for `recover`
     assert (tmp_path / "tinsmith.db").exists() == before
 
 

@@ -7,8 +7,9 @@ A commit with synchronous=NORMAL survives the death of any process, but a power 
 models that they are for do not survive a power cut either. A commit with synchronous=FULL is on the disk when it returns, together with
 everything that was committed before. It is used for rows which say that a checkpoint exists or that its files may be deleted.
 
-A file that is deleted or replaced while it is open goes on taking commits, which nobody finds after a restart. So each transaction first
-looks whether the open file is the one in the directory.
+A file that is deleted or replaced while it is open goes on taking commits, which nobody finds after a restart. So each transaction with
+synchronous=FULL first looks whether the open file is the one in the directory. Others go on: they let files of checkpoints be written,
+which `tinsmith recover` finds.
 """
 
 import json
@@ -67,8 +68,8 @@ class _OpenFile:
 
     def _refuse(self, what: str) -> NoReturn:
         raise StoreUnavailableError(
-            f"the database {self.path} {what} while the server runs, and nothing that is stored would be found again: stop the server, put "
-            f"back a copy (made by `tinsmith backup`), or run `tinsmith recover --data-dir {self.path.parent}`, and start it again"
+            f"the database {self.path} {what} while the server runs: put this very file back; or save what is loaded, stop the server, and "
+            f"run `tinsmith recover --data-dir {self.path.parent}`, which registers the checkpoints again"
         )
 
 
@@ -158,7 +159,7 @@ def _unusable(path: Path, error: DatabaseError | StoreUnavailableError) -> Confi
 def _engine(
     path: Path, synchronous: Literal["NORMAL", "FULL"], busy_s: float, file: _OpenFile | None = None, only_read: bool = False
 ) -> Engine:
-    """Connections to a database. With `file` they are refused once that is not in its directory any more."""
+    """Connections to a database. With `file` new ones, and transactions with FULL, are refused once it is not in its directory any more."""
 
     def require_there(*_: Any) -> None:
         if file is not None:
@@ -185,7 +186,8 @@ def _engine(
     engine = create_engine(place, connect_args={"timeout": busy_s}, json_deserializer=parse_json)
     event.listen(engine, "do_connect", require_there)  # a connection would make a new file in the place of one that is gone
     event.listen(engine, "connect", prepare)
-    event.listen(engine, "begin", require_there)
+    if synchronous == "FULL":
+        event.listen(engine, "begin", require_there)
     event.listen(engine, "begin", _begin)
     event.listen(engine, "handle_error", name_trouble)
     return engine

@@ -71,7 +71,7 @@ class Store:
         check(self._database)
 
     def require_there(self) -> None:
-        """Raise StoreUnavailableError if the database's file is not in its directory any more. Every transaction asks this first."""
+        """Raise StoreUnavailableError if the database's file is not in its directory any more. Checkpoints are not added then."""
         self._database.file.require_there()
 
     def reading(self) -> AbstractContextManager[Connection]:
