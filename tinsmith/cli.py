@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tinsmith import __version__
-from tinsmith.config import CONFIG_VARIABLE, Config, Setting, base_model_sources, load, settings
-from tinsmith.config_values import at_home, installer
+from tinsmith.config import CONFIG_VARIABLE, Config, Setting, base_model_sources, load, require_place, settings
+from tinsmith.config_values import at_home, installer, require_empty
 from tinsmith.errors import ConfigError, TinsmithError
 
 app = typer.Typer(
@@ -362,6 +362,12 @@ def export_checkpoint(
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
     """Write a checkpoint as a PEFT adapter or a merged model."""
+    require_empty(directory)
+    if base_model is not None:
+        require_place(base_model)
+    from tinsmith.store.store import require_saved
+
+    require_saved(data_dir, path)  # before the next import, which takes seconds
     from tinsmith.exchange import export_checkpoint
 
     export_checkpoint(data_dir, path, directory, merge, base_model)
@@ -386,6 +392,10 @@ def import_adapter(
 
     Prints two paths: one to train further from, one to sample.
     """
+    require_place(base_model)
+    from tinsmith.store.database import require_data
+
+    require_data(data_dir)  # before the next import, which takes seconds
     from tinsmith.exchange import import_adapter
 
     for path in import_adapter(data_dir, adapter, name, base_model):

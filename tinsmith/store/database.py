@@ -114,6 +114,12 @@ def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
     return Database(file, _engine(path, "NORMAL", busy_s, file), _engine(path, "FULL", busy_s, file))
 
 
+def require_data(data_dir: Path) -> None:
+    """Raise ConfigError if a directory holds no database."""
+    if not (data_dir / FILE_NAME).is_file():
+        raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it); name its --data-dir")
+
+
 def check(database: Database) -> None:
     """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone."""
     path = database.file.path
