@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from tinsmith.errors import NotBuiltError, NotFoundError, UserError
 from tinsmith.protocol.serving import Wake
+from tinsmith.protocol.shapes import rank_refusal
 from tinsmith.server.base_models import check_fits
 from tinsmith.server.body import read_body
 from tinsmith.server.hub import Hub, hub_of
@@ -74,7 +75,7 @@ async def create_model(request: Request) -> Response:
     await hub.require_open_session(asked.session_id)
     facts = hub.base_models.find(asked.base_model)
     if asked.lora_config.rank > facts.max_lora_rank:
-        raise UserError(f"lora_config.rank={asked.lora_config.rank} is too large; max_lora_rank is {facts.max_lora_rank}")
+        raise UserError(rank_refusal(asked.lora_config.rank, facts.max_lora_rank))
     model = Model(
         model_id=ids.model_id(asked.session_id, asked.model_seq_id),
         session_id=asked.session_id,
