@@ -7,6 +7,7 @@ sample again after 410, and raises any other error at once. What it says of the 
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,9 @@ def add_error_replies(app: FastAPI) -> None:
 
 def private_places(data_dir: Path, checkpoint_root: str) -> dict[str, str]:
     """The directories of a server that clients are not told of, each with what they read in its place."""
-    places = {str(Path.home()): "~"}
+    places: dict[str, str] = {}
+    with suppress(RuntimeError):  # a container may run as a user without a home
+        places[str(Path.home())] = "~"
     if checkpoint_root and "://" not in checkpoint_root:
         root = Path(checkpoint_root).expanduser()
         places |= {str(root.absolute()): "CHECKPOINT_ROOT", str(root.resolve()): "CHECKPOINT_ROOT"}

@@ -200,7 +200,7 @@ def _comes_from_here(request: Request) -> bool:
     client, server = request.client, request.scope.get("server")
     if client is None or server is None:
         return False
-    return client.host == server[0] or client.host in ("127.0.0.1", "::1")
+    return client.host == server[0] or client.host.removeprefix("::ffff:") in ("127.0.0.1", "::1")
 
 
 async def _existing_model(hub: Hub, model_id: str) -> Model:
