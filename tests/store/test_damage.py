@@ -127,6 +127,10 @@ def test_a_look_into_a_database_changes_nothing(tmp_path: Path) -> None:
     before = (tmp_path / "tinsmith.db").read_bytes()
     assert look_into(tmp_path)
     assert (tmp_path / "tinsmith.db").read_bytes() == before
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "tinsmith.db").touch()
+    with pytest.raises(ConfigError, match="is damaged: it is empty"):
+        look_into(tmp_path / "empty")
     with closing(Store.open(tmp_path)), closing(sqlite3.connect(tmp_path / "tinsmith.db")) as connection:
         assert look_into(tmp_path)
         connection.execute("UPDATE alembic_version SET version_num = '999'")

@@ -173,7 +173,7 @@ def _engine(
 
     def prepare(connection: sqlite3.Connection, _record: Any) -> None:
         connection.isolation_level = None  # transactions begin in `_begin`, not implicitly in the driver
-        for pragma in (*_PRAGMAS, f"synchronous={synchronous}"):
+        for pragma in () if only_read else (*_PRAGMAS, f"synchronous={synchronous}"):
             connection.execute(f"PRAGMA {pragma}")
 
     def name_trouble(context: ExceptionContext) -> None:
@@ -242,6 +242,8 @@ def _bring_to_our_version(connection: Connection, path: Path) -> None:
 def _older_version(connection: Connection, path: Path) -> int | None:
     """The version of a database that is to be migrated; None for one of ours. Raises ConfigError: damaged, or of a newer version."""
     tables = set(inspect(connection).get_table_names())
+    if not tables:
+        raise damaged(path, "it is empty")
     revision = _revision(connection, tables)
     if revision == schema.REVISION:
         missing = schema.metadata.tables.keys() - tables
