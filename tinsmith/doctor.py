@@ -1,4 +1,7 @@
-"""`tinsmith doctor`: what this machine offers, what fits on it, and what is missing for which feature. No weight is read."""
+"""`tinsmith doctor`: what this machine offers, what fits on it, and what is missing for which feature.
+
+No weight is read, but all of a database that is there.
+"""
 
 import importlib.util
 import os
@@ -16,6 +19,7 @@ from tinsmith.config import Config, base_model_sources
 from tinsmith.engine.devices import visible_gpus, worker_count
 from tinsmith.errors import ConfigError
 from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around, size_text
+from tinsmith.store.database import FILE_NAME, look_into
 
 if TYPE_CHECKING:
     from tinsmith.models.budget import Budget
@@ -109,6 +113,11 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
         yield Finding("data directory", "ok", f"{data_dir}: {_gib(shutil.disk_usage(there).free)} free on its disk")
     else:
         yield Finding("data directory", "missing", f"{data_dir}: cannot write to {there}; choose another with --data-dir")
+    try:
+        if look_into(data_dir):
+            yield Finding("database", "ok", f"all of {data_dir / FILE_NAME} can be read")
+    except ConfigError as error:
+        yield Finding("database", "missing", str(error))
     shared = Path("/dev/shm")
     if shared.is_dir():
         yield Finding("shared memory", "ok", f"{_gib(shutil.disk_usage(shared).free)} free in {shared}")

@@ -32,7 +32,7 @@ from tinsmith.models.layers import DeltaNet
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD, Layout, layout_of
 from tinsmith.models.lora import ActiveSegments, Segment
 from tinsmith.models.lora_linear import attach
-from tinsmith.models.machine import limit_memory
+from tinsmith.models.machine import limit_memory, why_no_gpu
 from tinsmith.models.norms import fuse_norms
 from tinsmith.models.packed_lora import SegmentAdapters
 from tinsmith.models.pass_plan import PassPlan
@@ -318,10 +318,12 @@ def pick_device(wanted: str) -> torch.device:
         raise ConfigError(f"device={wanted!r} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)  # before 2.12 PyTorch tells no memory of a device without a number
-        if device.index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        if not count:
+            raise ConfigError(f"device={wanted!r}: {why_no_gpu()}; leave --device out, or use --device cpu")
+        if device.index >= count:
             raise ConfigError(
-                f"device={wanted!r}: this machine has {torch.cuda.device_count()} CUDA devices that this PyTorch can use; name "
-                "one of these, or start with --workers 1 or --device cpu"
+                f"device={wanted!r}: PyTorch can use {count} CUDA devices; name one of cuda:0 to cuda:{count - 1}, or start fewer --workers"
             )
     return device
 
