@@ -20,10 +20,11 @@ IN_ANY_DIRECTORY = ('sys.executable, "-P", "-m"', "vllm_python or sys.executable
 
 RANKS = {
     "errors": 0,
-    "logs": 0,
+    "logs": 1,
     "config_values": 1,
     "config": 2,
     "digests": 2,
+    "reach": 2,
     "wire": 3,
     "store": 4,
     "protocol": 5,
@@ -51,7 +52,7 @@ RANKS = {
 
 MAY_IMPORT_TORCH = {"distributed", "models", "rendering", "training", "sampling", "worker"}
 
-RL_MAY_IMPORT = {"rl", "errors", "config_values"}
+RL_MAY_IMPORT = {"rl", "errors", "config_values", "reach"}
 """The client side talks to any Tinker server through the SDK, and needs nothing else of the package."""
 
 ENGINE_MAY_IMPORT = {"engine", "errors", "logs", "config", "wire", "store", "protocol"}

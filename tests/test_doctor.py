@@ -22,6 +22,7 @@ from tinsmith.models.machine import SUPPORTED, Gpu, Machine
 from tinsmith.models.sizing import size_of
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.store.lock import only_user
+from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 
 WIDE = {"COLUMNS": "400"}
@@ -42,6 +43,18 @@ def test_a_machine_that_can_serve_misses_nothing(tmp_path: Path) -> None:
     assert re.search(r"^data directory +ok +\S+/new: [\d.]+ GiB free on its disk", report, re.MULTILINE)
     assert re.search(r"^memory +ok +[\d.]+ GiB of [\d.]+ GiB available", report, re.MULTILINE)
     assert report.endswith("nothing is missing\n")
+
+
+def test_the_database_that_is_there_is_read(tmp_path: Path) -> None:
+    Store.open(tmp_path).close()
+    code, report = doctor("--data-dir", str(tmp_path))
+    assert code == 0
+    assert re.search(r"^database +ok +all of \S+/tinsmith.db can be read", report, re.MULTILINE)
+    file = tmp_path / "tinsmith.db"
+    file.write_bytes(file.read_bytes()[:4096] + b"x" * 20_000)
+    code, report = doctor("--data-dir", str(tmp_path))
+    assert code == 1
+    assert re.search(r"^database +missing +\S+/tinsmith.db is damaged: .* Put back a copy", report, re.MULTILINE)
 
 
 def test_a_model_is_sized_without_loading_it(family_dir: Callable[[str], Path], tmp_path: Path) -> None:

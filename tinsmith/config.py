@@ -538,6 +538,19 @@ def base_model_sources(config: Config) -> dict[str, str]:
     return sources
 
 
+def require_place(spec: str) -> None:
+    """Raise ConfigError for a base model, as [NAME=]PATH_OR_HUB_ID, that is no directory and has no ORGANISATION/ before its name.
+
+    The Hub would be asked for it for a minute, though mostly the name was meant under which it is served.
+    """
+    name, source = _base_model(spec)
+    if "/" not in source:
+        raise ConfigError(
+            f"base_model={spec!r} is neither a directory nor ORGANISATION/MODEL; if it is the name of a served model, say where that is: "
+            f"{name}=PATH_OR_HUB_ID"
+        )
+
+
 def _base_model(spec: str) -> tuple[str, str]:
     name, separator, source = spec.partition("=")  # a path may contain others
     if not separator or Path(at_home(spec)).is_dir():

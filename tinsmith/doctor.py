@@ -1,4 +1,7 @@
-"""`tinsmith doctor`: what this machine offers, what fits on it, and what is missing for which feature. No weight is read."""
+"""`tinsmith doctor`: what this machine offers, what fits on it, and what is missing for which feature.
+
+No weight is read, but all of a database that is there.
+"""
 
 import importlib.util
 import os
@@ -19,6 +22,7 @@ from tinsmith.models.files import problems
 from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around, size_text
 from tinsmith.server.main import listening
 from tinsmith.store.lock import is_used
+from tinsmith.store.database import FILE_NAME, look_into
 
 if TYPE_CHECKING:
     from tinsmith.models.budget import Budget
@@ -115,6 +119,11 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
         yield Finding("data directory", "missing", f"{data_dir}: cannot write to {there}; choose another with --data-dir")
     if is_used(data_dir):
         yield Finding("data directory", "missing", f"{data_dir} is used by another server; stop it, or choose another with --data-dir")
+    try:
+        if look_into(data_dir):
+            yield Finding("database", "ok", f"all of {data_dir / FILE_NAME} can be read")
+    except ConfigError as error:
+        yield Finding("database", "missing", str(error))
     shared = Path("/dev/shm")
     if shared.is_dir():
         yield Finding("shared memory", "ok", f"{_gib(shutil.disk_usage(shared).free)} free in {shared}")

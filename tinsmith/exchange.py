@@ -15,13 +15,14 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from tinsmith.config import Config, base_model_sources
+from tinsmith.config_values import require_empty
 from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.models.files import holds_weights, local_directory, require_usable
 from tinsmith.models.fingerprint import check_fingerprint, fingerprint_of
 from tinsmith.models.full import FullWeights
 from tinsmith.models.layout import read_layout
-from tinsmith.store.database import FILE_NAME
+from tinsmith.store.database import require_data
 from tinsmith.store.files import WRITING_PREFIX, CheckpointFiles
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
@@ -42,8 +43,7 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
     `base_source` is where the base model is now, if it is not where the checkpoint was trained; an adapter then names its base so. Raises
     TinsmithError: no such checkpoint, `directory` is in use, another base model or none to be had, full weights without `merge`.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} is not an empty directory; name a new one")
+    require_empty(directory)
     kind = parse_path(path).kind
     if kind == "external":
         raise UserError(f"{path} holds files to download: tinker checkpoint download; export a path of weights or sampler_weights")
@@ -133,7 +133,6 @@ def _fingerprint(source: str, fetch: bool) -> str | None:
 
 @contextlib.contextmanager
 def _opened(data_dir: Path) -> Iterator[CheckpointRows]:
-    if not (data_dir / FILE_NAME).is_file():
-        raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it)")
+    require_data(data_dir)
     with contextlib.closing(Store.open(data_dir)) as store:
         yield CheckpointRows(store, CheckpointFiles(data_dir))

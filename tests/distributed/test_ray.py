@@ -297,4 +297,4 @@ def test_a_missing_ray_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "ray", None)
     result = tinsmith_here("serve", "--base-model", "tiny", "--ray-address", "auto")
     assert result.returncode == 2
-    assert "pip install 'tinsmith[ray]'" in result.stderr
+    assert f"pip install -e '{Path(__file__).parents[2]}[ray]'" in result.stderr

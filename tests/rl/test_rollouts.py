@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import tinker
 from PIL import Image
 
 from tests.extent import slow
-from tests.rl.scripted import COUNTS, KEEPS_THOUGHTS, SHOUTS, Script, Scripted, ids, settings
+from tests.rl.scripted import COUNTS, KEEPS_THOUGHTS, SHOUTS, THINKING, Script, Scripted, ids, settings
 from tests.rl.test_run import config_of
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.chat import ChatTemplate, TemplateError
@@ -312,6 +313,21 @@ def test_a_template_that_changes_what_was_said_is_an_error(
     template = make_template(broken)
     with pytest.raises(TemplateError, match=rf"token \d+ of the conversation was {was} and is {now}"):
         play(template, [("hot" + END, True)], [([user("warmer")], 0.5, False)])
+
+
+def test_a_model_without_a_chat_template_is_refused(plain: ChatTemplate) -> None:
+    tokenizer = copy.copy(plain.tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"^model: the tokenizer '.*' has no chat template; give one with chat_template=FILE"):
+        ChatTemplate.for_tokenizer(tokenizer)
+    ChatTemplate.for_tokenizer(tokenizer, THINKING)
+
+
+def test_a_template_that_refuses_system_messages_says_so_in_a_line(make_template: Callable[[str], ChatTemplate]) -> None:
+    refusing = "{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{%- endif -%}" + THINKING
+    opening: list[ChatMessage] = [{"role": "system", "content": "be brief"}, user("hot or cold?")]
+    with pytest.raises(UserError, match=r"^the chat template cannot render the messages: TemplateError: System role not supported$"):
+        make_template(refusing).render(opening, (), add_generation_prompt=True)
 
 
 def test_a_text_model_refuses_pictures(plain: ChatTemplate) -> None:

@@ -19,7 +19,7 @@ from transformers import logging as transformers_logging
 from tinsmith.config import Config, ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import ATTENTION
-from tinsmith.models.compiled import count_kernels, keep_compiled
+from tinsmith.models.compiled_kernels import count_kernels, keep_kernels
 from tinsmith.models.decoder import KNOWN_TYPES, Decoder, Deepstack, read_decoder
 from tinsmith.models.delta_kernels import announce
 from tinsmith.models.delta_net import follow_plans
@@ -33,7 +33,7 @@ from tinsmith.models.layers import DeltaNet
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD, Layout, layout_of
 from tinsmith.models.lora import ActiveSegments, Segment
 from tinsmith.models.lora_linear import attach
-from tinsmith.models.machine import limit_memory
+from tinsmith.models.machine import limit_memory, why_no_gpu
 from tinsmith.models.norms import fuse_norms
 from tinsmith.models.packed_lora import SegmentAdapters
 from tinsmith.models.pass_plan import PassPlan
@@ -246,7 +246,7 @@ def base_model_of(
     limit_memory(device, config.memory_share)
     dtype = pick_dtype(config.dtype, device)
     if device.type == "cuda":
-        keep_compiled(config.compile_cache)
+        keep_kernels(config.compile_cache)
         count_kernels()
     if dtype == torch.float32:  # float32 means float32: convolutions (the tower's patches) default to TF32 on CUDA
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -339,10 +339,12 @@ def pick_device(wanted: str) -> torch.device:
         raise ConfigError(f"device={wanted!r} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)  # before 2.12 PyTorch tells no memory of a device without a number
-        if device.index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        if not count:
+            raise ConfigError(f"device={wanted!r}: {why_no_gpu()}; leave --device out, or use --device cpu")
+        if device.index >= count:
             raise ConfigError(
-                f"device={wanted!r}: this machine has {torch.cuda.device_count()} CUDA devices that this PyTorch can use; name "
-                "one of these, or start with --workers 1 or --device cpu"
+                f"device={wanted!r}: PyTorch can use {count} CUDA devices; name one of cuda:0 to cuda:{count - 1}, or start fewer --workers"
             )
     return device
 

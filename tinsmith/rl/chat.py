@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from tinsmith.errors import UserError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.env import ChatMessage, visible
 from tinsmith.rl.sequences import Picture, PictureProcessor, TokenSequence, concatenate, picture_sequence, takes_pictures, text_sequence
 
@@ -43,7 +43,7 @@ class ChatTemplate:
     """Renders conversations for one model.
 
     `template` replaces the tokenizer's own Jinja template; `options` are passed to it, such as {"enable_thinking": False}. `processor` is
-    needed for pictures only.
+    needed for pictures only. Raises ConfigError if there is no template.
     """
 
     def __init__(
@@ -62,6 +62,11 @@ class ChatTemplate:
         )
         self.template = template
         self.options = dict(options or {})
+        if template is None and not tokenizer.chat_template:
+            raise ConfigError(
+                f"model: the tokenizer {str(tokenizer.name_or_path)!r} has no chat template; give one with chat_template=FILE, or take a "
+                "model that was trained to chat"
+            )
         self.placeholder = "" if processor is None else str(tokenizer.convert_ids_to_tokens(processor.placeholder_id))
         self.prefill, self.end_of_turn = self._framing()
         """The beginning of each answer that the generation prompt contains, such as "<think>\\n", mostly empty; and the text of the token
@@ -132,9 +137,13 @@ class ChatTemplate:
         return {**message, "content": parts}
 
     def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        rendered = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.template, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
-        )
+        """The rendered text. Raises UserError for messages that the template refuses, or is not made for."""
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, chat_template=self.template, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
+            )
+        except Exception as error:  # templates are programs
+            raise UserError(f"the chat template cannot render the messages: {type(error).__name__}: {error}") from error
         return str(rendered)
 
     def _framing(self) -> tuple[str, str]:

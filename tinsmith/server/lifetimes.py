@@ -1,5 +1,7 @@
 """What ends by itself: sessions whose clients have gone away, results that nobody fetches any more, and expired checkpoints.
 
+The same round reads the database now and then, to notice damage while there still are models to be saved.
+
 When a session was last heard of is kept in memory, so that a heartbeat does not wait for the database, and in monotonic time, so that
 setting the clock ends no session.
 """
@@ -11,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from tinsmith.config import ServerConfig
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.store import ids
@@ -22,6 +24,10 @@ from tinsmith.store.sweep import sweep
 log = logging.getLogger(__name__)
 
 _LONGEST_ROUND_S = 30.0
+_CHECK_S = 60.0
+"""From one check of the database to the next, at least."""
+_CHECK_PAUSE = 100
+"""The time between two checks, in times of what one takes."""
 
 
 class Lifetimes:
@@ -36,6 +42,9 @@ class Lifetimes:
         """Monotonic time of the last request or heartbeat of each session, or of the round that first met it."""
         self._open: set[str] = set()
         """Sessions that were found open in the database and have not ended since."""
+        self.damage = ""
+        """What the last check of the database found; empty if it was sound."""
+        self._check_at = 0.0
 
     @property
     def round_s(self) -> float:
@@ -94,6 +103,21 @@ class Lifetimes:
         """Delete expired checkpoints and files that belong to none. It runs among the reads: an object store may be slow to delete."""
         await self._store.read(sweep, self._files)
 
+    async def check_database(self) -> None:
+        """Read the whole database if that is due. Raises ConfigError if it is damaged."""
+        began = time.monotonic()
+        if began < self._check_at:
+            return
+        try:
+            await self._store.read(Store.check)
+            self.damage = ""
+        except ConfigError as error:
+            self.damage = str(error)
+            raise
+        finally:
+            ended = time.monotonic()
+            self._check_at = ended + max(_CHECK_S, _CHECK_PAUSE * (ended - began))
+
 
 async def keep_up(lifetimes: Lifetimes, on_session_end: Callable[[str], Awaitable[None]]) -> None:
     """One round after the other until cancelled. `on_session_end` is awaited with the id of each session that has ended.
@@ -113,6 +137,8 @@ async def keep_up(lifetimes: Lifetimes, on_session_end: Callable[[str], Awaitabl
             await lifetimes.forget_ended()
         with failing_into(partial(_log, "files that belong to no checkpoint could not be deleted")):
             await lifetimes.sweep()
+        with failing_into(partial(_log, "the database is not sound")):
+            await lifetimes.check_database()
 
 
 def _log(what: str, error: TinsmithError) -> None:

@@ -39,6 +39,9 @@ _QUEUED = (
     .order_by(commands.c.seq_id)
     .limit(bindparam("limit"))
 )
+_QUEUED_SAVES = (
+    select(func.count()).select_from(commands).where(_IS_QUEUED, commands.c.model_id == bindparam("model"), commands.c.kind.like("save%"))
+)
 _PAYLOAD = select(commands.c.payload).where(commands.c.id == bindparam("command_id"))
 _FINISH = update(commands).where(
     commands.c.model_id == bindparam("model"), commands.c.seq_id == bindparam("seq"), commands.c.status == "queued"
@@ -131,6 +134,11 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
         message = f"sampling session {new.sampling_session.sampling_session_id} exists already; use another sampling_session_seq_id"
         connection.execute(_REJECT, {"command_id": inserted.id, "message": message.encode()})
     return True
+
+
+def queued_saves(connection: Connection, model_id: str) -> int:
+    """How many saves of a model are queued."""
+    return connection.execute(_QUEUED_SAVES, {"model": model_id}).scalar_one()
 
 
 def queued_models(connection: Connection) -> list[str]:

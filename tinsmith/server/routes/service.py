@@ -35,15 +35,15 @@ async def livez() -> Response:
 @router.get("/readyz")
 @router.get("/healthz")
 async def readyz(request: Request) -> Response:
-    """200 while the engine can take work; 503 with the reason while it loads, is restarted, or shows no sign of life.
+    """200 while the engine can take work; 503 with the reason while it loads, is restarted, shows no sign of life, or the database is bad.
 
     `healthz`, which the SDK knows, says the same.
     """
     hub = hub_of(request)
-    engine = hub.engine
-    if engine.is_ready:
-        return json_reply({"status": "ok"} if hub.config.training.trains else {"status": "ok", "detail": "it samples only (--train none)"})
-    return json_reply({"status": "unavailable", "detail": engine.reason}, 503)
+    reason = hub.store.missing() or hub.lifetimes.damage or ("" if hub.engine.is_ready else hub.engine.reason)
+    if reason:
+        return json_reply({"status": "unavailable", "detail": hub.told(reason)}, 503)
+    return json_reply({"status": "ok"} if hub.config.training.trains else {"status": "ok", "detail": "it samples only (--train none)"})
 
 
 @router.post("/client/config")

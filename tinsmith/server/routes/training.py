@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from tinsmith.errors import NotBuiltError, NotFoundError, UserError
 from tinsmith.protocol.serving import Wake
+from tinsmith.protocol.shapes import rank_refusal
 from tinsmith.server.base_models import check_fits
 from tinsmith.server.body import read_body
 from tinsmith.server.hub import Hub, hub_of
@@ -74,7 +75,7 @@ async def create_model(request: Request) -> Response:
     await hub.require_open_session(asked.session_id)
     facts = hub.base_models.find(asked.base_model)
     if asked.lora_config.rank > facts.max_lora_rank:
-        raise UserError(f"lora_config.rank={asked.lora_config.rank} is too large; max_lora_rank is {facts.max_lora_rank}")
+        raise UserError(rank_refusal(asked.lora_config.rank, facts.max_lora_rank))
     model = Model(
         model_id=ids.model_id(asked.session_id, asked.model_seq_id),
         session_id=asked.session_id,
@@ -88,16 +89,17 @@ async def create_model(request: Request) -> Response:
 
 @router.post("/get_info")
 async def get_info(request: Request) -> Response:
-    """What a model was created as."""
+    """What a model was created as. Only a client on this machine is told a directory as `tokenizer_id`: to others it would be of no use."""
     hub = hub_of(request)
     asked = parse_json(GetInfoRequest, await _body(request, hub))
     model = await _existing_model(hub, asked.model_id)
     facts = hub.base_models.find(model.base_model)
+    tells = _comes_from_here(request) or facts.tokenizer_id not in hub.base_models.directories()
     return json_reply(
         {
             "type": "get_info",
             "model_id": model.model_id,
-            "model_data": {"arch": facts.architecture, "model_name": facts.name, "tokenizer_id": facts.tokenizer_id},
+            "model_data": {"arch": facts.architecture, "model_name": facts.name, "tokenizer_id": facts.tokenizer_id if tells else None},
             "is_lora": model.lora_config["rank"] > 0,
             "lora_rank": model.lora_config["rank"] or None,
             "model_name": facts.name,
@@ -191,6 +193,14 @@ async def save_weights_for_sampler(request: Request) -> Response:
     key = parse_json(OperationKey, body)
     session = _snapshot_session(key, body, await _existing_model(hub, key.model_id))
     return await _submit(hub, NewCommand(key.model_id, key.seq_id, "save_weights_for_sampler", body, sampling_session=session))
+
+
+def _comes_from_here(request: Request) -> bool:
+    """Whether the client runs on this machine."""
+    client, server = request.client, request.scope.get("server")
+    if client is None or server is None:
+        return False
+    return client.host == server[0] or client.host.removeprefix("::ffff:") in ("127.0.0.1", "::1")
 
 
 async def _existing_model(hub: Hub, model_id: str) -> Model:
