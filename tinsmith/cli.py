@@ -371,9 +371,9 @@ def export_checkpoint(
     require_empty(directory)
     if base_model is not None:
         require_place(base_model)
-    from tinsmith.models.files import require_usable
+        from tinsmith.models.files import require_usable
 
-    require_usable([base_model] if base_model else [], whole=merge)
+        require_usable([base_model], whole=merge)
     from tinsmith.store.store import require_saved
 
     require_saved(data_dir, path)  # before the next import, which takes seconds
