@@ -57,9 +57,10 @@ class Bench:
     def settle(self) -> None:
         """Go on until threads and device have nothing left to do."""
         deadline = time.monotonic() + LONG_S
-        while self.passes.rendering.running or self.due:
+        while self.passes.rendering.running or self.passes.pictures.running or self.due:
             assert time.monotonic() < deadline
             self.passes.rendering.deliver()
+            self.passes.pictures.deliver()
             while self.due:
                 self.due.popleft()()
             time.sleep(0.001)
@@ -86,7 +87,8 @@ def bench_of(base: BaseModel, directory: Path) -> Bench:
     recorded = RecordedSequences(directory, 2**20)
     renderer = Renderer(base, ImagesConfig(), lambda digest: blobs[digest])
     trained = {"tiny": Trained(backend, renderer, base.max_context)}
-    passes = Passes(trained, Background("rendering", 1, lambda: None), sent.append, due.append, recorded.find)
+    rendering, pictures = (Background(name, 1, lambda: None) for name in ("rendering", "pictures"))
+    passes = Passes(trained, rendering, pictures, sent.append, due.append, recorded.find)
     return Bench(passes, backend, blobs, sent, due)
 
 
@@ -226,7 +228,7 @@ def test_steps_keep_their_place_behind_passes_that_all_workers_compute_together(
     gallery.run(0, ("text", 2))
     gallery.passes.in_turn(lambda: order.append("at once"))  # nothing is decoded for what is before it
     gallery.settle()
-    with occupied(gallery.passes.rendering):
+    with occupied(gallery.passes.pictures):
         gallery.run(1, ("pictures", 0))
         gallery.passes.in_turn(lambda: order.append("share"))  # behind a share of a pass nobody else needs to wait
         gallery.passes.run(RunPass(2, "tiny", True, [("text", 0)], [3], together=True))
@@ -261,7 +263,7 @@ def test_sequences_that_are_too_long_for_one_worker_are_named_and_those_for_all_
 
 def test_pictures_of_one_pass_are_decoded_side_by_side(gallery: Bench) -> None:
     """Neither of two threads goes on before the other has a picture too; the texts between them keep their places."""
-    gallery.passes.rendering = Background("rendering", 2, lambda: None)
+    gallery.passes.pictures = Background("pictures", 2, lambda: None)
     renderer, both = gallery.passes.bases["tiny"].renderer, threading.Barrier(2, timeout=LONG_S)
     processor = renderer.processor
     assert processor is not None
@@ -289,7 +291,7 @@ def test_an_operation_that_is_dropped_while_it_is_in_a_pass_harms_no_other(galle
     gallery.prepare("dropped", forward_request(pictures=[WHOLE]))
     gallery.prepare("kept", forward_request(pictures=[png(3)]))
     gallery.answers()
-    with occupied(gallery.passes.rendering):
+    with occupied(gallery.passes.pictures):
         gallery.run(1, ("dropped", 0), ("kept", 0))
         gallery.passes.drop(["dropped"])
     done = gallery.answer()

@@ -17,6 +17,7 @@ from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, type_of
 from tinsmith.rendering.renderer import Renderer
+from tinsmith.store import ids
 from tinsmith.training.backend import Backend, DatumResult, DatumWork
 from tinsmith.wire.forward_backward import decode_stored
 from tinsmith.worker.background import Background
@@ -59,12 +60,14 @@ class Passes:
         self,
         bases: Mapping[str, Trained],
         rendering: Background,
+        pictures: Background,
         send: Callable[[Message], None],
         enqueue: Callable[[Callable[[], None]], None],
         find_recorded: FindRecorded,
     ) -> None:
         self.bases = bases
         self.rendering = rendering
+        self.pictures = pictures
         self.send = send
         self.enqueue = enqueue
         self.find_recorded = find_recorded
@@ -85,7 +88,8 @@ class Passes:
         """Check an operation, here or in a thread, and answer."""
         self.preparing[message.operation] = message
         if len(message.payload) > SMALL_BYTES or message.image_digests:
-            self.rendering.run(partial(self._check, message), lambda checked: self._answer(message, *checked.result()))
+            session = ids.session_of(message.model_id)
+            self.rendering.run(partial(self._check, message), lambda checked: self._answer(message, *checked.result()), session)
         else:
             self._answer(message, *self._check(message))
 
@@ -132,7 +136,8 @@ class Passes:
         late = [place for place, (_, datum) in enumerate(pieces) if datum.undecoded]
         self.rendered[message.number] = [None if place in late else _render(*piece) for place, piece in enumerate(pieces)]
         for place in late:
-            self.rendering.run(partial(_render, *pieces[place]), partial(self._take, message, place))
+            session = ids.session_of(pieces[place][1].model_id)
+            self.pictures.run(partial(_render, *pieces[place]), partial(self._take, message, place), session)
         self._enqueue()
 
     def _take(self, message: RunPass, place: int, ended: Future[Rendered]) -> None:
