@@ -6,13 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinsmith.errors import UserError
-from tinsmith.wire.compression import TooLargeError, decompress
+from tinsmith.wire.compression import HEADER_BYTES, TooLargeError, decompress, packed, unpacked, unpacked_size
 
 
 @given(st.lists(st.binary(max_size=3000), max_size=4))
 def test_frames_are_joined(parts: list[bytes]) -> None:
     compressor = zstandard.ZstdCompressor()
     assert decompress(b"".join(compressor.compress(part) for part in parts), 20_000) == b"".join(parts)
+
+
+@given(st.one_of(st.binary(max_size=100), st.integers(0, 2**18).map(bytes), st.just(zstandard.compress(bytes(9)))))
+def test_what_is_stored_says_its_size_and_comes_out_again(data: bytes) -> None:
+    stored = packed(data)
+    assert unpacked(stored) == data
+    assert unpacked_size(stored[:HEADER_BYTES], len(stored)) == len(data)
+    assert len(stored) <= 64 * 1024
 
 
 def test_the_limit_is_exact() -> None:

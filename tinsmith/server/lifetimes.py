@@ -92,6 +92,7 @@ class Lifetimes:
         """Forget results older than `result_ttl_s`, and those of sessions that were finished before the last round."""
         now = time.time()
         await self._store.write(Store.drop_results, now - self._config.result_ttl_s, now - self.round_s)
+        await self._store.write(Store.give_back_space)
 
     async def forget_ended(self) -> None:
         """Forget sessions that ended `ended_session_ttl_s` ago, but for runs that have checkpoints."""

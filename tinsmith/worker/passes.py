@@ -19,6 +19,7 @@ from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, R
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.store import ids
 from tinsmith.training.backend import Backend, DatumResult, DatumWork
+from tinsmith.wire.compression import unpacked_size
 from tinsmith.wire.forward_backward import decode_stored
 from tinsmith.worker.background import Background
 from tinsmith.worker.datums import CheckedDatum, FindRecorded, check_lengths, prepare
@@ -87,7 +88,7 @@ class Passes:
     def prepare(self, message: Prepare) -> None:
         """Check an operation, here or in a thread, and answer."""
         self.preparing[message.operation] = message
-        if len(message.payload) > SMALL_BYTES or message.image_digests:
+        if unpacked_size(message.payload, len(message.payload)) > SMALL_BYTES or message.image_digests:
             session = ids.session_of(message.model_id)
             self.rendering.run(partial(self._check, message), lambda checked: self._answer(message, *checked.result()), session)
         else:
