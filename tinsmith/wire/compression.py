@@ -10,6 +10,9 @@ from tinsmith.errors import TinsmithError, UserError
 _SLICE_BYTES = 512
 """Bytes given to the decompressor at a time. Four bytes can expand to 128 KiB, so one slice expands to at most 16 MiB."""
 
+_MAX_BLOCK_BYTES = 2**17 + 64
+"""Most bytes of a frame with one block, which comes out whole or not at all."""
+
 _MAX_WINDOW_BYTES = 8 * 2**20
 """Largest window that a frame may ask for, as RFC 9659 limits it for HTTP."""
 
@@ -35,6 +38,15 @@ def stated_size(data: bytes) -> int | None:
     except zstandard.ZstdError:
         return None
     return None if size < 0 else size
+
+
+def decompress_beginning(data: bytes, max_bytes: int) -> bytes:
+    """Up to `max_bytes` of what the first frame of `data` expands to. Raises UserError for broken data."""
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(data[:_MAX_BLOCK_BYTES]) as reader:
+            return reader.read(max_bytes)
+    except zstandard.ZstdError as error:
+        raise UserError(f"the body is not valid zstd: {error}") from error
 
 
 def decompress(data: bytes, max_bytes: int) -> bytes:
