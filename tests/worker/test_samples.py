@@ -98,9 +98,9 @@ def bench_of(base: BaseModel, directory: Path, **settings: Any) -> Bench:
     sampler = LocalSampler(base, SamplingConfig(kv_cache_gib=0.01, **settings), logits_chunk=16)
     sent: list[Any] = []
     snapshots = Snapshots({"tiny": base}, Store.open(directory), CheckpointFiles(directory), directory / "snapshots", 2**30)
-    beside = [Background(name, 1, lambda: None) for name in ("rendering", "pictures", "disk")]
+    rendering, pictures, disk = (Background(name, 1, lambda: None) for name in ("rendering", "pictures", "disk"))
     recorded = RecordedSequences(directory, 2**20)
-    made = Samples({"tiny": Sampled(sampler, renderer(base))}, snapshots, *beside, recorded, sent.append)
+    made = Samples({"tiny": Sampled(sampler, renderer(base))}, snapshots, rendering, pictures, disk, recorded, sent.append)
     return Bench(made, sampler, sent, recorded)
 
 
