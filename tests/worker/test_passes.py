@@ -216,6 +216,21 @@ def test_a_pass_gives_each_datum_its_own_numbers_and_leaves_nothing_behind(bench
     np.testing.assert_allclose(losses, [-values.sum() for values in logprobs(again)], rtol=1e-5)
 
 
+def test_passes_of_other_models_go_ahead_of_pictures_and_those_of_the_same_keep_their_order(gallery: Bench) -> None:
+    """So does what is in one pass with it. Another order of a model's passes would round the sums of its gradients otherwise."""
+    gallery.prepare("a/1", forward_request(pictures=[WHOLE]))
+    for operation in ("a/2", "b/1", "b/2", "c/1"):
+        gallery.prepare(operation, forward_request([4]))
+    gallery.answers()
+    with occupied(gallery.passes.pictures):
+        gallery.run(1, ("a/1", 0))
+        gallery.run(2, ("a/2", 0), ("b/1", 0))
+        gallery.run(3, ("b/2", 0))
+        gallery.run(4, ("c/1", 0))
+        assert len(gallery.due) == 1
+    assert [done.number for done in gallery.answers()] == [4, 1, 2, 3]
+
+
 @pytest.mark.parametrize("needs_all", [False, True])
 def test_steps_keep_their_place_behind_passes_that_all_workers_compute_together(gallery: Bench, needs_all: bool) -> None:
     """Others may have decoded their pictures sooner: what exchanges must have one order on all. Where weights are divided, all does."""

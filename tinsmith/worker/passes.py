@@ -147,15 +147,25 @@ class Passes:
         self._enqueue()
 
     def _enqueue(self) -> None:
-        """Give the device what can be computed now, in the order of the passes: another would round the sums of gradients otherwise."""
-        while self.passes:
-            first = next(iter(self.passes))
-            rendered = [datum for datum in self.rendered[first] if datum is not None]
-            if len(rendered) < len(self.rendered[first]):
-                return
-            del self.rendered[first]
-            self.enqueue(partial(self._compute, self.passes.pop(first), rendered))
-            for work in self.behind.pop(first, ()):
+        """Give the device what can be computed now.
+
+        The passes of a model keep their order, because another would round the sums of its gradients otherwise, and so do all before and
+        behind one that exchanges something.
+        """
+        waiting: set[str] = set()
+        """Models of passes whose pictures are being decoded, or that wait for such."""
+        for number, message in list(self.passes.items()):
+            models = {operation.rpartition("/")[0] for operation, _ in message.pieces}
+            rendered = [datum for datum in self.rendered[number] if datum is not None]
+            is_held = waiting and (self._exchanges(message) or not waiting.isdisjoint(models))
+            if is_held or len(rendered) < len(self.rendered[number]):
+                if self._exchanges(message):
+                    return
+                waiting |= models
+                continue
+            del self.rendered[number], self.passes[number]
+            self.enqueue(partial(self._compute, message, rendered))
+            for work in self.behind.pop(number, ()):
                 self.enqueue(work)
 
     def in_turn(self, work: Callable[[], None]) -> None:
