@@ -25,6 +25,11 @@ class BaseModels:
             raise EngineUnavailableError("the engine is still loading its models; send the request again")
         return list(self._by_name.values())
 
+    @property
+    def longest(self) -> int | None:
+        """The longest context window of all; None before the first engine is ready."""
+        return max((facts.max_context for facts in self._by_name.values()), default=None)
+
     def find(self, name: str) -> ModelFacts:
         """The model that `NAME` or `NAME:suffix` means. Raises NotFoundError, or EngineUnavailableError as `all`."""
         known = {facts.name: facts for facts in self.all()}

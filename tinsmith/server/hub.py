@@ -51,7 +51,7 @@ class Hub:
         self.base_models = BaseModels()
         self.engine = EngineProcess(config, self.take, self.engine_ready, self.engine_absent)
         self.activity = Activity()
-        self.bodies = LargeBodies()
+        self.bodies = LargeBodies(self.lifetimes.knows)
         self.queued = QueuedOperations(config.server)
         self._places = private_places(data_dir, config.checkpoint_root)
         self._known_models: LRUCache[str, bool] = LRUCache(_KNOWN_MODELS)

@@ -60,6 +60,14 @@ class Lifetimes:
         if session_id in self._seen:
             self._seen[session_id] = time.monotonic()
 
+    def began(self, session_id: str) -> None:
+        """Note that a session was created."""
+        self._open.add(session_id)
+
+    def knows(self, session_id: str) -> bool:
+        """Whether there is such a session, as far as is known without the database: one is met when it begins, or in the first round."""
+        return session_id in self._open or session_id in self._seen
+
     async def is_open(self, session_id: str) -> bool:
         """Whether there is such a session and it has not ended. It is looked up once, so that heartbeats do not wait for the database."""
         if session_id not in self._open:
@@ -92,6 +100,7 @@ class Lifetimes:
         """Forget results older than `result_ttl_s`, and those of sessions that were finished before the last round."""
         now = time.time()
         await self._store.write(Store.drop_results, now - self._config.result_ttl_s, now - self.round_s)
+        await self._store.write(Store.give_back_space)
 
     async def forget_ended(self) -> None:
         """Forget sessions that ended `ended_session_ttl_s` ago, but for runs that have checkpoints."""

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import math
 import resource
 import signal
 import socket
@@ -28,8 +29,6 @@ from tinsmith.store.store import Store
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_KEEP_ALIVE_S = 75
-"""How long an idle connection stays open. Longer than clients keep one idle, so that none is closed while a request is on its way."""
 _OPEN_FILES = 65536
 """The limit on open files to ask for. The usual soft limit of 1024 is reached by the connections of three clients."""
 _HTTP_GRACE_S = 2
@@ -92,15 +91,16 @@ class _HttpServer(uvicorn.Server):
 
 def http_config(hub: Hub) -> uvicorn.Config:
     """How uvicorn serves `hub`."""
+    server = hub.config.server
     return uvicorn.Config(
         create_app(hub),
-        http=http_protocol(hub.config.server.max_header_kib),
+        http=http_protocol(server.max_header_kib, server.connection_idle_s),
         ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,
         log_level=logging.WARNING,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=math.ceil(server.connection_idle_s),
         timeout_graceful_shutdown=_HTTP_GRACE_S,
     )
 

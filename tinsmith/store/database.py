@@ -28,7 +28,9 @@ from tinsmith.store.sync import make_directory, sync
 
 FILE_NAME = "tinsmith.db"
 
-_PRAGMAS = ("journal_mode=WAL", "foreign_keys=ON")
+_PRAGMAS = ("journal_mode=WAL", f"journal_size_limit={64 * 2**20}", "foreign_keys=ON")
+_NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL", *_PRAGMAS)
+"""Of a file that is made now: before anything is in it, it can be told that what is deleted is to be given back (`give_back`)."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """Primary error codes of SQLite for a damaged file."""
 
@@ -100,7 +102,7 @@ def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
         make_directory(data_dir)
     except OSError as error:
         raise ConfigError(f"data_dir={data_dir} cannot be made: {error}") from error
-    opening = _engine(path, "FULL", BUSY_S)
+    opening = _engine(path, "FULL", BUSY_S, is_new=not path.exists())
     try:
         with opening.execution_options(write=True).begin() as connection:
             _bring_to_our_version(connection, path)
@@ -162,8 +164,27 @@ def _unusable(path: Path, error: DatabaseError | StoreUnavailableError) -> Confi
     return ConfigError(f"{path} cannot be opened as a database: {reason}; see to that and start again")
 
 
+def give_back(database: Database, spare_pages: int, most_pages: int) -> None:
+    """Shorten the file by up to `most_pages` of those that are free, but for `spare_pages`. Files of older versions keep theirs."""
+    with database.normal.connect() as connection:
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        try:
+            ((free,),) = driver.execute("PRAGMA freelist_count")
+            if free > spare_pages:  # as a script, because the driver's `execute` would free one page alone
+                driver.executescript(f"PRAGMA incremental_vacuum({min(free - spare_pages, most_pages)})")
+        except sqlite3.Error as error:
+            check_available(error)
+            raise
+
+
 def _engine(
-    path: Path, synchronous: Literal["NORMAL", "FULL"], busy_s: float, file: _OpenFile | None = None, only_read: bool = False
+    path: Path,
+    synchronous: Literal["NORMAL", "FULL"],
+    busy_s: float,
+    file: _OpenFile | None = None,
+    only_read: bool = False,
+    is_new: bool = False,
 ) -> Engine:
     """Connections to a database. With `file` new ones, and transactions with FULL, are refused once it is not in its directory any more."""
 
@@ -173,7 +194,7 @@ def _engine(
 
     def prepare(connection: sqlite3.Connection, _record: Any) -> None:
         connection.isolation_level = None  # transactions begin in `_begin`, not implicitly in the driver
-        for pragma in () if only_read else (*_PRAGMAS, f"synchronous={synchronous}"):
+        for pragma in () if only_read else (*(_NEW_PRAGMAS if is_new else _PRAGMAS), f"synchronous={synchronous}"):
             connection.execute(f"PRAGMA {pragma}")
 
     def name_trouble(context: ExceptionContext) -> None:

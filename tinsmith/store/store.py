@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 from tinsmith.errors import NotFoundError, StoreUnavailableError, UserError
 from tinsmith.store import checkpoints, commands, endings, retention, sessions
 from tinsmith.store.blobs import BlobFile, BlobFiles
-from tinsmith.store.database import BUSY_S, Database, check, open_database, require_data
+from tinsmith.store.database import BUSY_S, Database, check, give_back, open_database, require_data
 from tinsmith.store.files import WRITING_S
 from tinsmith.store.records import Checkpoint, Command, Model, NewCommand, Outcome, SamplingSession, Session
 from tinsmith.wire.paths import CheckpointKind, parse_path
@@ -216,6 +216,10 @@ class Store:
         """Drop results from before `before` (Unix time), and all of sessions that were finished before `ended_before`. Errors stay."""
         with self._write.begin() as connection:
             commands.drop_results(connection, before, ended_before)
+
+    def give_back_space(self, spare_pages: int = 2**14, most_pages: int = 2**12) -> None:
+        """Shorten the database's file by a few MiB of what is deleted, if more than `spare_pages` of 4 KiB are free."""
+        give_back(self._database, spare_pages, most_pages)
 
     def forget_ended(self, before: float) -> int:
         """Delete rows of sessions that were finished before then (Unix time); returns how many. Checkpoints and their runs stay."""

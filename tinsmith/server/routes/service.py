@@ -96,7 +96,9 @@ async def create_session(request: Request) -> Response:
     """A new session. A client whose version does not work with this server is told so, and the SDK logs that as an error."""
     description = parse_json(CreateSessionRequest, await _body(request))
     session_id = str(uuid.uuid4())
-    await hub_of(request).store.write(Store.create_session, session_id, description.model_dump())
+    hub = hub_of(request)
+    await hub.store.write(Store.create_session, session_id, description.model_dump())
+    hub.lifetimes.began(session_id)
     log.info("session %s begins (SDK %s)", session_id, description.sdk_version)
     told = objection(description.sdk_version)
     return json_reply({"type": "create_session", "session_id": session_id} | ({} if told is None else {"error_message": told}))

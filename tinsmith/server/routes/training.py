@@ -19,6 +19,7 @@ from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, CommandKind, Model, NewCommand, SamplingSession
 from tinsmith.store.store import Store
 from tinsmith.wire.checkpoint_requests import CreateFromCheckpointRequest, LoadWeightsAddress, SaveWeightsForSamplerRequest
+from tinsmith.wire.compression import unpacked_size
 from tinsmith.wire.forward_backward import receive
 from tinsmith.wire.json_body import MAX_SEQ_ID, parse_json
 from tinsmith.wire.training_requests import CreateModelRequest, GetInfoRequest, OperationKey, OptimizerConfig
@@ -50,7 +51,7 @@ async def _submit(hub: Hub, command: NewCommand) -> Response:
     if command.model is None:
         await hub.require_model(command.model_id)
     request_id = ids.request_id(command.model_id, command.seq_id)
-    size = len(command.payload) + sum(len(image) for image in command.images.values())
+    size = unpacked_size(command.payload, len(command.payload)) + sum(len(image) for image in command.images.values())
     counted = hub.queued.admit(command.model_id, command.seq_id, size)
     hub.waiters.expect(request_id)  # before it is in the log: the engine may be done with it, or dead, before we hear that it is
     queued = False
@@ -113,7 +114,8 @@ async def forward_backward(request: Request) -> Response:
     """A forward or forward_backward pass, in protobuf."""
     hub = hub_of(request)
     max_bytes = hub.config.server.max_body_mib * 2**20
-    received = await hub.bodies.read_parsed(request, max_bytes, "max_body_mib", PROTOBUF, receive, hub.config.requests)
+    limits, longest = hub.config.requests, hub.base_models.longest
+    received = await hub.bodies.read_parsed(request, max_bytes, "max_body_mib", PROTOBUF, receive, limits, longest)
     key = received.key
     if not key.model_id or not 1 <= key.seq_id <= MAX_SEQ_ID:
         raise UserError(f"model_id={key.model_id!r}, seq_id={key.seq_id}: both are needed, and seq_id counts from 1")
