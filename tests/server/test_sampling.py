@@ -2,11 +2,13 @@
 
 import asyncio
 import gc
+import hashlib
 import time
 import weakref
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from tests.server.serving import Served, served
@@ -98,10 +100,15 @@ async def test_a_snapshot_can_be_sampled_once_it_is_saved_and_until_its_engine_i
 
 async def test_samples_are_answered_from_memory(server: Served) -> None:
     sampler = await new_sampler(server)
+    sent = orjson.dumps(sample_body(sampler, [1]))
     for seq_id in (0, 1, 2):
-        server.hub.samples.add(f"{sampler}/{seq_id}", 2, 0)
-    again = await server.post("asample", sample_body(sampler, [1]))
+        server.hub.samples.add(f"{sampler}/{seq_id}", 2, 0, digest=hashlib.sha256(sent).digest())
+    headers = {"Content-Type": "application/json"}
+    again = await server.client.post("/api/v1/asample", content=sent, headers=headers)
     assert again.json()["sample_sequence_ids"] == [f"{sampler}/0/0", f"{sampler}/0/1"]
+    other = await server.client.post("/api/v1/asample", content=orjson.dumps(sample_body(sampler, [2])), headers=headers)
+    assert other.status_code == 409
+    assert hashlib.sha256(sent).hexdigest()[:12] in other.json()["detail"]
     server.hub.samples.finish(done(server, f"{sampler}/0", b"\x0a\x00"))
     server.hub.samples.finish(failed(server, f"{sampler}/1", "bad", gone=False))
     server.hub.samples.finish(failed(server, f"{sampler}/2", "dropped", gone=True))

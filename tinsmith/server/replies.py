@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from tinsmith.errors import (
     BackpressureError,
+    ConflictError,
     EngineUnavailableError,
     NotFoundError,
     StoreUnavailableError,
@@ -44,6 +45,7 @@ _STATUS: tuple[tuple[type[TinsmithError], int], ...] = (
     (GoneError, 410),
     (ForbiddenError, 403),
     (NotFoundError, 404),
+    (ConflictError, 409),
     (TooLargeError, 413),
     (UserError, 400),
     (BackpressureError, 429),

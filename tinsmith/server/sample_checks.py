@@ -1,5 +1,6 @@
 """What can be known to be wrong with a sample before the engine sees it: from its body alone, then given the base model."""
 
+import hashlib
 from dataclasses import dataclass, replace
 
 from tinsmith.config import ImagesConfig, RequestsConfig
@@ -21,6 +22,8 @@ class ReceivedSample:
     """The size of each image of the prompt in order, or what is wrong with it."""
     body: bytes
     """The JSON, as the engine gets it."""
+    digest: bytes
+    """SHA-256 of `body`."""
 
 
 def receive_sample(body: bytes, limits: RequestsConfig, images: ImagesConfig) -> ReceivedSample:
@@ -31,7 +34,7 @@ def receive_sample(body: bytes, limits: RequestsConfig, images: ImagesConfig) ->
     if len(headers) > limits.max_images:
         raise UserError(f"the prompt holds {len(headers)} images, max_images allows {limits.max_images}; send fewer")
     prompt = [replace(chunk, data=None) if isinstance(chunk, ImageChunk) else chunk for chunk in request.prompt]
-    return ReceivedSample(replace(request, prompt=prompt), headers, body)
+    return ReceivedSample(replace(request, prompt=prompt), headers, body, hashlib.sha256(body).digest())
 
 
 def _header(chunk: ImageChunk, limits: ImagesConfig) -> ImageHeader | UserError:

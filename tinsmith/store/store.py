@@ -102,6 +102,11 @@ class Store:
             self.delete_unused_blobs(digest for command in with_images for digest in command.images)
         return queued
 
+    def check_repeat(self, new: NewCommand) -> None:
+        """For a command that `append` has not queued: raise ConflictError if its key belongs to another operation."""
+        with self._read.begin() as connection:
+            commands.check_repeat(connection, new)
+
     def write_blobs(self, images: Mapping[bytes, bytes]) -> None:
         """Write images, given by digest, ahead of the `append` of their command, in another thread for example. It then finds them."""
         self._blobs.write(images)
