@@ -253,6 +253,41 @@ def test_what_is_no_plain_lora_of_this_base_is_refused(family_base: Bases, layou
         read_peft(tmp_path, base)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        *(("lora_alpha", alpha, f"lora_alpha is {alpha!r}") for alpha in (float("nan"), float("inf"), 0, 0.0, "16", None)),
+        ("alpha_pattern", {"q_proj": 0}, "q_proj: lora_alpha is 0"),
+        ("lora_alpha", 1e200, "lora_B holds NaN or infinite numbers, at the scale of"),
+        *(("B", number, "lora_B holds NaN or infinite numbers") for number in (float("nan"), -float("inf"))),
+        ("A", float("nan"), "lora_A holds NaN or infinite numbers"),
+        ("A", torch.complex64, r"lora_A is of torch\.complex64; only real"),
+        ("B", torch.int8, r"lora_B is of torch\.int8; only real"),
+    ],
+)
+def test_an_adapter_that_computes_no_numbers_is_refused(
+    family_base: Bases, layout_of: Callable[[str], Layout], tmp_path: Path, option: str, value: Any, words: str
+) -> None:
+    """In a line, whether its weights or their scale are to blame; also of a half of a fused layer."""
+
+    def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        name = max(name for name in tensors if name.endswith(f"lora_{option}.weight"))
+        if isinstance(value, torch.dtype):
+            return tensors | {name: tensors[name].to(value)}
+        tensors[name][-1, -1] = value
+        return tensors
+
+    write_peft(random_adapter(family_base("qwen3"), rank=RANK), layout_of("qwen3"), "x", tmp_path)
+    if option in "AB":
+        rewrite(tmp_path, spoil)
+    else:
+        path = tmp_path / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {option: value}))
+    with pytest.raises(UserError, match=words) as raised:
+        read_peft(tmp_path, layout_of("qwen3"))
+    assert "\n" not in str(raised.value)
+
+
 def off_diagonal(tensors: dict[str, Tensor], value: float) -> dict[str, Tensor]:
     tensors[KEY % "B"][0, RANK] = value
     return tensors
@@ -267,7 +302,7 @@ def covered_twice(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ("change", "message"),
     [
         (partial(off_diagonal, value=1e-30), r"layers.0.linear_attn.in_proj_qkv: lora_B of rank 12 is not block-diagonal"),
-        (partial(off_diagonal, value=float("nan")), r"layers.0.linear_attn.in_proj_qkv: lora_B of rank 12 is not block-diagonal"),
+        (partial(off_diagonal, value=float("nan")), r"layers.0.linear_attn.in_proj_qkv: lora_B holds NaN or infinite numbers"),
         (
             lambda tensors: tensors | {KEY % "B": tensors[KEY % "B"][:-1].clone()},
             r"in_proj_qkv: lora_A and lora_B are \(12, 64\) and \(127, 12\), which does not fit rank 12",

@@ -213,6 +213,25 @@ def test_a_pass_gives_each_datum_its_own_numbers_and_leaves_nothing_behind(bench
     np.testing.assert_allclose(losses, [-values.sum() for values in logprobs(again)], rtol=1e-5)
 
 
+@pytest.mark.parametrize("backward", [True, False])
+def test_log_probabilities_that_are_no_numbers_are_errors_of_their_datums(bench: Bench, backward: bool) -> None:
+    """A client would take them for a reference. The step of a forward_backward that has failed is refused."""
+    bench.backend.create_model("sick", LoraShape(4, seed=1))
+    weights = bench.backend.optimizers["sick"].weights
+    for tensor in weights.tensors():
+        tensor.fill_(np.nan)
+    weights.refresh()
+    bench.prepare("m/1", forward_request([3, 5]))
+    bench.passes.prepare(Prepare(1, "sick/1", "sick", "tiny", [], forward_request([4, 4]).payload))
+    bench.answers()
+    bench.run(1, ("m/1", 0), ("sick/1", 1), ("m/1", 1), backward=backward)
+    done = bench.answer()
+    assert [result[:2] for result in done.results] == [("m/1", 0), ("m/1", 1)]
+    ((operation, index, error_type, error),) = done.failures
+    assert (operation, index, error_type) == ("sick/1", 1, "UserError")
+    assert error.startswith("datum 1: a log-probability is NaN")
+
+
 @pytest.mark.parametrize("needs_all", [False, True])
 def test_steps_keep_their_place_behind_passes_that_all_workers_compute_together(gallery: Bench, needs_all: bool) -> None:
     """Others may have decoded their pictures sooner: what exchanges must have one order on all. Where weights are divided, all does."""

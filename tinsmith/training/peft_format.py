@@ -222,12 +222,24 @@ def _adapters(tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: La
         twice = next((one.name for one in found if one.targets.keys() & targets.keys()), None)
         if twice is not None:
             raise UserError(f"the adapter covers the same layer twice, as {twice} and as {name}; leave one of them out")
+        if not (isinstance(alpha, int | float) and math.isfinite(alpha) and alpha):
+            raise UserError(f"{name}: lora_alpha is {alpha!r}, with which no adapter computes anything; give it a number that is not 0")
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        _check_numbers(f"{name}: lora_A", tensors[a], 1.0)
+        _check_numbers(f"{name}: lora_B", tensors[b], scale)
         found.append(_Found(name, targets, LoraPair(tensors[a], tensors[b]), scale))
         rest -= {a, b}
     if rest or not found:
         raise UserError(f"the adapter holds {min(rest, default='nothing')}, which is no matrix that LoRA trains on this base model")
     return found
+
+
+def _check_numbers(what: str, tensor: Tensor, scale: float) -> None:
+    """Raise UserError for a tensor that holds no real numbers, or other than finite ones, also in float32 and times `scale`."""
+    if not tensor.is_floating_point():
+        raise UserError(f"{what} is of {tensor.dtype}; only real floating-point weights can be used")
+    if not torch.isfinite(tensor.float() * scale).all():
+        raise UserError(f"{what} holds NaN or infinite numbers, at the scale of {scale:g} that the adapter gives it; it cannot be used")
 
 
 def _places(base: Layout) -> Iterator[tuple[str, dict[str, LoraTarget]]]:

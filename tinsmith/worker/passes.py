@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, type_of
@@ -172,6 +172,12 @@ class Passes:
         backend = self.bases[message.base_model].backend
         compute = _compute_together if message.together else _compute_share
         results, failures = compute(backend, message, rendered)
+        for piece in [piece for piece, result in results.items() if np.isnan(result.logprobs).any()]:
+            del results[piece]
+            failures[piece] = UserError(
+                f"datum {piece[1]}: a log-probability is NaN, so the model's weights are not finite, or what they compute; "
+                "go on from a checkpoint of before that"
+            )
         self._forget(results)
         numbers = [result.loss for result in results.values()]
         numbers += [value for result in results.values() for value in result.metrics.values()]
