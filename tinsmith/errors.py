@@ -56,6 +56,10 @@ class NotBuiltError(UserError):
     """The request uses a part of the Tinker API that this version does not implement (HTTP 400, or a failed future)."""
 
 
+class GivenUpError(UserError):
+    """Nobody waits for the work any more: it ends in the middle, and leaves nothing."""
+
+
 class ConfigError(TinsmithError):
     """A setting has a value that cannot work, or a file that is needed cannot be used. A program that finds this does not start."""
 

@@ -3,7 +3,10 @@
 import logging
 import os
 import threading
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +19,10 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.compiled import compilations
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import Place
-from tinsmith.protocol.work import WorkerStatus
+from tinsmith.protocol.shapes import LoraShape
+from tinsmith.protocol.work import CreateModel, Drop, WorkerStatus
 from tinsmith.sampling.local.decode_graph import captures
+from tinsmith.training.backend import DatumWork, PassResult
 from tinsmith.worker import status
 from tinsmith.worker.loop import DISK_THREADS, disk_for_snapshots
 from tinsmith.worker.status import WorkerStatusReporter
@@ -45,6 +50,33 @@ def test_a_worker_that_breaks_down_begins_nothing_more(text_base: BaseModel, tmp
         over.set()
     worker.disk._pool.shutdown(wait=True)
     assert len(begun) == DISK_THREADS
+
+
+def test_what_comes_in_the_middle_of_a_pass_is_seen_there_and_handled_behind_it(
+    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Here({"tiny": text_base}, tmp_path)
+    here.create("a")
+    here.settle()
+    arriving: list[Message] = []
+    begun, run = list[int](), here.backend().run_pass
+
+    def in_the_middle(work: Sequence[DatumWork], *more: Any) -> PassResult:
+        begun.append(len(work))
+        arriving.extend([Drop(["s:train:a/1"]), CreateModel(10**6, "tiny", "made", asdict(LoraShape(4, seed=1)))])
+        return run(work, *more)
+
+    def receive(timeout_s: float) -> list[Message]:
+        taken, arriving[:] = arriving[:], []
+        return taken
+
+    monkeypatch.setattr(here.backend(), "run_pass", in_the_middle)
+    monkeypatch.setattr(here.process.wire, "receive", receive)
+    here.forward("a", 1, [5])
+    here.settle()
+    assert begun == [1]
+    assert here.error("a", 1) == "the pass was given up: none of its operations is wanted any more"
+    assert "made" in here.backend().optimizers
 
 
 @pytest.mark.parametrize(("sampler", "workers", "gib"), [("local", 1, 32), ("local", 8, 4), ("vllm", 8, 32), ("none", 8, 32)])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from PIL.Image import Image
 
@@ -230,6 +231,39 @@ def test_log_probabilities_that_are_no_numbers_are_errors_of_their_datums(bench:
     ((operation, index, error_type, error),) = done.failures
     assert (operation, index, error_type) == ("sick/1", 1, "UserError")
     assert error.startswith("datum 1: a log-probability is NaN")
+
+
+@pytest.mark.parametrize("where", ["before", "forward", "backward"])
+def test_a_pass_that_nobody_waits_for_is_given_up_between_layers_and_adds_no_gradient(bench: Bench, where: str) -> None:
+    looks, wanted_until = 0, 10**9
+
+    def dropped() -> list[str]:
+        nonlocal looks
+        looks += 1
+        return ["m/1"] if looks <= wanted_until else ["m/1", "m/2"]
+
+    bench.passes.dropped = dropped
+    for operation in ("m/0", "m/1", "m/2"):
+        bench.prepare(operation, forward_request([3, 5]))
+    bench.answers()
+    bench.run(6, ("m/0", 0), ("m/1", 0))
+    whole = bench.answer()
+    assert (len(whole.results), whole.failures) == (2, [])  # one of its operations is wanted
+    assert whole.seconds > 0
+    before = [total.clone() for total in bench.backend.optimizers["m"].totals or ()]
+    assert before
+    wanted_until = {"before": 0, "forward": 2, "backward": looks - 1}[where]
+    looks = 0
+    bench.run(7, ("m/1", 1), ("m/2", 0))
+    done = bench.answer()
+    assert looks == wanted_until + 1
+    assert (done.results, done.seconds) == ([], 0)
+    assert [failure[:3] for failure in done.failures] == [("m/1", 1, "GivenUpError"), ("m/2", 0, "GivenUpError")]
+    after = bench.backend.optimizers["m"].totals or ()
+    assert all(map(torch.equal, before, after))
+    wanted_until = 10**9
+    bench.run(8, ("m/2", 1))
+    assert bench.answer().failures == []
 
 
 @pytest.mark.parametrize("needs_all", [False, True])

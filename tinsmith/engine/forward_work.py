@@ -1,16 +1,19 @@
 """Forward and forward_backward operations at the worker: prepared, composed into passes, and put together again from what passes give."""
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
 from itertools import islice
 
 import numpy as np
 
-from tinsmith.engine.passes import DatumOutput, ForwardOperation, Piece, next_pass
-from tinsmith.errors import StoreUnavailableError, TinsmithError
+from tinsmith.engine.passes import PASS_S, DatumOutput, ForwardOperation, Pace, Piece, next_pass
+from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import Drop, PassDone, Prepare, Prepared, PrepareFailed, RunPass, error_of
 from tinsmith.store.records import Command
+
+log = logging.getLogger(__name__)
 
 PREPARED_BYTES = 2**20
 """Size of a model's operations that are prepared at a time, beside those that are; the last one may go beyond."""
@@ -39,6 +42,8 @@ class ForwardWork:
         """A pass has at most `tokens_per_pass` tokens, and decodes at most `max_pixels` pixels of pictures."""
         self.tokens_per_pass: defaultdict[str, int] = defaultdict(lambda: tokens_per_pass)
         """Most tokens of a pass on each base model: fewer than configured, after its worker ran out of memory."""
+        self.paces: defaultdict[str, Pace] = defaultdict(Pace)
+        """Of each base model."""
         self.max_pixels = max_pixels
         self.next_number = next_number
         self.send = send
@@ -70,15 +75,19 @@ class ForwardWork:
         tokens = sum(operation.tokens for operation in waiting)
         return preparing >= PREPARED_BYTES or any(tokens >= self.tokens_per_pass[operation.base_model] for operation in waiting)
 
-    def cancel(self, model_id: str) -> list[Command]:
-        """Give up the operations of a model of which nothing is computed or being computed; returns them in order."""
-        operations = self.operations.pop(model_id, ())
-        begun = deque(operation for operation in operations if operation.has_begun)
-        if begun:
-            self.operations[model_id] = begun
-        cancelled = [operation for operation in operations if not operation.has_begun]
-        self._drop(cancelled)
-        return [operation.command for operation in cancelled]
+    def cancel(self, model_id: str, error: TinsmithError) -> list[Command]:
+        """Give up the operations of a model; returns those in order of which nothing is in a pass.
+
+        The others fail with `error` when their passes have ended, which the worker is told to give up.
+        """
+        operations = list(self.operations.pop(model_id, ()))
+        in_pass = [operation for operation in operations if operation.in_pass]
+        for operation in in_pass:
+            operation.failures.append(error)
+        if in_pass:
+            self.operations[model_id] = deque(in_pass)
+        self._drop(operations)
+        return [operation.command for operation in operations if not operation.in_pass]
 
     def forget(self, model_id: str) -> None:
         """A model is unloaded or lost."""
@@ -89,6 +98,7 @@ class ForwardWork:
         self.operations.clear()
         self.passes.clear()
         self.tokens_per_pass.clear()
+        self.paces.clear()
 
     def take_complete(self) -> list[ForwardOperation]:
         """The operations that are computed, to be recorded now."""
@@ -100,7 +110,7 @@ class ForwardWork:
     def send_passes(self, put_off: set[str]) -> None:
         """Give the worker passes: one to compute, and another ahead if that one is half full or has pictures to decode.
 
-        Models in `put_off` wait for the database.
+        None is ahead of what others come that may take long (`Pace`). Models in `put_off` wait for the database.
         """
         while len(self.passes) < PASSES_AHEAD:
             pieces = self._next_pass(put_off)
@@ -121,7 +131,14 @@ class ForwardWork:
     def _is_worth_waiting(self, pieces: list[Piece]) -> bool:
         """Whether a pass is to wait at the worker for the one before: half full it gains little from what may still come."""
         full = self.tokens_per_pass[pieces[0].operation.base_model]
-        return 2 * sum(piece.tokens for piece in pieces) > full or any(piece.pixels for piece in pieces)
+        is_quick = all(self._is_quick(pass_) for pass_ in (*self.passes.values(), pieces))
+        return (is_quick and 2 * sum(piece.tokens for piece in pieces) > full) or any(piece.pixels for piece in pieces)
+
+    def _is_quick(self, pieces: list[Piece]) -> bool:
+        """Whether passes like this have kept nobody waiting for long."""
+        base_model = pieces[0].operation.base_model
+        pace = self.paces[base_model]
+        return pace.tokens >= self.tokens_per_pass[base_model] and max(piece.tokens for piece in pieces) <= pace.quick
 
     def _next_pass(self, put_off: set[str]) -> list[Piece]:
         """A pass on the base model that was served longest ago; among those that never were, on that of the oldest operation."""
@@ -130,7 +147,8 @@ class ForwardWork:
         for queue in sorted(queues.values(), key=lambda queue: queue[0].command.id):
             bases.setdefault(queue[0].base_model, []).append(queue)
         in_turn = sorted(bases, key=lambda name: self.served_bases.get(name, 0))
-        passes = (next_pass(bases[name], self.tokens_per_pass[name], self.max_pixels, self.served) for name in in_turn)
+        most = {name: int(min(self.tokens_per_pass[name], self.paces[name].tokens)) for name in in_turn}
+        passes = (next_pass(bases[name], most[name], self.max_pixels, self.served) for name in in_turn)
         return next((pieces for pieces in passes if pieces), [])
 
     # ---- What the worker says
@@ -177,7 +195,9 @@ class ForwardWork:
         self.put_back([taken.command for taken in reversed(back)], error)
 
     def _pass_done(self, message: PassDone) -> None:
-        pieces = self.passes.pop(message.number, ())
+        pieces = self.passes.pop(message.number, [])
+        if message.seconds and pieces:
+            self._learn(pieces, message.seconds)
         for piece in pieces:  # those of an operation with a broken picture have neither result nor failure
             piece.operation.in_pass.discard(piece.index)
         operations = {piece.operation.command.request_id: piece.operation for piece in pieces}
@@ -195,11 +215,23 @@ class ForwardWork:
                 operations[request_id].results[index] = DatumOutput(logprobs, loss, metrics)
         for request_id, _, error_type, reason in message.failures:
             if request_id in operations:
-                operations[request_id].failures.append(error_of(error_type, reason))
+                failures, error = operations[request_id].failures, error_of(error_type, reason)
+                failures += [] if failures and isinstance(error, GivenUpError) else [error]
         for operation in operations.values():
             if operation.failures and not operation.in_pass:
                 self._pass_failed(operation)
         self._collect_complete()
+
+    def _learn(self, pieces: list[Piece], seconds: float) -> None:
+        base_model, lengths = pieces[0].operation.base_model, [piece.tokens for piece in pieces]
+        pace = self.paces[base_model]
+        pace.learn(lengths, seconds)
+        if len(pieces) == 1 and seconds > PASS_S and lengths[0] > pace.slow:
+            pace.slow = lengths[0]
+            log.warning(
+                "a sequence of %d tokens has kept the device for %.3g s (%s): none is cut, so all others wait for one as long",
+                *(*lengths, seconds, base_model),
+            )
 
     def _pass_failed(self, operation: ForwardOperation) -> None:
         """What an operation has contributed is only a part of what its client asked for: the step that it belongs to fails too.

@@ -37,6 +37,10 @@ SAVE_AGAIN_S = 60.0
 """Time between two attempts to save a model whose session has ended: each writes until the disk is full."""
 
 
+CANCELLED = UserError("it was cancelled: its session ended before the operation was run")
+"""The error of an operation that nobody waits for any more."""
+
+
 class Trainer:
     """Runs the commands of all models. `record` takes their outcomes and does not fail (`Recorder.record`). `send` tells the worker."""
 
@@ -124,18 +128,15 @@ class Trainer:
             self._fail(command, late, touches_step=False)
 
     def end_session(self, session_id: str, save: bool) -> None:
-        """Cancel what the session's models have queued and unload them; with `save` keep them as checkpoints.
-
-        An operation of which a part is computed is computed to its end.
-        """
+        """Cancel what the session's models have not finished and unload them; with `save` keep them as checkpoints."""
         models = [model_id for model_id in self.queue.models if model_id.startswith(f"{session_id}:train:")]
         for model_id in models:
-            for command in (*self.forward.cancel(model_id), *self.queue.cancel(model_id)):
+            for command in (*self.forward.cancel(model_id, CANCELLED), *self.queue.cancel(model_id)):
                 self._cancel(command)
             self.ending[model_id] = save
 
     def _cancel(self, command: Command) -> None:
-        self._fail(command, UserError("it was cancelled: its session ended before the operation was run"))
+        self._fail(command, CANCELLED)
 
     def turn(self) -> None:
         """Send the worker what is due, then record what it has computed."""
