@@ -154,11 +154,15 @@ class Device:
 
     def train(self, model: str, lengths: list[int]) -> None:
         """Ask for a forward_backward, which is prepared at once."""
+        self.forward.take(self.prepared(model, lengths))
+
+    def prepared(self, model: str, lengths: list[int]) -> Prepared:
+        """Ask for a forward_backward; what the worker answers when it has prepared it."""
         seq_id = self.forward.next_number()
         self.forward.add(Command(seq_id, model, seq_id, "forward_backward", 0, 0.0), "tiny", b"")
         asked = self.sent.pop()
         assert isinstance(asked, Prepare)
-        self.forward.take(Prepared(asked.number, asked.operation, True, lengths, [{} for _ in lengths]))
+        return Prepared(asked.number, asked.operation, True, lengths, [{} for _ in lengths])
 
     def given(self) -> list[RunPass]:
         """Passes that it is given to have at a time."""
@@ -220,6 +224,25 @@ def test_a_pass_is_ahead_of_others_only_if_both_are_known_to_be_quick(device: De
     assert sum(each.lengths[0] == 20 for each in device.given()) == 1
     device.train("m", [21] * 30)
     assert device.given() == []
+
+
+def test_what_takes_long_waits_for_what_is_prepared_behind_its_last_pass(device: Device) -> None:
+    """A busy worker prepares nothing. Who was served last lets others go first, and only once."""
+    for model in ("m", "other"):
+        device.train(model, [5])
+    (both,) = device.given()
+    device.compute(both)
+    device.train("m", [900, 900, 900])
+    (first,) = device.given()
+    coming = device.prepared("other", [5])
+    device.compute(first)
+    assert device.given() == []
+    device.forward.take(coming)
+    (short,) = device.given()
+    assert short.lengths == [5]
+    device.prepared("other", [5])
+    device.compute(short)
+    assert [each.lengths for each in device.given()] == [[900]]
 
 
 def test_a_sequence_that_takes_long_by_itself_is_named_once(device: Device, caplog: pytest.LogCaptureFixture) -> None:

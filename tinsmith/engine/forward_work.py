@@ -114,7 +114,7 @@ class ForwardWork:
         """
         while len(self.passes) < PASSES_AHEAD:
             pieces = self._next_pass(put_off)
-            if not pieces or (self.passes and not self._is_worth_waiting(pieces)):
+            if not pieces or (self.passes and not self._is_worth_waiting(pieces)) or self._is_others_turn(pieces, put_off):
                 return
             number = self.next_number()
             self.passes[number] = pieces
@@ -133,6 +133,14 @@ class ForwardWork:
         full = self.tokens_per_pass[pieces[0].operation.base_model]
         is_quick = all(self._is_quick(pass_) for pass_ in (*self.passes.values(), pieces))
         return (is_quick and 2 * sum(piece.tokens for piece in pieces) > full) or any(piece.pixels for piece in pieces)
+
+    def _is_others_turn(self, pieces: list[Piece], put_off: set[str]) -> bool:
+        """Whether work that may take long has to let another model go first, whose operation is only being prepared."""
+        turn = self.served.get(pieces[0].operation.command.model_id, 0)
+        others = (
+            queue[0] for model_id, queue in self.operations.items() if self.served.get(model_id, 0) < turn and model_id not in put_off
+        )
+        return not self._is_quick(pieces) and any(operation.prepared is None for operation in others)
 
     def _is_quick(self, pieces: list[Piece]) -> bool:
         """Whether passes like this have kept nobody waiting for long."""

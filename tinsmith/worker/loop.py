@@ -180,7 +180,11 @@ class Worker:
             threads.deliver()
 
     def _dropped(self) -> set[str]:
-        """In the middle of a pass: the operations that the engine has dropped meanwhile. Whatever it says is handled after the pass."""
+        """In the middle of a pass: the operations that the engine has dropped meanwhile. Whatever it says is handled after the pass.
+
+        Steps before the pass whose copies are kept by now are answered.
+        """
+        self.copies.deliver()
         self.early += self.link.receive(0.0)
         return {operation for message in self.early if isinstance(message, Drop) for operation in message.operations}
 
