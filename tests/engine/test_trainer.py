@@ -124,6 +124,28 @@ def test_nothing_is_remembered_of_models_that_are_unloaded_but_their_tokens(here
     assert (here.engine.trainer.trained_tokens, here.engine.trainer.trained_before) == ({}, 9 + 150)
 
 
+def test_a_step_without_gradients_says_so_and_is_obeyed(here: Here, caplog: pytest.LogCaptureFixture) -> None:
+    for model in "ab":
+        here.create(model)
+    here.forward("a", 1, [4], forward_only=True)
+    here.optim("a", 2)
+    here.forward("a", 3, [4])
+    here.optim("a", 4)
+    here.optim("a", 5)
+    here.optim("b", 1)
+    here.settle()
+    told = {}
+    for model, seq in (("a", 2), ("a", 4), ("a", 5), ("b", 1)):
+        outcome = here.outcome(model, seq)
+        assert (outcome.error, outcome.result is None) == (None, False)
+        metrics = orjson.loads(outcome.result or b"")["metrics"]
+        told[model, seq] = metrics.get("without_gradients")
+        assert (metrics["grad_norm"] == 0) == (told[model, seq] == 1)
+    assert told == {("a", 2): 1, ("a", 4): None, ("a", 5): 1, ("b", 1): 1}
+    warned = [record.getMessage().partition(" is an optim_step without gradients")[0] for record in caplog.records]
+    assert sorted(warned) == ["s:train:a/2", "s:train:b/1"]
+
+
 def ask(here: Here, seq: int, what: str) -> None:
     """An operation of `a` that is right, or wrong in some way."""
     match what:
