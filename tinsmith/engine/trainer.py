@@ -24,7 +24,7 @@ from tinsmith.engine.passes import ForwardOperation
 from tinsmith.engine.running import Running, log_finished
 from tinsmith.engine.saves import Saves
 from tinsmith.engine.steps import Wait
-from tinsmith.errors import StoreUnavailableError, TinsmithError, UserError
+from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError, UserError
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import Answer, CallFailed, Copied, PassDone, Prepared, PrepareFailed, error_of
@@ -37,8 +37,8 @@ SAVE_AGAIN_S = 60.0
 """Time between two attempts to save a model whose session has ended: each writes until the disk is full."""
 
 
-CANCELLED = UserError("it was cancelled: its session ended before the operation was run")
-"""The error of an operation that nobody waits for any more."""
+CANCELLED = GivenUpError("it was cancelled: its session ended before the operation was run")
+"""Of an operation that nobody waits for any more. What its client is told is known when its model has been unloaded."""
 
 
 class Trainer:
@@ -68,6 +68,8 @@ class Trainer:
         """Saves that are written while their models go on."""
         self.ending: dict[str, bool] = {}
         """Models to unload as soon as what they have begun has ended, and whether to save them first."""
+        self.cancelled: defaultdict[str, list[Command]] = defaultdict(list)
+        """Operations of these models that are not run any more, and fail when the model has been unloaded."""
         self.unsaved: dict[str, float] = {}
         """Models to unload that could not be saved, and when that is tried again (monotonic time). Until then they stay loaded."""
         self.put_off: set[str] = set()
@@ -131,12 +133,8 @@ class Trainer:
         """Cancel what the session's models have not finished and unload them; with `save` keep them as checkpoints."""
         models = [model_id for model_id in self.queue.models if model_id.startswith(f"{session_id}:train:")]
         for model_id in models:
-            for command in (*self.forward.cancel(model_id, CANCELLED), *self.queue.cancel(model_id)):
-                self._cancel(command)
+            self.cancelled[model_id] += (*self.forward.cancel(model_id, CANCELLED), *self.queue.cancel(model_id))
             self.ending[model_id] = save
-
-    def _cancel(self, command: Command) -> None:
-        self._fail(command, CANCELLED)
 
     def turn(self) -> None:
         """Send the worker what is due, then record what it has computed."""
@@ -392,6 +390,9 @@ class Trainer:
 
     def _fail(self, command: Command, error: TinsmithError, touches_step: bool = True) -> None:
         """Record a failure. `touches_step` is False for what leaves the open step as it is: a forward, or part of an earlier step."""
+        if isinstance(error, GivenUpError) and command.model_id in self.ending:
+            self.cancelled[command.model_id].append(command)
+            return
         self.suspects.discard(command.request_id)
         if touches_step:
             self.operations.after_failure(command, str(error))
@@ -401,12 +402,24 @@ class Trainer:
     def _unload(self, model_id: str) -> None:
         del self.ending[model_id]
         self.unsaved.pop(model_id, None)
-        for command in self.queue.cancel(model_id):
-            self._cancel(command)
+        cancelled = self.cancelled.pop(model_id, []) + self.queue.cancel(model_id)
+        if cancelled:
+            error = self._why_cancelled(model_id)
+            for command in cancelled:
+                self._fail(command, error, touches_step=False)
         self.operations.unload(model_id)
         self._forget(model_id)
 
+    def _why_cancelled(self, model_id: str) -> UserError:
+        """What became of a model that is unloaded, and the checkpoint to go on from."""
+        try:
+            refusal = self.operations.checkpoints.store.refusal(model_id)
+        except StoreUnavailableError:
+            refusal = None
+        return UserError(str(CANCELLED) if refusal is None else f"it was cancelled, because {refusal}")
+
     def _forget(self, model_id: str) -> None:
+        self.cancelled.pop(model_id, None)
         self.queue.drop(model_id)
         self.forward.forget(model_id)
         self.saves.forget(model_id)  # of a model that is lost, with which it has failed

@@ -132,6 +132,12 @@ class Store:
             raise NotFoundError(f"operation {command.request_id} has ended, and what it was sent with is dropped")
         return found
 
+    def refusal(self, model_id: str) -> str | None:
+        """Why a model takes no operations any more, and how to go on; None if it takes some. Raises NotFoundError if there is none."""
+        with self._read.begin() as connection:
+            refusal = endings.refusal(connection, model_id, time.time())
+        return None if refusal is None else refusal[0]
+
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Finish commands in one transaction. A second outcome of a command is ignored.
 
