@@ -73,6 +73,19 @@ async def test_a_sample_without_an_engine_is_not_kept(server: Served) -> None:
     assert (await server.post("retrieve_future", {"request_id": f"{sampler}/0"})).status_code == 410
 
 
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "scored", "status"),
+    [(32, 1, True, 503), (31, 1, False, 503), (32, 1, False, 400), (32, 2, True, 400), (33, 1, True, 400)],
+)
+async def test_a_prompt_that_fills_the_context_can_be_scored(
+    server: Served, tokens: int, max_tokens: int, scored: bool, status: int
+) -> None:
+    """A request that is right goes to an engine, which is not there."""
+    body = sample_body(await new_sampler(server), [1] * tokens, max_tokens) | {"prompt_logprobs": scored}
+    reply = await server.post("asample", body)
+    assert (reply.status_code, "exceeds the context window of tiny" in reply.text) == (status, status == 400)
+
+
 async def test_a_server_without_a_sampler_says_so(tmp_path: Path) -> None:
     async with served(tmp_path, Config(sampling=SamplingConfig(sampler="none"))) as server:
         reply = await server.post("asample", sample_body("x:sample:0", [1]))

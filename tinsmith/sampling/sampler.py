@@ -48,6 +48,11 @@ class SampleResult:
     cached_tokens: int
     """Prompt tokens that did not have to be computed."""
 
+    def tokens_of(self, index: int) -> TokensSampled:
+        """The event of all tokens of a sample that has one version of the weights."""
+        sequence = self.sequences[index]
+        return TokensSampled(self.request_id, index, sequence.tokens, sequence.logprobs, sequence.versions[0].version)
+
     def check_finite(self, asked: PromptQuestions) -> None:
         """Raise UserError if a log-probability is no number, of a sample or of what was asked about the prompt."""
         for index, sequence in enumerate(self.sequences):

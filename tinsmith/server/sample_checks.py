@@ -65,12 +65,7 @@ def check_sample(received: ReceivedSample, facts: ModelFacts, limits: ImagesConf
     check_pixels(sum(pixels.values()), limits)
     if length == 0:
         raise UserError("the prompt is empty; send at least one token")
-    new_tokens = request.params.max_tokens or max(1, facts.max_context - length)
-    if length + new_tokens > facts.max_context:
-        raise UserError(
-            f"prompt length plus max_tokens exceeds the context window of {facts.name}: {length} + {new_tokens} > {facts.max_context}"
-        )
-
+    new_tokens = request.most_tokens(length, facts.max_context, facts.name)
     if known:  # else the engine knows the length of the prompt
         request.questions.check(length, facts.vocab_size)
     _check_topk(request, new_tokens, facts)
