@@ -335,6 +335,8 @@ def test_a_prompt_that_fills_the_context_is_answered_by_the_trainers_model(bench
     assert stub.asked == []
     full, roomy = found
     assert [sequence.tokens for sequence in full.sequences] == [sequence.tokens for sequence in roomy.sequences]
+    assert full.answers.logprobs is not None
+    assert roomy.answers.logprobs is not None
     np.testing.assert_allclose(full.answers.logprobs, roomy.answers.logprobs, atol=1e-4)
     bench.sampler.longest = 5
     with pytest.raises(UserError, match=r"exceeds the context window of tiny: 5 \+ 1 > 5"):

@@ -277,10 +277,10 @@ class VLLMSampler:
         version = (VersionSpan(ref_of(pending.weights, self.base.name).label, 0, 1),)
         sequences = []
         for chosen in choose(logits.expand(count, -1), how):
-            likeliest = (np.array([part], dtype) for part, dtype in zip(chosen.top, (np.int32, np.float32), strict=True))
-            top = TopLogprobs(*likeliest) if topk else None
-            reason = "stop" if rule.for_another().stops(chosen.token) else "length"
-            sequences.append(SampledSequence([chosen.token], [chosen.logprob], reason, top, version))
+            tokens, logprobs = chosen.top
+            top = TopLogprobs(np.array([tokens], dtype=np.int32), np.array([logprobs], dtype=np.float32)) if topk else None
+            stops = rule.for_another().stops(chosen.token)
+            sequences.append(SampledSequence([chosen.token], [chosen.logprob], "stop" if stops else "length", top, version))
         return SampleResult(pending.request_id, sequences, answers, len(pending.rendered), 0)
 
     def _is_known(self, weights: Weights | None) -> bool:
