@@ -116,13 +116,14 @@ class Pace:
 
     def learn(self, lengths: Sequence[int], seconds: float) -> None:
         """Take in what a pass of sequences of these lengths took."""
-        rate = sum(lengths) / seconds
+        total, rate = sum(lengths), sum(lengths) / seconds
         if seconds > PASS_S:
-            self.tokens = max(1, int(rate * PASS_S))
-        elif seconds < PASS_S / 2:
-            self.tokens = max(self.tokens, rate * PASS_S / 2)  # longer ones take more than their share
+            self.tokens = max(1, rate * PASS_S)
+        else:
+            self.tokens = max(self.tokens, min(2 * total, rate * PASS_S))
+        if seconds < PASS_S / 2:
             self.quick = max(self.quick, *lengths)
-        if seconds >= PASS_S / 2:
+        else:
             self.quick = min(self.quick, max(lengths) - 1)
 
 

@@ -85,6 +85,8 @@ def add_error_replies(app: FastAPI) -> None:
 
 async def _reply_to_known(_request: Request, error: Exception) -> Response:
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    if isinstance(error, ConflictError):  # the SDK sends such a request again for minutes, without a word
+        log.warning("answered 409: %s", error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, BackpressureError | StoreUnavailableError) else None
     return json_reply({"detail": str(error)}, status, headers)
 
