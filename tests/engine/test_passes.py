@@ -23,6 +23,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.pass_memory import Effort
 from tinsmith.models.pictures import PictureInput
 from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Sample
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, RunPass
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.store.records import Command
@@ -135,9 +136,11 @@ def test_a_pass_is_given_ahead_where_the_device_would_wait_for_it_and_not_where_
     here.forward("a", 2, forward_only=True, pictures=[png(1)])
     assert passes_ahead(here, operations=2) == 2
     here.forward("a", 3, [14, 14, 14])
-    assert passes_ahead(here, operations=1) == 1  # nobody knows yet how long one of 14 takes
-    here.forward("a", 4, [14, 14, 14])
     assert passes_ahead(here, operations=1) == 2
+    here.say(Sample("other:sample:0/0", 1, "nothing", None, 1, False, b""))  # from now on somebody may wait
+    here.engine.trainer.forward.paces["tiny"].quick = 13
+    here.forward("a", 4, [14, 14, 14])
+    assert passes_ahead(here, operations=1) == 1
     for seq in (5, 6, 7):
         here.forward("a", seq, [3], forward_only=seq == 6)
     assert passes_ahead(here, operations=3) == 1
@@ -151,6 +154,7 @@ class Device:
 
     forward: ForwardWork
     sent: list[Message]
+    is_shared: bool = True
 
     def train(self, model: str, lengths: list[int]) -> None:
         """Ask for a forward_backward, which is prepared at once."""
@@ -187,7 +191,8 @@ def device() -> Device:
     def never(*_: Any) -> None:
         pytest.fail("nothing is wrong here")
 
-    return Device(ForwardWork(1000, 1000, lambda: next(numbers), sent.append, never, never, never), sent)
+    made = Device(ForwardWork(1000, 1000, lambda: next(numbers), sent.append, never, never, never, lambda: made.is_shared), sent)
+    return made
 
 
 def test_passes_are_cut_where_they_take_long_and_grow_again_where_they_do_not(device: Device) -> None:
@@ -211,6 +216,19 @@ def test_passes_are_cut_where_they_take_long_and_grow_again_where_they_do_not(de
         taken += map(device.compute, given)
     assert PASS_S / 3 < max(taken) <= PASS_S
     assert len(taken) < 10
+
+
+def test_nothing_is_cut_where_one_session_is_alone(device: Device) -> None:
+    """So that what it sends is computed in the same passes, and its gradients are rounded in the same way, each time."""
+    device.is_shared = False
+    found = []
+    for _ in range(2):
+        device.train("m", [400] * 6)
+        while given := device.given():
+            found += [each.lengths for each in given]
+            for each in given:
+                device.compute(each)
+    assert found == [[400, 400]] * 6
 
 
 def test_a_pass_is_ahead_of_others_only_if_both_are_known_to_be_quick(device: Device) -> None:

@@ -38,8 +38,12 @@ class ForwardWork:
         fail: Callable[[Command, TinsmithError, bool], None],
         put_back: Callable[[list[Command], StoreUnavailableError], None],
         put_off: Callable[[str, StoreUnavailableError], None],
+        is_shared: Callable[[], bool],
     ) -> None:
-        """A pass has at most `tokens_per_pass` tokens, and decodes at most `max_pixels` pixels of pictures."""
+        """A pass has at most `tokens_per_pass` tokens, and decodes at most `max_pixels` pixels of pictures.
+
+        `is_shared` says whether several sessions may wait for each other. What is alone is divided into passes in the same way each time.
+        """
         self.tokens_per_pass: defaultdict[str, int] = defaultdict(lambda: tokens_per_pass)
         """Most tokens of a pass on each base model: fewer than configured, after its worker ran out of memory."""
         self.paces: defaultdict[str, Pace] = defaultdict(Pace)
@@ -50,6 +54,7 @@ class ForwardWork:
         self.fail = fail
         self.put_back = put_back
         self.put_off = put_off
+        self.is_shared = is_shared
         self.operations: dict[str, deque[ForwardOperation]] = {}
         """Of each model, in order; a model without any is not in it."""
         self.passes: dict[int, list[Piece]] = {}
@@ -143,7 +148,9 @@ class ForwardWork:
         return not self._is_quick(pieces) and any(operation.prepared is None for operation in others)
 
     def _is_quick(self, pieces: list[Piece]) -> bool:
-        """Whether passes like this have kept nobody waiting for long."""
+        """Whether passes like this keep nobody waiting for long."""
+        if not self.is_shared():
+            return True
         base_model = pieces[0].operation.base_model
         pace = self.paces[base_model]
         return pace.tokens >= self.tokens_per_pass[base_model] and max(piece.tokens for piece in pieces) <= pace.quick
@@ -155,7 +162,9 @@ class ForwardWork:
         for queue in sorted(queues.values(), key=lambda queue: queue[0].command.id):
             bases.setdefault(queue[0].base_model, []).append(queue)
         in_turn = sorted(bases, key=lambda name: self.served_bases.get(name, 0))
-        most = {name: int(min(self.tokens_per_pass[name], self.paces[name].tokens)) for name in in_turn}
+        most = {name: self.tokens_per_pass[name] for name in in_turn}
+        if self.is_shared():
+            most = {name: int(min(tokens, self.paces[name].tokens)) for name, tokens in most.items()}
         passes = (next_pass(bases[name], most[name], self.max_pixels, self.served) for name in in_turn)
         return next((pieces for pieces in passes if pieces), [])
 

@@ -28,6 +28,7 @@ from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError, 
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import Answer, CallFailed, Copied, PassDone, Prepared, PrepareFailed, error_of
+from tinsmith.store import ids
 from tinsmith.store.records import Command, Outcome
 from tinsmith.wire.forward_backward import encode_output
 
@@ -61,7 +62,11 @@ class Trainer:
         """Tokens of the forward_backward operations of each loaded model so far."""
         self.trained_before = 0
         """The same of models that are unloaded, together."""
-        self.forward = ForwardWork(tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off)
+        self.sampling: set[str] = set()
+        """Sessions that have sampled and have not ended."""
+        self.forward = ForwardWork(
+            tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off, self._is_shared
+        )
         self.running: dict[str, Running] = {}
         """The operation of each model that runs and is no forward work."""
         self.saves = Saves()
@@ -79,6 +84,10 @@ class Trainer:
         self.comeback = Comeback(operations, send)
         self.suspects: set[str] = set()
         """Operations that were under way when workers ended, and are computed again."""
+
+    def _is_shared(self) -> bool:
+        """Whether there are several sessions, of which one may wait for another."""
+        return len(self.sampling.union(map(ids.session_of, self.operations.models))) > 1
 
     def queued(self, model_id: str) -> int:
         """How many operations of a model have come and are not finished."""
@@ -131,6 +140,7 @@ class Trainer:
 
     def end_session(self, session_id: str, save: bool) -> None:
         """Cancel what the session's models have not finished and unload them; with `save` keep them as checkpoints."""
+        self.sampling.discard(session_id)
         models = [model_id for model_id in self.queue.models if model_id.startswith(f"{session_id}:train:")]
         for model_id in models:
             self.cancelled[model_id] += (*self.forward.cancel(model_id, CANCELLED), *self.queue.cancel(model_id))
