@@ -196,7 +196,7 @@ def test_a_session_that_ends_while_the_database_is_away_is_saved_and_unloaded_la
     here.settle()
     assert here.engine.trainer.operations.models == {}
     assert here.store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None
-    assert here.error("a", 1) == "it was cancelled: its session ended before the operation was run"
+    assert f"go on from its newest checkpoint, tinker://{MODEL}/weights/session-end, with" in str(here.error("a", 1))
 
 
 def run_to_the_end(here: Here, monkeypatch: pytest.MonkeyPatch, hear: Callable[[list[Message]], None]) -> list[Message]:
@@ -244,6 +244,26 @@ def test_a_model_that_is_being_made_when_the_engine_is_stopped_does_not_keep_it(
     store = Store.open(Path(here.config.data_dir))
     assert store.status("s:train:b/0") == "done"
     assert store.checkpoint("tinker://s:train:b/weights/session-end") is not None
+
+
+def test_every_error_of_a_client_that_sent_ahead_names_the_checkpoint_of_the_stop(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the engine had read, prepared or begun, and of what it had not read: that the next server fails."""
+    here.process.is_stuck = True
+    for seq in range(1, 40, 2):
+        here.forward("a", seq, [20])
+        here.optim("a", seq + 1)
+    here.until(lambda: here.engine.trainer.forward.passes)
+    here.process.is_stuck = False
+    for seq in range(41, 45):
+        here.optim("a", seq)
+    run_to_the_end(here, monkeypatch, lambda said: None)
+    store = Store.open(Path(here.config.data_dir))
+    store.fail_unfinished("the server was restarted")
+    outcomes = [store.outcome(f"{MODEL}/{seq}") for seq in range(1, 45)]
+    errors = [outcome.error for outcome in outcomes if outcome is not None and outcome.error is not None]
+    assert len(errors) > 30
+    remedy = f"; go on from its newest checkpoint, tinker://{MODEL}/weights/session-end, with create_training_client_from_state_with_opt"
+    assert [error for error in errors if remedy not in error] == []
 
 
 def test_a_model_whose_load_failed_for_want_of_memory_ends_nothing_else(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
 """What is computed together, and when: pictures pass by pass, and a second pass ahead where that helps. What of it fails, and with whom."""
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +17,14 @@ from PIL.Image import Image
 from tests.bases import png
 from tests.engine.here import LONG_S, PICTURE_TOKENS, Here
 from tinsmith.config import ImagesConfig, TrainingConfig
-from tinsmith.engine.passes import ForwardOperation, next_pass
+from tinsmith.engine.forward_work import ForwardWork
+from tinsmith.engine.passes import PASS_S, ForwardOperation, next_pass
 from tinsmith.models.base import BaseModel
 from tinsmith.models.pass_memory import Effort
 from tinsmith.models.pictures import PictureInput
-from tinsmith.protocol.work import Prepared
+from tinsmith.protocol.messages import Message
+from tinsmith.protocol.serving import Sample
+from tinsmith.protocol.work import PassDone, Prepare, Prepared, RunPass
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.store.records import Command
 from tinsmith.training.backend import DatumResult, DatumWork, PassResult
@@ -53,9 +59,9 @@ def test_pictures_are_decoded_as_their_pass_comes(here: Here, monkeypatch: pytes
     backend, cache, decoded = here.backend(), renderer_of(here).cache, list[tuple[int, int]]()
     run = backend.run_pass
 
-    def noting(work: Sequence[DatumWork], backward: bool) -> PassResult:
+    def noting(work: Sequence[DatumWork], *more: Any) -> PassResult:
         decoded.append((len(work), len(cache)))
-        return run(work, backward)
+        return run(work, *more)
 
     monkeypatch.setattr(backend, "run_pass", noting)
     here.forward("a", 1, pictures=[png(seed) for seed in range(9)])
@@ -158,11 +164,141 @@ def test_a_pass_is_given_ahead_where_the_device_would_wait_for_it_and_not_where_
     assert passes_ahead(here, operations=2) == 2
     here.forward("a", 3, [14, 14, 14])
     assert passes_ahead(here, operations=1) == 2
-    for seq in (4, 5, 6):
-        here.forward("a", seq, [3], forward_only=seq == 5)
+    here.say(Sample("other:sample:0/0", 1, "nothing", None, 1, False, b""))  # from now on somebody may wait
+    here.engine.trainer.forward.paces["tiny"].quick = 13
+    here.forward("a", 4, [14, 14, 14])
+    assert passes_ahead(here, operations=1) == 1
+    for seq in (5, 6, 7):
+        here.forward("a", seq, [3], forward_only=seq == 6)
     assert passes_ahead(here, operations=3) == 1
     passes = [(tokens, backward) for _, tokens, backward in here.process.computed]
-    assert passes == [(3, True), (7, False), (14, True), (14, True), (14, True), (3, True), (3, False), (3, True)]
+    assert passes == [(3, True), (7, False), *6 * [(14, True)], (3, True), (3, False), (3, True)]
+
+
+@dataclass
+class Device:
+    """In the place of a worker, for which a sequence of n tokens takes n + n² / 100 milliseconds."""
+
+    forward: ForwardWork
+    sent: list[Message]
+    is_shared: bool = True
+
+    def train(self, model: str, lengths: list[int]) -> None:
+        """Ask for a forward_backward, which is prepared at once."""
+        self.forward.take(self.prepared(model, lengths))
+
+    def prepared(self, model: str, lengths: list[int]) -> Prepared:
+        """Ask for a forward_backward; what the worker answers when it has prepared it."""
+        seq_id = self.forward.next_number()
+        self.forward.add(Command(seq_id, model, seq_id, "forward_backward", 0, 0.0), "tiny", b"")
+        asked = self.sent.pop()
+        assert isinstance(asked, Prepare)
+        return Prepared(asked.number, asked.operation, True, lengths, [{} for _ in lengths])
+
+    def given(self) -> list[RunPass]:
+        """Passes that it is given to have at a time."""
+        self.forward.send_passes(set())
+        passes = [message for message in self.sent if isinstance(message, RunPass)]
+        self.sent.clear()
+        return passes
+
+    def compute(self, asked: RunPass, most: int = 1000) -> float:
+        """Say that a pass is done; returns the seconds that it took."""
+        seconds = sum(length + length**2 / 100 for length in asked.lengths) / 1000
+        results = [(*piece, [0]) for piece in asked.pieces]
+        zeros = np.zeros(len(results)).tobytes()
+        self.forward.take(PassDone(asked.number, results, [], most, [[] for _ in results], zeros, seconds))
+        return seconds
+
+
+@pytest.fixture
+def device() -> Device:
+    numbers, sent = itertools.count(1), list[Message]()
+
+    def never(*_: Any) -> None:
+        pytest.fail("nothing is wrong here")
+
+    made = Device(ForwardWork(1000, 1000, lambda: next(numbers), sent.append, never, never, never, lambda: made.is_shared), sent)
+    return made
+
+
+def test_passes_are_cut_where_they_take_long_and_grow_again_where_they_do_not(device: Device) -> None:
+    """At first one pass takes what it takes, as after a change. Nothing lies ahead of what others come that would keep them waiting."""
+    device.train("m", [400] * 6)
+    taken = []
+    while given := device.given():
+        assert len(given) == 1
+        taken.append(device.compute(given[0]))
+    assert taken == [4.0, *4 * [2.0]]
+    device.train("m", [100] * 20)
+    taken.clear()
+    while given := device.given():
+        taken += map(device.compute, given)
+    assert max(taken) <= PASS_S
+    assert sum(taken) == pytest.approx(4.0)
+    assert len(taken) <= 10
+    device.train("m", [10] * 300)
+    taken.clear()
+    while given := device.given():
+        taken += map(device.compute, given)
+    assert PASS_S / 3 < max(taken) <= PASS_S
+    assert len(taken) < 10
+
+
+def test_nothing_is_cut_where_one_session_is_alone(device: Device) -> None:
+    """So that what it sends is computed in the same passes, and its gradients are rounded in the same way, each time."""
+    device.is_shared = False
+    found = []
+    for _ in range(2):
+        device.train("m", [400] * 6)
+        while given := device.given():
+            found += [each.lengths for each in given]
+            for each in given:
+                device.compute(each)
+    assert found == [[400, 400]] * 6
+
+
+def test_a_pass_is_ahead_of_others_only_if_both_are_known_to_be_quick(device: Device) -> None:
+    device.train("m", [20] * 10)
+    (first,) = device.given()
+    device.compute(first, most=200)
+    device.train("m", [20] * 30)
+    full, ahead = device.given()
+    assert [sum(each.lengths) for each in (full, ahead)] == [200, 200]
+    assert device.compute(full, 200) + device.compute(ahead, 200) < PASS_S
+    assert sum(each.lengths[0] == 20 for each in device.given()) == 1
+    device.train("m", [21] * 30)
+    assert device.given() == []
+
+
+def test_what_takes_long_waits_for_what_is_prepared_behind_its_last_pass(device: Device) -> None:
+    """A busy worker prepares nothing. Who was served last lets others go first, and only once."""
+    for model in ("m", "other"):
+        device.train(model, [5])
+    (both,) = device.given()
+    device.compute(both)
+    device.train("m", [900, 900, 900])
+    (first,) = device.given()
+    coming = device.prepared("other", [5])
+    device.compute(first)
+    assert device.given() == []
+    device.forward.take(coming)
+    (short,) = device.given()
+    assert short.lengths == [5]
+    device.prepared("other", [5])
+    device.compute(short)
+    assert [each.lengths for each in device.given()] == [[900]]
+
+
+def test_a_sequence_that_takes_long_by_itself_is_named_once(device: Device, caplog: pytest.LogCaptureFixture) -> None:
+    for lengths in ([300], [900], [900], [20] * 9, [950]):
+        device.train("m", lengths)
+        while given := device.given():
+            device.compute(given[0])
+    assert [record.getMessage() for record in caplog.records] == [
+        f"a sequence of {length} tokens has kept the device for {seconds} s (tiny): none is cut, so all others wait for one as long"
+        for length, seconds in ((300, "1.2"), (900, "9"), (950, "9.97"))
+    ]
 
 
 def test_an_answer_to_a_dropped_request_is_not_taken_for_that_of_the_next(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

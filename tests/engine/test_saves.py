@@ -379,14 +379,15 @@ def test_a_model_is_unloaded_when_its_save_has_ended(here: Here, disk: SlowDisk,
     here.until(lambda: MODEL in here.engine.trainer.saves.next)
     here.store.finish_session("s", "idle", None)
     here.say(EndSession("s", save=save))
-    here.until(lambda: f"{MODEL}/6" in here.told)
-    assert "cancelled" in str(here.error("a", 6))
+    here.until(lambda: here.engine.trainer.cancelled[MODEL])
     assert list(here.engine.trainer.operations.models) == [MODEL]
     disk.released.set()
     here.settle()
     assert results(here, 3)
     assert here.engine.trainer.operations.models == {}
     assert (here.store.checkpoint(f"tinker://{MODEL}/weights/session-end") is not None) == save
+    newest = "session-end" if save else "kept"
+    assert f"go on from its newest checkpoint, tinker://{MODEL}/weights/{newest}, with create_" in str(here.error("a", 6))
     if save:
         assert_same(tensors_of(saved(here, "session-end")), after)
 

@@ -180,6 +180,7 @@ class Asked:
             fail=lambda command, error, _: self.failed.append((command.seq_id, error)),
             put_back=lambda *_: None,
             put_off=lambda *_: None,
+            is_shared=lambda: True,
         )
         for seq, of_datums in lengths.items():
             command = Command(seq, "s:train:a", seq, "forward_backward", 0, 0.0)

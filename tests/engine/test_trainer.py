@@ -117,11 +117,33 @@ def test_nothing_is_remembered_of_models_that_are_unloaded_but_their_tokens(here
     here.settle()
     assert here.engine.trainer.trained_tokens == {"s:train:a": 9}
     here.forward("a", 2, [30] * 5)
-    here.until(lambda: here.engine.trainer.forward.passes)
+    here.settle()
     here.say(EndSession("s", save=False))
     here.settle()
     assert (here.engine.trainer.operations.models, here.engine.trainer.forward.served) == ({}, {})
     assert (here.engine.trainer.trained_tokens, here.engine.trainer.trained_before) == ({}, 9 + 150)
+
+
+def test_a_step_without_gradients_says_so_and_is_obeyed(here: Here, caplog: pytest.LogCaptureFixture) -> None:
+    for model in "ab":
+        here.create(model)
+    here.forward("a", 1, [4], forward_only=True)
+    here.optim("a", 2)
+    here.forward("a", 3, [4])
+    here.optim("a", 4)
+    here.optim("a", 5)
+    here.optim("b", 1)
+    here.settle()
+    told = {}
+    for model, seq in (("a", 2), ("a", 4), ("a", 5), ("b", 1)):
+        outcome = here.outcome(model, seq)
+        assert (outcome.error, outcome.result is None) == (None, False)
+        metrics = orjson.loads(outcome.result or b"")["metrics"]
+        told[model, seq] = metrics.get("without_gradients")
+        assert (metrics["grad_norm"] == 0) == (told[model, seq] == 1)
+    assert told == {("a", 2): 1, ("a", 4): None, ("a", 5): 1, ("b", 1): 1}
+    warned = [record.getMessage().partition(" is an optim_step without gradients")[0] for record in caplog.records]
+    assert sorted(warned) == ["s:train:a/2", "s:train:b/1"]
 
 
 def ask(here: Here, seq: int, what: str) -> None:
@@ -240,6 +262,7 @@ def test_a_finished_session_cancels_what_it_has_queued_and_frees_its_models(here
     for model in "abc":
         here.create(model)
     here.settle()
+    here.process.is_stuck = True
     for model in "abc":
         here.forward(model, 1, [60, 60])
     here.until(lambda: here.process.passes)
@@ -247,11 +270,12 @@ def test_a_finished_session_cancels_what_it_has_queued_and_frees_its_models(here
     here.optim("a", 3)
     here.forward("a", 5, [3])
     here.say(EndSession("s", save=False))
+    here.turn()
+    here.process.is_stuck = False
     here.settle()
-    assert [here.error(model, 1) for model in "ab"] == [None, None]  # they had begun, so they were run to their ends
-    for model, seq in (("c", 1), ("a", 2), ("a", 3), ("a", 5)):
+    for model, seq in (("a", 1), ("b", 1), ("c", 1), ("a", 2), ("a", 3), ("a", 5)):
         assert here.error(model, seq) == "it was cancelled: its session ended before the operation was run"
-    assert [models for models, _, _ in here.process.computed] == [["s:train:a"], ["s:train:b"]] * 2
+    assert len(here.process.computed) == len(here.process.passes)
     assert here.backend().optimizers == {}
     assert here.engine.trainer.queue.models == {}
 

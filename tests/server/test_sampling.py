@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import hashlib
 import resource
 import time
 import weakref
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from tests.server.serving import Served, served
@@ -106,6 +108,19 @@ async def test_a_full_disk_takes_no_sample_and_loses_no_result(tmp_path: Path, r
     assert list(SampleJournal(tmp_path).waiting) == [f"{sampler}/7", f"{sampler}/8"]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "scored", "status"),
+    [(32, 1, True, 503), (31, 1, False, 503), (32, 1, False, 400), (32, 2, True, 400), (33, 1, True, 400)],
+)
+async def test_a_prompt_that_fills_the_context_can_be_scored(
+    server: Served, tokens: int, max_tokens: int, scored: bool, status: int
+) -> None:
+    """A request that is right goes to an engine, which is not there."""
+    body = sample_body(await new_sampler(server), [1] * tokens, max_tokens) | {"prompt_logprobs": scored}
+    reply = await server.post("asample", body)
+    assert (reply.status_code, "exceeds the context window of tiny" in reply.text) == (status, status == 400)
+
+
 async def test_a_server_without_a_sampler_says_so(tmp_path: Path) -> None:
     async with served(tmp_path, Config(sampling=SamplingConfig(sampler="none"))) as server:
         reply = await server.post("asample", sample_body("x:sample:0", [1]))
@@ -133,10 +148,15 @@ async def test_a_snapshot_can_be_sampled_once_it_is_saved_and_until_its_engine_i
 
 async def test_samples_are_answered_from_memory(server: Served) -> None:
     sampler = await new_sampler(server)
+    sent = orjson.dumps(sample_body(sampler, [1]))
     for seq_id in (0, 1, 2):
-        server.hub.samples.add(f"{sampler}/{seq_id}", 2, 0)
-    again = await server.post("asample", sample_body(sampler, [1]))
+        server.hub.samples.add(f"{sampler}/{seq_id}", 2, 0, digest=hashlib.sha256(sent).digest())
+    headers = {"Content-Type": "application/json"}
+    again = await server.client.post("/api/v1/asample", content=sent, headers=headers)
     assert again.json()["sample_sequence_ids"] == [f"{sampler}/0/0", f"{sampler}/0/1"]
+    other = await server.client.post("/api/v1/asample", content=orjson.dumps(sample_body(sampler, [2])), headers=headers)
+    assert other.status_code == 409
+    assert hashlib.sha256(sent).hexdigest()[:12] in other.json()["detail"]
     server.hub.samples.finish(done(server, f"{sampler}/0", b"\x0a\x00"))
     server.hub.samples.finish(failed(server, f"{sampler}/1", "bad", gone=False))
     server.hub.samples.finish(failed(server, f"{sampler}/2", "dropped", gone=True))

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import zstandard
@@ -107,6 +108,55 @@ async def test_a_retried_snapshot_gets_the_request_and_session_of_the_first(serv
     assert created is not None
     assert (created.snapshot_id, created.model_id) == (f"{model_id}/1", model_id)
     assert server.store.sampling_session(f"{session_id}:sample:5") is None
+
+
+STEP: dict[str, Any] = {"adam_params": {"learning_rate": 0.1}, "type": "optim_step"}
+INFLIGHT = {"sampling_session_seq_id": 4, "kind": "inflight"}
+LOAD = {"path": "tinker://x/weights/a", "optimizer": True}
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["queued", "done"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("optim_step", STEP), ("optim_step", STEP | {"adam_params": {"learning_rate": 0.2}})),
+        (("optim_step", {}), ("save_weights", {})),
+        (("save_weights", {"path": "a"}), ("save_weights", {"path": "b"})),
+        (("save_weights_external", {"path": "a"}), ("save_weights", {"path": "a"})),
+        (("save_weights_for_sampler", {"path": "a"}), ("save_weights_for_sampler", {"sampling_session_seq_id": 3})),
+        (("save_weights_for_sampler", {"sampling_session_seq_id": 4, "kind": "snapshot"}), ("save_weights_for_sampler", INFLIGHT)),
+        (("load_weights", LOAD), ("load_weights", LOAD | {"optimizer": False})),
+        (("forward_backward", b""), ("forward_backward", b"\x30\x01")),
+        (("forward_backward", b""), ("optim_step", STEP)),
+        (("forward_backward", b"\x1a\x00" * 5000), ("forward_backward", b"\x1a\x00" * 5001)),
+    ],
+)
+async def test_a_key_belongs_to_one_operation(server: Served, first: tuple[str, Any], second: tuple[str, Any], ended: bool) -> None:
+    model_id = await server.new_model(await server.new_session())
+
+    async def post(path: str, body: Any) -> httpx.Response:
+        if isinstance(body, bytes):
+            content = forward_backward_body(model_id, 1) + body
+            return await server.client.post(f"/api/v1/{path}", content=content, headers=PROTOBUF)
+        return await server.post(path, {"model_id": model_id, "seq_id": 1} | body)
+
+    accepted = await post(*first)
+    if ended:
+        server.finish(Outcome(f"{model_id}/1", b"{}", "json", None, None))
+    refused = await post(*second)
+    assert refused.status_code == 409
+    logged = "rejected" if b"\x1a\x00" * 2 in (first[1] or b"") else first[0]
+    assert all(kind in refused.json()["detail"] for kind in (f"{model_id}/1 is {logged}", "came as"))
+    repeated = await post(*first)
+    assert (repeated.status_code, repeated.json()) == (200, accepted.json())
+
+
+async def test_a_model_seq_id_belongs_to_one_model(server: Served) -> None:
+    session_id = await server.new_session()
+    model_id = await server.new_model(session_id)
+    assert await server.new_model(session_id) == model_id
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 4}}
+    assert f"{model_id}/0 is create_model" in await detail_of(server, "create_model", body, 409)
 
 
 async def test_a_snapshot_cannot_take_over_a_sampling_session(server: Served) -> None:

@@ -3,12 +3,16 @@
 import logging
 import os
 import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.engine.here import Here
+from tests.engine.here import LONG_S, Here
 from tests.worker.test_samples import bench_of, sample
 from tinsmith.config import Config, SamplingConfig
 from tinsmith.errors import DeviceLostError
@@ -17,8 +21,10 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.compiled_kernels import compilations
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.place import Place
-from tinsmith.protocol.work import WorkerStatus
+from tinsmith.protocol.shapes import LoraShape
+from tinsmith.protocol.work import Answer, CreateModel, Drop, WorkerStatus
 from tinsmith.sampling.local.decode_graph import captures
+from tinsmith.training.backend import DatumWork, PassResult
 from tinsmith.worker import status
 from tinsmith.worker.loop import DISK_THREADS, disk_for_snapshots
 from tinsmith.worker.status import WorkerStatusReporter
@@ -46,6 +52,64 @@ def test_a_worker_that_breaks_down_begins_nothing_more(text_base: BaseModel, tmp
         over.set()
     worker.disk._pool.shutdown(wait=True)
     assert len(begun) == DISK_THREADS
+
+
+def test_what_comes_in_the_middle_of_a_pass_is_seen_there_and_handled_behind_it(
+    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Here({"tiny": text_base}, tmp_path)
+    here.create("a")
+    here.settle()
+    arriving: list[Message] = []
+    begun, run = list[int](), here.backend().run_pass
+
+    def in_the_middle(work: Sequence[DatumWork], *more: Any) -> PassResult:
+        begun.append(len(work))
+        arriving.extend([Drop(["s:train:a/1"]), CreateModel(10**6, "tiny", "made", asdict(LoraShape(4, seed=1)))])
+        return run(work, *more)
+
+    def receive(timeout_s: float) -> list[Message]:
+        taken, arriving[:] = arriving[:], []
+        return taken
+
+    monkeypatch.setattr(here.backend(), "run_pass", in_the_middle)
+    monkeypatch.setattr(here.process.wire, "receive", receive)
+    here.forward("a", 1, [5])
+    here.settle()
+    assert begun == [1]
+    assert here.error("a", 1) == "the pass was given up: none of its operations is wanted any more"
+    assert "made" in here.backend().optimizers
+
+
+def test_a_step_whose_copy_is_kept_is_answered_in_the_middle_of_a_pass(
+    text_base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Here({"tiny": text_base}, tmp_path)
+    for model in "ab":
+        here.create(model)
+        here.forward(model, 1, [5])
+    here.settle()
+    run, said = here.backend().run_pass, list[type[Message]]()
+
+    def behind_the_copy(work: Sequence[DatumWork], *more: Any) -> PassResult:
+        deadline = time.monotonic() + LONG_S
+        while not here.worker.copies.has_ended:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        result = run(work, *more)
+        said.extend(type(message) for message in here.process.wire.sent)
+        return result
+
+    monkeypatch.setattr(here.backend(), "run_pass", behind_the_copy)
+    here.process.is_stuck = True
+    here.optim("b", 2)
+    here.until(lambda: here.worker.due)
+    here.forward("a", 2, [5])
+    here.until(lambda: len(here.worker.due) == 2)
+    here.process.is_stuck = False
+    here.settle()
+    assert Answer in said
+    assert here.error("b", 2) is None
 
 
 @pytest.mark.parametrize(("sampler", "workers", "gib"), [("local", 1, 32), ("local", 8, 4), ("vllm", 8, 32), ("none", 8, 32)])

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from PIL.Image import Image
 
@@ -229,6 +230,58 @@ def test_passes_of_other_models_go_ahead_of_pictures_and_those_of_the_same_keep_
         gallery.run(4, ("c/1", 0))
         assert len(gallery.due) == 1
     assert [done.number for done in gallery.answers()] == [4, 1, 2, 3]
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_log_probabilities_that_are_no_numbers_are_errors_of_their_datums(bench: Bench, backward: bool) -> None:
+    """A client would take them for a reference. The step of a forward_backward that has failed is refused."""
+    bench.backend.create_model("sick", LoraShape(4, seed=1))
+    weights = bench.backend.optimizers["sick"].weights
+    for tensor in weights.tensors():
+        tensor.fill_(np.nan)
+    weights.refresh()
+    bench.prepare("m/1", forward_request([3, 5]))
+    bench.passes.prepare(Prepare(1, "sick/1", "sick", "tiny", [], forward_request([4, 4]).payload))
+    bench.answers()
+    bench.run(1, ("m/1", 0), ("sick/1", 1), ("m/1", 1), backward=backward)
+    done = bench.answer()
+    assert [result[:2] for result in done.results] == [("m/1", 0), ("m/1", 1)]
+    ((operation, index, error_type, error),) = done.failures
+    assert (operation, index, error_type) == ("sick/1", 1, "UserError")
+    assert error.startswith("datum 1: a log-probability is NaN")
+
+
+@pytest.mark.parametrize("where", ["before", "forward", "backward"])
+def test_a_pass_that_nobody_waits_for_is_given_up_between_layers_and_adds_no_gradient(bench: Bench, where: str) -> None:
+    looks, wanted_until = 0, 10**9
+
+    def dropped() -> list[str]:
+        nonlocal looks
+        looks += 1
+        return ["m/1"] if looks <= wanted_until else ["m/1", "m/2"]
+
+    bench.passes.dropped = dropped
+    for operation in ("m/0", "m/1", "m/2"):
+        bench.prepare(operation, forward_request([3, 5]))
+    bench.answers()
+    bench.run(6, ("m/0", 0), ("m/1", 0))
+    whole = bench.answer()
+    assert (len(whole.results), whole.failures) == (2, [])  # one of its operations is wanted
+    assert whole.seconds > 0
+    before = [total.clone() for total in bench.backend.optimizers["m"].totals or ()]
+    assert before
+    wanted_until = {"before": 0, "forward": 2, "backward": looks - 1}[where]
+    looks = 0
+    bench.run(7, ("m/1", 1), ("m/2", 0))
+    done = bench.answer()
+    assert looks == wanted_until + 1
+    assert (done.results, done.seconds) == ([], 0)
+    assert [failure[:3] for failure in done.failures] == [("m/1", 1, "GivenUpError"), ("m/2", 0, "GivenUpError")]
+    after = bench.backend.optimizers["m"].totals or ()
+    assert all(map(torch.equal, before, after))
+    wanted_until = 10**9
+    bench.run(8, ("m/2", 1))
+    assert bench.answer().failures == []
 
 
 @pytest.mark.parametrize("needs_all", [False, True])

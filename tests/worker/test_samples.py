@@ -16,14 +16,17 @@ from tests.bases import new_ref, png, random_adapter, renderer
 from tests.engine.here import LONG_S
 from tests.worker.test_passes import occupied
 from tinsmith.config import SamplingConfig
+from tinsmith.errors import UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.lora import LoraPair
 from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFailed
 from tinsmith.sampling.local.sampler import LocalSampler
+from tinsmith.sampling.sampler import SampleResult
 from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.recorded_sequences import RecordedSequences
 from tinsmith.store.store import Store
 from tinsmith.wire import tinker_pb2
+from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TargetIds, TargetLogprobs, TopLogprobs
 from tinsmith.wire.sample import SampledSequence, encode_sample_response
 from tinsmith.worker import samples
 from tinsmith.worker.background import Background
@@ -169,6 +172,42 @@ def test_a_sample_that_fails_harms_no_other(bench: Bench, text_base: BaseModel, 
     assert [len(answers[name][0]) for name in ("healthy", "large")] == [4, 4]
     assert (bench.samples.load(), bench.samples.started, bench.samples.sessions) == ((0, 0), {}, {"tiny": {}})
     assert not any(bench.sampler.cache.users)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"num_samples": 2, "topk_sample_logprobs": 3}, {"prompt_logprobs": True}, {"topk_prompt_logprobs": 2}, {"prompt_alt_tokens_k": 2}],
+    ids=lambda asked: next(iter(asked), "plain"),
+)
+def test_what_is_not_finite_is_an_error_of_its_request(bench: Bench, text_base: BaseModel, asked: dict[str, Any]) -> None:
+    """Weights of NaN give tokens of log-probability NaN. Who samples others beside them gets theirs."""
+    sick = random_adapter(text_base, b_scale=np.nan)
+    bench.samples.snapshots.publish("tiny", "s:train:0/1", sick)
+    bench.samples.add(sample("sick", "s:train:0/1", **asked))
+    bench.samples.add(sample("healthy", **asked))
+    bench.settle()
+    assert {m.request_id: m.category for m in bench.sent if isinstance(m, SampleFailed)} == {"sick": "user"}
+    answers = bench.answers()
+    assert "a log-probability is NaN or infinite" in answers["sick"]
+    assert [len(tokens) for tokens in answers["healthy"]] == [4] * asked.get("num_samples", 1)
+
+
+@pytest.mark.parametrize("wrong", [None, float("nan"), float("-inf")])
+@pytest.mark.parametrize("where", ["sample", "top", "prompt", "targets"])
+def test_what_another_sampler_answers_is_looked_at_too(where: str, wrong: float | None) -> None:
+    """VLLM writes NaN as null. Only a token that was drawn cannot be impossible."""
+    number = np.array([-1.0, wrong], dtype=np.float32)
+    top = TopLogprobs(np.zeros((2, 1), dtype=np.int32), number[:, None])
+    sequence = SampledSequence([5, 6], [-1.0, wrong if where == "sample" else -2.0], "length", top if where == "top" else None)  # type: ignore[list-item]
+    scores = np.array([np.nan, 0.0, *number], dtype=np.float32)
+    targets = TargetLogprobs(TargetIds((1, 2), np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)), number)
+    answers = PromptAnswers(logprobs=scores if where == "prompt" else None, targets=targets if where == "targets" else None)
+    result = SampleResult("x", [sequence], answers, prompt_tokens=4, cached_tokens=0)
+    if wrong == float("-inf") and where != "sample":
+        result.check_finite(PromptQuestions(logprobs=True))
+    else:
+        with pytest.raises(UserError, match="a log-probability is NaN or infinite"):
+            result.check_finite(PromptQuestions(logprobs=True))
 
 
 def test_what_was_sampled_is_recorded_before_its_client_is_answered(bench: Bench) -> None:

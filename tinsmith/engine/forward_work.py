@@ -1,16 +1,19 @@
 """Forward and forward_backward operations at the worker: prepared, composed into passes, and put together again from what passes give."""
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
 from itertools import islice
 
 import numpy as np
 
-from tinsmith.engine.passes import DatumOutput, ForwardOperation, Piece, next_pass
-from tinsmith.errors import StoreUnavailableError, TinsmithError
+from tinsmith.engine.passes import PASS_S, DatumOutput, ForwardOperation, Pace, Piece, next_pass
+from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import Drop, PassDone, Prepare, Prepared, PrepareFailed, RunPass, error_of
 from tinsmith.store.records import Command
+
+log = logging.getLogger(__name__)
 
 PREPARED_BYTES = 2**20
 """Size of a model's operations that are prepared at a time, beside those that are; the last one may go beyond."""
@@ -35,16 +38,23 @@ class ForwardWork:
         fail: Callable[[Command, TinsmithError, bool], None],
         put_back: Callable[[list[Command], StoreUnavailableError], None],
         put_off: Callable[[str, StoreUnavailableError], None],
+        is_shared: Callable[[], bool],
     ) -> None:
-        """A pass has at most `tokens_per_pass` tokens, and decodes at most `max_pixels` pixels of pictures."""
+        """A pass has at most `tokens_per_pass` tokens, and decodes at most `max_pixels` pixels of pictures.
+
+        `is_shared` says whether several sessions may wait for each other. What is alone is divided into passes in the same way each time.
+        """
         self.tokens_per_pass: defaultdict[str, int] = defaultdict(lambda: tokens_per_pass)
         """Most tokens of a pass on each base model: fewer than configured, after its worker ran out of memory."""
+        self.paces: defaultdict[str, Pace] = defaultdict(Pace)
+        """Of each base model."""
         self.max_pixels = max_pixels
         self.next_number = next_number
         self.send = send
         self.fail = fail
         self.put_back = put_back
         self.put_off = put_off
+        self.is_shared = is_shared
         self.operations: dict[str, deque[ForwardOperation]] = {}
         """Of each model, in order; a model without any is not in it."""
         self.passes: dict[int, list[Piece]] = {}
@@ -72,15 +82,19 @@ class ForwardWork:
         tokens = sum(operation.tokens for operation in waiting)
         return preparing >= PREPARED_BYTES or any(tokens >= self.tokens_per_pass[operation.base_model] for operation in waiting)
 
-    def cancel(self, model_id: str) -> list[Command]:
-        """Give up the operations of a model of which nothing is computed or being computed; returns them in order."""
-        operations = self.operations.pop(model_id, ())
-        begun = deque(operation for operation in operations if operation.has_begun)
-        if begun:
-            self.operations[model_id] = begun
-        cancelled = [operation for operation in operations if not operation.has_begun]
-        self._drop(cancelled)
-        return [operation.command for operation in cancelled]
+    def cancel(self, model_id: str, error: TinsmithError) -> list[Command]:
+        """Give up the operations of a model; returns those in order of which nothing is in a pass.
+
+        The others fail with `error` when their passes have ended, which the worker is told to give up.
+        """
+        operations = list(self.operations.pop(model_id, ()))
+        in_pass = [operation for operation in operations if operation.in_pass]
+        for operation in in_pass:
+            operation.failures.append(error)
+        if in_pass:
+            self.operations[model_id] = deque(in_pass)
+        self._drop(operations)
+        return [operation.command for operation in operations if not operation.in_pass]
 
     def forget(self, model_id: str) -> None:
         """A model is unloaded or lost."""
@@ -92,6 +106,7 @@ class ForwardWork:
         self.passes.clear()
         self.of_pictures.clear()
         self.tokens_per_pass.clear()
+        self.paces.clear()
 
     def take_complete(self) -> list[ForwardOperation]:
         """The operations that are computed, to be recorded now."""
@@ -104,7 +119,7 @@ class ForwardWork:
         """Give the worker passes: one to compute, and another ahead if that one is half full or has pictures to decode.
 
         Models with pictures to decode have passes of their own, beside which the worker computes those of others.
-        Models in `put_off` wait for the database.
+        None is ahead of what others come that may take long (`Pace`). Models in `put_off` wait for the database.
         """
         for of_pictures in (False, True):
             self._send_passes(put_off, of_pictures)
@@ -112,7 +127,7 @@ class ForwardWork:
     def _send_passes(self, put_off: set[str], of_pictures: bool) -> None:
         while (ahead := sum((number in self.of_pictures) is of_pictures for number in self.passes)) < PASSES_AHEAD:
             pieces = self._next_pass(put_off, of_pictures)
-            if not pieces or (ahead and not self._is_worth_waiting(pieces)):
+            if not pieces or (ahead and not self._is_worth_waiting(pieces)) or self._is_others_turn(pieces, put_off):
                 return
             number = self.next_number()
             if of_pictures:
@@ -131,7 +146,24 @@ class ForwardWork:
     def _is_worth_waiting(self, pieces: list[Piece]) -> bool:
         """Whether a pass is to wait at the worker for the one before: half full it gains little from what may still come."""
         full = self.tokens_per_pass[pieces[0].operation.base_model]
-        return 2 * sum(piece.tokens for piece in pieces) > full or any(piece.pixels for piece in pieces)
+        is_quick = all(self._is_quick(pass_) for pass_ in (*self.passes.values(), pieces))
+        return (is_quick and 2 * sum(piece.tokens for piece in pieces) > full) or any(piece.pixels for piece in pieces)
+
+    def _is_others_turn(self, pieces: list[Piece], put_off: set[str]) -> bool:
+        """Whether work that may take long has to let another model go first, whose operation is only being prepared."""
+        turn = self.served.get(pieces[0].operation.command.model_id, 0)
+        others = (
+            queue[0] for model_id, queue in self.operations.items() if self.served.get(model_id, 0) < turn and model_id not in put_off
+        )
+        return not self._is_quick(pieces) and any(operation.prepared is None for operation in others)
+
+    def _is_quick(self, pieces: list[Piece]) -> bool:
+        """Whether passes like this keep nobody waiting for long."""
+        if not self.is_shared():
+            return True
+        base_model = pieces[0].operation.base_model
+        pace = self.paces[base_model]
+        return pace.tokens >= self.tokens_per_pass[base_model] and max(piece.tokens for piece in pieces) <= pace.quick
 
     def _next_pass(self, put_off: set[str], of_pictures: bool) -> list[Piece]:
         """A pass on the base model that was served longest ago; among those that never were, on that of the oldest operation.
@@ -148,7 +180,10 @@ class ForwardWork:
         for queue in sorted(queues.values(), key=lambda queue: queue[0].command.id):
             bases.setdefault(queue[0].base_model, []).append(queue)
         in_turn = sorted(bases, key=lambda name: self.served_bases.get(name, 0))
-        passes = (next_pass(bases[name], self.tokens_per_pass[name], self.max_pixels, self.served) for name in in_turn)
+        most = {name: self.tokens_per_pass[name] for name in in_turn}
+        if self.is_shared():
+            most = {name: int(min(tokens, self.paces[name].tokens)) for name, tokens in most.items()}
+        passes = (next_pass(bases[name], most[name], self.max_pixels, self.served) for name in in_turn)
         return next((pieces for pieces in passes if pieces), [])
 
     # ---- What the worker says
@@ -195,8 +230,10 @@ class ForwardWork:
         self.put_back([taken.command for taken in reversed(back)], error)
 
     def _pass_done(self, message: PassDone) -> None:
-        pieces = self.passes.pop(message.number, ())
+        pieces = self.passes.pop(message.number, [])
         self.of_pictures.discard(message.number)
+        if message.seconds and pieces:
+            self._learn(pieces, message.seconds)
         for piece in pieces:  # those of an operation with a broken picture have neither result nor failure
             piece.operation.in_pass.discard(piece.index)
         operations = {piece.operation.command.request_id: piece.operation for piece in pieces}
@@ -214,11 +251,23 @@ class ForwardWork:
                 operations[request_id].results[index] = DatumOutput(logprobs, loss, metrics)
         for request_id, _, error_type, reason in message.failures:
             if request_id in operations:
-                operations[request_id].failures.append(error_of(error_type, reason))
+                failures, error = operations[request_id].failures, error_of(error_type, reason)
+                failures += [] if failures and isinstance(error, GivenUpError) else [error]
         for operation in operations.values():
             if operation.failures and not operation.in_pass:
                 self._pass_failed(operation)
         self._collect_complete()
+
+    def _learn(self, pieces: list[Piece], seconds: float) -> None:
+        base_model, lengths = pieces[0].operation.base_model, [piece.tokens for piece in pieces]
+        pace = self.paces[base_model]
+        pace.learn(lengths, seconds)
+        if len(pieces) == 1 and seconds > PASS_S and lengths[0] > pace.slow:
+            pace.slow = lengths[0]
+            log.warning(
+                "a sequence of %d tokens has kept the device for %.3g s (%s): none is cut, so all others wait for one as long",
+                *(*lengths, seconds, base_model),
+            )
 
     def _pass_failed(self, operation: ForwardOperation) -> None:
         """What an operation has contributed is only a part of what its client asked for: the step that it belongs to fails too.

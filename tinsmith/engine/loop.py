@@ -41,6 +41,7 @@ from tinsmith.protocol.serving import (
     Wake,
 )
 from tinsmith.protocol.work import WorkerReady
+from tinsmith.store import ids
 from tinsmith.store.database import BUSY_S
 from tinsmith.store.files import KEPT_DIR, CheckpointFiles, kept_copies
 from tinsmith.store.records import Outcome
@@ -151,6 +152,8 @@ class Engine:
                 self.unread.update(message.models)
                 self.reads_all |= not message.models
             case Sample() | CancelSample() | ForgetCheckpoint():
+                if isinstance(message, Sample):
+                    self.trainer.sampling.add(ids.session_of(message.request_id))
                 self._to_worker(message)  # one that has ended gets nothing: `Recovering` tells the server that these samples are lost
             case EndSession():
                 self._to_worker(message)

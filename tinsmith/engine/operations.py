@@ -58,6 +58,8 @@ class LoadedModel:
     """seq_id of the newest operation that is finished and has added gradients."""
     stepped_seq: int = -1
     """seq_id of the newest optim_step that is finished, whether it was applied or has failed."""
+    told_of_empty_step: bool = False
+    """The log has been told that it took a step without gradients."""
     state: int = 0
     """The number of the state that the last finished step, or load, has left: each leaves another."""
 
@@ -209,8 +211,20 @@ class Operations:
         answer = yield OptimStep(self.next_number(), model.base_model, model.model_id, asdict(settings), copy, before)
         model.origin = Saved(f"the kept copy of model {model.model_id}", copy, optimizer=True, lasts=True) if answer["kept"] else None
         model.state += 1
+        metrics = answer["metrics"] | ({} if model.has_gradients else self._without_gradients(model, command))
         model.stepped_seq = command.seq_id
-        return Ended({"metrics": answer["metrics"]})
+        return Ended({"metrics": metrics})
+
+    def _without_gradients(self, model: LoadedModel, command: Command) -> dict[str, float]:
+        """What a step says that had no gradients, and so has moved nothing: the client may have forgotten its forward_backward."""
+        if not model.told_of_empty_step:
+            model.told_of_empty_step = True
+            log.warning(
+                "%s is an optim_step without gradients, which changes nothing: no forward_backward has finished since the step before it, "
+                "or since the model was made; it is obeyed, and no other one of this model is told here",
+                command.request_id,
+            )
+        return {"without_gradients": 1.0}
 
     def _copy_after(self, model: LoadedModel, seq_id: int) -> tuple[str, str]:
         """Where a copy of what a step leaves goes, and where the one before is. Full weights are too large."""

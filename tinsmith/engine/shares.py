@@ -101,4 +101,5 @@ def join(parts: Sequence[PassDone], tokens_per_pass: int) -> PassDone:
         tokens_per_pass,
         [names for part in parts for names in part.metrics],
         b"".join((*losses, *values, *logprobs)),
+        max(part.seconds for part in parts),
     )

@@ -24,10 +24,11 @@ from tinsmith.engine.passes import ForwardOperation
 from tinsmith.engine.running import Running, log_finished
 from tinsmith.engine.saves import Saves
 from tinsmith.engine.steps import Wait
-from tinsmith.errors import StoreUnavailableError, TinsmithError, UserError
+from tinsmith.errors import GivenUpError, StoreUnavailableError, TinsmithError, UserError
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import Answer, CallFailed, Copied, PassDone, Prepared, PrepareFailed, error_of
+from tinsmith.store import ids
 from tinsmith.store.records import Command, Outcome
 from tinsmith.wire.forward_backward import encode_output
 
@@ -35,6 +36,10 @@ log = logging.getLogger(__name__)
 
 SAVE_AGAIN_S = 60.0
 """Time between two attempts to save a model whose session has ended: each writes until the disk is full."""
+
+
+CANCELLED = GivenUpError("it was cancelled: its session ended before the operation was run")
+"""Of an operation that nobody waits for any more. What its client is told is known when its model has been unloaded."""
 
 
 class Trainer:
@@ -57,13 +62,19 @@ class Trainer:
         """Tokens of the forward_backward operations of each loaded model so far."""
         self.trained_before = 0
         """The same of models that are unloaded, together."""
-        self.forward = ForwardWork(tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off)
+        self.sampling: set[str] = set()
+        """Sessions that have sampled and have not ended."""
+        self.forward = ForwardWork(
+            tokens_per_pass, max_pixels, operations.next_number, send, self._fail, self._put_back, self._put_off, self._is_shared
+        )
         self.running: dict[str, Running] = {}
         """The operation of each model that runs and is no forward work."""
         self.saves = Saves()
         """Saves that are written while their models go on."""
         self.ending: dict[str, bool] = {}
         """Models to unload as soon as what they have begun has ended, and whether to save them first."""
+        self.cancelled: defaultdict[str, list[Command]] = defaultdict(list)
+        """Operations of these models that are not run any more, and fail when the model has been unloaded."""
         self.unsaved: dict[str, float] = {}
         """Models to unload that could not be saved, and when that is tried again (monotonic time). Until then they stay loaded."""
         self.put_off: set[str] = set()
@@ -73,6 +84,10 @@ class Trainer:
         self.comeback = Comeback(operations, send)
         self.suspects: set[str] = set()
         """Operations that were under way when workers ended, and are computed again."""
+
+    def _is_shared(self) -> bool:
+        """Whether there are several sessions, of which one may wait for another."""
+        return len(self.sampling.union(map(ids.session_of, self.operations.models))) > 1
 
     def queued(self, model_id: str) -> int:
         """How many operations of a model have come and are not finished."""
@@ -124,18 +139,12 @@ class Trainer:
             self._fail(command, late, touches_step=False)
 
     def end_session(self, session_id: str, save: bool) -> None:
-        """Cancel what the session's models have queued and unload them; with `save` keep them as checkpoints.
-
-        An operation of which a part is computed is computed to its end.
-        """
+        """Cancel what the session's models have not finished and unload them; with `save` keep them as checkpoints."""
+        self.sampling.discard(session_id)
         models = [model_id for model_id in self.queue.models if model_id.startswith(f"{session_id}:train:")]
         for model_id in models:
-            for command in (*self.forward.cancel(model_id), *self.queue.cancel(model_id)):
-                self._cancel(command)
+            self.cancelled[model_id] += (*self.forward.cancel(model_id, CANCELLED), *self.queue.cancel(model_id))
             self.ending[model_id] = save
-
-    def _cancel(self, command: Command) -> None:
-        self._fail(command, UserError("it was cancelled: its session ended before the operation was run"))
 
     def turn(self) -> None:
         """Send the worker what is due, then record what it has computed."""
@@ -391,6 +400,9 @@ class Trainer:
 
     def _fail(self, command: Command, error: TinsmithError, touches_step: bool = True) -> None:
         """Record a failure. `touches_step` is False for what leaves the open step as it is: a forward, or part of an earlier step."""
+        if isinstance(error, GivenUpError) and command.model_id in self.ending:
+            self.cancelled[command.model_id].append(command)
+            return
         self.suspects.discard(command.request_id)
         if touches_step:
             self.operations.after_failure(command, str(error))
@@ -400,12 +412,24 @@ class Trainer:
     def _unload(self, model_id: str) -> None:
         del self.ending[model_id]
         self.unsaved.pop(model_id, None)
-        for command in self.queue.cancel(model_id):
-            self._cancel(command)
+        cancelled = self.cancelled.pop(model_id, []) + self.queue.cancel(model_id)
+        if cancelled:
+            error = self._why_cancelled(model_id)
+            for command in cancelled:
+                self._fail(command, error, touches_step=False)
         self.operations.unload(model_id)
         self._forget(model_id)
 
+    def _why_cancelled(self, model_id: str) -> UserError:
+        """What became of a model that is unloaded, and the checkpoint to go on from."""
+        try:
+            refusal = self.operations.checkpoints.store.refusal(model_id)
+        except StoreUnavailableError:
+            refusal = None
+        return UserError(str(CANCELLED) if refusal is None else f"it was cancelled, because {refusal}")
+
     def _forget(self, model_id: str) -> None:
+        self.cancelled.pop(model_id, None)
         self.queue.drop(model_id)
         self.forward.forget(model_id)
         self.saves.forget(model_id)  # of a model that is lost, with which it has failed

@@ -150,11 +150,18 @@ class BaseModel:
         """The output projection [vocabulary, hidden] of a model: its own, or the base's, to which an adapter adds its part."""
         return owner.working.get(self.head_name, self.lm_head) if isinstance(owner, FullWeights) else self.lm_head
 
-    def hidden_states(self, row: PackedRow, plan: PassPlan, recompute: int = 0, between: Callable[[], None] | None = None) -> Tensor:
+    def hidden_states(
+        self,
+        row: PackedRow,
+        plan: PassPlan,
+        recompute: int = 0,
+        between: Callable[[], None] | None = None,
+        look: Callable[[], None] | None = None,
+    ) -> Tensor:
         """Final hidden states [tokens, hidden] of a packed row, after the last norm.
 
-        The first `recompute` layers keep only their inputs for a backward pass (`models/recompute.py`). `between` is called between parts
-        of the layers of our own decoder; transformers' modules are computed without a break.
+        The first `recompute` layers keep only their inputs for a backward pass (`models/recompute.py`). `between` and `look` are as
+        in `Decoder.forward`; transformers' modules are computed without a break.
         """
         embedding = self.language_model.get_input_embeddings()
         embeddings = self._call(row, embedding, f"{self.embedding_name}.", row.token_ids)
@@ -168,7 +175,7 @@ class BaseModel:
         decoder = self.decoder if row.full is None else row.full.decoder_of(self.decoder)
         if self.deterministic and not torch.is_grad_enabled():
             return stable_hidden_states(decoder, embeddings, row.positions, plan, row.segments, deepstack)
-        return decoder.forward(embeddings, row.positions, plan, SegmentAdapters(row.segments), deepstack, recompute, between)
+        return decoder.forward(embeddings, row.positions, plan, SegmentAdapters(row.segments), deepstack, recompute, between, look)
 
     def _through_modules(self, row: PackedRow, plan: PassPlan, embeddings: Tensor, deepstack: Deepstack | None, recompute: int) -> Tensor:
         """`hidden_states` by the transformers modules."""

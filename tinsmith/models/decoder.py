@@ -252,21 +252,27 @@ class Decoder:
         deepstack: Deepstack | None = None,
         recompute: int = 0,
         between: Callable[[], None] | None = None,
+        look: Callable[[], None] | None = None,
     ) -> Tensor:
         """Hidden states [tokens, hidden] after the last norm, of embeddings [tokens, hidden] and positions [1 or 3, tokens].
 
         The first `recompute` layers keep only their input for the backward, which computes them again. Without gradients nothing waits for
         the device, and nothing depends on what lies in the tensors: a pass can be captured as a CUDA graph.
 
-        `between` is called between parts of the layers: what is short need not wait for all of a long pass.
+        `between` is called between parts of the layers: what is short need not wait for all of a long pass. `look` is called before each
+        layer, on a CPU in the backward too, and may raise to end the pass.
         """
         shared = Pass(plan, adapters, *self.rope.angles(positions), deepstack)
         x, delta = embeddings, None
         for index, layer in enumerate(self.layers):
+            if look:
+                look()
             if index < recompute and torch.is_grad_enabled():
                 x = recomputed(layer.total, x, shared=shared)
             else:
                 x, delta = layer(x, delta, shared)
+            if look and x.requires_grad and x.device.type == "cpu":  # the backward of a GPU is begun by another thread
+                x.register_hook(lambda _: look())
             if between and (index + 1) % -(-len(self.layers) // PARTS) == 0 and index + 1 < len(self.layers):
                 between()
         return self.finish(x, delta)

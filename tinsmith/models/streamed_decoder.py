@@ -75,8 +75,9 @@ class StreamedDecoder(Decoder):
         deepstack: Deepstack | None = None,
         recompute: int = 0,
         between: Callable[[], None] | None = None,
+        look: Callable[[], None] | None = None,
     ) -> Tensor:
-        """As `Decoder.forward`. All layers are recomputed, because none of them stays; `between` is not called."""
+        """As `Decoder.forward`. All layers are recomputed, because none of them stays; neither `between` nor `look` is called."""
         shared = Pass(plan, adapters, *self.rope.angles(positions), deepstack)
         leaves = _leaves_by_layer(adapters, self.source.count)
         x = embeddings

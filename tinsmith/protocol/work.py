@@ -113,6 +113,9 @@ class PassDone(Message):
     metrics: list[list[str]]
     """Names of the metrics of each of `results`."""
     payload: bytes
+    seconds: float = 0.0
+    """How long it has kept the device; 0 if it was given up, or if all workers have computed it together, which a smaller one would cost
+    nearly as much."""
 
 
 # ---- Calls, each answered once

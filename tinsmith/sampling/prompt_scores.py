@@ -40,7 +40,7 @@ class PromptScores:
         self.seed = seed
         self.text = rendered.is_text
         """[prompt tokens] False at image positions."""
-        self.scored_from = length - asked.last_n if asked.last_n is not None else 1
+        self.scored_from = asked.scored_from(length)
         """The first position of `logprobs` and `topk`."""
         self.answers = PromptAnswers(
             logprobs=self._blank_logprobs() if asked.logprobs else None,

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tinsmith.errors import TinsmithError
+import numpy as np
+
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.wire.prompt_scores import PromptAnswers
+from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions
 from tinsmith.wire.sample import SampledSequence, SampleRequest
 
 
@@ -45,6 +47,34 @@ class SampleResult:
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that did not have to be computed."""
+
+    def tokens_of(self, index: int) -> TokensSampled:
+        """The event of all tokens of a sample that has one version of the weights."""
+        sequence = self.sequences[index]
+        return TokensSampled(self.request_id, index, sequence.tokens, sequence.logprobs, sequence.versions[0].version)
+
+    def check_finite(self, asked: PromptQuestions) -> None:
+        """Raise UserError if a log-probability is no number, of a sample or of what was asked about the prompt."""
+        for index, sequence in enumerate(self.sequences):
+            given = np.array(sequence.logprobs, dtype=np.float32)  # None, which vLLM writes for NaN, becomes NaN
+            if not np.isfinite(given).all():
+                raise not_finite(f"sample {index}")
+            if sequence.topk is not None and np.isnan(sequence.topk.logprobs).any():
+                raise not_finite(f"topk_sampled_logprobs of sample {index}")
+        answers = self.answers
+        scored = None if answers.logprobs is None else answers.logprobs[asked.scored_from(self.prompt_tokens) :]
+        others = [answer.logprobs for answer in (answers.topk, answers.alternatives) if answer is not None]
+        others += [] if answers.targets is None else [answers.targets.values]
+        if any(np.isnan(numbers).any() for numbers in (scored, *others) if numbers is not None):
+            raise not_finite("the prompt")
+
+
+def not_finite(what: str) -> UserError:
+    """The error of a request whose log-probabilities are no numbers."""
+    return UserError(
+        f"{what}: a log-probability is NaN or infinite, so the weights that are sampled are, or what they compute; "
+        "sample from a checkpoint of before that"
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from tinsmith.errors import (
     BackpressureError,
+    ConflictError,
     EngineUnavailableError,
     NotFoundError,
     StoreUnavailableError,
@@ -47,6 +48,7 @@ _STATUS: tuple[tuple[type[TinsmithError], int], ...] = (
     (GoneError, 410),
     (ForbiddenError, 403),
     (NotFoundError, 404),
+    (ConflictError, 409),
     (TooLargeError, 413),
     (UserError, 400),
     (BackpressureError, 429),
@@ -104,6 +106,8 @@ def without_paths(text: str, places: Mapping[str, str]) -> str:
 
 async def _reply_to_known(request: Request, error: Exception) -> Response:
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
+    if isinstance(error, ConflictError):  # the SDK sends such a request again for minutes, without a word
+        log.warning("answered 409: %s", error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, BackpressureError | StoreUnavailableError) else None
     return json_reply({"detail": request.app.state.hub.told(str(error))}, status, headers)
 

@@ -1,5 +1,6 @@
 """What can be known to be wrong with a sample before the engine sees it: from its body alone, then given the base model."""
 
+import hashlib
 from dataclasses import dataclass, replace
 
 from tinsmith.config import ImagesConfig, RequestsConfig
@@ -21,6 +22,8 @@ class ReceivedSample:
     """The size of each image of the prompt in order, or what is wrong with it."""
     body: bytes
     """The JSON, as the engine gets it."""
+    digest: bytes
+    """SHA-256 of `body`."""
 
 
 def receive_sample(body: bytes, limits: RequestsConfig, images: ImagesConfig) -> ReceivedSample:
@@ -31,7 +34,7 @@ def receive_sample(body: bytes, limits: RequestsConfig, images: ImagesConfig) ->
     if len(headers) > limits.max_images:
         raise UserError(f"the prompt holds {len(headers)} images, max_images allows {limits.max_images}; send fewer")
     prompt = [replace(chunk, data=None) if isinstance(chunk, ImageChunk) else chunk for chunk in request.prompt]
-    return ReceivedSample(replace(request, prompt=prompt), headers, body)
+    return ReceivedSample(replace(request, prompt=prompt), headers, body, hashlib.sha256(body).digest())
 
 
 def _header(chunk: ImageChunk, limits: ImagesConfig) -> ImageHeader | UserError:
@@ -62,12 +65,7 @@ def check_sample(received: ReceivedSample, facts: ModelFacts, limits: ImagesConf
     check_pixels(sum(pixels.values()), limits)
     if length == 0:
         raise UserError("the prompt is empty; send at least one token")
-    new_tokens = request.params.max_tokens or max(1, facts.max_context - length)
-    if length + new_tokens > facts.max_context:
-        raise UserError(
-            f"prompt length plus max_tokens exceeds the context window of {facts.name}: {length} + {new_tokens} > {facts.max_context}"
-        )
-
+    new_tokens = request.most_tokens(length, facts.max_context, facts.name)
     if known:  # else the engine knows the length of the prompt
         request.questions.check(length, facts.vocab_size)
     _check_topk(request, new_tokens, facts)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 from tinsmith.config import ServerConfig
-from tinsmith.errors import BackpressureError, NotFoundError, TinsmithError, UserError
+from tinsmith.errors import BackpressureError, ConflictError, NotFoundError, TinsmithError, UserError
 from tinsmith.protocol.serving import SampleDone, SampleFailed
 from tinsmith.server.replies import GoneError
 from tinsmith.store import ids
@@ -81,10 +81,20 @@ class PendingSample:
     """Bytes of the request's body."""
     stream: _Stream | None = None
     """Only of a sample that was started with `stream`."""
+    digest: bytes = b""
+    """SHA-256 of the request's body."""
     outcome: SampleDone | SampleFailed | None = None
     """None while it runs."""
     finished_bytes: int = field(default=0, init=False)
     """What its result takes once it has finished."""
+
+    def check_repeat(self, digest: bytes) -> None:
+        """Raise ConflictError if a request with this key is not the one that was accepted, by the digest of its body."""
+        if digest != self.digest:
+            raise ConflictError(
+                f"sample {self.request_id} was sent with a body of digest {self.digest.hex()[:12]}, and now with one of digest "
+                f"{digest.hex()[:12]}: give every sample of a sampling session a seq_id of its own, and repeat one unchanged"
+            )
 
     @property
     def sequence_ids(self) -> list[str]:
@@ -144,8 +154,8 @@ class SampleBook:
         self._drop_expired()
         return self._samples.get(request_id)
 
-    def add(self, request_id: str, num_samples: int, size: int, stream: bool = False) -> PendingSample:
-        """Note a new sample whose body has `size` bytes. With `stream` its tokens can be followed while it runs.
+    def add(self, request_id: str, num_samples: int, size: int, stream: bool = False, digest: bytes = b"") -> PendingSample:
+        """Note a new sample whose body has `size` bytes and this digest. With `stream` its tokens can be followed while it runs.
 
         Raises BackpressureError if too many are unfinished, of all sessions or of its own, and UserError if it is too much even alone.
         """
@@ -156,7 +166,7 @@ class SampleBook:
             limit.check(unfinished[session], more, f"session {session}")
         for limit, total, more in zip(self._of_all, self._unfinished_totals, amounts, strict=True):
             limit.check(total, more, "all sessions")
-        sample = PendingSample(request_id, next(self._runs), num_samples, size, _Stream() if stream else None)
+        sample = PendingSample(request_id, next(self._runs), num_samples, size, _Stream() if stream else None, digest)
         self._samples[request_id] = sample
         self._count_unfinished(sample, 1)
         return sample

@@ -4,6 +4,7 @@ The payload and the images of an operation are dropped when its outcome is recor
 is kept of a finished command, and null if nothing is.
 """
 
+import hashlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, Select, Text, bindparam, cast, delete, exists, func, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert
 
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import ConflictError, NotFoundError
 from tinsmith.store import endings, ids
 from tinsmith.store.records import REJECTED, Command, NewCommand, Outcome
 from tinsmith.store.retention import oldest_beyond
@@ -64,6 +65,7 @@ _KEPT_WITH = (
     select(commands.c.id).join_from(command_images, commands).where(command_images.c.sha256 == bindparam("digest"), _IS_KEPT).distinct()
 )
 _BY_KEY = (commands.c.model_id == bindparam("model_id")) & (commands.c.seq_id == bindparam("seq_id"))
+_KIND_AND_DIGEST = select(commands.c.kind, commands.c.digest).where(_BY_KEY)
 _OUTCOME = select(commands.c.result, commands.c.result_type, commands.c.error, commands.c.category, commands.c.resolved).where(
     _BY_KEY, commands.c.status.in_(("done", "failed"))
 )
@@ -119,7 +121,7 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
     if new.model is not None:
         insert_model(connection, new.model, now)
     refusal = endings.refusal(connection, new.model_id, now)
-    row = {"model_id": new.model_id, "seq_id": new.seq_id, "kind": new.kind, "created_at": now}
+    row = {"model_id": new.model_id, "seq_id": new.seq_id, "kind": new.kind, "created_at": now, "digest": _digest(new)}
     if refusal is not None:
         error, category = refusal
         row |= {"status": "failed", "finished_at": now, "error": error, "category": category}
@@ -141,6 +143,26 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
 def queued_saves(connection: Connection, model_id: str) -> int:
     """How many saves of a model are queued."""
     return connection.execute(_QUEUED_SAVES, {"model": model_id}).scalar_one()
+
+
+def _digest(new: NewCommand) -> bytes:
+    return new.digest or hashlib.sha256(new.payload).digest()
+
+
+def check_repeat(connection: Connection, new: NewCommand) -> None:
+    """Raise ConflictError if the key of a command is in the log with another kind or another content."""
+    first = connection.execute(_KIND_AND_DIGEST, {"model_id": new.model_id, "seq_id": new.seq_id}).first()
+    if first is None:
+        return
+    digest = _digest(new)
+    same = first.digest in (digest, None)  # None: from before digests were kept
+    # One that was refused when it came in has lost its kind.
+    if not same or (REJECTED not in (first.kind, new.kind) and first.kind != new.kind):
+        before = "" if first.digest is None else f" of digest {first.digest.hex()[:12]}"
+        raise ConflictError(
+            f"{ids.request_id(new.model_id, new.seq_id)} is {first.kind}{before} already, and now came as {new.kind} of digest "
+            f"{digest.hex()[:12]}: number every operation of a model anew (create_model: another model_seq_id), and repeat one unchanged"
+        )
 
 
 def queued_models(connection: Connection) -> list[str]:

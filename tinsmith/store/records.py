@@ -140,6 +140,8 @@ class NewCommand:
     """The model that comes into being with the command."""
     sampling_session: SamplingSession | None = None
     """The sampling session that comes into being with the command."""
+    digest: bytes | None = None
+    """SHA-256 of what a repeat of the command repeats; None for that of the payload."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from sqlalchemy import (
     text,
 )
 
-REVISION = "4"
+REVISION = "5"
 """The newest Alembic revision. Revisions are numbers, so that one which is not known here can be told to be newer."""
 
 metadata = MetaData()
@@ -86,6 +86,7 @@ commands = Table(
     Column("kind", Text, nullable=False),
     Column("payload", LargeBinary),
     Column("image_digests", LargeBinary),
+    Column("digest", LargeBinary),
     Column("status", Text, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("finished_at", Float),

@@ -106,6 +106,11 @@ class Store:
             self.delete_unused_blobs(digest for command in with_images for digest in command.images)
         return queued
 
+    def check_repeat(self, new: NewCommand) -> None:
+        """For a command that `append` has not queued: raise ConflictError if its key belongs to another operation."""
+        with self._read.begin() as connection:
+            commands.check_repeat(connection, new)
+
     def write_blobs(self, images: Mapping[bytes, bytes]) -> None:
         """Write images, given by digest, ahead of the `append` of their command, in another thread for example. It then finds them."""
         self._blobs.write(images)
@@ -130,6 +135,12 @@ class Store:
         if found is None:
             raise NotFoundError(f"operation {command.request_id} has ended, and what it was sent with is dropped")
         return found
+
+    def refusal(self, model_id: str) -> str | None:
+        """Why a model takes no operations any more, and how to go on; None if it takes some. Raises NotFoundError if there is none."""
+        with self._read.begin() as connection:
+            refusal = endings.refusal(connection, model_id, time.time())
+        return None if refusal is None else refusal[0]
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Finish commands in one transaction. A second outcome of a command is ignored.

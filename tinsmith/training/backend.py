@@ -7,7 +7,7 @@ more of itself (`efforts.py`), and one that fails in any other way, or still, is
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +17,7 @@ import torch
 
 from tinsmith.config import TrainingConfig
 from tinsmith.distributed.process_group import ProcessGroup
-from tinsmith.errors import DeviceLostError, NotFoundError, TinsmithError, UserError
+from tinsmith.errors import DeviceLostError, GivenUpError, NotFoundError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import full_state
 from tinsmith.models.full import FullWeights, Weights, full_bytes, new_compact_weights, new_full_weights, snapshot_bytes
@@ -81,8 +81,12 @@ class Backend(Protocol):
         """Free what the model holds."""
         ...
 
-    def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
-        """Log-probabilities and losses of all datums; with `backward` their gradients are accumulated too."""
+    def run_pass(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:
+        """Log-probabilities and losses of all datums; with `backward` their gradients are accumulated too.
+
+        `look` may be called between layers. What it raises ends the pass: GivenUpError, when nobody waits for any of its datums any more,
+        who may have left gradients then.
+        """
         ...
 
     def run_together(self, number: int, work: DatumWork | TinsmithError, backward: bool) -> DatumResult:
@@ -152,6 +156,8 @@ class LocalBackend:
         memory = pass_memory_of(base.layout, base.text_config, base.dtype)
         self.efforts = Efforts(memory, base.device, config.logits_chunk, self._promised)
         self.sequences = None if group is None else SequenceParallel(base, config.logits_chunk, group, self._promised)
+        self._look: Callable[[], None] | None = None
+        """What the pass under way calls between layers."""
         self.host_share: float = math.inf
         """Bytes of the host's memory that may hold what models `beside` keep there (--full-state compact-host)."""
         self.beside: Sequence[LocalBackend] = [self]
@@ -255,12 +261,13 @@ class LocalBackend:
                 return
         self.optimizers[model_id] = ModelOptimizer(weights_from(state, self.base), state.moments)
 
-    def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
-        """Run the work in as many passes as it takes.
+    def run_pass(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:
+        """Run the work in as many passes as it takes. `look` is called between layers.
 
         Full weights have passes of their own. Work that fails is halved until what fails is a single datum: one that is bad, or that
         needs more memory than there is. A datum of a model that is not there fails alone.
         """
+        self._look = look
         results: list[DatumResult | None] = [None] * len(work)
         failures = {i: _not_loaded(datum.model_id) for i, datum in enumerate(work) if datum.model_id not in self.optimizers}
         there = [i for i in range(len(work)) if i not in failures]
@@ -317,7 +324,7 @@ class LocalBackend:
             counts = backward and not any(self._optimizer(datum.model_id).weights.shape.rank == 0 for datum in work)
             with threads_for(self.base, tokens), self.efforts.measured(tokens, effort) if counts else nullcontext():
                 return self._run(work, backward, effort)
-        except DeviceLostError:
+        except (DeviceLostError, GivenUpError):
             raise
         except Exception as error:
             if is_out_of_memory(error):
@@ -328,7 +335,7 @@ class LocalBackend:
 
     def _run(self, work: Sequence[DatumWork], backward: bool, effort: Effort) -> list[DatumResult]:
         optimizers = [self._optimizer(datum.model_id) for datum in work]
-        return run_packed(self.base, work, optimizers, backward, self.config.logits_chunk, effort)
+        return run_packed(self.base, work, optimizers, backward, self.config.logits_chunk, effort, self._look)
 
     def _reason(self, datum: DatumWork, error: PassError) -> str:
         if not error.out_of_memory:

@@ -188,8 +188,8 @@ class DividedBackend(LocalBackend):
 
     # ---- Passes
 
-    def run_pass(self, work: Sequence[DatumWork], backward: bool) -> PassResult:
-        """As `LocalBackend.run_pass`. To be called by all workers, also by those that have no work."""
+    def run_pass(self, work: Sequence[DatumWork], backward: bool, look: Callable[[], None] | None = None) -> PassResult:
+        """As `LocalBackend.run_pass`. To be called by all workers, also by those that have no work; nobody looks up in between."""
         what = zlib.crc32(f"{'forward_backward' if backward else 'forward'} on {self.base.name}".encode())
         self.together.agree(what, "the pass that comes next")
         try:

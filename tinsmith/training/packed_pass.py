@@ -33,18 +33,20 @@ def run_packed(
     backward: bool,
     logits_chunk: int,
     effort: Effort = KEEP_ALL,
+    look: Callable[[], None] | None = None,
 ) -> list[DatumResult]:
     """Compute datums in one row; with `backward` each model's gradients go to its optimizer.
 
     `optimizers` are those of the models of each datum, which share a row (`packing.shared_rows`). Logits exist for `logits_chunk` tokens
-    at a time. `effort` changes the memory that the pass takes, and no result. Raises whatever torch raises, before any gradient is added.
+    at a time. `effort` changes the memory that the pass takes, and no result. `look` is called between layers. Raises what that raises and
+    whatever torch raises, before any gradient is added.
     """
     owners = [optimizer.weights for optimizer in optimizers]
     order = packing_order([len(datum.rendered) for datum in work], owners)
     in_row, their_owners = [work[i] for i in order], [owners[i] for i in order]
     row = pack([datum.rendered for datum in in_row], their_owners, base.device)
     with torch.set_grad_enabled(backward):
-        scored = _scored(base, row, in_row, their_owners, logits_chunk, effort)
+        scored = _scored(base, row, in_row, their_owners, logits_chunk, effort, look)
     fetched = Fetched([tensor for group in scored for tensor in (group.logprobs, group.losses, group.metrics)])
     ready = contributions([group.losses for group in scored], list(dict.fromkeys(optimizers))) if backward else []
     results: dict[int, DatumResult] = {}
@@ -59,7 +61,13 @@ def run_packed(
 
 
 def _scored(
-    base: BaseModel, row: PackedRow, work: Sequence[DatumWork], owners: Sequence[Weights], chunk: int, effort: Effort
+    base: BaseModel,
+    row: PackedRow,
+    work: Sequence[DatumWork],
+    owners: Sequence[Weights],
+    chunk: int,
+    effort: Effort,
+    look: Callable[[], None] | None,
 ) -> list[Scored]:
     """Log-probabilities and losses of all datums of the row.
 
@@ -72,7 +80,7 @@ def _scored(
             exact = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype, stable=True))
     plan = PackedPlan(row.lengths, base.device, base.dtype)
     with kept_in_host_memory(len(row.token_ids)) if effort.offload else nullcontext():
-        hidden = exact if exact is not None and not torch.is_grad_enabled() else base.hidden_states(row, plan, effort.recompute)
+        hidden = exact if exact is not None and not torch.is_grad_enabled() else base.hidden_states(row, plan, effort.recompute, look=look)
     head = base.head(owners[0])  # [vocabulary, hidden]; a model with a head of its own is alone in the row
     keep = rows_to_keep(chunk, base.dtype)
     scored: list[Scored] = []

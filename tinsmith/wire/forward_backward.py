@@ -91,6 +91,8 @@ class ReceivedRequest:
 
     key: RequestKey
     stored: StoredRequest
+    digest: bytes
+    """SHA-256 of the body."""
     refused: str | None = None
     """Why the operation fails, if it holds more than a setting allows. Nothing is stored of it then."""
 
@@ -100,13 +102,13 @@ def receive(body: bytes, limits: RequestsConfig, longest: int | None = None) -> 
 
     A datum of more than `longest` tokens fits into no model. Raises UserError if it is no protobuf ForwardBackwardRequest.
     """
+    digest = hashlib.sha256(body).digest()
     try:
         inspection = Inspection(body, limits, longest)
     except LimitError as error:
-        return ReceivedRequest(error.key, StoredRequest(b"", [], {}), refused=str(error))
-    if not inspection.counts["images"]:
-        return ReceivedRequest(inspection.key, StoredRequest(packed(body), [], {}))
-    return ReceivedRequest(inspection.key, move_images_out(parse(body)))
+        return ReceivedRequest(error.key, StoredRequest(b"", [], {}), digest, refused=str(error))
+    stored = move_images_out(parse(body)) if inspection.counts["images"] else StoredRequest(packed(body), [], {})
+    return ReceivedRequest(inspection.key, stored, digest)
 
 
 def parse(body: bytes) -> tinker_pb2.ForwardBackwardRequest:

@@ -60,6 +60,10 @@ class PromptQuestions:
     def __bool__(self) -> bool:
         return self.logprobs or bool(self.topk or self.alternatives) or self.targets is not None
 
+    def scored_from(self, length: int) -> int:
+        """The first position of a prompt of that many tokens for which log-probabilities and top-k are wanted."""
+        return 1 if self.last_n is None else length - self.last_n
+
     def check(self, length: int, vocab_size: int) -> None:
         """Raise UserError if a prompt of that many tokens cannot be asked this, or a number is larger than the vocabulary allows."""
         if self.last_n is not None and not 1 <= self.last_n < length:

@@ -79,6 +79,17 @@ class SampleRequest:
     record_stability_info: bool = False
     """Record what was sampled for the loss stable_reinforce."""
 
+    def most_tokens(self, prompt: int, context: int, name: str) -> int:
+        """Most tokens to sample behind a prompt of `prompt` tokens. Raises UserError if the model `name` has no context for them.
+
+        A prompt that fills it can be scored: compute_logprobs of the SDK asks for one token as well, from which nothing is computed.
+        """
+        wanted = self.params.max_tokens
+        most = max(1, context - prompt) if wanted is None else wanted
+        if prompt + most > context and not (self.questions and most == 1 and prompt == context):
+            raise UserError(f"prompt length plus max_tokens exceeds the context window of {name}: {prompt} + {most} > {context}")
+        return most
+
 
 @dataclass(frozen=True)
 class VersionSpan:

@@ -114,6 +114,8 @@ class Worker:
         self.disk = Background("disk", DISK_THREADS, link.wake)
         self.copies = Background("copies", COPY_THREADS, link.wake)
         self.beside = self.rendering, self.pictures, self.disk, self.copies
+        self.early: list[Message] = []
+        """What has come in the middle of a pass."""
         self.due: deque[Callable[[], None]] = deque()
         """Passes and calls for the device, oldest first."""
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
@@ -132,7 +134,7 @@ class Worker:
         self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.pictures, self.disk, records, self.send)
         trained = {name: self._trained(backends[name], renderers[name], group) for name in self.bases}
         self.longest_trained = {name: each.longest for name, each in trained.items()}
-        self.passes = Passes(trained, self.rendering, self.pictures, self.send, self.due.append, records.find)
+        self.passes = Passes(trained, self.rendering, self.pictures, self.send, self.due.append, records.find, self._dropped)
         room = config.training.kept_copies_gib * 2**30
         kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies, place)
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)
@@ -165,7 +167,8 @@ class Worker:
     @property
     def has_work(self) -> bool:
         """Whether a `turn` would do something."""
-        return bool((self.due and self.turns.is_trainers) or any(threads.has_ended for threads in self.beside) or self.samples.has_work)
+        beside = any(threads.has_ended for threads in self.beside)
+        return bool(self.early or (self.due and self.turns.is_trainers) or beside or self.samples.has_work)
 
     @property
     def is_needed(self) -> bool:
@@ -174,10 +177,20 @@ class Worker:
 
     def receive(self, timeout_s: float) -> None:
         """Take in what the engine says, and what threads beside the device have done."""
-        for message in self.link.receive(timeout_s):
+        early, self.early = self.early, []
+        for message in early + self.link.receive(timeout_s):
             self.handle(message)
         for threads in self.beside:
             threads.deliver()
+
+    def _dropped(self) -> set[str]:
+        """In the middle of a pass: the operations that the engine has dropped meanwhile. Whatever it says is handled after the pass.
+
+        Steps before the pass whose copies are kept by now are answered.
+        """
+        self.copies.deliver()
+        self.early += self.link.receive(0.0)
+        return {operation for message in self.early if isinstance(message, Drop) for operation in message.operations}
 
     def turn(self) -> None:
         """At most one pass or call, then decode steps for as long as that took."""

@@ -5,14 +5,15 @@ by a pool of threads, so that the device never waits for what a processor could 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import GivenUpError, TinsmithError, UserError
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, type_of
@@ -65,13 +66,16 @@ class Passes:
         send: Callable[[Message], None],
         enqueue: Callable[[Callable[[], None]], None],
         find_recorded: FindRecorded,
+        dropped: Callable[[], Collection[str]] = tuple,
     ) -> None:
+        """`dropped` tells, in the middle of a pass, which operations the engine has dropped since the pass began."""
         self.bases = bases
         self.rendering = rendering
         self.pictures = pictures
         self.send = send
         self.enqueue = enqueue
         self.find_recorded = find_recorded
+        self.dropped = dropped
         self.noticed: set[str] = set()
         """What the log has been told of losses."""
         self.datums: dict[str, dict[int, CheckedDatum]] = {}
@@ -186,8 +190,18 @@ class Passes:
     def _compute(self, message: RunPass, rendered: "list[Rendered]") -> None:
         """Compute a pass and answer."""
         backend = self.bases[message.base_model].backend
-        compute = _compute_together if message.together else _compute_share
-        results, failures = compute(backend, message, rendered)
+        started, exchanges = time.monotonic(), self._exchanges(message)
+        if message.together:
+            results, failures = _compute_together(backend, message, rendered)
+        else:  # one that exchanges something is to be computed by all workers or by none
+            results, failures = _compute_share(backend, message, rendered, None if exchanges else partial(self._look, message))
+        given_up = any(isinstance(error, GivenUpError) for error in failures.values())
+        for piece in [piece for piece, result in results.items() if np.isnan(result.logprobs).any()]:
+            del results[piece]
+            failures[piece] = UserError(
+                f"datum {piece[1]}: a log-probability is NaN, so the model's weights are not finite, or what they compute; "
+                "go on from a checkpoint of before that"
+            )
         self._forget(results)
         numbers = [result.loss for result in results.values()]
         numbers += [value for result in results.values() for value in result.metrics.values()]
@@ -199,8 +213,15 @@ class Passes:
                 backend.tokens_per_pass,
                 [list(result.metrics) for result in results.values()],
                 b"".join([np.array(numbers, dtype=np.float64).tobytes(), *(result.logprobs.tobytes() for result in results.values())]),
+                0.0 if exchanges or given_up else time.monotonic() - started,
             )
         )
+
+    def _look(self, message: RunPass) -> None:
+        """Raise GivenUpError if all operations of a pass have been dropped, before it began or since."""
+        dropped = self.dropped()
+        if all(operation in dropped or operation not in self.datums for operation, _ in message.pieces):
+            raise GivenUpError("the pass was given up: none of its operations is wanted any more")
 
     def _forget(self, computed: Iterable[Piece]) -> None:
         for operation, index in computed:
@@ -223,7 +244,7 @@ Outcome = tuple[dict[Piece, DatumResult], dict[Piece, TinsmithError]]
 """What a pass gives: datums with a result, and those that failed."""
 
 
-def _compute_share(backend: Backend, message: RunPass, rendered: "list[Rendered]") -> Outcome:
+def _compute_share(backend: Backend, message: RunPass, rendered: "list[Rendered]", look: Callable[[], None] | None) -> Outcome:
     """Compute a pass, or this worker's share of one. An operation with a broken picture contributes nothing more."""
     failures = {piece: type(work)(f"datum {piece[1]}: {work}") for piece, work in rendered if isinstance(work, TinsmithError)}
     broken = {operation for operation, _ in failures}
@@ -231,7 +252,9 @@ def _compute_share(backend: Backend, message: RunPass, rendered: "list[Rendered]
     results: dict[Piece, DatumResult] = {}
     if chosen or backend.needs_all:
         with failing_into(lambda error: failures.update({piece: error for piece, _ in chosen})):
-            outcome = backend.run_pass([work for _, work in chosen], message.backward)
+            if look:
+                look()
+            outcome = backend.run_pass([work for _, work in chosen], message.backward, look)
             for i, ((piece, _), result) in enumerate(zip(chosen, outcome.results, strict=True)):
                 if result is None:
                     failures[piece] = TinsmithError(f"datum {piece[1]}: {outcome.failures[i]}")

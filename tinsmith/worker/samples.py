@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -27,6 +27,7 @@ from tinsmith.sampling.sampler import SampleEvent, SampleFailure, Sampler, Sampl
 from tinsmith.sampling.turns import Turns
 from tinsmith.store import ids
 from tinsmith.store.recorded_sequences import RecordedSequence
+from tinsmith.wire.prompt_scores import PromptQuestions
 from tinsmith.wire.sample import SampleRequest, encode_sample_response, parse_sample_request
 from tinsmith.worker.background import Background
 from tinsmith.worker.records import SequenceRecords
@@ -65,6 +66,8 @@ class Started:
     """Threads decode its pictures."""
     is_recorded: bool = False
     """What is sampled is recorded for the loss stable_reinforce."""
+    questions: PromptQuestions = field(default_factory=PromptQuestions)
+    """What is asked about the prompt."""
 
 
 @dataclass(frozen=True)
@@ -285,6 +288,7 @@ class Samples:
         self.bases[message.base_model].sampler.add(_name(message), rendered.request, rendered.prompt, weights, stream=message.stream)
         started = self.started[_name(message)]
         started.in_sampler, started.is_recorded = True, rendered.request.record_stability_info
+        started.questions = rendered.request.questions
         self.on_the_way[message.base_model] -= message.num_samples
 
     def _read(self, key: Key, rendered: _Rendered) -> None:
@@ -347,6 +351,7 @@ class Samples:
 
     def _finish(self, result: SampleResult, started: Started) -> None:
         message = started.message
+        result.check_finite(started.questions)
         done = SampleDone(message.request_id, message.run, encode_sample_response(result.sequences, result.answers, result.cached_tokens))
         if started.is_recorded:
             self._record(message, result, done)

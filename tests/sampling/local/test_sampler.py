@@ -258,10 +258,25 @@ def test_a_sample_takes_the_room_that_there_is_and_what_can_never_fit_is_refused
     sampler, rendered = sampler_of(text_base, blocks=4), prompt_of(text_base, (0, 30))
     with pytest.raises(UserError, match=f"is 70 tokens, but the key/value cache holds {4 * BLOCK}"):
         sampler.add("x", ask(replace(PARAMS, max_tokens=40)), rendered, None)
-    with pytest.raises(UserError, match=r"exceeds the context window: 30 \+ 40000 > 32768"):
+    with pytest.raises(UserError, match=r"exceeds the context window of tiny: 30 \+ 40000 > 32768"):
         sampler.add("x", ask(replace(PARAMS, max_tokens=40000)), rendered, None)
     (sequence,) = sampled(sampler, rendered, ask(replace(PARAMS, max_tokens=None))).sequences
     assert (len(sequence.tokens), sequence.stop_reason) == (4 * BLOCK - 30, "length")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_prompt_that_fills_the_context_and_the_cache_is_scored(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """As compute_logprobs asks for it: with one token, which is drawn and not computed."""
+    monkeypatch.setattr(text_base, "max_context", 2 * BLOCK)
+    sampler, full = sampler_of(text_base, blocks=2 * count), prompt_of(text_base, (0, 2 * BLOCK))
+    one = replace(PARAMS, max_tokens=1)
+    scored = replace(ask(one, count), questions=PromptQuestions(logprobs=True))
+    result = sampled(sampler, full, scored)
+    assert [len(sequence.tokens) for sequence in result.sequences] == [1] * count
+    check(text_base, full, None, result)
+    for asked in (ask(one), replace(scored, params=replace(PARAMS, max_tokens=2))):
+        with pytest.raises(UserError, match="exceeds the context window of tiny: 32 "):
+            sampler.add("x", asked, full, None)
 
 
 def test_stop_rules(text_base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:

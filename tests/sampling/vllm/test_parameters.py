@@ -65,7 +65,7 @@ def test_what_vllm_would_do_differently_is_refused(params: dict[str, Any]) -> No
 def test_the_context_holds_prompt_and_answer() -> None:
     """An answer that is scored again leaves a token free."""
     for asked, longest in ((request(max_tokens=None), 10), (request(max_tokens=10), 10), (request(max_tokens=None, top_k=2), 9)):
-        assert longest_answer(asked, 90, 100) == longest
+        assert longest_answer(asked, 90, 100, "tiny") == longest
     for asked, words in ((request(max_tokens=11), "90 \\+ 11 > 100"), (request(max_tokens=10, top_k=2), "max_tokens=9")):
         with pytest.raises(UserError, match=words):
-            longest_answer(asked, 90, 100)
+            longest_answer(asked, 90, 100, "tiny")

@@ -11,15 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from aiohttp import web
 
 from tests.bases import new_ref, random_adapter, random_tokens, renderer
 from tests.sampling.vllm.answering import answering
-from tinsmith.config import load
+from tinsmith.config import SamplingConfig, load
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.models.base import BaseModel
+from tinsmith.sampling.local.sampler import LocalSampler
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled
 from tinsmith.sampling.vllm import sampler as room
 from tinsmith.sampling.vllm import servers
@@ -312,6 +314,33 @@ def test_without_a_stream_tokens_come_at_the_end_to_those_who_read_along(bench: 
     (result,) = bench.to_the_end()
     assert isinstance(result, SampleResult)
     assert not any(asked.get("stream") for asked in stub.asked)
+
+
+def test_a_prompt_that_fills_the_context_is_answered_by_the_trainers_model(bench: Bench, stub: Stub) -> None:
+    """VLLM takes none without room behind it. The same prompt with room has the same scores, and the same greedy token."""
+    found = []
+    for longest, topk in ((5, 3), (6, 0)):
+        bench.sampler.longest = longest
+        local = LocalSampler(bench.base, SamplingConfig(kv_cache_gib=0.01), logits_chunk=16)
+        asked = replace(request(2, prompt_logprobs=True, max_tokens=1, temperature=0.0), topk_sample_logprobs=topk)
+        target = bench.sampler if longest == 5 else local
+        target.add("x", asked, bench.prompt, None, longest == 5)
+        events = bench.to_the_end() if longest == 5 else [event for _ in range(3) for event in local.step()]
+        *told, result = events
+        assert isinstance(result, SampleResult)
+        assert [event.tokens for event in told if isinstance(event, TokensSampled)] == [s.tokens for s in result.sequences if topk]
+        assert [sequence.topk is not None for sequence in result.sequences] == [topk > 0] * 2
+        result.check_finite(asked.questions)
+        found.append(result)
+    assert stub.asked == []
+    full, roomy = found
+    assert [sequence.tokens for sequence in full.sequences] == [sequence.tokens for sequence in roomy.sequences]
+    assert full.answers.logprobs is not None
+    assert roomy.answers.logprobs is not None
+    np.testing.assert_allclose(full.answers.logprobs, roomy.answers.logprobs, atol=1e-4)
+    bench.sampler.longest = 5
+    with pytest.raises(UserError, match=r"exceeds the context window of tiny: 5 \+ 1 > 5"):
+        bench.add(asked=request(max_tokens=1))
 
 
 @pytest.mark.parametrize("after", [0, 3, 5])

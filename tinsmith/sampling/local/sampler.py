@@ -38,7 +38,7 @@ from tinsmith.sampling.local.states import StateSlots
 from tinsmith.sampling.prefix import BLOCK
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, ref_of
-from tinsmith.sampling.stopping import StopIds, StopStrings
+from tinsmith.sampling.stopping import stop_rule
 from tinsmith.store import ids
 from tinsmith.training.backend import is_out_of_memory
 from tinsmith.training.logprobs import head_logits, head_lora
@@ -122,10 +122,10 @@ class LocalSampler:
             scores=PromptScores(rendered, request.questions, params, seed) if request.questions else None,
             topk=request.topk_sample_logprobs,
             seed=seed,
-            max_new=self._max_new(len(rendered), params.max_tokens),
+            max_new=self._max_new(request, len(rendered)),
             unfinished=request.num_samples,
         )
-        rule = self._stop_rule(job)
+        rule: StopRuleState = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)
         job.sequences = [Sequence(job, index, rule.for_another()) for index in range(job.num_samples)]
         self.schedule.waiting.add(job.session, job.sequences[0])
 
@@ -314,22 +314,17 @@ class LocalSampler:
         self.decoding.clear()
         self.flights, self.meanwhile = [], []
 
-    def _max_new(self, prompt: int, wanted: int | None) -> int:
-        room = self.longest - prompt
-        longest = max(1, room) if wanted is None else wanted
-        if prompt + longest > self.base.max_context:
-            raise UserError(f"prompt length plus max_tokens exceeds the context window: {prompt} + {longest} > {self.base.max_context}")
-        if longest > room:
+    def _max_new(self, request: SampleRequest, prompt: int) -> int:
+        longest = request.most_tokens(prompt, self.base.max_context, self.base.name)
+        room = self.cache.total * BLOCK - prompt
+        if request.params.max_tokens is None:
+            longest = max(1, min(longest, room))
+        if longest > max(room, int(longest == 1 and room == 0)):  # one token behind the prompt needs no place
             raise UserError(
                 f"prompt length plus max_tokens is {prompt + longest} tokens, but the key/value cache holds {self.cache.total * BLOCK}; "
                 "ask for fewer tokens or start the server with a larger --kv-cache-gib"
             )
         return longest
-
-    def _stop_rule(self, job: SampleJob) -> StopRuleState:
-        rule = job.params.stop
-        ids = (*rule.token_ids, *(self.base.eos_token_ids() if rule.eos else ()))
-        return StopStrings(ids, rule.strings, self.base.tokenizer) if rule.strings else StopIds(ids)
 
     # One pass over prompts
 

@@ -102,8 +102,8 @@ def score_prompt(
     scores: PromptScores,
     chunk: int,
     look_at: Callable[[torch.Tensor], None] | None = None,
-) -> None:
-    """Let the trainer's own model answer what `scores` asks about a prompt.
+) -> torch.Tensor:
+    """Let the trainer's own model answer what `scores` asks about a prompt; returns the logits [1, vocabulary] behind it.
 
     Logits [positions, vocabulary] exist for `chunk` positions at a time; `look_at` is given them.
     """
@@ -111,7 +111,9 @@ def score_prompt(
         row = pack([rendered], [weights], base.device)
         hidden = base.hidden_states(row, PackedPlan(row.lengths, base.device, base.dtype))
         adapter = weights if isinstance(weights, Adapter) else None
-        scores.add(0, hidden, partial(_logits, base.head(weights), adapter, look_at), chunk)
+        logits = partial(_logits, base.head(weights), adapter, look_at)
+        scores.add(0, hidden, logits, chunk)
+        return head_logits(hidden[-1:], base.head(weights), *head_lora(adapter))
 
 
 def _logits(

@@ -19,14 +19,11 @@ def truncates(request: SampleRequest) -> bool:
     return request.params.temperature > 0 and (request.params.top_k > 0 or request.params.top_p < 1)
 
 
-def longest_answer(request: SampleRequest, prompt: int, max_context: int) -> int:
-    """Most tokens to sample. Raises UserError if they do not fit into the context after a prompt of `prompt` tokens."""
-    wanted = request.params.max_tokens
-    longest = max(1, max_context - prompt) if wanted is None else wanted
-    if prompt + longest > max_context:
-        raise UserError(f"prompt length plus max_tokens exceeds the context window: {prompt} + {longest} > {max_context}")
+def longest_answer(request: SampleRequest, prompt: int, max_context: int, name: str) -> int:
+    """As `SampleRequest.most_tokens`, less a token where vLLM has to score the answer again."""
+    longest = request.most_tokens(prompt, max_context, name)
     if truncates(request) and prompt + longest == max_context:
-        if wanted is None and longest > 1:
+        if request.params.max_tokens is None and longest > 1:
             return longest - 1
         raise UserError(
             f"with top_k or top_p, prompt length plus max_tokens must leave one token of the context window of {max_context}: "

@@ -114,7 +114,7 @@ def prompt_answers(scores: Sequence[dict[str, Any] | None], rendered: RenderedIn
     length = len(rendered)
     if len(scores) != length:
         raise TinsmithError(f"vLLM scored {len(scores)} positions of a prompt of {length} tokens")
-    first = length - questions.last_n if questions.last_n is not None else 1
+    first = questions.scored_from(length)
     text = rendered.is_text
     logprobs = np.full(length, np.nan, dtype=np.float32)
     top = TopLogprobs.empty(length, questions.topk)

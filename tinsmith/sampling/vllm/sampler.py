@@ -16,6 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from urllib.parse import urlsplit
 
+import numpy as np
+from torch import Tensor
+
 from tinsmith.config import Config
 from tinsmith.errors import ConfigError, DeviceLostError, TinsmithError
 from tinsmith.models.base import BaseModel, pick_device
@@ -23,9 +26,11 @@ from tinsmith.models.full import Weights
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.rendering.renderer import Renderer
+from tinsmith.sampling.choose import Choice, choose
 from tinsmith.sampling.prefix import BLOCK, prompt_keys, weights_key
 from tinsmith.sampling.prompt_scores import PromptScores
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, SampleResult, TokensSampled, ref_of
+from tinsmith.sampling.stopping import stop_rule
 from tinsmith.sampling.vllm.canary import Canary, Expectation, ServedWeights, score_prompt
 from tinsmith.sampling.vllm.client import VLLMClient
 from tinsmith.sampling.vllm.job import Draft, Job
@@ -35,8 +40,8 @@ from tinsmith.sampling.vllm.probes import make_probes
 from tinsmith.sampling.vllm.publisher import Publisher
 from tinsmith.sampling.vllm.servers import Launch
 from tinsmith.sampling.vllm.weights import LONGEST_BROADCAST_S, WeightFiles
-from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions
-from tinsmith.wire.sample import SampleRequest
+from tinsmith.wire.prompt_scores import PromptAnswers, PromptQuestions, TopLogprobs
+from tinsmith.wire.sample import SampledSequence, SampleRequest, VersionSpan
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +58,10 @@ class _Pending:
     max_tokens: int
     future: "Future[SampleResult] | None" = None
     """None until the client has it."""
+
+    def fills(self, context: int) -> bool:
+        """Whether there is no room behind its prompt: vLLM refuses it, and the trainer's model answers all."""
+        return len(self.rendered) >= context
 
     @property
     def local_questions(self) -> PromptQuestions:
@@ -111,7 +120,7 @@ class VLLMSampler:
         check_parameters(request)
         request.questions.check(len(rendered), self.base.vocab_size)
         ref_of(weights, self.base.name)
-        longest = longest_answer(request, len(rendered), self.longest)
+        longest = longest_answer(request, len(rendered), self.longest, self.base.name)
         self.pending[request_id] = _Pending(request_id, request, rendered, weights, stream, longest)
         self.new.append(self.pending[request_id])
 
@@ -186,7 +195,7 @@ class VLLMSampler:
             self._publish(self.published.popleft())
         while self.new:
             pending = self.new[0]
-            must_compute = not self._is_known(pending.weights) or bool(pending.local_questions)
+            must_compute = not self._is_known(pending.weights) or bool(pending.local_questions) or pending.fills(self.longest)
             if must_compute and computed:
                 return
             computed |= must_compute
@@ -203,6 +212,11 @@ class VLLMSampler:
 
     def _submit(self, pending: _Pending, events: list[SampleEvent]) -> None:
         try:
+            if pending.fills(self.longest):
+                result = self._answered_here(pending)
+                del self.pending[pending.request_id]
+                events += [*(result.tokens_of(index) for index in range(len(result.sequences)) if pending.stream), result]
+                return
             job = self._job(pending)
         except Exception as error:
             if isinstance(error, DeviceLostError):
@@ -236,13 +250,38 @@ class VLLMSampler:
         self.wake()
 
     def _local_answers(self, pending: _Pending) -> PromptAnswers:
-        asked, params = pending.local_questions, pending.request.params
-        if not asked:
-            return PromptAnswers()
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        scores = PromptScores(pending.rendered, asked, params, seed)
-        score_prompt(self.base, pending.rendered, pending.weights, scores, self.logits_chunk)
-        return scores.answers
+        asked = pending.local_questions
+        return self._scored(pending, asked, _seed_of(pending))[0] if asked else PromptAnswers()
+
+    def _scored(self, pending: _Pending, asked: PromptQuestions, seed: int) -> tuple[PromptAnswers, Tensor]:
+        """Answers of the trainer's model about a prompt, and the logits [1, vocabulary] behind it."""
+        scores = PromptScores(pending.rendered, asked, pending.request.params, seed)
+        logits = score_prompt(self.base, pending.rendered, pending.weights, scores, self.logits_chunk)
+        return scores.answers, logits
+
+    def _answered_here(self, pending: _Pending) -> SampleResult:
+        """The answers about a prompt that fills the context, and the one token that comes with them."""
+        request, count, seed = pending.request, pending.request.num_samples, _seed_of(pending)
+        answers, logits = self._scored(pending, request.questions, seed)
+        params, topk = request.params, request.topk_sample_logprobs
+        how = Choice(
+            temperature=np.full(count, params.temperature, dtype=np.float32),
+            top_k=np.full(count, params.top_k, dtype=np.int64),
+            top_p=np.full(count, params.top_p, dtype=np.float32),
+            seed=np.full(count, seed, dtype=np.uint64),
+            sample=np.arange(count, dtype=np.uint64),
+            position=np.zeros(count, dtype=np.uint64),
+            topk=np.full(count, topk, dtype=np.int64),
+        )
+        rule = stop_rule(params.stop, self.base.eos_token_ids(), self.base.tokenizer)
+        version = (VersionSpan(ref_of(pending.weights, self.base.name).label, 0, 1),)
+        sequences = []
+        for chosen in choose(logits.expand(count, -1), how):
+            tokens, logprobs = chosen.top
+            top = TopLogprobs(np.array([tokens], dtype=np.int32), np.array([logprobs], dtype=np.float32)) if topk else None
+            stops = rule.for_another().stops(chosen.token)
+            sequences.append(SampledSequence([chosen.token], [chosen.logprob], "stop" if stops else "length", top, version))
+        return SampleResult(pending.request_id, sequences, answers, len(pending.rendered), 0)
 
     def _is_known(self, weights: Weights | None) -> bool:
         """Whether the canary was computed with these weights."""
@@ -267,6 +306,11 @@ class VLLMSampler:
             if not self.copies[key]:
                 del self.copies[key], self.canaries[key]
                 self.client.forget(key)
+
+
+def _seed_of(pending: _Pending) -> int:
+    seed = pending.request.params.seed
+    return secrets.randbits(64) if seed is None else seed
 
 
 def _outcome(request_id: str, future: "Future[SampleResult]") -> SampleEvent:

@@ -83,7 +83,10 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
 
 @router.post("/asample")
 async def asample(request: Request) -> Response:
-    """Start a sample. A repeat with the same (sampling_session_id, seq_id) gets the same answer and starts nothing."""
+    """Start a sample. A repeat with the same (sampling_session_id, seq_id) gets the same answer and starts nothing.
+
+    Raises ConflictError for another sample of that key.
+    """
     hub = hub_of(request)
     _require_sampler(hub)
     limits = hub.config.requests
@@ -95,14 +98,18 @@ async def asample(request: Request) -> Response:
     request_id = ids.request_id(asked.sampling_session_id, asked.seq_id)
     hub.lifetimes.saw(request_id)
     session = await hub.sampling_sessions.find(asked.sampling_session_id)
-    sample = hub.samples.find(request_id) or await _start(hub, request_id, session, received)
+    sample = hub.samples.find(request_id)
+    if sample is None:
+        sample = await _start(hub, request_id, session, received)
+    else:
+        sample.check_repeat(received.digest)
     return future_reply(request_id, sample_sequence_ids=sample.sequence_ids)
 
 
 async def _start(hub: Hub, request_id: str, session: SamplingSession, received: ReceivedSample) -> PendingSample:
     facts = hub.base_models.find(session.base_model)
     check_sample(received, facts, hub.config.images)
-    sample = hub.samples.add(request_id, received.request.num_samples, len(received.body))
+    sample = hub.samples.add(request_id, received.request.num_samples, len(received.body), digest=received.digest)
     try:
         hub.sample_reports.expect(request_id)
         count = sample.num_samples

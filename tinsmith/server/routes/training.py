@@ -4,6 +4,7 @@ An operation whose model_id and seq_id can be read always gets a request_id. The
 then says so. If the operation were refused here, the sequence would have a hole that the engine waits for.
 """
 
+import hashlib
 import logging
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -46,7 +47,10 @@ async def _body(request: Request, hub: Hub) -> bytes:
 
 
 async def _submit(hub: Hub, command: NewCommand) -> Response:
-    """Append an operation to the log and tell the engine. The reply does not wait for any earlier operation."""
+    """Append an operation to the log and tell the engine. The reply does not wait for any earlier operation.
+
+    Raises ConflictError if its key belongs to another operation.
+    """
     hub.lifetimes.saw(command.model_id)
     if command.model is None:
         await hub.require_model(command.model_id)
@@ -64,6 +68,7 @@ async def _submit(hub: Hub, command: NewCommand) -> Response:
         await hub.engine.notify(Wake([command.model_id]))
     else:
         hub.waiters.look_again(request_id)
+        await hub.store.read(Store.check_repeat, command)
     return future_reply(request_id, model_id=command.model_id)
 
 
@@ -120,9 +125,13 @@ async def forward_backward(request: Request) -> Response:
     if not key.model_id or not 1 <= key.seq_id <= MAX_SEQ_ID:
         raise UserError(f"model_id={key.model_id!r}, seq_id={key.seq_id}: both are needed, and seq_id counts from 1")
     if received.refused is not None:
-        return await _submit(hub, NewCommand(key.model_id, key.seq_id, REJECTED, received.refused.encode()))
+        refused = NewCommand(key.model_id, key.seq_id, REJECTED, received.refused.encode(), digest=received.digest)
+        return await _submit(hub, refused)
     stored = received.stored
-    return await _submit(hub, NewCommand(key.model_id, key.seq_id, "forward_backward", stored.payload, stored.image_digests, stored.images))
+    command = NewCommand(
+        key.model_id, key.seq_id, "forward_backward", stored.payload, stored.image_digests, stored.images, digest=received.digest
+    )
+    return await _submit(hub, command)
 
 
 @router.post("/create_custom_loss", dependencies=_TRAINS)
@@ -193,8 +202,23 @@ async def save_weights_for_sampler(request: Request) -> Response:
     hub = hub_of(request)
     body = await _body(request, hub)
     key = parse_json(OperationKey, body)
-    session = _snapshot_session(key, body, await _existing_model(hub, key.model_id))
-    return await _submit(hub, NewCommand(key.model_id, key.seq_id, "save_weights_for_sampler", body, sampling_session=session))
+    model = await _existing_model(hub, key.model_id)
+    asked = _asked_snapshot(key, body)
+    if asked is None:
+        return await _submit_json(hub, "save_weights_for_sampler", body)
+    session = SamplingSession(
+        sampling_session_id=ids.sampling_session_id(model.session_id, asked.sampling_session_seq_id or 0),
+        session_id=model.session_id,
+        base_model=model.base_model,
+        snapshot_id=ids.request_id(key.model_id, key.seq_id),
+        model_id=key.model_id,
+        inflight=asked.kind == "inflight",
+    )
+    repeated = asked.model_copy(update={"sampling_session_seq_id": 0}).model_dump_json().encode()
+    digest = hashlib.sha256(repeated).digest()
+    return await _submit(
+        hub, NewCommand(key.model_id, key.seq_id, "save_weights_for_sampler", body, sampling_session=session, digest=digest)
+    )
 
 
 def _comes_from_here(request: Request) -> bool:
@@ -212,20 +236,11 @@ async def _existing_model(hub: Hub, model_id: str) -> Model:
     return model
 
 
-def _snapshot_session(key: OperationKey, body: bytes, model: Model) -> SamplingSession | None:
-    """The sampling session of a snapshot; None for a checkpoint, or if the request is wrong, which the engine will tell the client."""
+def _asked_snapshot(key: OperationKey, body: bytes) -> SaveWeightsForSamplerRequest | None:
+    """The request, if it is for a snapshot; None for a checkpoint, or if it is wrong, which the engine will tell the client."""
     try:
         asked = parse_json(SaveWeightsForSamplerRequest, body)
     except UserError as error:
         log.info("%s will fail: %s", ids.request_id(key.model_id, key.seq_id), error)
         return None
-    if asked.sampling_session_seq_id is None:
-        return None
-    return SamplingSession(
-        sampling_session_id=ids.sampling_session_id(model.session_id, asked.sampling_session_seq_id),
-        session_id=model.session_id,
-        base_model=model.base_model,
-        snapshot_id=ids.request_id(key.model_id, key.seq_id),
-        model_id=key.model_id,
-        inflight=asked.kind == "inflight",
-    )
+    return None if asked.sampling_session_seq_id is None else asked
