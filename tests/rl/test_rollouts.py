@@ -14,11 +14,11 @@ from PIL import Image
 from tests.extent import slow
 from tests.rl.scripted import COUNTS, KEEPS_THOUGHTS, SHOUTS, Script, Scripted, ids, settings
 from tests.rl.test_run import config_of
-from tinsmith.errors import ConfigError, UserError
+from tinsmith.errors import ConfigError
 from tinsmith.rl.chat import ChatTemplate, TemplateError
 from tinsmith.rl.config import from_tree
 from tinsmith.rl.env import ChatMessage, Prompt, image_part, text_part, user
-from tinsmith.rl.policy import Completion, SamplingRequest, context_limit
+from tinsmith.rl.policy import Completion, SamplingRequest, TinkerPolicy, context_limit
 from tinsmith.rl.rollouts import EnvRollouts, file_prompts, prompt_of_group, rollout_settings, seed_prompts
 from tinsmith.rl.sequences import Picture
 from tinsmith.rl.trajectory import EpisodeId, TrainingSample, Trajectory
@@ -42,7 +42,9 @@ def play(
 ) -> Made:
     """An episode of scripted answers (text, whether it stopped by itself) and steps."""
     policy = Scripted([(ids(template, said) if isinstance(said, str) else said, stopped) for said, stopped in answers])
-    rollouts = EnvRollouts("tests.rl.scripted:Script", {"opening": opening, "steps": steps}, settings(**changes), template, InlineWorkers())
+    rollouts = EnvRollouts(
+        "tests.rl.scripted:Script", {"opening": opening, "steps": steps}, settings(**changes), template, InlineWorkers(600)
+    )
     return asyncio.run(rollouts.play(policy, Prompt(5), EpisodeId("script", 5))), policy
 
 
@@ -229,9 +231,7 @@ def test_an_empty_generation_adds_its_reward_to_what_was_sampled_before(plain: C
 
 def test_an_episode_of_which_nothing_was_sampled_leaves_nothing_to_learn(plain: ChatTemplate, thinking: ChatTemplate) -> None:
     for template in (plain, thinking):
-        full, policy = play(template, [], [], max_context=len(ids(template, ASKED)))
         empty, _ = play(template, [([], True)], [([], 1.0, True)])
-        assert (full.samples, full.stop_reason, full.turns, full.usable, policy.prompts) == ((), "context", 0, False, [])
         assert (empty.samples, empty.stop_reason, empty.usable, empty.reward) == ((), "empty", False, 0.0)
 
 
@@ -314,10 +314,64 @@ def test_a_template_that_changes_what_was_said_is_an_error(
         play(template, [("hot" + END, True)], [([user("warmer")], 0.5, False)])
 
 
-def test_a_text_model_refuses_pictures(plain: ChatTemplate) -> None:
-    blind = ChatTemplate(plain.tokenizer, None)
-    with pytest.raises(UserError, match="takes no images, and the environment showed one"):
-        play(blind, [], [], [user(picture("red"))])
+def red(width: int = 64, height: int = 32) -> ChatMessage:
+    return user(Image.new("RGB", (width, height), "red"))
+
+
+@pytest.mark.parametrize(
+    ("shown", "sees", "error"),
+    [
+        (red(), False, "takes no images, and the environment showed one"),
+        (red(4000, 4), True, "the model takes no picture of 4000 x 4 pixels: absolute aspect ratio must be smaller than 200"),
+        (
+            user(b"a path"),
+            True,
+            "Script.{method} returned a picture in {place} that cannot be shown: a picture of 6 bytes",
+        ),
+        ({"role": "nobody", "content": "hi"}, True, "the chat template cannot render the messages: TemplateError: who is nobody?"),
+    ],
+)
+@pytest.mark.parametrize("opens", [True, False])
+def test_what_cannot_be_shown_ends_its_episode_only(
+    shown: ChatMessage, sees: bool, error: str, opens: bool, make_template: Callable[[str | None], ChatTemplate]
+) -> None:
+    """The answer before it is kept."""
+    strict = make_template(
+        "{%- for m in messages if m.role == 'nobody' -%}{{ raise_exception('who is nobody?') }}{%- endfor -%}" + KEEPS_THOUGHTS
+    )
+    template = ChatTemplate(strict.tokenizer, strict.processor if sees else None, strict.template)
+    made, _ = play(template, [("hot" + END, True)] * 2, [([shown], 0.5, False)], [shown] if opens else OPENING)
+    assert (made.stop_reason, made.usable, made.turns) == ("env_error", False, 0 if opens else 1)
+    place = "messages[0]" if opens else "observations[0]"
+    assert error.format(method="init" if opens else "step", place=place) in made.error
+    assert made.details.startswith("prompt: Prompt(seed=5, messages=(), fields={})\n")
+    if not opens:
+        assert "the model said: 'hot<|im_end|>'\n" in made.details
+        reward = 0.0 if "Script." in error else 0.5  # nothing counts of what a wrong step returns
+        assert_sample(only(made), template, ASKED + "<think>\n", [("hot" + END, 1, reward)])
+
+
+def test_an_opening_without_room_for_an_answer_is_a_failure(plain: ChatTemplate) -> None:
+    room = len(ids(plain, ASKED))
+    made, policy = play(plain, [], [], max_context=room)
+    assert (made.stop_reason, made.samples, policy.prompts) == ("env_error", (), [])
+    assert made.error.startswith(f"the first messages have {room} tokens, and a conversation has room for {room}; shorten them")
+    huge, _ = play(plain, [], [], [red(9000, 9000)], max_context=512)
+    assert huge.error.startswith("the first messages have ")
+
+
+def test_an_answer_that_the_environment_fails_on_is_kept(plain: ChatTemplate) -> None:
+    made, _ = play(plain, [("hot" + END, True), ("cold" + END, True)], [([user("warmer")], 0.25, False)])  # no second step: IndexError
+    assert (made.stop_reason, made.turns, made.error) == ("env_error", 2, "IndexError: list index out of range")
+    assert_sample(only(made), plain, ASKED, [("hot" + END, 1, 0.25), ("\n" + NEXT, 0, 0.0), ("cold" + END, 2, 0.0)])
+
+
+def test_a_refused_prompt_ends_its_episode_only(server_url: str, plain: ChatTemplate) -> None:
+    client = tinker.ServiceClient(base_url=server_url, api_key="tml-test").create_sampling_client(base_model="tiny").result()
+    rollouts = EnvRollouts("arithmetic", {}, settings(max_context=10**6, max_tokens=10**6), plain, InlineWorkers(600))
+    made = asyncio.run(rollouts.play(TinkerPolicy(client), Prompt(5), EpisodeId("arithmetic", 5)))
+    assert made.stop_reason == "env_error"
+    assert made.error.startswith("the server refuses the prompt: ")
 
 
 def test_turns_get_seeds_of_their_own(plain: ChatTemplate) -> None:
@@ -343,7 +397,7 @@ def test_thousands_of_episodes_are_played_and_no_more_at_a_time_than_wanted(in_f
             return Completion(np.array(plain.end_of_turn_ids, np.int32), np.zeros(1, np.float32), True)
 
     async def play_all() -> list[Trajectory]:
-        rollouts = EnvRollouts("arithmetic", {}, settings(), plain, InlineWorkers(), in_flight=in_flight)
+        rollouts = EnvRollouts("arithmetic", {}, settings(), plain, InlineWorkers(600), in_flight=in_flight)
         return await asyncio.gather(*(rollouts.play(Slow(), Prompt(n), EpisodeId("arithmetic", n)) for n in range(3000)))
 
     made = asyncio.run(play_all())

@@ -132,9 +132,13 @@ class ChatTemplate:
         return {**message, "content": parts}
 
     def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
-        rendered = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.template, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
-        )
+        """The rendered text. Raises UserError for messages that the template refuses, or is not made for."""
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, chat_template=self.template, tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
+            )
+        except Exception as error:  # templates are programs
+            raise UserError(f"the chat template cannot render the messages: {type(error).__name__}: {error}") from error
         return str(rendered)
 
     def _framing(self) -> tuple[str, str]:

@@ -22,7 +22,6 @@ from functools import cache
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
-from PIL import Image
 
 from tinsmith.errors import ConfigError
 
@@ -63,7 +62,7 @@ class Step(NamedTuple):
 
 
 class Env(ABC):
-    """One episode. Methods may be slow and may raise: an exception ends this episode, with its reason in the log, and not the run."""
+    """One episode. Methods may be slow or async, and may raise: an exception ends this episode, with its reason in the log, not the run."""
 
     @abstractmethod
     def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:
@@ -90,7 +89,7 @@ class Teacher(ABC):
         """A right answer to the last message."""
 
 
-def user(*parts: str | Image.Image) -> ChatMessage:
+def user(*parts: Any) -> ChatMessage:
     """A user's message of texts and pictures."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return {"role": "user", "content": parts[0]}
@@ -102,8 +101,8 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def image_part(picture: "Image.Image | bytes | str") -> dict[str, Any]:
-    """A picture as a part of a message's content: a PIL image, the bytes of an image file, or a data URI."""
+def image_part(picture: Any) -> dict[str, Any]:
+    """A picture as a part of a message's content: a PIL image, an array of uint8, the bytes of an image file, or a data URI."""
     return {"type": "image", "image": picture}
 
 

@@ -16,7 +16,7 @@ import tinker
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import ModelSection, ServerSection
 from tinsmith.rl.reach import require_server
@@ -49,11 +49,15 @@ class Completion:
     """False if it ended because it reached its maximum length."""
 
 
+class PromptRefusedError(UserError):
+    """The server refuses a prompt, such as one with a picture that is too large. The message gives its reason."""
+
+
 class Policy(Protocol):
     """Answers prompts."""
 
     async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
-        """One answer to `prompt`."""
+        """One answer to `prompt`. Raises PromptRefusedError."""
         ...
 
 
@@ -64,7 +68,7 @@ class TinkerPolicy:
         self.client = client
 
     async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
-        """One answer to `prompt`. Raises the SDK's errors."""
+        """One answer to `prompt`. Raises PromptRefusedError, and the SDK's other errors."""
         params = tinker.SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
@@ -73,7 +77,12 @@ class TinkerPolicy:
             stop=list(request.stop_ids) or list(request.stop) or None,  # None: the model's end of turn; []: nothing would end the answer
             seed=request.seed,
         )
-        reply = await self.client.sample(prompt, 1, params)
+        try:
+            reply = await self.client.sample(prompt, 1, params)
+        except (tinker.BadRequestError, tinker.RequestFailedError) as error:
+            if isinstance(error, tinker.RequestFailedError) and error.category != tinker.RequestErrorCategory.User:
+                raise
+            raise PromptRefusedError(f"the server refuses the prompt: {_reason(error)}") from error
         sequence = reply.sequences[0]
         tokens = np.array(sequence.tokens, dtype=np.int32)
         return Completion(tokens, np.array(sequence.logprobs or [], dtype=np.float32), sequence.stop_reason == "stop")
@@ -136,9 +145,13 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except (tinker.APIStatusError, tinker.RequestFailedError) as error:
-        body = getattr(error, "body", None)
-        reason = body["detail"] if isinstance(body, dict) and "detail" in body else error
-        raise ConfigError(f"model: the server refuses: {reason}") from error
+        raise ConfigError(f"model: the server refuses: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The server's own words in an error of the SDK."""
+    body = getattr(error, "body", None)
+    return str(body["detail"] if isinstance(body, dict) and "detail" in body else error)
 
 
 def base_model_of(client: tinker.TrainingClient) -> str:

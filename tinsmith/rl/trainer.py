@@ -15,6 +15,7 @@ import tinker
 from rich.console import Console
 from rich.text import Text
 
+from tinsmith.errors import ConfigError
 from tinsmith.rl.calls import MIN_EPISODES, FailureCounter
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import RlConfig, to_tree
@@ -38,7 +39,16 @@ from tinsmith.rl.policy import (
     rest_client,
 )
 from tinsmith.rl.resume import RunCheckpoints, RunState, locked, record_settings, starting_state
-from tinsmith.rl.rollouts import Rollouts, file_prompts, make_rollouts, prompt_of_group, rollout_settings, seed_prompts, task_group
+from tinsmith.rl.rollouts import (
+    EnvRollouts,
+    Rollouts,
+    file_prompts,
+    make_rollouts,
+    prompt_of_group,
+    rollout_settings,
+    seed_prompts,
+    task_group,
+)
 from tinsmith.rl.trajectory import EpisodeId, Trajectory
 from tinsmith.rl.workers import Workers, make_workers
 
@@ -82,18 +92,17 @@ def _prepared_run(
     base_model = config.model.base_model or base_model_of(client)
     max_context = config.generation.max_context or context_limit(config.server, base_model)
     reference = open_policy(service, config.training.kl_reference, base_model).client if config.training.kl_coefficient else None
-    if not state.step and config.warmup.steps:
-        losses = warm_up(client, config.env, config.warmup, template, config.generation.context_turns)
-        console.print(f"warm-up: loss per token {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps", highlight=False)
     section = config.prompts
     prompts = file_prompts(Path(section.file), section.count) if section.file else seed_prompts(section.seed, section.count)
     rollouts = make_rollouts(config, config.env.options, rollout_settings(config, max_context, template), template, workers)
+    if config.warmup.steps and not isinstance(rollouts, EnvRollouts):
+        raise ConfigError("warmup: steps: environments of kind cookbook have no demonstrations; set steps=0")
     evaluator = Evaluator(config, template, workers, max_context) if config.evaluation.every else None
     checkpoints = RunCheckpoints(client, rest_client(config.server), Path(config.output.directory), config.output.keep, state)
     state = replace(state, tokenizer=str(template.tokenizer.name_or_path))
     learner = Learner(client, config.training, reference)
     failures = FailureCounter(config.env.name, config.env.max_failed_share, config.env.max_failed_groups)
-    return TrainingLoop(config, client, template, rollouts, prompts, learner, evaluator, checkpoints, trackers, failures, state)
+    return TrainingLoop(config, client, template, rollouts, prompts, learner, evaluator, checkpoints, trackers, failures, console, state)
 
 
 @dataclass
@@ -110,12 +119,18 @@ class TrainingLoop:
     checkpoints: RunCheckpoints
     trackers: Sequence[Tracker]
     failures: FailureCounter
+    console: Console
     state: RunState
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the current step, by stage."""
 
     async def steps(self) -> RunState:
-        """Do all remaining steps."""
+        """Do all remaining steps. A run that begins is warmed up first."""
+        if not self.state.step and self.config.warmup.steps:
+            assert isinstance(self.rollouts, EnvRollouts)
+            losses = await warm_up(self.client, self.rollouts, self.config.warmup, self.failures)
+            if losses:
+                self._say(f"warm-up: loss per token {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
         policy = await self._publish()
         if self.evaluator is not None and not self.state.step:
             self._log(-1, await self._evaluated(policy, 0))
@@ -222,6 +237,9 @@ class TrainingLoop:
         directory.mkdir(exist_ok=True)
         write_jsonl(directory / f"{name}.jsonl", trajectories, self.template)
         write_page(directory / f"{name}.html", trajectories[: self.config.output.page_trajectories], self.template, name)
+
+    def _say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
 
     def _log(self, step: int, metrics: Metrics) -> None:
         for tracker in self.trackers:
