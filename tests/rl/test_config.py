@@ -1,5 +1,7 @@
 """The configuration of a run refuses what it does not know and what cannot work."""
 
+import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.config import from_tree, load, to_tree
-from tinsmith.rl.env import Prompt, make
+from tinsmith.rl.config import begin_another, from_tree, load, to_tree
+from tinsmith.rl.env import Prompt, find, make
 from tinsmith.rl.evaluation import run_evaluation
+from tinsmith.rl.workers import make_workers
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "rl"
 SMALLEST: dict[str, Any] = {"model": {"base_model": "tiny"}, "env": {"name": "maze2d"}}
@@ -23,6 +26,63 @@ def test_a_file_fills_the_tree_and_the_rest_is_default(tmp_path: Path) -> None:
     assert from_tree({**to_tree(config), "server": {"url": "", "api_key": "tml-secret"}}) is not config
     assert "api_key" not in to_tree(config)["server"]
     assert [from_tree({**SMALLEST, "training": {"mode": mode}}).staleness for mode in ("sync", "one_step_off")] == [0, 1]
+
+
+def test_output_is_named_after_the_file_and_new_begins_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "maze.yaml"
+    file.write_text("model: {base_model: tiny}\nenv: {name: maze2d}\n")
+    directories = []
+    for _ in range(3):
+        config = load(file)
+        begin_another(config)
+        directories.append(config.output.directory)
+        Path(config.output.directory).mkdir(parents=True)
+    assert directories == ["rl-output/maze", "rl-output/maze-2", "rl-output/maze-3"]
+    assert load(file).output.directory == "rl-output/maze"
+
+
+MY_ENV = """
+from tinsmith.rl.env import Env, Step, register, user
+
+class {name}(Env):
+    def init(self, prompt): return [user("hi")], {{}}
+    def step(self, text): return Step([], 1.0, True)
+
+register("registered-{name}", {name})
+"""
+
+
+def test_an_environment_may_lie_in_the_working_directory_or_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here_env.py").write_text(MY_ENV.format(name="Here"))
+    (tmp_path / "else where").mkdir()
+    (tmp_path / "else where" / "there_env.py").write_text(MY_ENV.format(name="There"))
+    (tmp_path / "broken_env.py").write_text("\nraise ZeroDivisionError('half done')\n")
+    (tmp_path / "json.py").write_text(MY_ENV.format(name="Mine"))
+    named = [
+        {"name": "here_env:Here"},
+        {"import": "here_env.py", "name": "Here"},
+        {"import": "else where/there_env.py", "name": "There"},
+        {"import": f"{tmp_path}/else where/there_env.py", "name": "registered-There"},
+    ]
+    for env in named:
+        assert make(from_tree({**SMALLEST, "env": env}).env.name).init(Prompt(0))[0]
+    processes = make_workers("process", 1, 600.0)
+    asyncio.run(processes.open("else where/there_env.py:There", {}))  # which imports it again
+    processes.shutdown()
+    for name, message in (
+        ("broken_env:Env", "importing 'broken_env' failed in .*broken_env.py, line 2: ZeroDivisionError: half done"),
+        ("here_env.py:Nobody", "here_env.py has no 'Nobody'"),
+        ("nowhere_env.py:Env", "there is no file .*nowhere_env.py"),
+        ("nowhere_env:Env", "ModuleNotFoundError: No module named 'nowhere_env'"),
+        ("json.py:Mine", "json.py has the name of another module, .*; rename it"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            find(name)
+    with pytest.raises(ConfigError, match="env: import='here_env', name='Here' must be a Python file"):
+        from_tree({**SMALLEST, "env": {"import": "here_env", "name": "Here"}})
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)

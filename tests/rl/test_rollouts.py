@@ -16,8 +16,9 @@ from tests.rl.scripted import COUNTS, KEEPS_THOUGHTS, SHOUTS, Script, Scripted, 
 from tests.rl.test_run import config_of
 from tinsmith.errors import ConfigError
 from tinsmith.rl.chat import ChatTemplate, TemplateError
-from tinsmith.rl.config import from_tree
+from tinsmith.rl.config import EvaluationSection, from_tree
 from tinsmith.rl.env import ChatMessage, Prompt, image_part, text_part, user
+from tinsmith.rl.evaluation import evaluation_prompts
 from tinsmith.rl.policy import Completion, SamplingRequest, TinkerPolicy, context_limit
 from tinsmith.rl.rollouts import EnvRollouts, file_prompts, prompt_of_group, rollout_settings, seed_prompts
 from tinsmith.rl.sequences import Picture
@@ -496,6 +497,12 @@ def test_prompts_of_a_file_are_its_rows(tmp_path: Path) -> None:
     file.write_text('{"messages": [{"role": "user", "content": "2 + 2"}], "fields": {"answer": "4"}}\n{"fields": {}}\n')
     assert file_prompts(file, 5) == [Prompt(0, ({"role": "user", "content": "2 + 2"},), {"answer": "4"}), Prompt(1)]
     assert file_prompts(file, 1) == file_prompts(file, 5)[:1]
+    file.write_text('{"fields": {}}\n' * 1500)
+    assert len(file_prompts(file, 0)) == len(evaluation_prompts(EvaluationSection(file=str(file)))) == 1500
+    assert len(evaluation_prompts(EvaluationSection())) == 64
+    file.write_text("")
+    with pytest.raises(ConfigError, match="it is empty"):
+        file_prompts(file, 0)
     file.write_text('{"question": "2 + 2"}\n')
     with pytest.raises(ConfigError, match="row 1: a prompt has the keys messages and fields"):
         file_prompts(file, 5)

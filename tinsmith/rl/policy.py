@@ -16,7 +16,7 @@ import tinker
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tinsmith.errors import ConfigError, UserError
+from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import ModelSection, ServerSection
 from tinsmith.rl.reach import require_server
@@ -53,11 +53,15 @@ class PromptRefusedError(UserError):
     """The server refuses a prompt, such as one with a picture that is too large. The message gives its reason."""
 
 
+class WeightsLostError(TinsmithError):
+    """The server does not have the weights of a sampling client any more, because it or its engine was started again: publish again."""
+
+
 class Policy(Protocol):
     """Answers prompts."""
 
     async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
-        """One answer to `prompt`. Raises PromptRefusedError."""
+        """One answer to `prompt`. Raises PromptRefusedError, WeightsLostError."""
         ...
 
 
@@ -68,7 +72,7 @@ class TinkerPolicy:
         self.client = client
 
     async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
-        """One answer to `prompt`. Raises PromptRefusedError, and the SDK's other errors."""
+        """One answer to `prompt`. Raises PromptRefusedError, WeightsLostError, and the SDK's other errors."""
         params = tinker.SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
@@ -79,10 +83,14 @@ class TinkerPolicy:
         )
         try:
             reply = await self.client.sample(prompt, 1, params)
-        except (tinker.BadRequestError, tinker.RequestFailedError) as error:
-            if isinstance(error, tinker.RequestFailedError) and error.category != tinker.RequestErrorCategory.User:
-                raise
-            raise PromptRefusedError(f"the server refuses the prompt: {_reason(error)}") from error
+        except (tinker.TinkerError, ValueError) as error:  # ValueError: the SDK's for a reply to a poll, with the reply as its cause
+            reply = error.__cause__ if isinstance(error, ValueError) else error
+            if isinstance(reply, tinker.NotFoundError) or type(reply) is tinker.TinkerError:  # the SDK's own, when it cannot poll
+                raise WeightsLostError(_reason(reply)) from error
+            by_user = isinstance(reply, tinker.RequestFailedError) and reply.category == tinker.types.RequestErrorCategory.User
+            if by_user or isinstance(reply, tinker.BadRequestError):
+                raise PromptRefusedError(f"the server refuses the prompt: {_reason(reply)}") from error
+            raise
         sequence = reply.sequences[0]
         tokens = np.array(sequence.tokens, dtype=np.int32)
         return Completion(tokens, np.array(sequence.logprobs or [], dtype=np.float32), sequence.stop_reason == "stop")
@@ -148,7 +156,17 @@ def _refusals() -> Iterator[None]:
         raise ConfigError(f"model: the server refuses: {_reason(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def lost_something(error: Exception) -> bool:
+    """Whether an error of the SDK says that the server, or something on it, is gone and not that the request is wrong."""
+    if isinstance(error, ValueError):
+        return isinstance(error.__cause__, tinker.NotFoundError)
+    if isinstance(error, tinker.RequestFailedError):
+        return error.category != tinker.types.RequestErrorCategory.User
+    gone = WeightsLostError | tinker.NotFoundError | tinker.InternalServerError | tinker.APIConnectionError
+    return isinstance(error, gone) or type(error) is tinker.TinkerError  # the latter when the SDK cannot poll for results
+
+
+def _reason(error: BaseException) -> str:
     """The server's own words in an error of the SDK."""
     body = getattr(error, "body", None)
     return str(body["detail"] if isinstance(body, dict) and "detail" in body else error)

@@ -32,15 +32,18 @@ def seed_prompts(first: int, count: int) -> list[Prompt]:
 
 
 def file_prompts(file: Path, count: int) -> list[Prompt]:
-    """The first `count` rows of a JSONL file, each {"messages": [...], "fields": {...}}. A prompt's seed is the number of its row.
+    """The first `count` rows of a JSONL file, or all with 0, each {"messages": [...], "fields": {...}}. A prompt's seed is its row.
 
-    Raises ConfigError if the file does not exist or holds something else.
+    Raises ConfigError if the file does not exist, is empty or holds something else.
     """
     try:
         with file.open(encoding="utf-8") as lines:
-            return [_prompt(file, number, json.loads(line)) for number, line in enumerate(islice(lines, count))]
-    except (OSError, json.JSONDecodeError) as error:
+            prompts = [_prompt(file, number, json.loads(line)) for number, line in enumerate(islice(lines, count or None))]
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the prompts in {file}: {error}") from error
+    if not prompts:
+        raise ConfigError(f"there are no prompts in {file}: it is empty")
+    return prompts
 
 
 def _prompt(file: Path, number: int, row: Any) -> Prompt:
