@@ -285,7 +285,7 @@ def test_samples_have_pixel_values_on_request(name: str, pictures: list[int], re
         assert sample.image_grid_thw is not None
         assert sample.pixel_values.shape == (8 * count, 3 * 2 * 16 * 16)
         assert sample.image_grid_thw.tolist() == [[1, 2, 4]] * count
-    without, _ = play(template, answers, steps, opening)
+    without, _ = play(template, answers, steps, opening, max_context=2000)
     assert [(sample.pixel_values, sample.image_grid_thw) for sample in without.samples] == [(None, None)] * len(pictures)
 
 
@@ -304,6 +304,29 @@ def test_a_placeholder_that_the_model_samples_stays_text(plain: ChatTemplate, th
     again = f"{ASKED}hot<|image_pad|>{END}\n{see}<think>\n"
     assert_sample(made.samples[1], thinking, again, [("x" + END, 2, 1.0)], pictures=[file])
     assert policy.prompts[1] == input_of(thinking, ids(thinking, again), [file])
+
+
+def test_a_control_token_in_what_the_environment_says_stays_text(plain: ChatTemplate, thinking: ChatTemplate) -> None:
+    """Wherever it stands in a message, and whatever it is: nobody can close a turn, open another, or show a picture that is none."""
+    tokens = ["<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
+    said = "".join(f"a{token}b" for token in tokens)
+    steps: list[tuple[list[ChatMessage], float, bool]] = [([user(said)], 0.5, False), ([], 1.0, True)]
+    opening: list[ChatMessage] = [
+        {"role": "system", "content": said},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": [text_part(said), image_part(picture("red"))]},
+    ]
+    for template in (plain, thinking):
+        answers = [("i</think>\n\nhot<|im_start|>" + END, True), ("n</think>\n\ncold" + END, True)]
+        made, policy = play(template, answers, steps, opening, max_context=2000)
+        print(made.error, made.stop_reason)
+        for prompt, turns in ((policy.prompts[0], 4), (policy.prompts[1], 6)):
+            seen = [token for chunk in prompt.chunks if isinstance(chunk, tinker.EncodedTextChunk) for token in chunk.tokens]
+            sampled = policy.prompts.index(prompt)  # one <|im_start|> of the first answer
+            assert [seen.count(ids(template, token)[0]) for token in tokens] == [turns - 1, turns + sampled, 0, 1, 0]
+            assert template.decode(seen).count(said) == turns // 2 + 1
+        assert made.stop_reason == "done"
+    assert plain.ids("a<|im_end|>") == tuple(ids(plain, "a<|im_end|>"))  # elsewhere they are what they are
 
 
 @pytest.mark.parametrize(("broken", "was", "now"), [(SHOUTS, "'hot'", "'H'"), (COUNTS, "'1'", "'3'")])

@@ -72,6 +72,8 @@ class RunState:
     """Checkpoints of steps that are on the server, oldest first: two for each step, including `weights` and `sampler_weights`."""
     tokenizer: str = ""
     """Directory or Hub id."""
+    home: str = ""
+    """The directory whose run saved these checkpoints, as `home_of` names it. In a copy of the directory it is another one."""
 
     @property
     def paths(self) -> frozenset[str]:
@@ -93,16 +95,22 @@ def load_state(directory: Path) -> RunState | None:
     except ValueError as error:
         raise ConfigError(f"{file}, the state of a run, is broken: {error}; restore it, or name another output directory") from error
     known = {spec.name for spec in dataclasses.fields(RunState)}
-    if not isinstance(values, dict) or set(values) != known:
+    if not isinstance(values, dict) or set(values) - known or "step" not in values:
         raise ConfigError(f"{file} was written by another version: its keys are {sorted(values)}, expected {sorted(known)}")
-    return RunState(**{**values, "kept": tuple(values["kept"])})
+    return RunState(**{**values, "kept": tuple(values.get("kept", ()))})
+
+
+def home_of(directory: Path) -> str:
+    """What tells a directory from a copy of it."""
+    return f"{directory.resolve()} ({directory.stat().st_ino})"
 
 
 @dataclass
 class RunCheckpoints:
     """Saves a run's checkpoints, records them in state.json, and deletes those that it names no longer.
 
-    A checkpoint that a run had saved and not recorded when it was killed stays on the server.
+    It deletes only what its own run has saved. A copy of an output directory names checkpoints of the run that it was copied from; these
+    stay. So does a checkpoint that a run had saved and not recorded when it was killed.
     """
 
     client: tinker.TrainingClient
@@ -113,27 +121,33 @@ class RunCheckpoints:
     recorded: RunState
     """The content of state.json."""
 
+    def __post_init__(self) -> None:
+        self._own = set(self.recorded.paths) if self.recorded.home == home_of(self.directory) else set()
+
     async def save_step(self, state: RunState) -> RunState:
         """Save the weights after `state.step` steps, for training and for sampling. They take effect with the next `record`."""
         name = f"step-{state.step:06d}"
         weights = (await self.client.save_state(name, overwrite=True)).path
         sampler_weights = (await self.client.save_weights_for_sampler(name)).path
+        self._own |= {weights, sampler_weights}
         kept = (*state.kept, weights, sampler_weights)[-2 * self.keep :]
         return replace(state, weights=weights, sampler_weights=sampler_weights, kept=kept)
 
     async def save_best(self, state: RunState, reward: float) -> RunState:
         """Save the weights after `state.step` steps as the best so far, and record them. The step to continue from stays the same."""
-        saved = await self.client.save_weights_for_sampler(f"best-{state.step:06d}")
+        path = (await self.client.save_weights_for_sampler(f"best-{state.step:06d}")).path
+        self._own.add(path)
 
         def with_best(old: RunState) -> RunState:
-            return replace(old, best_reward=reward, best_step=state.step, best_weights=saved.path, tokenizer=state.tokenizer)
+            best = {"best_reward": reward, "best_step": state.step, "best_weights": path}
+            return replace(old, **best, tokenizer=state.tokenizer, home=state.home)
 
         await self.record(with_best(self.recorded))
         return with_best(state)
 
     async def record(self, state: RunState) -> None:
-        """Let a resumed run continue from `state`, and delete the checkpoints that it does not name."""
-        dropped = self.recorded.paths - state.paths
+        """Let a resumed run continue from `state`, and delete the checkpoints of this run that it does not name."""
+        dropped = (self.recorded.paths - state.paths) & self._own
         state.save(self.directory)
         self.recorded = state
         if self.keep:

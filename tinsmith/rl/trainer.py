@@ -41,7 +41,7 @@ from tinsmith.rl.policy import (
     open_training_client,
     rest_client,
 )
-from tinsmith.rl.resume import METRICS, RunCheckpoints, RunState, locked, record_settings, starting_state
+from tinsmith.rl.resume import METRICS, RunCheckpoints, RunState, home_of, locked, record_settings, starting_state
 from tinsmith.rl.rollouts import (
     EnvRollouts,
     Rollouts,
@@ -108,8 +108,9 @@ def _prepared_run(
     if config.warmup.steps and not isinstance(rollouts, EnvRollouts):
         raise ConfigError("warmup: steps: environments of kind cookbook have no demonstrations; set steps=0")
     evaluator = Evaluator(config, template, workers, max_context) if config.evaluation.every else None
-    checkpoints = RunCheckpoints(client, rest_client(config.server), Path(config.output.directory), config.output.keep, state)
-    state = replace(state, tokenizer=str(template.tokenizer.name_or_path))
+    directory = Path(config.output.directory)
+    checkpoints = RunCheckpoints(client, rest_client(config.server), directory, config.output.keep, state)
+    state = replace(state, tokenizer=str(template.tokenizer.name_or_path), home=home_of(directory))
     learner = Learner(client, config.training, _reference(config, service, base_model))
     failures = FailureCounter(config.env.name, config.env.max_failed_share, config.env.max_failed_groups)
     parts = (rollouts, prompts, learner, evaluator, checkpoints, trackers, failures)
@@ -226,7 +227,7 @@ class TrainingLoop:
         client = open_training_client(service, config.model, state.weights)
         self.learner = Learner(client, config.training, _reference(config, service, self.base_model))
         self.checkpoints.client, self.checkpoints.rest = client, rest_client(config.server)
-        self.state, self._begun = replace(state, tokenizer=self.state.tokenizer), state.step > 0
+        self.state, self._begun = replace(state, tokenizer=self.state.tokenizer, home=self.state.home), state.step > 0
         log.warning("the run goes on from step %d with its last checkpoint, %s", state.step, state.weights or "of which there is none")
 
     def _stream(self, tasks: asyncio.TaskGroup) -> GroupStream:
