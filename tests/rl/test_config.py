@@ -98,7 +98,7 @@ def test_an_example_names_settings_and_an_environment_that_there_are(file: Path)
         ({"training": {"lerning_rate": 1}}, "unknown key 'training.lerning_rate'; did you mean 'training.learning_rate'?"),
         (
             {"training": {"loss": "cross_entropy"}},
-            "training.loss='cross_entropy' must be one of importance_sampling, ppo, cispo, dro, gspo",
+            "training.loss='cross_entropy' must be one of importance_sampling, ppo, cispo, dro, gspo, stable_reinforce",
         ),
         ({"training": {"steps": 0}}, "training.steps=0 must be a whole number of steps of at least 1"),
         ({"training": {"group_size": 1}}, "group_size=1 leaves grpo nothing to compare with"),
@@ -110,6 +110,8 @@ def test_an_example_names_settings_and_an_environment_that_there_are(file: Path)
         ),
         ({"training": {"kl_coefficient": 0.1}, "generation": {"temperature": 0.7}}, "temperature=0.7: the KL penalty compares"),
         ({"training": {"loss": "ppo"}, "generation": {"temperature": 0.7}}, "temperature=0.7: ppo would clip the ratio"),
+        ({"training": {"loss": "stable_reinforce"}, "generation": {"temperature": 0.7}}, "these must be at temperature 1"),
+        ({"training": {"loss": "stable_reinforce"}, "env": {"name": "a:b", "kind": "cookbook"}}, "which kind=cookbook does not say"),
         ({"evaluation": {"samples": 2, "pass_at": [1, 4]}}, r"pass_at=\[4\] must lie between 1 and samples=2"),
         ({"evaluation": {"pass_at": "1"}}, "evaluation.pass_at='1' must be a list of whole numbers"),
         ({"env": {"name": "maze2d", "options": 3}}, "env.options=3 must be keys with values"),

@@ -146,6 +146,15 @@ def test_other_schedules_run_ahead_within_their_bound(mode: str, server_url: str
     assert max(ages) >= 1
 
 
+def test_stable_reinforce_trains_on_what_was_recorded(server_url: str, tmp_path: Path) -> None:
+    """Of two turns with pictures, with an end of turn that nobody sampled behind each, and with one sample for each turn."""
+    training = {"loss": "stable_reinforce", "steps": 2}
+    for name, generation in (("merged", {"stop": ["e"]}), ("single", {"context_turns": 1})):
+        train(config_of(server_url, tmp_path / name, training=training, generation=generation), QUIET)
+        assert any(line["optimizer_steps"] for line in logged(tmp_path / name))
+        assert all(line["kl_sampler_trainer"] < 1e-6 for line in logged(tmp_path / name))
+
+
 def test_corrections_penalty_and_filters_are_applied(server_url: str, tmp_path: Path) -> None:
     training = {
         "kl_coefficient": 0.1,

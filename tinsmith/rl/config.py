@@ -15,7 +15,7 @@ from tinsmith.errors import ConfigError
 # Declared here and not beside the functions that use them, so that a configuration is checked before any slow import.
 AdvantageKind = Literal["grpo", "rloo", "reinforce_pp", "batch"]
 LossScale = Literal["tokens", "sequences", "sum"]
-PolicyLoss = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
+PolicyLoss = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"]
 ScheduleMode = Literal["sync", "one_step_off", "async"]
 WorkerKind = Literal["inline", "thread", "process"]
 
@@ -251,6 +251,15 @@ def _check_loss(config: RlConfig, source: str) -> None:
         raise ConfigError(
             f"{source}: training: loss_scale={training.loss_scale} would divide dro's advantages, but not its penalty, which the server "
             "adds; take sum"
+        )
+    if training.loss == "stable_reinforce" and temperature != 1:
+        raise ConfigError(
+            f"{source}: generation: temperature={temperature}: stable_reinforce compares with log-probabilities that are recorded when a token "
+            "is sampled, so these must be at temperature 1; take 1"
+        )
+    if training.loss == "stable_reinforce" and config.env.kind == "cookbook":
+        raise ConfigError(
+            f"{source}: training: loss=stable_reinforce needs to know how each token was sampled, which kind=cookbook does not say"
         )
     if temperature != 1 and training.kl_coefficient:
         raise ConfigError(

@@ -47,6 +47,8 @@ class Completion:
     """[s]"""
     stopped: bool
     """False if it ended because it reached its maximum length."""
+    sequence_id: str = ""
+    """The server's name for the answer."""
 
 
 class PromptRefusedError(UserError):
@@ -93,7 +95,8 @@ class TinkerPolicy:
             raise
         sequence = reply.sequences[0]
         tokens = np.array(sequence.tokens, dtype=np.int32)
-        return Completion(tokens, np.array(sequence.logprobs or [], dtype=np.float32), sequence.stop_reason == "stop")
+        logprobs = np.array(sequence.logprobs or [], dtype=np.float32)
+        return Completion(tokens, logprobs, sequence.stop_reason == "stop", sequence.sequence_id)
 
 
 def derived_seed(*parts: int) -> int:

@@ -236,7 +236,7 @@ class _EpisodeRecord:
                 break
             # Recorded before the environment reads it: if that fails, the answer that it failed on is kept.
             tail = conversation.tail_of(answer.tokens, answer.stopped)
-            self.turns.append(Turn(conversation.prompt, answer.tokens, answer.logprobs, 0.0, tail))
+            self.turns.append(Turn(conversation.prompt, answer.tokens, answer.logprobs, 0.0, tail, answer.sequence_id))
             step: Step = await self._timed(session.call("step", conversation.text_of(answer.tokens)))
             self.turns[-1] = replace(self.turns[-1], reward=step.reward)
             if reason := self._reason_to_stop(answer, step):

@@ -301,7 +301,8 @@ class TrainingLoop:
 
     async def _publish(self) -> Policy:
         with self._timed("publish"):
-            return TinkerPolicy(await self.learner.client.save_weights_and_get_sampling_client())
+            recorded = self.config.training.loss == "stable_reinforce"
+            return TinkerPolicy(await self.learner.client.save_weights_and_get_sampling_client(record_stability_info=recorded))
 
     def _batch_metrics(self, groups: Sequence[Group], step: int, stream: GroupStream) -> Metrics:
         metrics = trajectory_metrics([group.trajectories for group in groups])
