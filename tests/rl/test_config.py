@@ -55,6 +55,7 @@ register("registered-{name}", {name})
 
 def test_an_environment_may_lie_in_the_working_directory_or_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("tinsmith.rl.env._factories", {})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here_env.py").write_text(MY_ENV.format(name="Here"))
     (tmp_path / "else where").mkdir()

@@ -254,8 +254,8 @@ def _check_loss(config: RlConfig, source: str) -> None:
         )
     if training.loss == "stable_reinforce" and temperature != 1:
         raise ConfigError(
-            f"{source}: generation: temperature={temperature}: stable_reinforce compares with log-probabilities that are recorded when a token "
-            "is sampled, so these must be at temperature 1; take 1"
+            f"{source}: generation: temperature={temperature}: stable_reinforce compares with recorded log-probabilities, "
+            "so these must be at temperature 1; take 1"
         )
     if training.loss == "stable_reinforce" and config.env.kind == "cookbook":
         raise ConfigError(

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from tinsmith.errors import UserError
 
@@ -59,7 +59,7 @@ def encode(source: Any) -> ImageFile:
 def _of_file(data: bytes) -> ImageFile:
     try:
         image = Image.open(io.BytesIO(data))
-    except Image.UnidentifiedImageError as error:
+    except UnidentifiedImageError as error:
         raise UserError(f"a picture of {len(data)} bytes that begins with {data[:8]!r} is no image file that Pillow can read") from error
     image.load()  # a header alone does not say that the rest is there
     file_format = _FORMATS.get(image.format)
