@@ -100,7 +100,7 @@ def test_right_values_come_as_plain_ones() -> None:
     uri = f"data:image/png;base64,{base64.b64encode(file.data).decode()}"
     parts = [{"type": "text", "text": "a"}, {"type": "image", "image": file.data}, {"type": "image_url", "image_url": {"url": uri}}]
     given: list[Any] = [user("a"), {"role": "tool", "content": parts, "name": "compass"}]
-    messages = [user("a"), {"role": "tool", "content": [parts[0], image_part(file), image_part(file)], "name": "compass"}]
+    messages: list[Any] = [user("a"), {"role": "tool", "content": [parts[0], image_part(file), image_part(file)], "name": "compass"}]
     assert call(Returns((given, {"a": 1})), "init", Prompt()) == (messages, {"a": 1})
     for reward, done in ((1, True), (True, np.True_), (np.float32(1), np.array(True)), (np.array(1), True)):
         step = call(Returns((messages, reward, done)), "step", "up")

@@ -187,10 +187,9 @@ def _imported(module: str, env: str) -> ModuleType:
     try:
         imported = importlib.import_module(module if file is None else file.stem)
     except (Exception, SystemExit) as error:  # the user's code
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"env={env!r}: importing {module!r} failed in {where.filename}, line {where.lineno}: {type(error).__name__}: {error}"
-        ) from error
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if raised.filename.startswith("<") else f" ({raised.filename}, line {raised.lineno})"  # <...>: the import itself
+        raise ConfigError(f"env={env!r}: cannot import {module!r}: {type(error).__name__}: {error}{where}") from error
     if file is not None and Path(imported.__file__ or "").resolve() != file.resolve():
         raise ConfigError(f"env={env!r}: {file} has the name of another module, {imported.__file__}; rename it")
     return imported

@@ -86,7 +86,7 @@ class TinkerPolicy:
         try:
             reply = await self.client.sample(prompt, 1, params)
         except (tinker.TinkerError, ValueError) as error:  # ValueError: the SDK's for a reply to a poll, with the reply as its cause
-            reply = error.__cause__ if isinstance(error, ValueError) else error
+            reply = (error.__cause__ if isinstance(error, ValueError) else None) or error
             if isinstance(reply, tinker.NotFoundError) or type(reply) is tinker.TinkerError:  # the SDK's own, when it cannot poll
                 raise WeightsLostError(_reason(reply)) from error
             by_user = isinstance(reply, tinker.RequestFailedError) and reply.category == tinker.types.RequestErrorCategory.User
