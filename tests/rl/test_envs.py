@@ -185,7 +185,7 @@ def test_environments_are_registered_made_and_deregistered() -> None:
         deregister("mine")
     with pytest.raises(ConfigError, match="env='mine' is not registered"):
         make("mine")
-    with pytest.raises(ConfigError, match="cannot import 'no_such_module': ModuleNotFoundError: No module named 'no_such_module'$"):
+    with pytest.raises(ConfigError, match=r"cannot import 'no_such_module': ModuleNotFoundError: No module named 'no_such_module'$"):
         make("no_such_module:Env")
     with pytest.raises(ConfigError, match=r"env='arithmetic' does not take these options .*: got an unexpected keyword argument 'speed'"):
         make("arithmetic", speed=3)
