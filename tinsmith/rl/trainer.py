@@ -144,11 +144,11 @@ class TrainingLoop:
     """Of the current step, by stage."""
 
     def __post_init__(self) -> None:
-        self._begun = self.state.step > 0
-        """Whether the model was warmed up and evaluated."""
+        self._warm = self._begun = self.state.step > 0
+        """Whether the model was warmed up, and evaluated before the first step."""
         self._sound = False
         """Whether the model on the server is that of `state`, and everything before it is logged."""
-        self._losses = (-1, 0)
+        self._lost_at = (-1, 0)
         """The step at which the server last lost something, and how often it did there."""
         self._saved_at = self._shown_at = time.monotonic()
         self._played = 0
@@ -176,7 +176,7 @@ class TrainingLoop:
 
     async def _steps(self, policy: Policy) -> RunState:
         if not self._begun:
-            if self.config.warmup.steps:
+            if self.config.warmup.steps and not self._warm:
                 policy = await self._warm_up()
             if self.evaluator is not None:
                 self._log(0, await self._evaluated(policy, 0))
@@ -199,14 +199,14 @@ class TrainingLoop:
         if losses:
             self._say(f"warm-up: loss per token {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
         policy = await self._publish()
-        self._sound = True
+        self._sound = self._warm = True
         return policy
 
     async def _is_loss(self, error: Exception) -> bool:
         """Whether the server has lost weights or the model, as it does when it is started again; and not again and again at one step."""
-        step, times = self._losses
-        self._losses = (self.state.step, times + 1 if step == self.state.step else 1)
-        if self._losses[1] > MOST_LOSSES or not (lost_something(error) or await self._is_model_lost(error)):
+        step, times = self._lost_at
+        self._lost_at = (self.state.step, times + 1 if step == self.state.step else 1)
+        if self._lost_at[1] > MOST_LOSSES or not (lost_something(error) or await self._is_model_lost(error)):
             return False
         log.warning("step %d: the server has lost weights or the model: %s", self.state.step + 1, error)
         return True
@@ -227,7 +227,8 @@ class TrainingLoop:
         client = open_training_client(service, config.model, state.weights)
         self.learner = Learner(client, config.training, _reference(config, service, self.base_model))
         self.checkpoints.client, self.checkpoints.rest = client, rest_client(config.server)
-        self.state, self._begun = replace(state, tokenizer=self.state.tokenizer, home=self.state.home), state.step > 0
+        self.state = replace(state, tokenizer=self.state.tokenizer, home=self.state.home)
+        self._warm = self._begun = state.step > 0
         log.warning("the run goes on from step %d with its last checkpoint, %s", state.step, state.weights or "of which there is none")
 
     def _stream(self, tasks: asyncio.TaskGroup) -> GroupStream:
