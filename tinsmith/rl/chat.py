@@ -25,7 +25,6 @@ from transformers import PreTrainedTokenizerBase
 
 from tinsmith.errors import UserError
 from tinsmith.rl.env import ChatMessage, visible
-from tinsmith.rl.pictures import ImageFile
 from tinsmith.rl.sequences import Picture, PictureProcessor, TokenSequence, concatenate, picture_sequence, takes_pictures, text_sequence
 
 ESCAPED = "\U000fdead"
@@ -138,7 +137,7 @@ class ChatTemplate:
             return self._control.sub(lambda token: token[0][0] + BREAK + token[0][1:], plain)
         if isinstance(said, Mapping):
             return {key: value if key in ("image", "image_url") else self.broken(value) for key, value in said.items()}
-        return [self.broken(part) for part in said] if isinstance(said, list | tuple) and not isinstance(said, ImageFile) else said
+        return [self.broken(part) for part in said] if isinstance(said, list | tuple) else said
 
     def unescaped(self, text: str) -> str:
         """The inverse of `escaped`."""

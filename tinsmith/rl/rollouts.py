@@ -284,7 +284,7 @@ class _EpisodeRecord:
     async def _answer(self, session: EnvSession, conversation: Conversation, room: int) -> Completion:
         """The next answer: sampled from the policy, or demonstrated by the environment."""
         if self.policy is None:
-            text = self.settings.thought + await self._timed(session.call("demonstrate"))
+            text = self.settings.thought + self.template.broken(await self._timed(session.call("demonstrate")))
             ids = np.array([*self.template.ids(text), *self.template.end_of_turn_ids], dtype=np.int32)  # [s]
             return Completion(ids[:room], np.zeros(min(len(ids), room), dtype=np.float32), len(ids) <= room)
         request, seed = self.settings.request, self.settings.seed
