@@ -64,7 +64,7 @@ def test_a_run_logs_and_writes_what_it_did(undisturbed: tuple[Path, RunState]) -
     for line in lines[1:]:
         assert set(ALWAYS_LOGGED) <= set(line)
         assert line["kl_sampler_trainer"] < 1e-6  # one code path samples and trains
-    assert {"eval/reward", "eval/env/color_right"} <= set(lines[0]) & set(lines[-1])
+    assert {"eval/reward", "eval/env/first_right"} <= set(lines[0]) & set(lines[-1])
     assert state == load_state(directory)
     assert (state.step, state.next_group) == (4, 8)
     assert state.weights.startswith("tinker://")

@@ -145,9 +145,15 @@ def likelihood_datum(sample: TrainingSample, scale: float = 1.0) -> tinker.Datum
 
 
 def response_logprobs(output: tinker.ForwardBackwardOutput, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
-    """[r] for each sample: the trainer's logprobs of the response, from the server's output for the samples' datums."""
-    whole = [entry["logprobs"].to_numpy() for entry in output.loss_fn_outputs]  # each [n - 1]
-    return [logprobs[-len(sample.loss_mask) :].astype(np.float32) for logprobs, sample in zip(whole, samples, strict=True)]
+    """[r] for each sample: the trainer's logprobs of the response, from the server's output for the samples' datums.
+
+    0.0 for tokens at its end that the datum leaves out, which nobody sampled.
+    """
+    responses = []
+    for entry, sample in zip(output.loss_fn_outputs, samples, strict=True):
+        computed = entry["logprobs"].to_numpy()[sample.prompt_length - 1 :]
+        responses.append(np.pad(computed.astype(np.float32), (0, len(sample.loss_mask) - len(computed))))
+    return responses
 
 
 def scales(samples: Sequence[TrainingSample], kind: LossScale) -> list[float]:
