@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
-from urllib.request import urlopen
 
 import numpy as np
 import tinker
@@ -33,6 +32,7 @@ from tinker import types
 from transformers import PreTrainedTokenizerBase
 
 from tinsmith.models.tiny import write_tiny_model
+from tinsmith.reach import keep_from_proxy, open_url
 
 MODEL = "tiny"
 TRAINED, BATCH, LEARNING_RATE = 1500, 50, 3e-3
@@ -177,7 +177,8 @@ def wait_until_ready(server: "subprocess.Popen[bytes]", log: Path) -> str:
         time.sleep(0.1)
         if listening := re.search(r"listening on (http://\S+),", log.read_text()):
             with contextlib.suppress(URLError):  # 503 until the model is loaded; refused if the server has just ended
-                urlopen(f"{listening[1]}/api/v1/healthz").close()
+                open_url(f"{listening[1]}/api/v1/healthz", 10.0).close()
+                keep_from_proxy(listening[1])
                 return listening[1]
     raise SystemExit(f"the server did not start:\n{log.read_text()}")
 

@@ -297,17 +297,24 @@ def _execute(arguments: list[str]) -> None:
             sys.path.insert(0, "")
             sys.modules["__main__"] = types.ModuleType("__main__")
             exec(compile(code, "<string>", "exec"), sys.modules["__main__"].__dict__)
-        case ["-m", name, *_]:
-            sys.argv = arguments[1:]
+        case ["-P", *rest]:
+            _run_module(rest)
+        case ["-m", *_]:
             sys.path.insert(0, str(Path.cwd()))
-            for module in (name, f"{name}.__main__"):  # Python warns of one that was imported before
-                if not hasattr(sys.modules.get(module), "__path__"):
-                    sys.modules.pop(module, None)
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
+            _run_module(arguments)
         case [file, *_]:
             sys.argv = arguments
             sys.path.insert(0, str(Path(file).resolve().parent))
             runpy.run_path(file, run_name="__main__")
+
+
+def _run_module(arguments: list[str]) -> None:
+    """Run what stands behind `-m`."""
+    name, sys.argv = arguments[1], arguments[1:]
+    for module in (name, f"{name}.__main__"):  # Python warns of one that was imported before
+        if not hasattr(sys.modules.get(module), "__path__"):
+            sys.modules.pop(module, None)
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ def main(python: str, directory: str) -> None:
     """
     while sys.argv[1:2] in (["-B"], ["-u"]):  # of multiprocessing and of pytest-xdist; such a process writes little byte code, and by lines
         del sys.argv[1]
-    has_options = len(sys.argv) < 2 or (sys.argv[1].startswith("-") and sys.argv[1] not in ("-c", "-m"))
+    first = sys.argv[2:3] if sys.argv[1:2] == ["-P"] else sys.argv[1:2]
+    has_options = not first or (first[0].startswith("-") and first[0] != "-m" and sys.argv[1] != "-c")
     if has_options or not os.access(f"{directory}/requests", os.F_OK):
         os.execv(python, [python, *sys.argv[1:]])
     early: list[int] = []

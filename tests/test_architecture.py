@@ -2,6 +2,7 @@
 
 import ast
 import operator
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,17 @@ from tinsmith.models.base import BaseModel
 
 PACKAGE = Path(__file__).parent.parent / "tinsmith"
 
+RUNS_A_MODULE = re.compile(r'.*"-m", "tinsmith.*')
+IN_ANY_DIRECTORY = ('sys.executable, "-P", "-m"', "vllm_python or sys.executable")
+"""How programs are started that import nothing of the working directory. vLLM's have it in their environment."""
+
 RANKS = {
     "errors": 0,
-    "logs": 0,
+    "logs": 1,
     "config_values": 1,
     "config": 2,
     "digests": 2,
+    "reach": 2,
     "wire": 3,
     "store": 4,
     "protocol": 5,
@@ -46,7 +52,7 @@ RANKS = {
 
 MAY_IMPORT_TORCH = {"distributed", "models", "rendering", "training", "sampling", "worker"}
 
-RL_MAY_IMPORT = {"rl", "errors", "config_values"}
+RL_MAY_IMPORT = {"rl", "errors", "config_values", "reach"}
 """The client side talks to any Tinker server through the SDK, and needs nothing else of the package."""
 
 ENGINE_MAY_IMPORT = {"engine", "errors", "logs", "config", "wire", "store", "protocol"}
@@ -172,3 +178,9 @@ for module in {modules}:
     assert not {{"torch", "transformers"}} & set(sys.modules), module
 """
     subprocess.run([REAL_PYTHON, "-c", code], check=True)
+
+
+def test_no_program_imports_from_the_working_directory() -> None:
+    started = [line for file in PACKAGE.rglob("*.py") for line in RUNS_A_MODULE.findall(file.read_text())]
+    assert len(started) == 7
+    assert [line for line in started if not any(safe in line for safe in IN_ANY_DIRECTORY)] == []

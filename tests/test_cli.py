@@ -1,7 +1,9 @@
 """The command line, as a person types it."""
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from tests.running import tinsmith, tinsmith_here
 from tinsmith import __version__
 from tinsmith.cli import app
 from tinsmith.config import settings
+from tinsmith.server.engine_process import ENGINE
 
 
 def test_version() -> None:
@@ -128,21 +131,53 @@ def test_tiny_model_writes_a_model_and_says_how_to_serve_it(tmp_path: Path) -> N
     assert (directory / "model.safetensors").is_file()
 
 
-HELP = """
+IMPORTED = """
 import sys
 from tinsmith.cli import main
-sys.argv = ["tinsmith", "--help"]
 try:
     main()
 finally:
-    print(sorted({"torch", "transformers", "numpy", "pydantic", "fastapi", "uvicorn", "sqlalchemy", "tinker"} & set(sys.modules)))
+    print("", *({"torch", "transformers", "numpy", "pydantic", "fastapi", "uvicorn", "sqlalchemy", "tinker"} & set(sys.modules)))
 """
 
 
-def test_help_imports_nothing_that_takes_long() -> None:
-    """It answers in 0.2 s then, on a quiet core."""
-    done = subprocess.run([REAL_PYTHON, "-c", HELP], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "code", "modules"),
+    [
+        (["--help"], 0, set()),
+        (["export", "tinker://a/weights/b", "new"], 2, {"pydantic", "sqlalchemy"}),
+        (["import", "adapter", "name", "--base-model", "org/model"], 2, {"pydantic", "sqlalchemy"}),
+    ],
+)
+def test_what_can_be_said_at_once_imports_nothing_slow(arguments: list[str], code: int, modules: set[str], tmp_path: Path) -> None:
+    """Help is there in 0.2 s then, on a quiet core."""
+    command = [REAL_PYTHON, "-c", IMPORTED, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+    assert done.returncode == code
+    assert set(done.stdout.splitlines()[-1].split()) <= modules, done.stderr
+    if code:
+        missing = "tinsmith: data_dir=tinsmith-data holds no data of a server (there is no tinsmith.db in it); name its --data-dir\n"
+        assert done.stderr == missing
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_process_of_a_server_runs_nothing_that_lies_in_the_working_directory(safe: bool, tmp_path: Path) -> None:
+    """It ends for lack of arguments, and would end by each of these files. That all are started like this: tests/test_architecture.py."""
+    for name in ("random.py", "queue.py", "torch.py", "tinsmith/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import os\nos._exit(9)\n")
+    command = [REAL_PYTHON, *(part for part in ENGINE[1:] if safe or part != "-P")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, "sys.argv[1]" in done.stderr) == ((1, True) if safe else (9, False)), done.stderr
+
+
+@pytest.mark.parametrize("safe", [[], ["-P"]])
+def test_a_stand_in_for_python_imports_from_where_python_does(safe: list[str], tmp_path: Path) -> None:
+    """Else the tests would see another path than processes have."""
+    (tmp_path / "own.py").write_text("print('run')")
+    done = subprocess.run([sys.executable, *safe, "-m", "own"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == ("" if safe else "run\n")
 
 
 def test_a_place_that_cannot_be_written_is_said_in_one_line(tmp_path: Path) -> None:

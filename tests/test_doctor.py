@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -20,6 +21,8 @@ from tinsmith.models.budget import ModelBytes
 from tinsmith.models.machine import SUPPORTED, Gpu, Machine
 from tinsmith.models.sizing import size_of
 from tinsmith.protocol.shapes import LoraShape
+from tinsmith.store.lock import only_user
+from tinsmith.store.store import Store
 from tinsmith.training.backend import LocalBackend
 
 WIDE = {"COLUMNS": "400"}
@@ -28,18 +31,30 @@ WIDE = {"COLUMNS": "400"}
 
 def doctor(*arguments: str) -> tuple[int, str]:
     """Exit code and output."""
-    ran = CliRunner().invoke(app, ["doctor", *arguments], env=WIDE)
+    ran = CliRunner().invoke(app, ["doctor", "--port", "0", *arguments], env=WIDE)
     assert ran.stderr == ""
     return ran.exit_code, ran.stdout
 
 
 def test_a_machine_that_can_serve_misses_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tinsmith.cli", "doctor", "--data-dir", str(tmp_path / "new")]
+    command = [sys.executable, "-m", "tinsmith.cli", "doctor", "--port", "0", "--data-dir", str(tmp_path / "new")]
     report = subprocess.run(command, check=True, capture_output=True, text=True, timeout=START_S, env=os.environ | WIDE).stdout
     assert re.search(rf"^torch +ok +{re.escape(torch.__version__)} \(needs >= 2.11, < 2.14\)", report, re.MULTILINE)
     assert re.search(r"^data directory +ok +\S+/new: [\d.]+ GiB free on its disk", report, re.MULTILINE)
     assert re.search(r"^memory +ok +[\d.]+ GiB of [\d.]+ GiB available", report, re.MULTILINE)
     assert report.endswith("nothing is missing\n")
+
+
+def test_the_database_that_is_there_is_read(tmp_path: Path) -> None:
+    Store.open(tmp_path).close()
+    code, report = doctor("--data-dir", str(tmp_path))
+    assert code == 0
+    assert re.search(r"^database +ok +all of \S+/tinsmith.db can be read", report, re.MULTILINE)
+    file = tmp_path / "tinsmith.db"
+    file.write_bytes(file.read_bytes()[:4096] + b"x" * 20_000)
+    code, report = doctor("--data-dir", str(tmp_path))
+    assert code == 1
+    assert re.search(r"^database +missing +\S+/tinsmith.db is damaged: .* Put back a copy", report, re.MULTILINE)
 
 
 def test_a_model_is_sized_without_loading_it(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
@@ -122,6 +137,17 @@ def test_a_model_that_would_be_refused_and_a_directory_that_cannot_be_written(tm
     assert "'mixtral' is a mixture of experts" in report
     assert re.search(r"data directory +missing +\S+: cannot write to \S+/file; choose another with --data-dir", report)
     assert report.endswith("missing: data directory, moe\n")
+
+
+def test_a_port_and_a_data_directory_in_use_are_missing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, only_user(tmp_path):
+        port = other.getsockname()[1]
+        code, report = doctor("--data-dir", str(tmp_path), "--port", str(port))
+        assert code == 1
+        assert re.search(r"^data directory +missing +\S+ is used by another server; stop it, or choose another", report, re.M)
+        assert re.search(rf"^listens on +missing +cannot listen on host=127.0.0.1 port={port}: another program listens there", report, re.M)
+        assert report.endswith("missing: data directory, listens on\n")
+    assert doctor("--data-dir", str(tmp_path), "--port", str(port))[0] == 0
 
 
 def test_the_supported_versions_are_those_of_the_package() -> None:

@@ -80,7 +80,7 @@ def program(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """Let another program make the estimate, for four GPUs."""
 
     def running(command: Sequence[str], **keywords: Any) -> Any:
-        assert command == [sys.executable, "-m", "tinsmith.shard_choice"]
+        assert command == [sys.executable, "-P", "-m", "tinsmith.shard_choice"]
         return RUN([sys.executable, "-c", source], **keywords)
 
     monkeypatch.setattr(shard_choice, "visible_gpus", lambda: 4)
@@ -105,7 +105,7 @@ def test_the_estimate_is_that_of_the_plan(family_dir: Callable[[str], Path]) -> 
     """In its own process, of this machine."""
     config = Config([f"small={family_dir('qwen3')}", f"other={family_dir('qwen3_vl')}"])
     config.models.device, config.distributed.workers = "cpu", 2
-    command = [sys.executable, "-m", "tinsmith.shard_choice"]
+    command = [sys.executable, "-P", "-m", "tinsmith.shard_choice"]
     done = subprocess.run(command, input=json.dumps(to_tree(config)), capture_output=True, text=True, check=True)
     fits = [Fit(**each) for each in json.loads(done.stdout.splitlines()[-1])]
     assert fits == [Fit("small", True, True, True), Fit("other", True, True, True)]

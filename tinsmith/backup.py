@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tinsmith.config_values import require_empty
 from tinsmith.errors import ConfigError, NotFoundError, TinsmithError
 from tinsmith.store import catalog, lock, recorded_sequences
-from tinsmith.store.database import FILE_NAME
+from tinsmith.store.database import FILE_NAME, require_data
 from tinsmith.store.files import CheckpointFiles, whole_directory
 from tinsmith.store.manifest import NAME as MANIFEST
 from tinsmith.store.manifest import read_manifest, verify_files
@@ -41,10 +42,8 @@ def back_up(data_dir: Path, target: Path) -> Iterator[str]:
     Raises ConfigError for directories that cannot be used. Raises TinsmithError if the copy cannot be written; then nothing of it is left.
     Raises TinsmithError also if checkpoints are damaged or have no files, after everything else was copied.
     """
-    if not (data_dir / FILE_NAME).is_file():
-        raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it)")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"{target} is not an empty directory; name a new one")
+    require_data(data_dir)
+    require_empty(target)
     if target.resolve().is_relative_to(data_dir.resolve()):
         raise ConfigError(f"{target} is inside the data directory; name a directory outside of {data_dir}")
     problems: list[str] = []

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tinsmith import __version__
-from tinsmith.config import CONFIG_VARIABLE, Config, Setting, base_model_sources, load, settings
-from tinsmith.config_values import at_home
+from tinsmith.config import CONFIG_VARIABLE, Config, Setting, base_model_sources, load, require_place, settings
+from tinsmith.config_values import at_home, installer, require_empty
 from tinsmith.errors import ConfigError, TinsmithError
 
 app = typer.Typer(
@@ -75,7 +75,10 @@ def serve(config: Path | None, **options: Any) -> None:
     command line overrides the environment, and the environment overrides the file.
     """
     configuration = _configuration(config, options)
-    base_model_sources(configuration)
+    sources = base_model_sources(configuration)
+    from tinsmith.models.files import require_usable
+
+    require_usable(sources.values(), whole=True)
     from tinsmith.engine.devices import visible_gpus, worker_count
     from tinsmith.sampling.vllm.options import require_vllm
 
@@ -113,6 +116,9 @@ def plan(model: str, rank: int, memory_gib: float | None, as_json: bool, config:
     configuration.base_models = [model]
     if not configuration.training.trains:
         raise ConfigError("train=none leaves nothing to plan: leave it out, or ask `tinsmith doctor` what fits for sampling")
+    from tinsmith.models.files import require_usable
+
+    require_usable(base_model_sources(configuration).values(), whole=False)
     from tinsmith.plan import make_plan, print_plan, to_tree
 
     made = make_plan(configuration, rank, memory_gib)
@@ -181,7 +187,7 @@ def _check_ray(config: Config) -> None:
     if not address:
         return
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"ray_address={address} needs the package ray; install it with: pip install 'tinsmith[ray]'")
+        raise ConfigError(f"ray_address={address} needs the package ray; install it with: {installer('ray')}")
     if ":" in device:
         raise ConfigError(
             f"ray_address={address} and device={device} contradict each other: Ray gives each worker its GPU; use --device cuda"
@@ -285,6 +291,24 @@ def status(
     print_status(fetch_status(url), Console(highlight=False))
 
 
+@app.command()
+def ping(
+    url: Annotated[str, typer.Argument(metavar="[URL]", envvar="TINKER_BASE_URL", help="URL of the server, without /api/v1.")] = (
+        "http://127.0.0.1:8000"
+    ),
+    base_model: Annotated[str, typer.Option(help="Name of a base model that it is to serve.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="Key that clients send.")] = "",
+) -> None:
+    """Say what keeps clients from a server.
+
+    In about a second it names what is wrong: scheme, host, port, TLS, path, proxy, key, readiness or base model. The SDK would repeat its
+    requests for minutes without a word. Exits with code 0 if the server can be used, else 2.
+    """
+    from tinsmith.reach import ping
+
+    typer.echo(ping(url, api_key, base_model))
+
+
 _RlConfig = Annotated[
     Path,
     typer.Argument(parser=_path, metavar="CONFIG.yaml", help="Configuration of the run; docs/rl.md describes it, examples/rl/ has some."),
@@ -349,6 +373,15 @@ def export_checkpoint(
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
     """Write a checkpoint as a PEFT adapter or a merged model."""
+    require_empty(directory)
+    if base_model is not None:
+        require_place(base_model)
+        from tinsmith.models.files import require_usable
+
+        require_usable([base_model], whole=merge)
+    from tinsmith.store.store import require_saved
+
+    require_saved(data_dir, path)  # before the next import, which takes seconds
     from tinsmith.exchange import export_checkpoint
 
     export_checkpoint(data_dir, path, directory, merge, base_model)
@@ -373,6 +406,13 @@ def import_adapter(
 
     Prints two paths: one to train further from, one to sample.
     """
+    require_place(base_model)
+    from tinsmith.models.files import require_usable
+
+    require_usable(base_model_sources(Config(base_models=[base_model])).values(), whole=False)
+    from tinsmith.store.database import require_data
+
+    require_data(data_dir)  # before the next import, which takes seconds
     from tinsmith.exchange import import_adapter
 
     for path in import_adapter(data_dir, adapter, name, base_model):

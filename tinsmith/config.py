@@ -45,6 +45,13 @@ class ServerConfig:
         0.1,
         40,
     )
+    connection_idle_s: float = setting(
+        75.0,
+        "A connection is closed after this long without a request, and when the rest of a header or body does not come for this long; "
+        "longer than clients keep an idle one, so that none is closed while a request is on its way",
+        "seconds",
+        0.1,
+    )
     max_header_kib: int = setting(64, "Maximum size of a request's line and headers together", "KiB", 4, 1024)
     max_body_mib: int = setting(256, "Maximum size of a request body after decompression", "MiB", 1, 4096)
     fwdbwd_max_chunk_len: int = setting(1024, "Maximum number of datums that the SDK puts into one forward_backward request", "datums", 1)
@@ -536,6 +543,19 @@ def base_model_sources(config: Config) -> dict[str, str]:
             raise ConfigError(f"base_models: two have the name {name!r}; tell them apart with NAME=PATH_OR_HUB_ID")
         sources[name] = source
     return sources
+
+
+def require_place(spec: str) -> None:
+    """Raise ConfigError for a base model, as [NAME=]PATH_OR_HUB_ID, that is no directory and has no ORGANISATION/ before its name.
+
+    The Hub would be asked for it for a minute, though mostly the name was meant under which it is served.
+    """
+    name, source = _base_model(spec)
+    if "/" not in source:
+        raise ConfigError(
+            f"base_model={spec!r} is neither a directory nor ORGANISATION/MODEL; if it is the name of a served model, say where that is: "
+            f"{name}=PATH_OR_HUB_ID"
+        )
 
 
 def _base_model(spec: str) -> tuple[str, str]:

@@ -24,6 +24,18 @@ _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 """Bytes of each unit in which a size may be written."""
 
 
+def require_empty(directory: Path) -> None:
+    """Raise ConfigError unless a directory to write to is empty, or does not exist yet."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(f"{directory} is not an empty directory; name a new one")
+
+
+def installer(extra: str) -> str:
+    """The command that adds the packages of an extra. In a clone it names the clone: no package index need have this version."""
+    clone = Path(__file__).parent.parent
+    return f"pip install -e '{clone}[{extra}]'" if (clone / "pyproject.toml").is_file() else f"pip install 'tinsmith[{extra}]'"
+
+
 @dataclass(frozen=True)
 class SettingInfo:
     """What is known of a setting beside its name, type and default.

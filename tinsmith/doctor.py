@@ -1,4 +1,7 @@
-"""`tinsmith doctor`: what this machine offers, what fits on it, and what is missing for which feature. No weight is read."""
+"""`tinsmith doctor`: what this machine offers, what fits on it, and what is missing for which feature.
+
+No weight is read, but all of a database that is there.
+"""
 
 import importlib.util
 import os
@@ -15,7 +18,11 @@ from rich.text import Text
 from tinsmith.config import Config, base_model_sources
 from tinsmith.engine.devices import visible_gpus, worker_count
 from tinsmith.errors import ConfigError
+from tinsmith.models.files import problems
 from tinsmith.models.machine import INSTALLED, SUPPORTED, VARLEN_CAPABILITY, Machine, is_supported, look_around, size_text
+from tinsmith.server.main import listening
+from tinsmith.store.database import FILE_NAME, look_into
+from tinsmith.store.lock import is_used
 
 if TYPE_CHECKING:
     from tinsmith.models.budget import Budget
@@ -49,13 +56,14 @@ def run_doctor(config: Config, console: Console) -> int:
         "machine": [*_machine(machine), _workers(config, machine)],
         "software": list(_software()),
         "storage": list(_storage(Path(config.data_dir))),
+        "address": [_address(config)],
     }
     if config.base_models:
         sections["what fits"] = list(_models(config, machine))
     sections["features"] = list(_features(machine))
     for title, findings in sections.items():
         console.print(_table(title, findings))
-    missing = [finding.subject for findings in sections.values() for finding in findings if finding.state == "missing"]
+    missing = dict.fromkeys(finding.subject for findings in sections.values() for finding in findings if finding.state == "missing")
     console.print(Text(f"missing: {', '.join(missing)}", "bold red") if missing else Text("nothing is missing", "bold green"))
     return 1 if missing else 0
 
@@ -109,9 +117,25 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
         yield Finding("data directory", "ok", f"{data_dir}: {_gib(shutil.disk_usage(there).free)} free on its disk")
     else:
         yield Finding("data directory", "missing", f"{data_dir}: cannot write to {there}; choose another with --data-dir")
+    if is_used(data_dir):
+        yield Finding("data directory", "missing", f"{data_dir} is used by another server; stop it, or choose another with --data-dir")
+    try:
+        if look_into(data_dir):
+            yield Finding("database", "ok", f"all of {data_dir / FILE_NAME} can be read")
+    except ConfigError as error:
+        yield Finding("database", "missing", str(error))
     shared = Path("/dev/shm")
     if shared.is_dir():
         yield Finding("shared memory", "ok", f"{_gib(shutil.disk_usage(shared).free)} free in {shared}")
+
+
+def _address(config: Config) -> Finding:
+    """Whether a server could listen where it is told to."""
+    try:
+        with listening(config):
+            return Finding("listens on", "ok", f"{config.server.host}, port {config.server.port}")
+    except ConfigError as error:
+        return Finding("listens on", "missing", str(error))
 
 
 def _models(config: Config, machine: Machine) -> Iterator[Finding]:
@@ -126,6 +150,10 @@ def _models(config: Config, machine: Machine) -> Iterator[Finding]:
     workers = _parts(config, machine)
     known: dict[str, Sizes] = {}
     for name, source in base_model_sources(config).items():
+        wrong = list(problems(source, whole=True))
+        if wrong:
+            yield from (Finding(name, "missing", problem) for problem in wrong)
+            continue
         try:
             known[name] = replace(size_of(source, loading_of(config)), parts=workers)
         except (ConfigError, OSError, ValueError) as error:  # transformers cannot read, or fetch, the configuration

@@ -22,14 +22,20 @@ class TinsmithError(Exception):
 
     def __init__(self, message: str) -> None:
         """A message that is too long loses its middle: the beginning names the field, the end the remedy."""
-        super().__init__(_cut(message))
+        super().__init__(shortened(message))
 
 
-def _cut(message: str) -> str:
-    if len(message) <= _MAX_MESSAGE:
+def shortened(message: str, most: int = _MAX_MESSAGE) -> str:
+    """A message of more than `most` characters without its middle."""
+    if len(message) <= most:
         return message
-    half = _MAX_MESSAGE // 2
+    half = most // 2
     return f"{message[:half]} ... ({len(message) - 2 * half} characters left out) ... {message[-half:]}"
+
+
+def printable(text: str) -> str:
+    """`text` with escapes in place of control characters, of line breaks, and of what turns the direction of writing."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def quoted(value: object) -> str:

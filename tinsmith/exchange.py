@@ -5,21 +5,25 @@ Both work beside a running server: the files of a checkpoint are written once an
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 
 from tinsmith.config import Config, base_model_sources
+from tinsmith.config_values import require_empty
 from tinsmith.engine.checkpoints import CheckpointRows
-from tinsmith.errors import ConfigError, UserError
-from tinsmith.models.fingerprint import check_fingerprint, fingerprint_of, holds_weights, local_directory
+from tinsmith.errors import ConfigError, TinsmithError, UserError
+from tinsmith.models.files import holds_weights, local_directory, require_usable
+from tinsmith.models.fingerprint import check_fingerprint, fingerprint_of
 from tinsmith.models.full import FullWeights
 from tinsmith.models.layout import read_layout
-from tinsmith.store.database import FILE_NAME
-from tinsmith.store.files import CheckpointFiles
+from tinsmith.store.database import require_data
+from tinsmith.store.files import WRITING_PREFIX, CheckpointFiles
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
 from tinsmith.training.checkpoint import About, SavedState, read_about, stored_weights, write_state
@@ -39,8 +43,7 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
     `base_source` is where the base model is now, if it is not where the checkpoint was trained; an adapter then names its base so. Raises
     TinsmithError: no such checkpoint, `directory` is in use, another base model or none to be had, full weights without `merge`.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} is not an empty directory; name a new one")
+    require_empty(directory)
     kind = parse_path(path).kind
     if kind == "external":
         raise UserError(f"{path} holds files to download: tinker checkpoint download; export a path of weights or sampler_weights")
@@ -50,6 +53,7 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
             about = read_about(files)
             weights = stored_weights(files, about)
     source = base_source or about.base_source
+    require_usable([source], whole=merge)
     base = read_layout(source)
     if base.family.model_type != about.architecture:
         raise UserError(f"{source} is of architecture {base.family.model_type}; {path} was saved for {about.architecture}")
@@ -58,12 +62,34 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
         log.warning("the weights of %s are not on this machine: whether %s was trained on them is not checked", source, path)
     else:
         check_fingerprint(about.base_fingerprint, fingerprint, source, path)
-    if merge:
-        write_merged(weights, base, source, directory)
-    elif isinstance(weights, FullWeights):
+    if not merge and isinstance(weights, FullWeights):
         raise UserError(f"{path} is of rank 0: all parameters were trained, and there is no adapter to write; add --merge")
-    else:
-        write_peft(weights, base, base_source or about.public_base, directory)
+    with _whole(directory) as files:
+        if isinstance(weights, FullWeights) or merge:
+            write_merged(weights, base, source, files)
+        else:
+            write_peft(weights, base, base_source or about.public_base, files)
+
+
+@contextlib.contextmanager
+def _whole(directory: Path) -> Iterator[Path]:
+    """A directory to fill, whose files come to `directory` when the body ends, or not at all. Raises TinsmithError for a full disk."""
+    home = directory if directory.is_dir() else directory.parent  # what is there may be a mount or the working directory: keep it
+    home.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=home) as scratch:
+        files = Path(scratch) / "files"  # whose mode, unlike that of `scratch`, is the usual one
+        files.mkdir()
+        try:
+            yield files
+        except (OSError, SafetensorError) as error:
+            if isinstance(error, OSError) and error.errno is None:  # of the Hub
+                raise
+            raise TinsmithError(f"{directory} cannot be written: {error}; make room, or name a directory on another disk") from error
+        if home != directory:
+            files.rename(directory)
+            return
+        for file in files.iterdir():
+            file.rename(directory / file.name)
 
 
 def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str) -> list[str]:
@@ -74,7 +100,7 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
     check_name(name)
     ((base_name, source),) = base_model_sources(Config(base_models=[base_model])).items()
     base = read_layout(source)
-    adapter = read_peft(adapter_dir, base)
+    adapter = read_peft(adapter_dir, base, source)
     fingerprint = _fingerprint(source, fetch=False)
     if fingerprint is None:
         log.warning("the weights of %s are not on this machine: no server can check that it serves the same as %s", source, base_name)
@@ -107,7 +133,6 @@ def _fingerprint(source: str, fetch: bool) -> str | None:
 
 @contextlib.contextmanager
 def _opened(data_dir: Path) -> Iterator[CheckpointRows]:
-    if not (data_dir / FILE_NAME).is_file():
-        raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it)")
+    require_data(data_dir)
     with contextlib.closing(Store.open(data_dir)) as store:
         yield CheckpointRows(store, CheckpointFiles(data_dir))

@@ -9,8 +9,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tinsmith.errors import ConfigError
-from tinsmith.store.database import FILE_NAME
+from tinsmith.store.database import require_data
 from tinsmith.store.files import KEPT_DIR, SNAPSHOTS_DIR, CheckpointFiles
 from tinsmith.store.lock import only_user
 from tinsmith.store.store import Store
@@ -22,8 +21,7 @@ def collect_garbage(data_dir: Path, dry_run: bool, unknown: bool) -> Iterator[st
 
     Without `unknown`, complete checkpoints that are not in the database are kept, and the last line says how many there are.
     """
-    if not (data_dir / FILE_NAME).is_file():
-        raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it)")
+    require_data(data_dir)
     with contextlib.closing(Store.open(data_dir)) as store, only_user(data_dir) as alone:
         files = CheckpointFiles(data_dir)
         left = _left_by_engine(data_dir) if alone else []

@@ -1,12 +1,33 @@
-"""The log: one format for all lines, of our processes and of the libraries that they use."""
+"""The log: one format for all lines, of our processes and of the libraries that they use.
+
+Messages quote what clients say. No character of theirs begins a line or moves a terminal's cursor, and none makes a line endless.
+"""
 
 import logging
+
+from tinsmith.errors import printable, shortened
 
 LEVELS = ("debug", "info", "warning", "error")
 """The values of `--log-level`, from most lines to fewest."""
 
+_TRACEBACK_CHARACTERS = 20_000
+
 
 def start_logging(process: str, level: str = "info") -> None:
     """Log to standard error: our own lines from `level` on, and warnings and errors of libraries. A second call only changes the level."""
-    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s %(levelname)s {process}: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_OneLine(f"%(asctime)s %(levelname)s {process}: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("tinsmith").setLevel(level.upper())
+
+
+class _OneLine(logging.Formatter):
+    """Formats a message as one line of limited length. The lines of a traceback follow it, indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name is logging's)
+        record.message = printable(shortened(record.message))
+        return super().formatMessage(record)
+
+    def formatException(self, ei: object) -> str:  # noqa: N802
+        lines = shortened(super().formatException(ei), _TRACEBACK_CHARACTERS).split("\n")  # type: ignore[arg-type]
+        return "\n".join(f"  {printable(line)}" for line in lines)

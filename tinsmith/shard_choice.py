@@ -45,7 +45,7 @@ def chosen_shard(config: Config, workers: int) -> str:
         return asked
     if workers == 1 or config.distributed.ray_address or config.models.device == "cpu" or not visible_gpus():
         return "none"
-    program = [sys.executable, "-m", "tinsmith.shard_choice"]
+    program = [sys.executable, "-P", "-m", "tinsmith.shard_choice"]
     try:
         done = subprocess.run(program, input=json.dumps(to_tree(config)), capture_output=True, text=True, check=True, timeout=ESTIMATE_S)
         fits = [Fit(**each) for each in json.loads(done.stdout.splitlines()[-1])]

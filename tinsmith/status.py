@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.request import urlopen
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tinsmith.errors import ConfigError
+from tinsmith.reach import open_url
 
 TIMEOUT_S = 10.0
 
@@ -21,7 +21,7 @@ def fetch_status(url: str) -> dict[str, Any]:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"url={url!r} must begin with http:// or https://")
     try:
-        with urlopen(f"{url.rstrip('/')}/api/v1/status", timeout=TIMEOUT_S) as reply:
+        with open_url(f"{url.rstrip('/')}/api/v1/status", TIMEOUT_S) as reply:
             content = json.load(reply)
     except HTTPError as error:
         hint = " Leave out /api/v1" if url.rstrip("/").endswith("/api/v1") else ""

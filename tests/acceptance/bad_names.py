@@ -49,7 +49,7 @@ MODELS = [
             ("unknown base", 404, {"base_model": "gpt-9"}, ALL_BASES),
             ("unknown session", 404, {"session_id": "none", "base_model": "text"}, ["session 'none' does not exist"]),
             ("rank below 0", 400, {"base_model": "text", "lora_config": {"rank": -1}}, ["lora_config.rank", "got -1"]),
-            ("huge rank", 400, {"base_model": "text", "lora_config": {"rank": HUGE}}, [f"rank={HUGE}", "max_lora_rank is 256"]),
+            ("huge rank", 400, {"base_model": "text", "lora_config": {"rank": HUGE}}, [f"rank={HUGE}", "up to 256", "--max-lora-rank"]),
             ("huge seed", 400, {"base_model": "text", "lora_config": {"rank": 8, "seed": HUGE}}, ["lora_config.seed", f"got {HUGE}"]),
             ("other optimizer", 400, {"base_model": "text", "optimizer_config": {"type": "dimuon"}}, ["'dimuon'", "use 'adamw'"]),
             ("number of 70 bits", 400, {"base_model": "text", "model_seq_id": HUGE}, ["model_seq_id", f"got {HUGE}"]),

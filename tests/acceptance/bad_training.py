@@ -96,6 +96,7 @@ INPUTS = [
     Case("targets of three dimensions", training(example(target_tokens=[[[1]]] * 3)), ["target_tokens has shape (3, 1, 1)", "(3, K)"]),
     Case("no target a position", training(example(target_tokens=tensor(np.zeros((3, 0), int)))), ["shape (3, 0)", "(3, K)"]),
     Case("one number as targets", training(example(target_tokens=tensor(np.int64(1)))), ["3 positions"]),
+    Case("targets left out", training(example(target_tokens=[1, -100, 3])), ["position 1 is -100", "and weights of 0"]),
     Case("too few weights", training(example(weights=[1.0])), ["weights has shape (1,)", "target_tokens has (3,)", "must be equal"]),
     Case("weights in columns", training(example(weights=[[1.0]] * 3)), ["weights has shape (3, 1)", "target_tokens has (3,)"]),
     Case("NaN weight", training(example(), example(weights=[1.0, NAN, 1.0])), ["datum 1: weights at position 1 is nan", "finite"]),

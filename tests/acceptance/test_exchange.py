@@ -90,6 +90,7 @@ def test_what_cannot_be_exchanged_is_said_in_one_line(data: list[str], tmp_path:
     out = str(tmp_path / "out")
     for run, arguments, message in (
         (tinsmith, ["export", "tinker://x/weights/y", out, *data], "tinker://x/weights/y does not exist"),
+        (tinsmith_here, ["import", str(tmp_path), "a", "--base-model", "text", *data], "say where that is: text=PATH_OR_HUB_ID"),
         (tinsmith_here, ["export", "tinker://x/weights/y", out, "--data-dir", str(tmp_path)], "holds no data of a server"),
         (tinsmith_here, ["import", str(tmp_path), "a/b", "--base-model", "text=x/y", *data], "cannot name a checkpoint"),
         (tinsmith_here, ["import", str(tmp_path), "a", "--base-model", "text=x/y", *data], NO_HUB),

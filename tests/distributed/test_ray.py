@@ -157,6 +157,14 @@ def test_a_host_on_which_a_program_cannot_run_is_refused_with_what_it_lacks(addr
     assert list(tmp_path.iterdir()) == []  # what shows workers the directory goes with the engine
 
 
+def test_an_actor_imports_nothing_that_lies_in_the_working_directory(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray  # which tests/ray_head.py has prepared
+
+    monkeypatch.chdir(tmp_path)
+    with closing(RayActors(configured(address, tmp_path), lambda: None)):
+        assert str(tmp_path) not in ray.get(ray.remote(lambda: sys.path).remote(), timeout=START_S)
+
+
 LEAVES = """
 import sys
 from tests.engine.test_worker_process import link_of_an_engine
@@ -289,4 +297,4 @@ def test_a_missing_ray_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "ray", None)
     result = tinsmith_here("serve", "--base-model", "tiny", "--ray-address", "auto")
     assert result.returncode == 2
-    assert "pip install 'tinsmith[ray]'" in result.stderr
+    assert f"pip install -e '{Path(__file__).parents[2]}[ray]'" in result.stderr

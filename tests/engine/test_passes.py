@@ -68,6 +68,33 @@ def test_pictures_are_decoded_as_their_pass_comes(here: Here, monkeypatch: pytes
         before += pictures
 
 
+def test_texts_of_other_models_train_while_pictures_are_decoded(here: Here) -> None:
+    """And those of the same model behind its pictures."""
+    released, renderer = threading.Event(), renderer_of(here)
+    process = renderer.processor
+    assert process is not None
+
+    def held(sha256: bytes, image: Image) -> PictureInput:
+        assert released.wait(LONG_S)
+        return process(sha256, image)
+
+    renderer.processor = held
+    here.create("b")
+    here.forward("a", 1, [2], pictures=[png(seed) for seed in range(5)])
+    here.until(lambda: len(here.engine.trainer.forward.of_pictures) == 2)
+    here.forward("a", 2, [3])
+    for seq in range(1, 5):
+        here.forward("b", seq, [14, 14])
+    here.optim("b", 5)
+    here.until(lambda: "s:train:b/5" in here.told)
+    assert not {"s:train:a/1", "s:train:a/2"} & set(here.told)
+    released.set()
+    here.settle()
+    assert [here.error("a", 1), here.error("a", 2), here.error("b", 5)] == [None] * 3
+    assert [tokens for _, tokens, _ in here.process.computed] == [14] * 8 + [9, 14, 14, 3]
+    assert here.engine.trainer.forward.of_pictures == set()
+
+
 def test_a_broken_picture_in_a_late_pass_fails_its_operation_and_step_and_no_other(here: Here) -> None:
     whole = png(9)
     here.create("b")

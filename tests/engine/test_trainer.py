@@ -231,7 +231,7 @@ def test_models_that_were_not_created_fail_in_words(here: Here) -> None:
     here.forward("a", 1, [3])
     here.settle()
     assert here.error("a", 0) == "base_model 'gpt-9' is not served here; there are: tiny"
-    assert here.error("b", 0) == "lora_config.rank is 100; this server allows up to 64 (--max-lora-rank)"
+    assert here.error("b", 0) == "lora_config.rank=100: this server takes up to 64; ask for less, or start it with --max-lora-rank 100"
     assert here.error("c", 0) is None
     assert "model s:train:a is not loaded" in str(here.error("a", 1))
 

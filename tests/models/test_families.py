@@ -1,6 +1,7 @@
 """Positions against transformers' own, and what is refused."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from tinsmith.models.base import BaseModel, pick_device
 from tinsmith.models.families import IMAGE_FAMILIES, Family, family_of, positions, read_config
 from tinsmith.models.layers import Attention, DeltaNet
 from tinsmith.models.sizing import size_of
+from tinsmith.rendering.processor import LocalProcessor
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
@@ -115,7 +117,8 @@ def test_what_cannot_work_is_refused_by_its_layers(model_type: str, reason: str,
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="use auto, cpu, cuda or cuda:N"):
         pick_device("tpu")
-    with pytest.raises(ConfigError, match=r"this machine has \d+ CUDA devices .* or start with --workers 1 or --device cpu$"):
+    remedy = r"name one of cuda:0 to cuda:\d+, or" if torch.cuda.is_available() else "leave --device out, or use --device cpu$"
+    with pytest.raises(ConfigError, match=rf"^device='cuda:99': .*{remedy}"):
         pick_device("cuda:99")
 
 
@@ -129,3 +132,28 @@ def test_a_context_beyond_the_models_own_is_refused(family_dir: Callable[[str], 
         size_of(source, ModelsConfig(max_context=limit + 1))
     with pytest.raises(ConfigError, match=f"max_context={limit + 1} is more than tiny was built for"):
         load(family_dir("qwen3"), max_context=limit + 1)
+
+
+def test_weights_that_the_files_lack_are_never_made_at_random(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(family_dir("qwen3"), tmp_path / "model"))
+    tensors = load_file(model / "model.safetensors")
+    lost = min(name for name in tensors if name.endswith("mlp.up_proj.weight"))
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"model: its weights lack {re.escape(lost)}, which a qwen3 of its config.json has;"):
+        load(model)
+
+
+def test_files_that_the_libraries_cannot_use_are_named(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(family_dir("qwen3_vl"), tmp_path / "model"))
+    (model / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a"]]}}))
+    with pytest.raises(ConfigError, match=r"model: its tokenizer cannot be loaded: .*; copy that of the model"):
+        load(model)
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="model has no tokenizer"):
+        load(model)
+    (model / "preprocessor_config.json").write_text(json.dumps({"size": "large", "patch_size": [], "image_mean": {}}))
+    with pytest.raises(ConfigError, match=r"its image processor, .*, does not compute what"):
+        LocalProcessor(str(model))
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": "wide", "layer_types": 7}))
+    with pytest.raises(ConfigError, match="model: the model's configuration cannot be read"):
+        read_config(str(model))

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.bases import load
 from tinsmith.errors import ConfigError
 from tinsmith.models import fingerprint
-from tinsmith.models.fingerprint import compute_fingerprint, fingerprint_of, holds_weights, local_directory
+from tinsmith.models.files import holds_weights, local_directory
+from tinsmith.models.fingerprint import compute_fingerprint, fingerprint_of
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_weights_without_safetensors_have_one_too(tmp_path: Path) -> None:
 
 def test_what_is_missing_or_damaged_is_named(model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"\xff" * 100)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is missing or damaged .*; download the model again"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged or cut \(100 bytes, .*; download it again"):
         fingerprint_of(model)
     (model / "model.safetensors").unlink()
     assert not holds_weights(model)

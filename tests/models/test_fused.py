@@ -1,4 +1,4 @@
-"""The pieces of a decoder layer against plain formulas: values, gradients written by hand, and one graph for any number of tokens.
+"""The pieces of a decoder layer against plain formulas: values, and gradients written by hand.
 
 Norms of modules are compared with transformers.
 """
@@ -15,8 +15,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm, Qwen3_5RMSNormGated
 
 from tests.bases import DEVICE
-from tinsmith.models import fused
-from tinsmith.models.compiled import Compiled, compilations
 from tinsmith.models.decoder import _Alone, _gates
 from tinsmith.models.fused import GatedNormed, Heads, Normed, SigmoidGated, SwiGLU
 from tinsmith.models.joined_linear import JoinedLinear, WeightPiece
@@ -24,7 +22,6 @@ from tinsmith.models.layout import Projection
 from tinsmith.models.lora import Adapter, LoraPair, Segment
 from tinsmith.models.norms import FusedRMSNorm, GatedRMSNorm, ZeroCentredRMSNorm, fuse_norms
 from tinsmith.models.packed_lora import UNCHANGED, Before, SegmentAdapters
-from tinsmith.models.with_kernel import WithKernel
 from tinsmith.protocol.shapes import LoraShape
 
 TOKENS, WIDTH, EPS = 5, 6, 1e-3
@@ -221,55 +218,6 @@ def test_gates_of_memory_and_a_norm_alone_equal_the_formulas() -> None:
     x, delta, weight = random(TOKENS, WIDTH), random(TOKENS, WIDTH, seed=1), random(WIDTH, seed=2)
     alone: Any = _Alone.apply
     assert_gradients((alone(Normed(EPS, False), x, delta, weight),), (plain_norm(x + delta, weight),), [x, delta, weight])
-
-
-def rows(count: int, *shape: int) -> Tensor:
-    return torch.randn(count, *shape, device=DEVICE)
-
-
-CALLS: dict[str, Callable[[int], tuple[Any, ...]]] = {
-    "rms_norm": lambda n: (rows(n, 8), torch.ones(8, device=DEVICE), EPS, False),
-    "add_rms_norm": lambda n: (rows(n, 8), rows(n, 8), torch.ones(8, device=DEVICE), EPS, True),
-    "add_layer_norm": lambda n: (rows(n, 8), rows(n, 8), torch.ones(8, device=DEVICE), torch.ones(8, device=DEVICE), EPS),
-    "rms_norm_backward": lambda n: (rows(n, 8), torch.ones(8, device=DEVICE), rows(n, 8), rows(n, 8), EPS, False),
-    "rms_norm_weight_gradient": lambda n: (rows(n, 8), rows(n, 8), EPS),
-    "swiglu": lambda n: (rows(n, 8),),
-    "swiglu_backward": lambda n: (rows(n, 8), rows(n, 4)),
-    "sigmoid_gate": lambda n: (rows(n, 2, 4), rows(n, 2, 8)[..., :4]),
-    "sigmoid_gate_backward": lambda n: (rows(n, 2, 4), rows(n, 2, 8)[..., :4], rows(n, 2, 4)),
-    "gated_rms_norm": lambda n: (rows(n, 2, 4), rows(n, 2, 4), torch.ones(4, device=DEVICE), EPS),
-    "gated_rms_norm_backward": lambda n: (rows(n, 2, 4), rows(n, 2, 4), torch.ones(4, device=DEVICE), rows(n, 2, 4), EPS),
-    "gated_rms_norm_weight_gradient": lambda n: (rows(n, 2, 4), rows(n, 2, 4), rows(n, 2, 4), EPS),
-    "rotate": lambda n: (rows(n, 4, 4)[:, :3], torch.ones(3, 4, device=DEVICE), rows(n, 2), rows(n, 2), EPS, False),
-    "rotate_backward": lambda n: (
-        *(rows(n, 4, 4)[:, :3], torch.ones(3, 4, device=DEVICE), rows(n, 2), rows(n, 2), rows(n, 3, 4), EPS, True),
-        rows(n, 4, 4)[:, :3],
-    ),
-    "rotate_weight_gradient": lambda n: (rows(n, 4, 4)[:, :3], rows(n, 2), rows(n, 2), rows(n, 3, 4), EPS),
-    "memory_gates": lambda n: (rows(n, 8)[:, :3], rows(n, 8)[:, 3:6], rows(3), rows(3)),
-    "memory_gates_backward": lambda n: (rows(n, 8)[:, :3], rows(n, 8)[:, 3:6], rows(3), rows(3), rows(n, 3), rows(n, 3)),
-}
-
-
-def test_every_compiled_function_is_tried() -> None:
-    assert set(CALLS) == {name for name, function in vars(fused).items() if isinstance(function, Compiled | WithKernel)}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_one_graph_serves_any_number_of_tokens(name: str) -> None:
-    """Without a GPU the kernels are not made, but the graph is: a function that torch cannot trace, or traces again, is found."""
-    function = Compiled(getattr(fused, name).function)
-    function._compiled = torch.compile(function.function, backend="aot_eager", dynamic=False, fullgraph=True)
-    before = compilations()
-    for tokens, wanted in ((11, False), (12, False), (17, True)):  # whether tensors require gradients is no other form
-        torch.manual_seed(tokens)
-        args = CALLS[name](tokens)
-        expected = function.function(*(x.clone() if isinstance(x, Tensor) else x for x in args))
-        tensors = [x.requires_grad_(wanted) for x in args if isinstance(x, Tensor)]
-        with torch.no_grad():
-            got = function._call_compiled(tensors, *args)
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert compilations() == before + 1
 
 
 NORMS: list[tuple[type[nn.Module], type[nn.Module]]] = [

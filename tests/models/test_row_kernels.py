@@ -1,6 +1,7 @@
-"""The Triton kernels of a decoder layer's elementwise pieces against the functions that they stand for."""
+"""The Triton kernels of a decoder's elementwise pieces, and of its softmax, against the functions that they stand for."""
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,74 +10,118 @@ from torch import Tensor
 
 from tests.bases import DEVICE
 from tinsmith.models import fused
+from tinsmith.models.with_kernel import WithKernel
+from tinsmith.training import logprobs
 
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+EPS = 1e-6
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Any:
+class Drawn:
+    """Random tensors, each other than the one before."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.generator, self.dtype = torch.Generator().manual_seed(0), dtype
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(DEVICE, self.dtype)
+
+    def part(self, tokens: int, heads: int, width: int) -> Tensor:
+        """Some heads of wider rows, as queries, keys and gates lie in them."""
+        return self(tokens, heads + 2, 2 * width)[:, 1 : heads + 1, :width]
+
+    def turns(self, tokens: int, pairs: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines in float32; the sines lie transposed."""
+        angles = self(tokens, pairs).float()
+        return angles.cos(), angles.t().contiguous().t().sin()
+
+
+Arguments = Callable[[Drawn], tuple[Any, ...]]
+
+
+def norms(rows: int, width: int, zero_centred: bool) -> dict[str, Arguments]:
+    return {
+        "rms_norm": lambda x: (x(rows, width), x(width), EPS, zero_centred),
+        "add_rms_norm": lambda x: (x(rows, width), x(rows, width), x(width), EPS, zero_centred),
+        "add_layer_norm": lambda x: (x(rows, width) + 3, x(rows, width), x(width), x(width), EPS),
+        "rms_norm_backward": lambda x: (
+            *(x(rows, width), x(width), x(rows, width), x(rows, width) if zero_centred else None),
+            *(EPS, zero_centred),
+        ),
+        "rms_norm_weight_gradient": lambda x: (x(rows, width), x(rows, width), EPS),
+        "swiglu": lambda x: (x(rows, 2 * width),),
+        "swiglu_backward": lambda x: (x(rows, 2 * width), x(rows, width)),
+    }
+
+
+def heads(tokens: int, count: int, width: int, pairs: int, normed: bool | None) -> dict[str, Arguments]:
+    """`normed` says whether norms are zero-centred; with None rotations have none."""
+
+    def weight(x: Drawn) -> Tensor | None:
+        return None if normed is None else x(count, width)
+
+    def part(x: Drawn) -> Tensor:
+        return x.part(tokens, count, width)
+
+    return {
+        "rotate": lambda x: (part(x), weight(x), *x.turns(tokens, pairs), EPS, bool(normed)),
+        "rotate_backward": lambda x: (part(x), weight(x), *x.turns(tokens, pairs), part(x), EPS, bool(normed), part(x)),
+        "rotate_weight_gradient": lambda x: (part(x), *x.turns(tokens, pairs), part(x), EPS),
+        "sigmoid_gate": lambda x: (x(tokens, count, width), part(x)),
+        "sigmoid_gate_backward": lambda x: (part(x), part(x), x(tokens, count, width)),
+        "gated_rms_norm": lambda x: (x(tokens, count, width), part(x), x(width), EPS),
+        "gated_rms_norm_backward": lambda x: (part(x), part(x), x(width), x(tokens, count, width), EPS),
+        "gated_rms_norm_weight_gradient": lambda x: (part(x), part(x), part(x), EPS),
+    }
+
+
+def memory(tokens: int, count: int, strength: float) -> dict[str, Arguments]:
+    def inputs(x: Drawn) -> tuple[Tensor, ...]:
+        together = x(tokens, 3 * count) * strength
+        return together[:, :count], together[:, count : 2 * count], x(count), x(count)
+
+    return {
+        "memory_gates": inputs,
+        "memory_gates_backward": lambda x: (*inputs(x), x(tokens, count).float(), x(tokens, 2 * count)[:, ::2]),
+    }
+
+
+def softmax(rows: int, vocabulary: int) -> dict[str, Arguments]:
+    """In the second of the rows nothing has a gradient, and not all logits are numbers."""
+
+    def inputs(x: Drawn) -> tuple[Tensor, ...]:
+        logits, grad = x(rows, vocabulary) * 5, x(rows, 2)[:, :1].float()
+        if rows > 1:
+            logits[1, ::2], grad[1] = torch.inf, 0.0
+        target = torch.randint(0, vocabulary, (rows, 1), generator=x.generator).to(DEVICE)
+        return logits, *logprobs.logit_norms.function(logits), target, grad
+
+    return {"logit_norms": lambda x: (x(rows, vocabulary) * 5,), "become_gradient": inputs}
+
+
+CASES = [
+    *(norms(*sizes).items() for sizes in ((3, 40, False), (1, 64, True), (5, 1, False), (2, 1030, True))),
+    *(heads(*sizes).items() for sizes in ((4, 10, 16, 8, False), (4, 3, 24, 4, True), (1, 1, 8, 4, None))),
+    [(name, arguments) for name, arguments in (norms(300, 40, False) | heads(300, 2, 8, 2, False)).items() if "weight" in name],  # stripes
+    *(memory(*sizes).items() for sizes in ((3, 5, 1.0), (70, 16, 30.0))),
+    *(softmax(*sizes).items() for sizes in ((3, 50), (1, 9000), (2, 20000))),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "arguments"), [case for cases in CASES for case in cases])
+def test_a_kernel_computes_what_its_function_does(name: str, arguments: Arguments, dtype: torch.dtype) -> None:
+    """Within two roundings of the dtype, and those of float32 in sums of up to 300. What is written to arguments is compared too."""
     pytest.importorskip("triton")
-    return importlib.import_module("tinsmith.models.row_kernels")
+    function = FUNCTIONS[name]
+    (ours, theirs), kernel = (arguments(Drawn(dtype)) for _ in range(2)), getattr(importlib.import_module(function.kernels), name)
+    bound = 4 * torch.finfo(dtype).eps
+    found, expected = (kernel(*ours), *ours), (function.function(*theirs), *theirs)
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound + 300 * torch.finfo(torch.float32).eps, equal_nan=True)
 
 
-def drawn(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+FUNCTIONS = {name: found for room in (fused, logprobs) for name, found in vars(room).items() if isinstance(found, WithKernel)}
 
 
-def assert_alike(found: Any, expected: Any, dtype: torch.dtype) -> None:
-    """Within two roundings of the dtype."""
-    torch.testing.assert_close(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("zero_centred", [False, True])
-@pytest.mark.parametrize(("rows", "width"), [(3, 40), (1, 64), (5, 1)])
-def test_norms(kernels: Any, rows: int, width: int, zero_centred: bool, dtype: torch.dtype) -> None:
-    x, delta, d, more = (drawn(rows, width, seed=seed, dtype=dtype) for seed in range(4))
-    weight = drawn(width, seed=4, dtype=dtype)
-    rest = (1e-6, zero_centred)
-    assert_alike(kernels.rms_norm(x, weight, *rest), fused.rms_norm.function(x, weight, *rest), dtype)
-    assert_alike(kernels.add_rms_norm(x, delta, weight, *rest), fused.add_rms_norm.function(x, delta, weight, *rest), dtype)
-    for also in (None, more):
-        found = kernels.rms_norm_backward(x, weight, d, also, *rest)
-        torch.testing.assert_close(found, fused.rms_norm_backward.function(x, weight, d, also, *rest), rtol=2e-2, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(3, 40), (1, 64), (5, 1000)])
-def test_layer_norms(kernels: Any, rows: int, width: int, dtype: torch.dtype) -> None:
-    x, delta = (drawn(rows, width, seed=seed, dtype=dtype) + 3 for seed in range(2))
-    weight, bias = (drawn(width, seed=seed, dtype=dtype) for seed in (2, 3))
-    total, normed = kernels.add_layer_norm(x, delta, weight, bias, 1e-6)
-    expected_total, expected = fused.add_layer_norm.function(x, delta, weight, bias, 1e-6)
-    assert torch.equal(total, expected_total)
-    eps = torch.finfo(dtype).eps  # sums of up to 11 are rounded by half of it, and weights are up to 4
-    torch.testing.assert_close(normed, expected, rtol=4 * eps, atol=11 * 4 * eps)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [8, 1030])
-def test_swiglu(kernels: Any, width: int, dtype: torch.dtype) -> None:
-    gate_up, d = drawn(3, 2 * width, seed=0, dtype=dtype), drawn(3, width, seed=1, dtype=dtype)
-    assert_alike(kernels.swiglu(gate_up), fused.swiglu.function(gate_up), dtype)
-    assert_alike(kernels.swiglu_backward(gate_up, d), fused.swiglu_backward.function(gate_up, d), dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normed", [None, False, True])
-@pytest.mark.parametrize(("heads", "width", "pairs"), [(10, 16, 8), (3, 24, 4), (1, 8, 4)])
-def test_rotations(kernels: Any, heads: int, width: int, pairs: int, normed: bool | None, dtype: torch.dtype) -> None:
-    """Of a part of wider rows, as queries and keys lie in them; `normed` says whether the norm is zero-centred, None is no norm."""
-    x = drawn(4, heads + 2, 2 * width, seed=0, dtype=dtype)[:, 1 : heads + 1, :width]
-    weight = None if normed is None else drawn(heads, width, seed=1, dtype=dtype)
-    angles = drawn(4, pairs, seed=2, dtype=torch.float32)
-    cos, sin = angles.cos(), angles.t().contiguous().t().sin()  # the latter lies transposed
-    rest = (1e-6, bool(normed))
-    assert_alike(kernels.rotate(x, weight, cos, sin, *rest), fused.rotate.function(x, weight, cos, sin, *rest), dtype)
-    d = drawn(4, heads, width, seed=3, dtype=dtype)
-    found, expected = (torch.zeros(4, heads, 2 * width, device=DEVICE, dtype=dtype) for _ in range(2))
-    kernels.rotate_backward(x, weight, cos, sin, d, *rest, found[..., :width])
-    fused.rotate_backward.function(x, weight, cos, sin, d, *rest, expected[..., :width])
-    torch.testing.assert_close(
-        found, expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2 if dtype == torch.bfloat16 else 1e-5
-    )
+def test_every_kernel_is_tried() -> None:
+    assert {name for cases in CASES for name, _ in cases} == set(FUNCTIONS)

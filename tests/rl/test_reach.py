@@ -14,6 +14,7 @@ import pytest
 
 from tests.running import tinsmith_here
 from tinsmith.errors import ConfigError
+from tinsmith.reach import ping
 from tinsmith.rl import reach
 from tinsmith.rl.config import ModelSection, ServerSection
 from tinsmith.rl.policy import connect, open_policy, open_training_client
@@ -129,10 +130,17 @@ def test_a_server_that_starts_is_waited_for(monkeypatch: pytest.MonkeyPatch, cap
         assert refused(url) == remedy(url, "not ready (loading tiny)")
 
 
-def test_a_real_server_is_reached_at_once(server_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_real_server_is_reached_at_once_though_a_proxy_is_set(
+    server_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "tinsmith")
     require_server(ServerSection(server_url, "tml-test", wait_s=0))
     assert not caplog.records
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("HTTP_PROXY", NOBODY)  # where the SDK would look for this server, for minutes
+    with connect(ServerSection(server_url, "tml-test")):
+        assert ping(server_url, "tml-test", "tiny").startswith(f"{server_url} is ready and serves tiny, tiny-vl")
     with pytest.raises(ConfigError) as raised:
         connect(ServerSection(server_url, "anything"))
     assert str(raised.value) == "server: The api_key must start with the 'tml-' prefix"

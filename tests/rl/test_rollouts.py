@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import tinker
 from PIL import Image
 
 from tests.extent import slow
-from tests.rl.scripted import COUNTS, KEEPS_THOUGHTS, SHOUTS, Script, Scripted, ids, settings
+from tests.rl.scripted import COUNTS, KEEPS_THOUGHTS, SHOUTS, THINKING, Script, Scripted, ids, settings
 from tests.rl.test_run import config_of
 from tinsmith.errors import ConfigError
 from tinsmith.rl.chat import ChatTemplate, TemplateError
@@ -336,6 +337,14 @@ def test_a_template_that_changes_what_was_said_is_an_error(
     template = make_template(broken)
     with pytest.raises(TemplateError, match=rf"token \d+ of the conversation was {was} and is {now}"):
         play(template, [("hot" + END, True)], [([user("warmer")], 0.5, False)])
+
+
+def test_a_model_without_a_chat_template_is_refused(plain: ChatTemplate) -> None:
+    tokenizer = copy.copy(plain.tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"^model: the tokenizer '.*' has no chat template; give one with chat_template=FILE"):
+        ChatTemplate.for_tokenizer(tokenizer)
+    ChatTemplate.for_tokenizer(tokenizer, THINKING)
 
 
 def red(width: int = 64, height: int = 32) -> ChatMessage:

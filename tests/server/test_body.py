@@ -7,12 +7,15 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator
 from importlib import import_module
+from typing import Any
 
 import orjson
 import pytest
 import zstandard
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from tinker.types import ModelInput, SamplingParams
+from tinker.types.sample_request import SampleRequest
 
 from tests.server.serving import Served, parsers
 from tests.server.test_training import PROTOBUF, forward_backward_body
@@ -70,6 +73,36 @@ async def test_what_is_small_once_decompressed_does_not_wait_for_what_is_large(s
     assert stored.loss_fn_config == {"": 0.0}  # from the second frame
     broken = await server.client.post("/api/v1/forward_backward", content=small[:-1], headers=headers)
     assert (broken.status_code, broken.json()["detail"]) == (400, "the zstd body ends in the middle of a frame")
+
+
+async def test_a_large_body_waits_in_the_queue_of_its_session(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the SDK writes it, plain and compressed. Ids that nobody was given have one queue together."""
+    queues: list[str] = []
+    run = server.hub.bodies.parser.run
+
+    async def noted(*args: Any, session: str) -> Any:
+        queues.append(session)
+        return await run(*args, session=session)
+
+    monkeypatch.setattr(server.hub.bodies.parser, "run", noted)
+    session_id = await server.new_session()
+    model_id = await server.new_model(session_id)
+    body = forward_backward_body(model_id, 1) + b"\x2a\x00" * 100_000
+    packed = PROTOBUF | {"Content-Encoding": "zstd"}
+    sample = SampleRequest(
+        prompt=ModelInput.from_ints([1] * 20_000),
+        sampling_params=SamplingParams(),
+        sampling_session_id=f"{session_id}:sample:0",
+        seq_id=0,
+        prompt_logprobs=True,
+    )
+    await server.client.post("/api/v1/forward_backward", content=body, headers=PROTOBUF)
+    await server.client.post("/api/v1/forward_backward", content=zstandard.compress(body), headers=packed)
+    await server.post("asample", sample.model_dump(exclude_unset=True, mode="json"))
+    unknown = forward_backward_body(model_id.replace(session_id[:8], "0" * 8), 1) + b"\x2a\x00" * 100_000
+    await server.client.post("/api/v1/forward_backward", content=unknown, headers=PROTOBUF)
+    await server.client.post("/api/v1/forward_backward", content=unknown[:100] * 1000, headers=packed)
+    assert queues == [session_id, session_id, session_id, "", ""]
 
 
 async def test_a_heartbeat_waits_for_nothing_that_is_written(server: Served) -> None:

@@ -3,14 +3,16 @@
 import asyncio
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from tests.server.saving import new_run, save
 from tests.server.serving import Served, served
+from tests.server.test_checkpoints import url
 from tests.server.test_engine_process import LONG_S, Watched, until
-from tinsmith.errors import StoreUnavailableError
+from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.store import Store
 
@@ -43,6 +45,40 @@ async def test_requests_that_the_database_does_not_take_are_to_be_sent_again(tmp
             assert (await server.post("session_heartbeat", {"session_id": session_id})).status_code == 200
         assert (await server.post("optim_step", step)).json()["request_id"] == f"{model_id}/1"
         assert server.store.status(f"{model_id}/1") == "queued"
+
+
+async def test_health_tells_of_a_damaged_database_until_it_is_sound(
+    server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.hub.engine, "state", "ready")
+    for number in range(200):
+        server.store.create_session(f"s{number}", {"tags": ["x" * 500], "user_metadata": None, "sdk_version": "1"})
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    sound = (tmp_path / FILE_NAME).read_bytes()
+    for content, status in ((sound, 200), (sound[:8192] + bytes(20000) + sound[28192:], 503), (sound, 200)):
+        (tmp_path / FILE_NAME).write_bytes(content)
+        server.hub.lifetimes._check_at = 0.0
+        with suppress(ConfigError):
+            await server.hub.lifetimes.check_database()
+        reply = await server.client.get("/api/v1/healthz")
+        assert reply.status_code == status, reply.text
+        assert ("DATA_DIR/tinsmith.db is damaged: " in reply.json().get("detail", "")) == (status == 503)
+
+
+async def test_health_tells_of_a_database_that_was_deleted_and_no_checkpoint_is_changed(
+    server: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.hub.engine, "state", "ready")
+    path = f"tinker://{await new_run(server)}/weights/a"
+    save(server, path)
+    (tmp_path / FILE_NAME).unlink()
+    refused = await server.client.delete(url(path))
+    health = await server.client.get("/api/v1/healthz")
+    for reply in (refused, health):
+        assert reply.status_code == 503
+        assert "the database DATA_DIR/tinsmith.db is gone (No such file or directory) while the server runs" in reply.json()["detail"]
+    assert not (tmp_path / FILE_NAME).exists()
 
 
 async def test_a_poll_waits_while_the_database_cannot_be_read(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:

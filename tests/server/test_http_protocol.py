@@ -12,6 +12,9 @@ import pytest
 import uvicorn
 
 from tests.server.serving import served
+from tinsmith.config import Config, ServerConfig
+from tinsmith.server.body import LargeBodies
+from tinsmith.server.http_protocol import BoundedHttp
 from tinsmith.server.main import http_config
 
 JSON = {"Content-Type": "application/json"}
@@ -19,9 +22,9 @@ Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWrite
 
 
 @contextlib.asynccontextmanager
-async def listening(directory: Path) -> AsyncIterator[tuple[int, Connect]]:
+async def listening(directory: Path, idle_s: float = 75.0) -> AsyncIterator[tuple[int, Connect]]:
     """A server without an engine on a socket: its port, and how to connect to it."""
-    async with served(directory) as server:
+    async with served(directory, Config(server=ServerConfig(connection_idle_s=idle_s))) as server:
         http = uvicorn.Server(http_config(server.hub))
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -68,6 +71,69 @@ async def test_what_a_chunked_body_has_beside_its_data_is_limited_too(tmp_path: 
             writer.write(ENDLESS[begun] + b"a" * 2**20)
             await writer.drain()
             assert await reader.read() == b""
+
+
+POST = b"POST /api/v1/telemetry HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "replies"),
+    [
+        (b"", 0),
+        (b"GET /api/v1/livez HTTP/1.1\r\nhost: loc", 0),
+        (POST + b"content-length: 3\r\n\r\n{", 0),
+        (POST + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", 0),
+        (POST + b"content-length: 2\r\n\r\n{}", 1),
+        (POST + b"content-length: 2\r\n\r\n{}" + POST + b"content-length: 3\r\n\r\n{", 1),
+    ],
+    ids=["nothing", "half a header", "half a body", "a part of the chunks", "nothing after a reply", "half a second request"],
+)
+async def test_a_connection_that_owes_us_a_request_is_closed(tmp_path: Path, sent: bytes, replies: int) -> None:
+    async with listening(tmp_path, idle_s=0.2) as (_, connect):
+        reader, writer = await connect()
+        writer.write(sent)
+        assert (await reader.read()).count(b"HTTP/1.1 200 OK") == replies
+
+
+async def test_a_header_that_comes_letter_by_letter_must_be_complete_in_that_time(tmp_path: Path) -> None:
+    async with listening(tmp_path, idle_s=0.2) as (_, connect):
+        reader, writer = await connect()
+        closed = asyncio.create_task(reader.read())
+        writer.write(b"GET / HTTP/1.1\r\nx: ")
+        while not closed.done():
+            writer.write(b"a")
+            await asyncio.sleep(0.01)
+        with contextlib.suppress(ConnectionError):  # a letter was on its way
+            assert closed.result() == b""
+
+
+async def test_who_waits_for_our_reply_is_not_sent_away_and_neither_is_a_body_that_we_do_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_on, waited = asyncio.Event(), asyncio.Event()
+    loop, looks = asyncio.get_running_loop(), list[float]()
+
+    def look(protocol: BoundedHttp) -> None:
+        looks.append(loop.time())
+        if len(looks) == 10:
+            waited.set()
+        looked(protocol)
+
+    looked = BoundedHttp._look
+    monkeypatch.setattr(BoundedHttp, "_look", look)
+
+    async def turn(_: LargeBodies) -> None:
+        await read_on.wait()
+
+    monkeypatch.setattr(LargeBodies, "_turn", turn)
+    async with listening(tmp_path, idle_s=0.2) as (_, connect):
+        reader, writer = await connect()
+        path = POST.replace(b"telemetry", b"asample")
+        writer.write(path + b"content-length: 1000000\r\n\r\n" + b"x" * 1_000_000)
+        await waited.wait()
+        read_on.set()
+        assert (await answer(reader))[0] == 400
+        writer.close()
 
 
 async def test_headers_and_bodies_below_the_limits_are_read_as_they_come(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The process that parses large bodies, as a process."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -63,6 +64,22 @@ async def test_what_is_wrong_with_a_body_is_raised_here_and_the_next_is_parsed()
         assert (too_many.key.model_id, too_many.stored.payload) == ("m", b"")
         assert too_many.refused is not None
         assert "max_datums" in too_many.refused
+
+
+async def test_sessions_take_turns_and_one_that_gives_up_takes_none() -> None:
+    body, order = forward_backward_body("s:train:0", 1), list[str]()
+    with parser() as other:
+
+        async def ask(session: str) -> None:
+            await other.run(receive, body, "identity", 2**20, LIMITS, session=session)
+            order.append(session)
+
+        asked = [asyncio.create_task(ask(session)) for session in ("first", "many", "many", "gone", "many", "few")]
+        await asyncio.sleep(0)
+        asked[3].cancel()
+        await asyncio.wait(asked)
+        assert order == ["first", "many", "few", "many", "many"]
+        await ask("again")
 
 
 async def test_after_its_death_it_is_started_again() -> None:

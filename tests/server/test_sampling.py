@@ -2,8 +2,11 @@
 
 import asyncio
 import gc
+import resource
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,38 @@ async def test_a_sample_without_an_engine_is_not_kept(server: Served) -> None:
     sampler = await new_sampler(server)
     assert (await server.post("asample", sample_body(sampler, [1]))).status_code == 503
     assert (await server.post("retrieve_future", {"request_id": f"{sampler}/0"})).status_code == 410
+
+
+@contextmanager
+def full_disk(file: Path, room: int) -> Iterator[None]:
+    """No file grows beyond the size of this one and `room` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [0, 5])
+async def test_a_full_disk_takes_no_sample_and_loses_no_result(tmp_path: Path, room: int) -> None:
+    async with served(tmp_path) as server:
+        journal, sampler = tmp_path / "samples.journal", await new_sampler(server)
+        server.hub.sample_reports.expect(f"{sampler}/7")
+        server.hub.samples.add(f"{sampler}/7", 1, 0)
+        server.hub.take(done(server, f"{sampler}/7", b"12345"))
+        before = journal.read_bytes()
+        with full_disk(journal, room):
+            refused = await server.post("asample", sample_body(sampler, [1]))
+            seen = await server.post("retrieve_futures", {"target": {"sampling_session_id": sampler}})
+            poll = {"target": {"sampling_session_id": sampler}, "prev_cursor": seen.json()["cursor"], "timeout": 0}
+            assert (await server.post("retrieve_futures", poll)).json()["completions"] == []
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "no sample can be noted at the moment: " in refused.json()["detail"]
+        assert server.hub.samples.find(f"{sampler}/0") is None
+        assert journal.read_bytes() == before
+        server.hub.sample_reports.expect(f"{sampler}/8")
+    assert list(SampleJournal(tmp_path).waiting) == [f"{sampler}/7", f"{sampler}/8"]
 
 
 async def test_a_server_without_a_sampler_says_so(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.server.serving import FACTS, Served, served
 from tinsmith.config import Config, ServerConfig
+from tinsmith.server.app import create_app
+from tinsmith.store.records import Outcome
 
 
 async def test_a_server_without_an_engine_is_not_healthy(tmp_path: Path) -> None:
@@ -96,3 +99,22 @@ async def test_a_client_of_a_version_that_does_not_work_is_told_which_do(server:
         told = (await server.post("create_session", {"sdk_version": version})).json()["error_message"]
         assert told.startswith(f"tinker {version} is {fault}")
         assert told.endswith("It works with 0.22.3 to 0.38.0; pip install tinker==0.38.0")
+
+
+async def test_clients_are_not_told_where_the_server_keeps_its_files(server: Served, tmp_path: Path) -> None:
+    model_id = await server.new_model(await server.new_session())
+    full = f"tinker://m/weights/a could not be written: [Errno 28] No space left on device: '{tmp_path}/checkpoints/a b/x'; /models/tiny/a"
+    server.finish(Outcome(f"{model_id}/0", None, None, full, "server"))
+    told = (await server.post("retrieve_future", {"request_id": f"{model_id}/0"})).json()["error"]
+    shown = "'DATA_DIR/checkpoints/a b/x'; tiny/a"
+    assert told == f"tinker://m/weights/a could not be written: [Errno 28] No space left on device: {shown}"
+
+
+@pytest.mark.parametrize(("client", "told"), [("127.0.0.1", "/models/tiny"), ("10.0.0.7", "/models/tiny"), ("10.0.0.8", None)])
+async def test_a_client_elsewhere_is_not_told_of_a_directory_here(server: Served, client: str, told: str | None) -> None:
+    model_id = await server.new_model(await server.new_session())
+    transport = httpx.ASGITransport(create_app(server.hub), client=(client, 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://10.0.0.7") as other:
+        info = (await other.post("/api/v1/get_info", json={"model_id": model_id})).json()
+    assert info["model_data"]["tokenizer_id"] == told
+    assert info["model_data"]["model_name"] == "tiny"

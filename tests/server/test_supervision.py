@@ -156,10 +156,8 @@ def test_a_low_limit_of_open_files_is_raised_and_a_data_dir_has_one_server(tiny:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_an_engine_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "config.json").write_text("{}")
-    with serving(tmp_path, "--base-model", f"tiny={tmp_path / 'broken'}") as server:
+def test_an_engine_that_cannot_start_ends_the_server(tiny: list[str], tmp_path: Path) -> None:
+    with serving(tmp_path, *tiny, "--max-context", "1000000") as server:
         assert server.process.wait(timeout=START_S) == 2
         assert "before it could take work" in server.log.read_text()
 

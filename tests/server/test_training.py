@@ -15,6 +15,7 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 from tests.server.serving import Served, parsers, served
 from tinsmith.config import Config, ServerConfig
 from tinsmith.store.records import REJECTED, Outcome
+from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import ImageChunk
 from tinsmith.wire.forward_backward import decode_stored
 
@@ -154,6 +155,22 @@ async def test_a_request_of_too_many_datums_keeps_its_place_in_the_sequence(serv
     assert server.store.payload(command) == b"datum 4096: the request holds more than 4096 datums (max_datums); send smaller ones"
     nameless = await server.client.post("/api/v1/forward_backward", content=b"\x1a\x00" * 5000, headers=PROTOBUF)
     assert (nameless.status_code, "model_id=''" in nameless.text) == (400, True)
+
+
+async def test_zeros_that_came_as_kilobytes_are_stored_as_kilobytes(server: Served) -> None:
+    """Tokens beyond every context not at all. What is stored counts as what it is for whoever unpacks it."""
+    model_id = await server.new_model(await server.new_session())
+    headers = PROTOBUF | {"Content-Encoding": "zstd"}
+    zeros = tinker_pb2.Chunk(encoded_text=tinker_pb2.EncodedTextChunk(tokens=bytes(2**24)))
+    tensor = tinker_pb2.Tensor(dtype=tinker_pb2.DTYPE_INT64, dense=bytes(2**24))
+    for seq_id, datum in ((1, tinker_pb2.Datum(model_input=[zeros])), (2, tinker_pb2.Datum(loss_fn_inputs={"weights": tensor}))):
+        message = tinker_pb2.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, data=[datum], loss_fn="cross_entropy")
+        body = message.SerializeToString()
+        assert (await server.client.post("/api/v1/forward_backward", content=zstandard.compress(body), headers=headers)).status_code == 200
+    _, tokens, tensors = server.queued()
+    assert (tokens.kind, server.store.payload(tokens)[:56]) == (REJECTED, b"datum 0: the model input holds more than 32 tokens, the ")
+    assert (tensors.payload_bytes, len(server.store.payload(tensors)) < 2**14) == (len(body), True)
+    assert server.hub.queued._of_session.total() > len(body)
 
 
 def peak_bytes(pid: int) -> int:

@@ -81,7 +81,7 @@ def test_a_command_with_a_lower_id_that_is_committed_later_is_found(store: Store
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
         other.execute(
             "INSERT INTO commands (id, model_id, seq_id, kind, payload, status, created_at) "
-            "VALUES (-7, ?, 3, 'optim_step', 'x', 'queued', 1)",
+            "VALUES (-7, ?, 3, 'optim_step', x'7b', 'queued', 1)",
             [MODEL],
         )
         other.commit()

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.store.test_commands import DESCRIPTION
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store.catalog import Page
+from tinsmith.store.database import look_into
 from tinsmith.store.session_catalog import describe_session, list_sessions
 from tinsmith.store.store import Store
 
@@ -64,6 +66,77 @@ def test_damage_that_is_met_later_is_named_too(tmp_path: Path) -> None:
     middle(path)
     with pytest.raises(ConfigError, match=r"tinsmith\.db is damaged: "):
         list_sessions(store, Page(1000, 0))
+
+
+def move_away(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+
+
+def replace_by_another(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+    shutil.copyfile(path.with_name("moved"), path)
+
+
+def empty(path: Path) -> None:
+    shutil.copyfile(path, path.with_name("moved"))
+    os.truncate(path, 0)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "named"), [(move_away, "is gone (No such file"), (replace_by_another, "was replaced"), (empty, "was emptied")]
+)
+def test_no_checkpoint_goes_into_a_file_that_a_restart_would_not_find(tmp_path: Path, trouble: Callable[[Path], None], named: str) -> None:
+    store = Store.open(tmp_path)
+    store.create_session("s", DESCRIPTION)
+    trouble(tmp_path / "tinsmith.db")
+    before = (tmp_path / "tinsmith.db").exists()
+
+    def change() -> None:
+        with store.writing_durably():
+            pass
+
+    def read() -> None:
+        with store.reading(), store.reading():  # the second needs a connection of its own, which must make no new file
+            pass
+
+    for attempt in (change, read, store.check, store.require_there):
+        with pytest.raises(StoreUnavailableError) as refused:
+            attempt()
+        assert f"tinsmith.db {named}" in str(refused.value)
+        assert "`tinsmith recover --data-dir" in str(refused.value)
+    if trouble is not empty:
+        store.announce_checkpoint("d")  # its files are written, for `recover`
+    assert (tmp_path / "tinsmith.db").exists() == before
+
+
+def test_a_check_reads_what_is_on_the_disk_and_not_what_is_in_memory(tmp_path: Path) -> None:
+    path = filled(tmp_path)
+    store = Store.open(tmp_path)
+    list_sessions(store, Page(1000, 0))
+    middle(path)
+    with pytest.raises(ConfigError, match=r"tinsmith\.db is damaged: "):
+        store.check()
+
+
+def test_a_look_into_a_database_changes_nothing(tmp_path: Path) -> None:
+    assert not look_into(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    with closing(sqlite3.connect(tmp_path / "tinsmith.db")) as connection:
+        connection.executescript((Path(__file__).parent / "schema_1.sql").read_text())
+        connection.execute("PRAGMA journal_mode=WAL")
+    before = (tmp_path / "tinsmith.db").read_bytes()
+    assert look_into(tmp_path)
+    assert (tmp_path / "tinsmith.db").read_bytes() == before
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "tinsmith.db").touch()
+    with pytest.raises(ConfigError, match="is damaged: it is empty"):
+        look_into(tmp_path / "empty")
+    with closing(Store.open(tmp_path)), closing(sqlite3.connect(tmp_path / "tinsmith.db")) as connection:
+        assert look_into(tmp_path)
+        connection.execute("UPDATE alembic_version SET version_num = '999'")
+        connection.commit()
+        with pytest.raises(ConfigError, match="has schema version 999, made by a newer Tinsmith"):
+            look_into(tmp_path)
 
 
 def test_garbage_in_a_column_is_named(tmp_path: Path) -> None:

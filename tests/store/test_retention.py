@@ -1,11 +1,13 @@
 """What is left in the database of sessions that ended long ago."""
 
 import time
+from pathlib import Path
 
 from sqlalchemy import func, select
 
 from tests.store.test_commands import DESCRIPTION
 from tinsmith.store import retention, schema
+from tinsmith.store.database import FILE_NAME
 from tinsmith.store.records import Checkpoint, Model, NewCommand, Outcome, SamplingSession
 from tinsmith.store.store import Store
 
@@ -35,6 +37,25 @@ def run(store: Store, session_id: str, steps: int = 3, saved: bool = False, fini
     if finished:
         store.finish_session(session_id, "success", None)
     return model.model_id
+
+
+def test_the_space_of_what_is_dropped_is_given_back_bit_by_bit(store: Store, tmp_path: Path) -> None:
+    def size() -> int:
+        with store.reading() as connection:
+            connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+        return (tmp_path / FILE_NAME).stat().st_size
+
+    before = size()
+    run(store, "s", steps=1, finished=False)
+    store.append([NewCommand("s:train:0", 2, "optim_step", bytes(2**22))])
+    grown = size()
+    store.record([Outcome("s:train:0/2", b"", "json", None, None)])
+    store.give_back_space()
+    assert size() == grown > before + 2**22  # so little stays for what comes next
+    store.give_back_space(spare_pages=16, most_pages=256)
+    assert 0 <= grown - 256 * 4096 - size() < 4 * 4096
+    store.give_back_space(spare_pages=16)
+    assert size() < before + 20 * 4096
 
 
 def test_an_ended_session_leaves_nothing_behind(store: Store) -> None:

@@ -15,12 +15,13 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, inspect, select
 
 from tests.preloaded import REAL_PYTHON
+from tests.store.test_commands import MODEL, SESSION, create_command, done
 from tinsmith.errors import ConfigError, NotFoundError, StoreUnavailableError, UserError
 from tinsmith.store import ids, schema
 from tinsmith.store.catalog import publish_checkpoint
 from tinsmith.store.database import FILE_NAME
 from tinsmith.store.files import WRITING_S
-from tinsmith.store.records import Checkpoint, SamplingSession
+from tinsmith.store.records import Checkpoint, NewCommand, SamplingSession
 from tinsmith.store.store import Store
 from tinsmith.wire.paths import parse_path
 
@@ -177,12 +178,33 @@ def test_checkpoints_are_found_by_path_and_kind_until_they_expire(store: Store) 
     assert store.require_checkpoint("tinker://m/weights/a", "training") == kept
     with pytest.raises(UserError, match="were saved for training; sample from"):
         store.require_checkpoint("tinker://m/weights/a", "sampler")
-    with pytest.raises(NotFoundError, match="tinker://m/sampler_weights/b does not exist"):
+    with pytest.raises(
+        NotFoundError, match=r"^tinker://m/sampler_weights/b does not exist any more: it expired at \d{4}-.* UTC; save with a longer"
+    ):
         store.require_checkpoint("tinker://m/sampler_weights/b", "sampler")
     assert store.expired_checkpoints() == [expired]
     assert store.discarded_directories() == []
     assert store.drop_expired_checkpoints() == [expired]
     assert store.discarded_directories() == ["e"]
+
+
+def test_why_there_is_no_checkpoint_of_a_path_is_said(store: Store) -> None:
+    store.create_session(SESSION, DESCRIPTION)
+    store.append([create_command()])
+    path, other = f"tinker://{MODEL}/weights/a", f"tinker://{MODEL}/weights/b"
+
+    def reason(of: str = path) -> str:
+        with pytest.raises(NotFoundError) as raised:
+            store.require_checkpoint(of)
+        return str(raised.value)
+
+    assert reason("tinker://nobody/weights/a").endswith("there is no model 'nobody' here; correct the path, or ask its server")
+    assert reason().endswith("it was never saved, was deleted, or expired long ago; its model has no checkpoint")
+    store.append([NewCommand(MODEL, 1, "save_weights", b"")])
+    assert reason() == f"{path} does not exist yet: 1 saves of its model are queued; wait for the result of its save"
+    store.record([done(1)])
+    store.put_checkpoint(checkpoint(other))
+    assert reason().endswith(f"it was never saved, was deleted, or expired long ago; there are {other}")
 
 
 def test_a_checkpoint_replaces_the_one_of_its_path(store: Store) -> None:

@@ -5,6 +5,7 @@ What the cookbook makes of downloads: tests/recipes.
 
 import json
 import os
+import shutil
 import stat
 import warnings
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from tests.bases import datum, load, picture_chunks, random_adapter, random_toke
 from tests.extent import families
 from tests.training.test_against_peft import twin_logprobs
 from tinsmith.config import TrainingConfig
-from tinsmith.errors import UserError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.full import FullWeights, Weights, new_full_weights
 from tinsmith.models.layout import Layout, read_layout
@@ -142,12 +143,20 @@ def random_full(base: BaseModel) -> FullWeights:
 def test_transformers_loads_a_merged_model_to_the_same_logprobs(
     family_base: Bases, family_dir: Dirs, tmp_path: Path, family: str, make: Callable[[BaseModel], Weights]
 ) -> None:
-    base, source = family_base(family), family_dir(family)
+    """With all files of the base that hold no weights, whatever they say: Vicuna's generation settings contradict each other."""
+    base, source = family_base(family), tmp_path / "base"
+    shutil.copytree(family_dir(family), source)
+    (source / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
+    for beside in ("chat_template.jinja", "video_preprocessor_config.json", "additional_chat_templates/tools.jinja"):
+        (source / beside).parent.mkdir(exist_ok=True)
+        (source / beside).write_text('{"of": "the base"}')
     weights = make(base)
-    write_merged(weights, base.layout, str(source), tmp_path)
-    assert_alike(transformers_model(tmp_path), base, weights)
-    assert (tmp_path / "tokenizer.json").is_file()
-    assert (tmp_path / "preprocessor_config.json").is_file() == base.family.takes_images
+    write_merged(weights, base.layout, str(source), tmp_path / "merged")
+    assert_alike(transformers_model(tmp_path / "merged"), base, weights)
+    written = {file.relative_to(source) for file in source.rglob("*") if file.is_file()}
+    assert {file.relative_to(tmp_path / "merged") for file in (tmp_path / "merged").rglob("*") if file.is_file()} == written
+    for name in written - {Path("config.json"), Path("model.safetensors")}:
+        assert (tmp_path / "merged" / name).read_bytes() == (source / name).read_bytes()
 
 
 def test_full_weights_of_another_base_are_not_merged(family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:
@@ -267,7 +276,7 @@ def covered_twice(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ("change", "message"),
     [
         (partial(off_diagonal, value=1e-30), r"layers.0.linear_attn.in_proj_qkv: lora_B of rank 12 is not block-diagonal"),
-        (partial(off_diagonal, value=float("nan")), r"layers.0.linear_attn.in_proj_qkv: lora_B of rank 12 is not block-diagonal"),
+        (partial(off_diagonal, value=float("nan")), r"in_proj_qkv.lora_B.weight holds values that are not finite"),
         (
             lambda tensors: tensors | {KEY % "B": tensors[KEY % "B"][:-1].clone()},
             r"in_proj_qkv: lora_A and lora_B are \(12, 64\) and \(127, 12\), which does not fit rank 12",
@@ -330,6 +339,81 @@ def test_modules_of_a_download_are_named_as_the_cookbook_expects_for_the_files_o
     assert {f"{prefix}layers.0.self_attn.q_proj", "lm_head"} < names
     assert all(name.startswith(f"{prefix}layers.") or name == "lm_head" for name in names)
     assert_same(read_peft(tmp_path / "out", base.layout), adapter)
+
+
+def set_option(directory: Path, **options: Any) -> None:
+    file = directory / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | options))
+
+
+def in_dtype(directory: Path, dtype: torch.dtype) -> None:
+    rewrite(directory, lambda tensors: {name: tensor.to(dtype) for name, tensor in tensors.items()})
+
+
+def put(directory: Path, name: str, content: bytes | str) -> None:
+    (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+DAMAGED_ADAPTERS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "empty": (partial(put, name=CONFIG, content=""), "adapter_config.json is damaged"),
+    "list": (partial(put, name=CONFIG, content="[]"), "adapter_config.json is damaged"),
+    "deep": (partial(put, name=CONFIG, content="[" * 10**5), "adapter_config.json is damaged"),
+    "bytes": (partial(put, name=CONFIG, content=b"\xff"), "adapter_config.json is damaged"),
+    "pointer": (partial(put, name=CONFIG, content="version https://git-lfs"), "is a pointer of Git LFS"),
+    "nothing": (partial(put, name=CONFIG, content="{}"), "peft_type=None of PEFT cannot be used"),
+    "weights pointer": (partial(put, name=WEIGHTS, content="version https://git-lfs"), "is a pointer of Git LFS"),
+    "weights cut": (lambda folder: put(folder, WEIGHTS, (folder / WEIGHTS).read_bytes()[:-5]), "adapter_model.safetensors is cut"),
+    "weights garbage": (partial(put, name=WEIGHTS, content=b"\xff" * 50), "adapter_model.safetensors is damaged or cut"),
+    "whole numbers": (partial(in_dtype, dtype=torch.int64), "is in int64, which cannot be used"),
+    "complex": (partial(in_dtype, dtype=torch.complex64), "is in complex64, which cannot be used"),
+    "eight bits": (partial(in_dtype, dtype=torch.float8_e4m3fn), "is in float8_e4m3fn, which cannot be used"),
+    **{f"r {value!r}": (partial(set_option, r=value), "r=") for value in (None, 0, -4, "4", 4.0, True, [4], float("nan"))},
+    **{
+        f"alpha {value!r}": (partial(set_option, lora_alpha=value), "lora_alpha=")
+        for value in (None, 0, -1, "32", float("nan"), float("inf"), True, 10**400)
+    },
+    "ranks a list": (partial(set_option, rank_pattern=["q_proj"]), "rank_pattern="),
+    "a rank of text": (partial(set_option, rank_pattern={"q_proj": "4"}), 'rank_pattern\\["q_proj"\\]='),
+    "an alpha of nothing": (partial(set_option, alpha_pattern={"q_proj": None}), 'alpha_pattern\\["q_proj"\\]='),
+    "no expression": (partial(set_option, rank_pattern={"q_proj(": 4}), "rank_pattern has 'q_proj\\('"),
+    "too many": (partial(set_option, rank_pattern={f"q_{number}": 4 for number in range(2001)}), "rank_pattern="),
+    "too long": (partial(set_option, rank_pattern={"q" * 201: 4}), "rank_pattern has"),
+    **{
+        f"for ever: {key[:12]}": (partial(set_option, alpha_pattern={key: 4}), "alpha_pattern has")
+        for key in (r"((\w|\.)+)+!", "(a|a)*$", ".*.*.*.*.*.*!", "(.|.)" * 40, r"(\w+\.)+x", "(a|(b|c))")
+    },
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED_ADAPTERS)
+def test_a_damaged_adapter_is_named_with_its_file(
+    kind: str, family_base: Bases, layout_of: Callable[[str], Layout], tmp_path: Path
+) -> None:
+    write_peft(random_adapter(family_base("qwen3"), rank=RANK), layout_of("qwen3"), "x", tmp_path)
+    damage, message = DAMAGED_ADAPTERS[kind]
+    damage(tmp_path)
+    with pytest.raises(TinsmithError, match=message) as refused:
+        read_peft(tmp_path, layout_of("qwen3"))
+    assert str(tmp_path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_copy_of_the_output_projection_that_peft_saves_is_compared_and_dropped(
+    family: str, family_base: Bases, family_dir: Dirs, tmp_path: Path
+) -> None:
+    """Of a model with one of its own, and of one whose embedding it is."""
+    base, source = family_base(family), str(family_dir(family))
+    twin = peft_saves(family_dir(family), tmp_path, r=4, target_modules=["q_proj", "lm_head"])
+    copied = "base_model.model.lm_head.base_layer.weight"
+    assert copied in load_file(tmp_path / WEIGHTS)
+    assert_alike(twin, base, read_peft(tmp_path, base.layout, source))
+    with pytest.raises(UserError, match="has no such weights to compare it with; leave it out"):
+        read_peft(tmp_path, base.layout, "nobody/nothing")
+    rewrite(tmp_path, lambda tensors: tensors | {copied: tensors[copied] + 0.01})
+    with pytest.raises(UserError, match=f"which is not that of {source}: use the base model that the adapter was trained on"):
+        read_peft(tmp_path, base.layout, source)
 
 
 def test_a_download_of_the_hosted_service_is_read(family_base: Bases, tmp_path: Path) -> None:

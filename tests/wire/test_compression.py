@@ -1,18 +1,35 @@
 """zstd bodies: what clients send, and bombs."""
 
+import random
+
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tinsmith.errors import UserError
-from tinsmith.wire.compression import TooLargeError, decompress
+from tinsmith.wire.compression import HEADER_BYTES, TooLargeError, decompress, decompress_beginning, packed, unpacked, unpacked_size
 
 
 @given(st.lists(st.binary(max_size=3000), max_size=4))
 def test_frames_are_joined(parts: list[bytes]) -> None:
     compressor = zstandard.ZstdCompressor()
     assert decompress(b"".join(compressor.compress(part) for part in parts), 20_000) == b"".join(parts)
+
+
+@given(st.one_of(st.binary(max_size=100), st.integers(0, 2**18).map(bytes), st.just(zstandard.compress(bytes(9)))))
+def test_what_is_stored_says_its_size_and_comes_out_again(data: bytes) -> None:
+    stored = packed(data)
+    assert unpacked(stored) == data
+    assert unpacked_size(stored[:HEADER_BYTES], len(stored)) == len(data)
+    assert len(stored) <= 64 * 1024
+
+
+@pytest.mark.parametrize("body", [b"ab" * 10**6, random.Random(0).randbytes(10**6), bytes(range(20)) * 7, b""], ids=len)
+def test_a_beginning_is_that_of_the_whole(body: bytes) -> None:
+    assert decompress_beginning(zstandard.compress(body), 100) == body[:100]
+    with pytest.raises(UserError, match="not valid zstd"):
+        decompress_beginning(b"no zstd", 100)
 
 
 def test_the_limit_is_exact() -> None:

@@ -57,6 +57,18 @@ def test_more_than_the_limits_allow_is_refused_by_number_and_setting(data: list[
     assert refused.value.key == RequestKey("s:train:0", 7)
 
 
+def test_more_tokens_than_any_model_takes_are_refused_and_as_many_are_taken() -> None:
+    def text(count: int) -> pb.Chunk:
+        return pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=bytes(4 * count)))
+
+    fits, long = pb.Datum(model_input=[text(500), text(500)]), pb.Datum(model_input=[text(500), text(510)])
+    assert Inspection(request(fits, fits), LIMITS, longest=1000).counts["datums"] == 2
+    assert Inspection(request(long), LIMITS).counts["datums"] == 1
+    with pytest.raises(LimitError, match="datum 1: the model input holds more than 1000 tokens, the longest context window") as refused:
+        Inspection(request(fits, long), LIMITS, longest=1000)
+    assert refused.value.key == RequestKey("s:train:0", 7)
+
+
 def test_counting_ends_at_the_limit() -> None:
     """Eight kilobytes on the wire: parsed, they are gigabytes."""
     packed = zstandard.ZstdCompressor().compress(request() + b"\x1a\x00" * 4_000_000)

@@ -79,6 +79,7 @@ NOTHING = {"rank": 8, "train_unembed": False, "train_mlp": False, "train_attn": 
             for params, message in (
                 ({"learning_rate": -1.0}, "learning_rate: .* got -1.0"),
                 ({"beta1": 1.0}, "beta1: .* got 1.0"),
+                ({"learning_rate": None}, "learning_rate: .* got null, as which the SDK sends NaN and infinity too"),
                 ({"beta2": -0.1}, "beta2"),
                 ({"eps": -1e-9}, "eps"),
                 ({"learning_rate": "0.1"}, "learning_rate: .* got '0.1'"),

@@ -44,6 +44,16 @@ def test_an_error_goes_to_who_asked_and_to_nobody_else() -> None:
     assert [type(error) for error in errors] == [ValueError, type(None), ValueError]
 
 
+def test_sessions_take_turns_in_a_pool_that_is_busy() -> None:
+    background, order, go_on = Background("test", 1, lambda: None), list[str](), threading.Event()
+    background.run(lambda: go_on.wait(LONG_S), lambda _: None)
+    for name in ("many 1", "many 2", "many 3", "few 1", "few 2", "one 1"):
+        background.run(partial(order.append, name), lambda _: None, name.split()[0])
+    go_on.set()
+    delivered(background)
+    assert order == ["many 1", "few 1", "one 1", "many 2", "few 2", "many 3"]
+
+
 def test_what_ends_wakes_up_a_link_that_waits() -> None:
     parent = ParentLink()
     link = ChildLink(parent.address)

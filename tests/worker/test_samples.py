@@ -58,15 +58,20 @@ class Bench:
     sent: list[Any]
     recorded: RecordedSequences
 
+    @property
+    def beside(self) -> list[Background]:
+        """The threads beside the device."""
+        return [self.samples.rendering, self.samples.pictures, self.samples.disk]
+
     def step(self) -> None:
         """What the worker does between two looks at its device's work."""
-        self.samples.rendering.deliver()
-        self.samples.disk.deliver()
+        for threads in self.beside:
+            threads.deliver()
         self.samples.step()
 
     def settle(self) -> None:
         """Go on until nothing is left to do, here or in a thread."""
-        self.until(lambda: not (self.samples.has_work or self.samples.rendering.running or self.samples.disk.running))
+        self.until(lambda: not (self.samples.has_work or any(threads.running for threads in self.beside)))
 
     def until(self, seen: Callable[[], object]) -> None:
         """Go on until that is true."""
@@ -93,9 +98,9 @@ def bench_of(base: BaseModel, directory: Path, **settings: Any) -> Bench:
     sampler = LocalSampler(base, SamplingConfig(kv_cache_gib=0.01, **settings), logits_chunk=16)
     sent: list[Any] = []
     snapshots = Snapshots({"tiny": base}, Store.open(directory), CheckpointFiles(directory), directory / "snapshots", 2**30)
-    rendering, disk = (Background(name, 1, lambda: None) for name in ("rendering", "disk"))
+    rendering, pictures, disk = (Background(name, 1, lambda: None) for name in ("rendering", "pictures", "disk"))
     recorded = RecordedSequences(directory, 2**20)
-    made = Samples({"tiny": Sampled(sampler, renderer(base))}, snapshots, rendering, disk, recorded, sent.append)
+    made = Samples({"tiny": Sampled(sampler, renderer(base))}, snapshots, rendering, pictures, disk, recorded, sent.append)
     return Bench(made, sampler, sent, recorded)
 
 
@@ -229,45 +234,50 @@ def test_a_short_sample_does_not_wait_behind_two_thousand_others(text_base: Base
     assert list(bench.answers()) == ["few:sample:0/0"]
 
 
-def test_no_more_is_rendered_at_a_time_than_a_limit_of_bytes(bench: Bench) -> None:
+def picture_sample(request_id: str, number: int, **asked: Any) -> Sample:
+    picture = {"type": "image", "format": "png", "data": base64.b64encode(png(number)).decode()}
+    chunks = [{"type": "encoded_text", "tokens": [1, 2]}, picture, {"type": "encoded_text", "tokens": [3]}]
+    return sample(request_id, prompt={"chunks": chunks}, **asked)
+
+
+def test_of_one_session_no_more_is_rendered_at_a_time_than_a_limit_of_bytes(bench: Bench) -> None:
     blanks = b" " * samples.STARTED_BYTES
-    for number in range(3):
-        message = sample(f"s:sample:0/{number}")
+    for name in ("s:sample:0/0", "s:sample:0/1", "s:sample:0/2", "other:sample:0/0"):
+        message = sample(name)
         bench.samples.add(replace(message, payload=message.payload + blanks))
     with occupied(bench.samples.rendering):
         for _ in range(2):
             bench.step()
-            assert list(bench.samples.started) == ["s:sample:0/0@1"]
+            assert list(bench.samples.started) == ["s:sample:0/0@1", "other:sample:0/0@1"]
             assert not bench.samples.has_work
     bench.settle()
-    assert (len(bench.answers()), bench.samples.rendering_bytes) == (3, 0)
+    assert (len(bench.answers()), bench.samples.rendering_bytes) == (4, {})
 
 
-def test_what_takes_long_to_render_is_rendered_in_a_thread_and_keeps_nobody_waiting(vision_base: BaseModel, tmp_path: Path) -> None:
-    """Large requests, and small ones whose picture is new: a few bytes may encode many pixels. Once it is decoded, they take no thread."""
-    bench = bench_of(vision_base, tmp_path)
-    picture = {"type": "image", "format": "png", "data": base64.b64encode(png(5)).decode()}
-    chunks = [{"type": "encoded_text", "tokens": [1, 2]}, picture, {"type": "encoded_text", "tokens": [3]}]
-    first, again = (sample(f"s:sample:{number}/0", prompt={"chunks": chunks}) for number in range(2))
-    with_blanks = large(sample("large:sample:0/0"))
-    assert len(first.payload) < samples.SMALL_BYTES
-    with occupied(bench.samples.rendering):
-        bench.samples.add(with_blanks)
-        bench.samples.add(first)
-        bench.samples.add(sample("text:sample:0/0"))
-        bench.until(lambda: bench.sent)
-        assert list(bench.answers()) == ["text:sample:0/0"]
-        assert bench.samples.load() == (0, 2)
-        assert bench.samples.rendering_bytes == len(first.payload) + len(with_blanks.payload)
+def test_no_text_waits_for_pictures_large_or_small(vision_base: BaseModel, tmp_path: Path) -> None:
+    """Whatever a session sends of pictures, and however many sequences it wants of them. Once a picture is decoded, it takes no thread."""
+    bench = bench_of(vision_base, tmp_path, max_running=4)
+    small, blanks = picture_sample("s:sample:0/0", 5, num_samples=3), b" " * samples.STARTED_BYTES
+    assert len(small.payload) < samples.SMALL_BYTES
+    pictures = [picture_sample(f"s:sample:{number}/0", number) for number in range(1, 4)]
+    with occupied(bench.samples.pictures):
+        bench.samples.add(small)
+        for message in pictures:
+            bench.samples.add(replace(message, payload=message.payload + blanks))
+        texts = [large(sample(f"text:sample:0/{number}")) for number in range(3)] + [sample("text:sample:0/3")]
+        for message in texts:
+            bench.samples.add(message)
+        bench.until(lambda: sum(bench.samples.rendering_bytes.values()) > samples.STARTED_BYTES and len(bench.sent) == 4)
+        assert bench.answers().keys() == {message.request_id for message in texts}
+        assert (bench.samples.load()[0], bench.samples.decoding["tiny"]["s"]) == (0, 4)  # the others wait for their session's bytes
         assert not any(started.message.payload for started in bench.samples.started.values())
     bench.settle()
-    answers = bench.answers()
-    assert [len(answers[name][0]) for name in ("s:sample:0/0", "large:sample:0/0")] == [4, 4]
-    assert bench.samples.rendering_bytes == 0
-    with occupied(bench.samples.rendering):
-        bench.samples.add(again)
+    assert len(bench.answers()) == 4
+    assert (bench.samples.rendering_bytes, bench.samples.decoding, bench.samples.on_the_way.total()) == ({}, {"tiny": {}}, 0)
+    with occupied(bench.samples.pictures):
+        bench.samples.add(picture_sample("s:sample:9/0", 5))
         bench.until(lambda: bench.sent)
-    assert len(bench.answers()["s:sample:1/0"][0]) == 4
+    assert len(bench.answers()["s:sample:9/0"][0]) == 4
 
 
 @pytest.mark.parametrize("how", ["sample", "session"])
@@ -285,7 +295,7 @@ def test_a_sample_that_is_cancelled_while_it_is_rendered_never_runs(bench: Bench
         bench.until(lambda: bench.sent)
     bench.settle()
     assert [(message.request_id, message.run) for message in bench.sent] == [("s:sample:0/0", 2)]
-    assert (bench.samples.started, bench.samples.sessions, bench.samples.rendering_bytes) == ({}, {"tiny": {}}, 0)
+    assert (bench.samples.started, bench.samples.sessions, bench.samples.rendering_bytes) == ({}, {"tiny": {}}, {})
     assert not any(bench.sampler.cache.users)
 
 

@@ -150,7 +150,7 @@ def visible_gpus() -> int:
 
 def usable_gpus() -> int:
     """How many GPUs PyTorch can use. Takes seconds. Raises ConfigError if that cannot be found out."""
-    command = [sys.executable, "-m", "tinsmith.models.usable_gpus"]
+    command = [sys.executable, "-P", "-m", "tinsmith.models.usable_gpus"]
     try:
         ran = subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=COUNTING_S)
         return int(ran.stdout)

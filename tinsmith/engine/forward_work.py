@@ -16,7 +16,7 @@ PREPARED_BYTES = 2**20
 """Size of a model's operations that are prepared at a time, beside those that are; the last one may go beyond."""
 
 PASSES_AHEAD = 2
-"""Passes that a worker has at most: the one that it computes, and the next, so that its pictures are decoded meanwhile."""
+"""Passes that a worker has at most: the one that it computes, and the next. As many besides of models with pictures to decode."""
 
 
 class ForwardWork:
@@ -49,6 +49,8 @@ class ForwardWork:
         """Of each model, in order; a model without any is not in it."""
         self.passes: dict[int, list[Piece]] = {}
         """What the worker computes or is going to, by the number of the pass."""
+        self.of_pictures: set[int] = set()
+        """The passes of models that have pictures to decode, by number."""
         self.served: dict[str, int] = {}
         """The number of the last pass that had work of a model."""
         self.served_bases: dict[str, int] = {}
@@ -88,6 +90,7 @@ class ForwardWork:
         """The worker is gone, and with it all that it had. What is complete stays to be recorded."""
         self.operations.clear()
         self.passes.clear()
+        self.of_pictures.clear()
         self.tokens_per_pass.clear()
 
     def take_complete(self) -> list[ForwardOperation]:
@@ -100,13 +103,20 @@ class ForwardWork:
     def send_passes(self, put_off: set[str]) -> None:
         """Give the worker passes: one to compute, and another ahead if that one is half full or has pictures to decode.
 
+        Models with pictures to decode have passes of their own, beside which the worker computes those of others.
         Models in `put_off` wait for the database.
         """
-        while len(self.passes) < PASSES_AHEAD:
-            pieces = self._next_pass(put_off)
-            if not pieces or (self.passes and not self._is_worth_waiting(pieces)):
+        for of_pictures in (False, True):
+            self._send_passes(put_off, of_pictures)
+
+    def _send_passes(self, put_off: set[str], of_pictures: bool) -> None:
+        while (ahead := sum((number in self.of_pictures) is of_pictures for number in self.passes)) < PASSES_AHEAD:
+            pieces = self._next_pass(put_off, of_pictures)
+            if not pieces or (ahead and not self._is_worth_waiting(pieces)):
                 return
             number = self.next_number()
+            if of_pictures:
+                self.of_pictures.add(number)
             self.passes[number] = pieces
             for piece in pieces:
                 piece.operation.in_pass.add(piece.index)
@@ -123,9 +133,17 @@ class ForwardWork:
         full = self.tokens_per_pass[pieces[0].operation.base_model]
         return 2 * sum(piece.tokens for piece in pieces) > full or any(piece.pixels for piece in pieces)
 
-    def _next_pass(self, put_off: set[str]) -> list[Piece]:
-        """A pass on the base model that was served longest ago; among those that never were, on that of the oldest operation."""
-        queues = {model_id: queue for model_id, queue in self.operations.items() if model_id not in put_off}
+    def _next_pass(self, put_off: set[str], of_pictures: bool) -> list[Piece]:
+        """A pass on the base model that was served longest ago; among those that never were, on that of the oldest operation.
+
+        A model stays with the passes of pictures until these are computed, so that its own passes keep their order.
+        """
+        decoding = {piece.operation.command.model_id for number in self.of_pictures for piece in self.passes[number]}
+        queues = {
+            model_id: queue
+            for model_id, queue in self.operations.items()
+            if model_id not in put_off and (model_id in decoding or any(map(_has_pictures, queue))) is of_pictures
+        }
         bases: dict[str, list[deque[ForwardOperation]]] = {}
         for queue in sorted(queues.values(), key=lambda queue: queue[0].command.id):
             bases.setdefault(queue[0].base_model, []).append(queue)
@@ -178,6 +196,7 @@ class ForwardWork:
 
     def _pass_done(self, message: PassDone) -> None:
         pieces = self.passes.pop(message.number, ())
+        self.of_pictures.discard(message.number)
         for piece in pieces:  # those of an operation with a broken picture have neither result nor failure
             piece.operation.in_pass.discard(piece.index)
         operations = {piece.operation.command.request_id: piece.operation for piece in pieces}
@@ -235,3 +254,9 @@ class ForwardWork:
     def _drop(self, operations: list[ForwardOperation]) -> None:
         if operations:
             self.send(Drop([operation.command.request_id for operation in operations]))
+
+
+def _has_pictures(operation: ForwardOperation) -> bool:
+    """Whether pictures are to be decoded of what is still to be given to the worker."""
+    pixels = operation.prepared.pixels if operation.prepared else []
+    return any(pixels) and any(pixels[index] for index in operation.open)

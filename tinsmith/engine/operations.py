@@ -15,7 +15,7 @@ from tinsmith.engine.steps import Steps, until_stored
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.protocol.facts import ModelFacts, find_base
 from tinsmith.protocol.messages import Message
-from tinsmith.protocol.shapes import AdamSettings, LoraShape
+from tinsmith.protocol.shapes import AdamSettings, LoraShape, rank_refusal
 from tinsmith.protocol.work import (
     ClearGradients,
     CreateModel,
@@ -197,7 +197,7 @@ class Operations:
 
     def _check_rank(self, rank: int) -> None:
         if rank > self.max_lora_rank:
-            raise UserError(f"lora_config.rank is {rank}; this server allows up to {self.max_lora_rank} (--max-lora-rank)")
+            raise UserError(rank_refusal(rank, self.max_lora_rank))
 
     def _optim_step(self, command: Command, adam: AdamParams) -> Steps[Ended]:
         model = self.model(command.model_id)
@@ -288,7 +288,8 @@ class Operations:
         checkpoint = self.checkpoints.find(request.path, "training")
         saved = LoraShape(**checkpoint.lora_config)
         if replace(saved, seed=model.shape.seed) != model.shape:
-            raise UserError(f"{request.path} was saved with {saved}, the model was created with {model.shape}; their sizes must agree")
+            there, here = saved.differences(model.shape), model.shape.differences(saved)
+            raise UserError(f"{request.path} was saved with {there}, the model was created with {here}; create one with {there}")
         yield from self._restored(model.base_model, model.model_id, checkpoint, request.optimizer)
         model.origin = Saved(checkpoint.tinker_path, checkpoint.directory, request.optimizer)
         model.state += 1

@@ -8,6 +8,7 @@ Ray takes more than a minute to find out that a host has vanished. The engine do
 other workers, but before it starts new ones: a place that is reserved may not be there.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -27,6 +28,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+import tinsmith
 from tinsmith.config import Config
 from tinsmith.engine.launching import WorkerStart
 from tinsmith.engine.ray_actor import GIVEN_BY_RAY, PARENT, WorkerActor
@@ -223,7 +225,8 @@ def _connect(address: str) -> None:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with contextlib.chdir(Path(tinsmith.__file__).parent.parent):  # Ray lets actors import first what lies in the working directory
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(

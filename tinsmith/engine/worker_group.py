@@ -28,6 +28,7 @@ from tinsmith.engine.worker_process import LAST_WORDS_S, WORKER, WorkerProcess
 from tinsmith.protocol.facts import ModelFacts
 from tinsmith.protocol.link import ChildLink
 from tinsmith.protocol.messages import Message
+from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.protocol.place import Place, meeting_at, writer_of
 from tinsmith.protocol.questions import Answered, FindMeeting, MeetingPort, OpenMeeting
 from tinsmith.protocol.serving import CancelSample, EndSession, ForgetCheckpoint, Sample, SampleDone, SampleFailed
@@ -132,7 +133,7 @@ class WorkerGroup:
         self._loaded: set[str] = set()
         """Models that all workers have."""
         self._routing = Routing(len(self.samplers))
-        self._meeting: Path | None = None
+        self._meeting: OwnDirectory | None = None
         """Where workers on this host find each other."""
         self._look_at = 0.0
         """When to look again on which hosts workers can start (monotonic time)."""
@@ -219,8 +220,8 @@ class WorkerGroup:
         self._told = False
         meeting = ""
         if self.count > 1 and not hosts:
-            self._meeting = Path(tempfile.mkdtemp(prefix="tinsmith-meeting-"))
-            meeting = f"file://{self._meeting}/store"
+            self._meeting = OwnDirectory("tinsmith-meeting-", Path(tempfile.gettempdir()))
+            meeting = f"file://{self._meeting.path}/store"
         answers = GroupAnswers(self.records)
         for rank, worker in enumerate(self.workers):
             worker.answers = answers.answer
@@ -279,7 +280,7 @@ class WorkerGroup:
 
     def _forget_meeting(self) -> None:
         if self._meeting is not None:
-            shutil.rmtree(self._meeting, ignore_errors=True)
+            self._meeting.close()
             self._meeting = None
 
     # ---- What the engine says

@@ -36,7 +36,7 @@ LAST_WORDS_S = 0.5
 NO_STATUS = WorkerStatus(0, 0, 0, 0, 0, {}, {})
 """Of a worker that has told nothing."""
 
-WORKER = (sys.executable, "-m", "tinsmith.worker")
+WORKER = (sys.executable, "-P", "-m", "tinsmith.worker")
 """The program that a worker is."""
 
 

@@ -19,12 +19,13 @@ from transformers import logging as transformers_logging
 from tinsmith.config import Config, ModelsConfig
 from tinsmith.errors import ConfigError
 from tinsmith.models.attention import ATTENTION
-from tinsmith.models.compiled import count_kernels, keep_compiled
+from tinsmith.models.compiled_kernels import count_kernels, keep_kernels
 from tinsmith.models.decoder import KNOWN_TYPES, Decoder, Deepstack, read_decoder
 from tinsmith.models.delta_kernels import announce
 from tinsmith.models.delta_net import follow_plans
 from tinsmith.models.deterministic import require_attention_only, stable_hidden_states
 from tinsmith.models.families import Family, context_length, family_of, read_config
+from tinsmith.models.files import require_usable
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.host_layers import move_all_but_layers, read_host_decoder
@@ -32,7 +33,7 @@ from tinsmith.models.layers import DeltaNet
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD, Layout, layout_of
 from tinsmith.models.lora import ActiveSegments, Segment
 from tinsmith.models.lora_linear import attach
-from tinsmith.models.machine import limit_memory
+from tinsmith.models.machine import limit_memory, why_no_gpu
 from tinsmith.models.norms import fuse_norms
 from tinsmith.models.packed_lora import SegmentAdapters
 from tinsmith.models.pass_plan import PassPlan
@@ -226,6 +227,7 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches kernels on the current device
     family = family_of(source, read_config(source))
+    require_usable([source], whole=False)  # a command has looked at a directory, but not at what comes from the Hub
     network = _load_network(source, family, pick_dtype(config.dtype, device))
     return base_model_of(name, source, network, config, feature_cache_bytes, layers_on_host)
 
@@ -244,7 +246,7 @@ def base_model_of(
     limit_memory(device, config.memory_share)
     dtype = pick_dtype(config.dtype, device)
     if device.type == "cuda":
-        keep_compiled(config.compile_cache)
+        keep_kernels(config.compile_cache)
         count_kernels()
     if dtype == torch.float32:  # float32 means float32: convolutions (the tower's patches) default to TF32 on CUDA
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -277,7 +279,7 @@ def base_model_of(
         tokenizer_id=source,
         family=family,
         config=model_config,
-        tokenizer=AutoTokenizer.from_pretrained(source),
+        tokenizer=_load_tokenizer(source),
         network=network,
         language_model=language_model,
         decoder=decoder,
@@ -295,10 +297,29 @@ def base_model_of(
 
 
 def _load_network(source: str, family: Family, dtype: torch.dtype) -> Any:
+    """The network with all of its weights from the files. Transformers itself only warns of those that it makes at random."""
     try:
-        return family.auto_class.from_pretrained(source, dtype=dtype)
-    except ValueError as error:  # a configuration that transformers has no decoder for
+        network, loaded = family.auto_class.from_pretrained(source, dtype=dtype, output_loading_info=True)
+    except (RuntimeError, ValueError) as error:  # no decoder for this configuration, or weights of other sizes
         raise ConfigError(f"{source}: transformers cannot load it as a decoder: {str(error).splitlines()[0]}") from error
+    if loaded["missing_keys"]:
+        raise ConfigError(
+            f"{source}: its weights lack {min(loaded['missing_keys'])}, which a {family.model_type} of its config.json has; "
+            "download both of the same model again"
+        )
+    return network
+
+
+def _load_tokenizer(source: str) -> Any:
+    """The tokenizer of a model. Without files transformers makes one that has special tokens alone, and other ids for these."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # of any kind: that is what the tokenizers library raises for a file that it cannot use
+        reason = str(error).splitlines() or [repr(error)]
+        raise ConfigError(f"{source}: its tokenizer cannot be loaded: {reason[0]}; copy that of the model, or download it again") from error
+    if len(tokenizer) <= len(tokenizer.get_added_vocab()):
+        raise ConfigError(f"{source} has no tokenizer; name a model that has one, or a directory to which that of the model was copied")
+    return tokenizer
 
 
 def use_attention(network: Any, family: Family, implementation: str) -> None:
@@ -318,10 +339,12 @@ def pick_device(wanted: str) -> torch.device:
         raise ConfigError(f"device={wanted!r} is not supported; use auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)  # before 2.12 PyTorch tells no memory of a device without a number
-        if device.index >= torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        if not count:
+            raise ConfigError(f"device={wanted!r}: {why_no_gpu()}; leave --device out, or use --device cpu")
+        if device.index >= count:
             raise ConfigError(
-                f"device={wanted!r}: this machine has {torch.cuda.device_count()} CUDA devices that this PyTorch can use; name "
-                "one of these, or start with --workers 1 or --device cpu"
+                f"device={wanted!r}: PyTorch can use {count} CUDA devices; name one of cuda:0 to cuda:{count - 1}, or start fewer --workers"
             )
     return device
 

@@ -26,8 +26,8 @@ from tinsmith.models.packed_lora import Before, project_behind
 
 FEWEST = 32
 """Columns of the smallest buffers; larger ones have twice as many as the last."""
-OUTPUTS = 64
-"""Outputs that one program of the kernels computes."""
+OUTPUTS = 128
+"""Outputs of a tile, at most."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,7 @@ decays (logarithms), and D_ij = exp(t_i - t_j) for j <= i, 0 elsewhere:
 Everything but U and S' is computed for all chunks of all sequences at once. These two take a multiplication each for each chunk index, for
 all sequences that are that long. (S' = M S + Rᵀ V' with M = exp(t_end) I - Rᵀ W would take one, but M is larger than all else.)
 
-The backward is written by hand. It keeps the inputs alone and computes the rest again, which saves most of the memory of a layer. What is
-elementwise between the multiplications is compiled on a GPU (`models/compiled.py`).
+The backward is written by hand. It keeps the inputs alone and computes the rest again, which saves most of the memory of a layer.
 """
 
 import itertools
@@ -28,7 +27,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.models.compiled import compiled
 from tinsmith.models.device import upload
 
 SMALLEST, LARGEST = 16, 64
@@ -137,7 +135,7 @@ class _Spread(NamedTuple):
     """The inputs of some heads, chunk by chunk; B = chunks · value_heads."""
 
     value: Tensor
-    """[B, size, value_dim]; it comes first because its precision decides whether functions are compiled."""
+    """[B, size, value_dim]"""
     query: Tensor
     """[B, size, key_dim]"""
     key: Tensor
@@ -186,7 +184,6 @@ class _Local(NamedTuple):
         return self.total[:, -1:]
 
 
-@compiled
 def _local(value: Tensor, query: Tensor, key: Tensor, decay: Tensor, beta: Tensor) -> _Local:
     """The fields of `_Spread` -> `_Local`."""
     dtype = torch.promote_types(value.dtype, torch.float32)
@@ -400,7 +397,6 @@ def _backward(
     )
 
 
-@compiled
 def _gradients(
     value: Tensor, beta: Tensor, d_out: Tensor, d_states: Tensor, d_updates: Tensor, states: Tensor, updates: Tensor, *fields: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

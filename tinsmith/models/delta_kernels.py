@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, logsigmoid, silu
 
-from tinsmith.models.compile_ahead import compile_ahead
+from tinsmith.models.compiled_kernels import compile_ahead
 from tinsmith.models.delta_chunks import chunks_of, delta_rule_in_chunks
 from tinsmith.models.device import has_triton
 

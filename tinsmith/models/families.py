@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tinsmith.errors import ConfigError
+from tinsmith.models.files import EXPERTS
 from tinsmith.models.layers import layers_of
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary types whose angles do not depend on how long the row is; with the others, packing would change the numbers."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configurations call the number of experts of a mixture."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ def read_config(source: str) -> Any:
     """The transformers configuration of a model in a local directory or of a Hub id. Raises ConfigError if there is none to be had."""
     try:
         return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, StrictDataclassError) as error:  # the latter for damaged values
+        reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
         raise ConfigError(
             f"{source}: the model's configuration cannot be read: {reason}; where the Hub cannot be reached, "
             "give --base-model the directory of the model"

@@ -15,19 +15,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
-
 from tinsmith.digests import Block, blocks_of, digests_of
 from tinsmith.errors import ConfigError, UserError
+from tinsmith.models.files import INDEX, PICKLED, WHOLE, local_directory, read_header, safetensors_files
 
 log = logging.getLogger(__name__)
 
 SHOWN = 16
 """Characters of a fingerprint in messages, of 64."""
-
-_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_PICKLED = "pytorch_model*.bin"
-"""What transformers loads if there is no safetensors file. A trainer may have left other .bin files beside."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +32,6 @@ class _Tensor:
     label: str
     """Name, precision and shape."""
     blocks: list[Block]
-
-
-def local_directory(source: str) -> Path | None:
-    """Where the files of a model lie on this machine: a directory, or what was downloaded of a Hub id; None if nothing was."""
-    if Path(source).is_dir():
-        return Path(source)
-    found = try_to_load_from_cache(source, "config.json")
-    return Path(found).parent if isinstance(found, str) else None
-
-
-def holds_weights(directory: Path) -> bool:
-    """Whether there are weights in a directory, and not only a configuration."""
-    return any((directory / name).is_file() for name in (_WHOLE, _INDEX)) or any(directory.glob(_PICKLED))
 
 
 def fingerprint_of(directory: Path) -> str:
@@ -62,9 +44,9 @@ def fingerprint_of(directory: Path) -> str:
     if files:
         tensors = [tensor for file in files for tensor in _tensors_in(file)]
     else:
-        tensors = [_whole(file) for file in sorted(directory.glob(_PICKLED))]
+        tensors = [_whole(file) for file in sorted(directory.glob(PICKLED))]
     if not tensors:
-        raise ConfigError(f"{directory} holds no weights: no {_WHOLE}, no {_INDEX} and no {_PICKLED}")
+        raise ConfigError(f"{directory} holds no weights: no {WHOLE}, no {INDEX} and no {PICKLED}")
     tensors.sort(key=lambda tensor: tensor.label)
     try:
         digests = iter(digests_of([block for tensor in tensors for block in tensor.blocks]))
@@ -115,19 +97,6 @@ def check_fingerprint(saved: str | None, served: str, base_model: str, what: str
         )
 
 
-def safetensors_files(directory: Path) -> list[Path]:
-    """The files that transformers loads: one, or those that an index names."""
-    if (directory / _WHOLE).is_file():
-        return [directory / _WHOLE]
-    index = directory / _INDEX
-    if not index.is_file():
-        return []
-    try:
-        return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is damaged ({error!r}); download the model again") from error
-
-
 def _whole(file: Path) -> _Tensor:
     """All bytes of a file in another format, as if they were one tensor."""
     try:
@@ -137,15 +106,7 @@ def _whole(file: Path) -> _Tensor:
 
 
 def _tensors_in(file: Path) -> Iterator[_Tensor]:
-    """From the header: 8 bytes with its length, then JSON by name with precision, shape and the place behind the header."""
-    try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(min(length, file.stat().st_size)))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                label = json.dumps([name, entry["dtype"], entry["shape"]])
-                yield _Tensor(label, blocks_of(file, 8 + length + begin, end - begin))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file} is missing or damaged ({error!r}); download the model again") from error
+    start, header = read_header(file)
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        yield _Tensor(json.dumps([name, entry["dtype"], entry["shape"]]), blocks_of(file, start + begin, end - begin))

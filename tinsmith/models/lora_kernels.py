@@ -25,6 +25,9 @@ STEP = 128
 SHARE = 512
 """Inputs of a program of the first kernel, unless there would be more than `SPLITS` programs for one tile."""
 SPLITS = 8
+PARTS = 2
+"""Programs of a tile of outputs, where tiles alone are not `ENOUGH` programs to fill a GPU."""
+ENOUGH = 128
 
 
 def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, tiles: Tensor) -> None:
@@ -62,7 +65,9 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
         **overlapping(x.device, rows),
     )
     expand: Any = _expand
-    expand[(len(tiles), row_tiles)](
+    # Programs for whole tiles read less of what is reduced, but only many rows and outputs make enough of them.
+    parts = 1 if len(tiles) * row_tiles >= ENOUGH else PARTS
+    expand[(len(tiles) * parts, row_tiles)](
         y,
         b,
         columns,
@@ -77,7 +82,8 @@ def add_adapters(y: Tensor, x: Tensor, columns: Tensor, a: Tensor, b: Tensor, ti
         SPLITS=splits,
         ROWS=row_tile,
         CHUNK=CHUNK,
-        OUTPUTS=OUTPUTS,
+        OUTPUTS=OUTPUTS // parts,
+        PARTS=parts,
         num_warps=4,
         num_stages=2,
         **overlapping(x.device, rows),
@@ -152,15 +158,16 @@ def _expand(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    PARTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Y += scale · u B^T of a tile of rows and a tile of outputs; u are the sums of what the first kernel left, of a row's own columns."""
+    """Y += scale · u B^T of a tile of rows and part of a tile of outputs; u are the sums of what the first kernel left."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    tile = tl.program_id(0) * 3
+    tile = tl.program_id(0) // PARTS * 3
     target = tl.load(tiles + tile)
-    output = tl.load(tiles + tile + 1) + tl.arange(0, OUTPUTS)
+    output = tl.load(tiles + tile + 1) + tl.program_id(0) % PARTS * OUTPUTS + tl.arange(0, OUTPUTS)
     last_output = tl.load(tiles + tile + 2)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     start, end, first, last = _columns_of(columns, row, rows, columns_stride)

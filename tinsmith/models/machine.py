@@ -49,7 +49,7 @@ def look_around() -> Machine:
     gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     total, available = _memory()
-    return Machine(cpus, total, available, gpus, "" if gpus else _why_no_gpu())
+    return Machine(cpus, total, available, gpus, "" if gpus else why_no_gpu())
 
 
 def is_supported(library: str) -> bool:
@@ -126,7 +126,8 @@ def _gpu(index: int) -> Gpu:
     return Gpu(index, torch.cuda.get_device_name(index), total, free, torch.cuda.get_device_capability(index))
 
 
-def _why_no_gpu() -> str:
+def why_no_gpu() -> str:
+    """Why PyTorch has no CUDA device here."""
     if torch.version.cuda is None:
         return f"torch {INSTALLED['torch']} is built without CUDA"
     return f"torch is built for CUDA {torch.version.cuda}, but finds no device: is there one, and does its driver run?"

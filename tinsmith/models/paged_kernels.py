@@ -23,6 +23,8 @@ PROGRAMS = 4
 """Programs for each multiprocessor, if the rows have tokens for as many."""
 MOST_SPLITS = 64
 """Splits of a row at most: the merging kernel holds what all of them found."""
+FEW_SPLITS = 8
+"""Up to so many are merged by a kernel that holds fewer."""
 GROUP_ROWS = 16
 """The least rows of a tensor core's product: the query heads of a key/value head are padded to it."""
 
@@ -100,7 +102,7 @@ def paged_kernel(
             HEAD_PADDED=padded,
             BLOCK=block,
             TILE=tile,
-            SPLITS_PADDED=triton.next_power_of_2(splits),
+            SPLITS_PADDED=FEW_SPLITS if splits <= FEW_SPLITS else MOST_SPLITS,
             WINDOW=seen,
             num_warps=4,
             **overlapping(query.device, rows),

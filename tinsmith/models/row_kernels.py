@@ -1,7 +1,7 @@
 """Triton kernels of the elementwise pieces of a decoder layer that every model has; `models/fused.py` says what each computes.
 
-torch.compile makes kernels as good of the same functions, but what Python does around each call of these takes longer than the kernel
-itself runs on a few thousand tokens. Each program computes one token, or one token's heads, in float32.
+Each program computes one token, or one token's heads, in float32. Gradients of weights are sums over tokens: each program adds up a stripe
+of them, every so many tokens, and PyTorch the stripes.
 """
 
 from typing import Any
@@ -18,6 +18,8 @@ HEADS = 8
 """Heads that a program rotates at a time."""
 COLUMNS = 1024
 """Numbers of a row that a program of SwiGLU takes."""
+STRIPES = 256
+"""Sums of tokens in a gradient of weights, at most."""
 
 
 def _warps(width: int) -> int:
@@ -27,6 +29,11 @@ def _warps(width: int) -> int:
 def _rows(x: Tensor) -> Tensor:
     """The tensor [rows, width], one row behind the other."""
     return x if x.is_contiguous() else x.contiguous()
+
+
+def with_plain_rows(x: Tensor) -> Tensor:
+    """The tensor with the numbers of each row one behind the other; rows may lie anywhere."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> Tensor:
@@ -79,6 +86,22 @@ def rms_norm_backward(
     return gradient, normed
 
 
+def rms_norm_weight_gradient(x: Tensor, d_normed: Tensor, eps: float) -> Tensor:
+    """The gradient of the weight [width] of x and d_normed [rows, width]."""
+    x, d_normed = _rows(x), _rows(d_normed)
+    rows, width = x.shape
+    sums = torch.empty(stripes(rows), width, dtype=torch.float32, device=x.device)
+    launch: Any = _norm_weight_gradient
+    padded = triton.next_power_of_2(width)
+    launch[(len(sums),)](x, d_normed, sums, rows, eps, WIDTH=width, PADDED=padded, num_warps=_warps(width))
+    return sums.sum(0).to(x.dtype)
+
+
+def stripes(tokens: int) -> int:
+    """How many sums are made of so many tokens."""
+    return max(1, min(STRIPES, tokens))
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """The product silu(gate) · up of gate_up [rows, 2 · width]."""
     gate_up = _rows(gate_up)
@@ -119,7 +142,7 @@ def _launch_rotation(
     x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, d_out: Tensor, out: Tensor, eps: float, zero_centred: bool, backward: bool
 ) -> None:
     tokens, heads, width = x.shape
-    x, d_out = (t if t.stride(2) == 1 else t.contiguous() for t in (x, d_out))
+    x, d_out = with_plain_rows(x), with_plain_rows(d_out)
     cos, sin = _rows(cos), _rows(sin)
     launch: Any = _rotate_backward if backward else _rotate
     arguments = (x, *x.stride()[:2], x if weight is None else weight, cos, sin, *((d_out, *d_out.stride()[:2]) if backward else ()))
@@ -138,6 +161,31 @@ def _launch_rotation(
         num_warps=4,
         **overlapping(x.device, tokens),
     )
+
+
+def rotate_weight_gradient(x: Tensor, cos: Tensor, sin: Tensor, d_out: Tensor, eps: float) -> Tensor:
+    """The gradient of the weight [heads, width]: x and d_out [tokens, heads, width]."""
+    tokens, heads, width = x.shape
+    x, d_out = with_plain_rows(x), with_plain_rows(d_out)
+    sums = torch.empty(stripes(tokens), heads, width, dtype=torch.float32, device=x.device)
+    launch: Any = _rotate_weight_gradient
+    launch[(len(sums), triton.cdiv(heads, HEADS))](
+        *(x, *x.stride()[:2], _rows(cos), _rows(sin), d_out, *d_out.stride()[:2], sums, tokens, heads, eps),
+        WIDTH=width,
+        PADDED=triton.next_power_of_2(width),
+        PAIRS=cos.shape[-1],
+        HEADS=HEADS,
+        num_warps=4,
+    )
+    return sums.sum(0).to(x.dtype)
+
+
+@triton.jit
+def own_heads(heads: tl.tensor, WIDTH: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr) -> tl.tuple:
+    """A program's token, its heads [HEADS, 1], their columns [1, PADDED], and which of both exist [HEADS, PADDED]."""
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None].to(tl.int64)
+    column = tl.arange(0, PADDED)[None, :]
+    return tl.program_id(0).to(tl.int64), head, column, (head < heads) & (column < WIDTH)
 
 
 @triton.jit
@@ -233,6 +281,23 @@ def _norm_backward(
     tl.store(normed + place, (wide * inverse * factor).to(normed.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _norm_weight_gradient(
+    x: tl.tensor, d_normed: tl.tensor, sums: tl.tensor, rows: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr, PADDED: tl.constexpr
+) -> None:
+    """The rows of one stripe."""
+    column = tl.arange(0, PADDED)
+    inside = column < WIDTH
+    total = tl.zeros([PADDED], tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    for _ in range(tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
+        wide = tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(d_normed + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        total += wide / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps) * d
+        row += tl.num_programs(0)
+    tl.store(sums + tl.program_id(0) * WIDTH + column, total, mask=inside)
+
+
 @triton.jit
 def _swiglu(gate_up: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr) -> None:
     """Some columns of one row."""
@@ -291,10 +356,7 @@ def _rotate(
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    column = tl.arange(0, PADDED)[None, :]
-    inside = (head < heads) & (column < WIDTH)
+    token, head, column, inside = own_heads(heads, WIDTH, PADDED, HEADS)
     turns = column < 2 * PAIRS
     other = tl.where(turns, tl.where(column < PAIRS, column + PAIRS, column - PAIRS), column)  # what a number turns with
     row = x + token * x_token + head * x_head
@@ -314,6 +376,19 @@ def _rotate(
     s = tl.load(sin + token * PAIRS + angle, mask=turns, other=0.0).to(tl.float32)
     turned = wide * c + tl.where(column < PAIRS, -partner, partner) * s
     tl.store(out + token * out_token + head * out_head + column, turned.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _turned_back(row: tl.tensor, cos: tl.tensor, sin: tl.tensor, column: tl.tensor, inside: tl.tensor, PAIRS: tl.constexpr) -> tl.tensor:
+    """The gradient in float32 [HEADS, PADDED] of what was rotated to heads of a token, whose gradients begin at `row` [HEADS, 1]."""
+    turns = column < 2 * PAIRS
+    other = tl.where(turns, tl.where(column < PAIRS, column + PAIRS, column - PAIRS), column)
+    d = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    partner = tl.load(row + other, mask=inside & turns, other=0.0).to(tl.float32)
+    angle = tl.where(column < PAIRS, column, column - PAIRS)
+    c = tl.load(cos + angle, mask=turns, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=turns, other=0.0).to(tl.float32)
+    return d * c + tl.where(column < PAIRS, partner, -partner) * s
 
 
 @triton.jit
@@ -344,19 +419,8 @@ def _rotate_backward(
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    column = tl.arange(0, PADDED)[None, :]
-    inside = (head < heads) & (column < WIDTH)
-    turns = column < 2 * PAIRS
-    other = tl.where(turns, tl.where(column < PAIRS, column + PAIRS, column - PAIRS), column)
-    row = d_out + token * d_out_token + head * d_out_head
-    d = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
-    partner = tl.load(row + other, mask=inside & turns, other=0.0).to(tl.float32)
-    angle = tl.where(column < PAIRS, column, column - PAIRS)
-    c = tl.load(cos + token * PAIRS + angle, mask=turns, other=1.0).to(tl.float32)
-    s = tl.load(sin + token * PAIRS + angle, mask=turns, other=0.0).to(tl.float32)
-    found = d * c + tl.where(column < PAIRS, partner, -partner) * s
+    token, head, column, inside = own_heads(heads, WIDTH, PADDED, HEADS)
+    found = _turned_back(d_out + token * d_out_token + head * d_out_head, cos + token * PAIRS, sin + token * PAIRS, column, inside, PAIRS)
     if HAS_NORM:
         wide = tl.load(x + token * x_token + head * x_head + column, mask=inside, other=0.0).to(tl.float32)
         factor = tl.load(weight + head * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
@@ -367,3 +431,33 @@ def _rotate_backward(
         mean = (tl.sum(tl.where(inside, found * wide, 0.0), 1) / WIDTH)[:, None]
         found = inverse * found - wide * (inverse * inverse * inverse * mean)
     tl.store(gradient + token * gradient_token + head * gradient_head + column, found.to(gradient.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _rotate_weight_gradient(
+    x: tl.tensor,
+    x_token: tl.tensor,
+    x_head: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    d_out: tl.tensor,
+    d_out_token: tl.tensor,
+    d_out_head: tl.tensor,
+    sums: tl.tensor,
+    tokens: tl.tensor,
+    heads: tl.tensor,
+    eps: tl.tensor,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HEADS: tl.constexpr,
+) -> None:
+    """Some heads of the tokens of one stripe."""
+    token, head, column, inside = own_heads(heads, WIDTH, PADDED, HEADS)
+    total = tl.zeros([HEADS, PADDED], tl.float32)
+    for _ in range(tl.cdiv(tokens - tl.program_id(0), tl.num_programs(0))):
+        wide = tl.load(x + token * x_token + head * x_head + column, mask=inside, other=0.0).to(tl.float32)
+        d = _turned_back(d_out + token * d_out_token + head * d_out_head, cos + token * PAIRS, sin + token * PAIRS, column, inside, PAIRS)
+        total += wide / tl.sqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None] * d
+        token += tl.num_programs(0)
+    tl.store(sums + (tl.program_id(0) * heads + head) * WIDTH + column, total, mask=inside)

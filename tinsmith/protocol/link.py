@@ -3,8 +3,8 @@
 A worker has a third, for what it asks the engine (`questions.py`).
 
 The parent binds a new socket for every child, so nothing meant for a dead one reaches the next. On one host it is a file in a directory
-that only the user can enter. Between hosts it is a TCP port that lets in nobody but the child (`gate.py`), and only once: a child whose
-connection has broken may have lost messages, and must end. Queues have no limit, because a sender must not block.
+that only the user can enter (`own_directory.py`). Between hosts it is a TCP port that lets in nobody but the child (`gate.py`), and only
+once: a child whose connection has broken may have lost messages, and must end. Queues have no limit, because a sender must not block.
 
 A parent's sockets belong to the context of its process, which is never ended: where a child was killed while it connected, ending a context
 of their own has waited for ever.
@@ -13,7 +13,6 @@ of their own has waited for ever.
 import contextlib
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ import zmq.asyncio
 from tinsmith.errors import ConfigError, EngineUnavailableError
 from tinsmith.protocol.gate import ChildKeys, Gate
 from tinsmith.protocol.messages import Message
+from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.protocol.serving import Alive
 
 _LINGER_MS = 1000
@@ -32,8 +32,11 @@ _LINGER_MS = 1000
 _BELL_BYTES = 4096
 """More than `wake` can have written since the last look is read with the next."""
 
-_MAX_PATH_BYTES = 100
-"""Unix socket paths end at 107 bytes."""
+_PREFIX = "tinsmith-io-"
+"""How the names of directories of sockets begin."""
+
+_MAX_PATH_BYTES = 107
+"""Of the path of a Unix socket."""
 
 
 _PING_MS = 5_000
@@ -161,7 +164,7 @@ class ParentLink:
         self._socket.set_hwm(0)
         self._heartbeats = context.socket(zmq.PULL)
         self._questions: zmq.Socket[bytes] | None = (questions := context.socket(zmq.REP))
-        self._directory: Path | None = None
+        self._directory: OwnDirectory | None = None
         self._gate: Gate | None = None
         if host is None:
             self._directory, self.address = _new_address()
@@ -212,7 +215,7 @@ class ParentLink:
         if self._questions is not None:
             self._questions.close(linger=0)
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.close()
         if self._gate is not None:
             self._gate.close()
 
@@ -251,15 +254,15 @@ class ServerLink:
         """Close at once; messages that have not left are dropped."""
         self._socket.close(linger=0)
         self._heartbeats.close(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.close()
 
 
-def _new_address() -> tuple[Path, str]:
+def _new_address() -> tuple[OwnDirectory, str]:
     """A new directory, and the address of a socket in it."""
-    directory = Path(tempfile.mkdtemp(prefix="tinsmith-"))
-    path = directory / "child"
+    directory = OwnDirectory(_PREFIX, Path(tempfile.gettempdir()))
+    path = directory.path / "child"
     if len(os.fsencode(heartbeat_address(str(path)))) > _MAX_PATH_BYTES:
-        shutil.rmtree(directory)
+        directory.close()
         raise ConfigError(f"the socket path {path} is longer than {_MAX_PATH_BYTES} bytes; set TMPDIR to a shorter directory")
     return directory, f"ipc://{path}"
 

@@ -18,6 +18,16 @@ class LoraShape:
     train_unembed: bool = True
     """Whether the output projection trains."""
 
+    def differences(self, other: "LoraShape") -> str:
+        """What is another than in `other`, but for the seed, as arguments of create_lora_training_client."""
+        names = ("rank", "train_attn", "train_mlp", "train_unembed")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names if getattr(self, name) != getattr(other, name))
+
+
+def rank_refusal(rank: int, largest: int) -> str:
+    """Why a model of that rank is not made."""
+    return f"lora_config.rank={rank}: this server takes up to {largest}; ask for less, or start it with --max-lora-rank {rank}"
+
 
 @dataclass(frozen=True)
 class AdamSettings:

@@ -31,17 +31,20 @@ class LocalProcessor:
 
     def __init__(self, source: str) -> None:
         """Of the model in a local directory or of a Hub id. Raises ConfigError if its processor computes in a way that is not known."""
-        settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(source)
-        named = settings.get("image_processor_type") or KNOWN[0]
+        try:
+            settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(source)
+            named = str(settings.get("image_processor_type") or KNOWN[0])
+        except OSError as error:
+            raise ConfigError(f"{source}: its image processor cannot be read: {str(error).splitlines()[0]}") from error
         agrees = named.startswith(KNOWN)
         if agrees:
-            self.processor: Any = Qwen2VLImageProcessorPil.from_pretrained(source)
-            self.patch_size: int = self.processor.patch_size
-            self.merge_size: int = self.processor.merge_size
             try:
+                self.processor: Any = Qwen2VLImageProcessorPil.from_pretrained(source)
+                self.patch_size: int = self.processor.patch_size
+                self.merge_size: int = self.processor.merge_size
                 self.levels = self._read_levels()
                 agrees = self._agrees()
-            except (RuntimeError, ValueError):  # its values have another shape
+            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # its values are of another kind
                 agrees = False
         if not agrees:
             raise ConfigError(

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from tinsmith.errors import UserError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.env import ChatMessage, visible
 from tinsmith.rl.sequences import Picture, PictureProcessor, TokenSequence, concatenate, picture_sequence, takes_pictures, text_sequence
 
@@ -51,7 +51,7 @@ class ChatTemplate:
     """Renders conversations for one model.
 
     `template` replaces the tokenizer's own Jinja template; `options` are passed to it, such as {"enable_thinking": False}. `processor` is
-    needed for pictures only.
+    needed for pictures only. Raises ConfigError if there is no template.
     """
 
     def __init__(
@@ -70,6 +70,11 @@ class ChatTemplate:
         )
         self.template = template
         self.options = dict(options or {})
+        if template is None and not tokenizer.chat_template:
+            raise ConfigError(
+                f"model: the tokenizer {str(tokenizer.name_or_path)!r} has no chat template; give one with chat_template=FILE, or take a "
+                "model that was trained to chat"
+            )
         self.placeholder = "" if processor is None else str(tokenizer.convert_ids_to_tokens(processor.placeholder_id))
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         control = sorted({*map(str, tokenizer.all_special_tokens), *added} - {""}, key=len, reverse=True)

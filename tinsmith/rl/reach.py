@@ -10,9 +10,9 @@ import time
 from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from urllib.error import HTTPError, URLError
-from urllib.request import urlopen
 
 from tinsmith.errors import ConfigError
+from tinsmith.reach import HEALTH, keep_from_proxy, open_url
 from tinsmith.rl.config import ServerSection
 
 log = logging.getLogger(__name__)
@@ -21,13 +21,12 @@ _TIMEOUT_S = 5.0
 """For one request."""
 _PAUSE_S = 0.5
 """Between two requests to a server that is not ready."""
-_HEALTH = "/api/v1/healthz"
 _STORED_KEYS = Path("~/.tinker/credentials.json")
 """Where `tinker auth login` of the SDK stores keys."""
 
 
 def require_server(server: ServerSection) -> None:
-    """Wait until the server is ready, for at most `wait_s` seconds, and log why it is not.
+    """Wait until the server is ready, for at most `wait_s` seconds, and log why it is not. A proxy that is set is no way to this machine.
 
     Raises ConfigError: no URL or API key is given, there is no Tinker server at the URL, or it is not ready in time.
     """
@@ -44,6 +43,7 @@ def require_server(server: ServerSection) -> None:
             log.warning("waiting for %s: %s", url, reason)
             logged = reason
         time.sleep(_PAUSE_S)
+    keep_from_proxy(url)
 
 
 def _check_url_and_key(url: str, key: str) -> None:
@@ -61,12 +61,12 @@ def _check_url_and_key(url: str, key: str) -> None:
 def _why_not_ready(url: str) -> str:
     """The reason, or "" if the server is ready. Raises ConfigError if something other than a Tinker server answers."""
     try:
-        with urlopen(url + _HEALTH, timeout=_TIMEOUT_S):
+        with open_url(url + HEALTH, _TIMEOUT_S):
             return ""
     except HTTPError as error:
         if error.code == 404:
             hint = "; leave out /api/v1, which clients add" if url.endswith("/api/v1") else ""
-            raise ConfigError(f"server: url={url!r} answers 404 to {_HEALTH}: there is no Tinker server{hint}") from error
+            raise ConfigError(f"server: url={url!r} answers 404 to {HEALTH}: there is no Tinker server{hint}") from error
         return _detail(error) if error.code >= 500 else ""  # the SDK reports other errors at once, such as a wrong key
     except InvalidURL as error:
         raise ConfigError(f"server: url={url!r}: {error}; give a URL such as http://127.0.0.1:8000") from error

@@ -12,6 +12,7 @@ checkpoints, so a run locks its directory.
 import dataclasses
 import fcntl
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -168,7 +169,8 @@ def locked(directory: Path) -> Iterator[None]:
     The operating system releases the lock when the process ends, however it ends.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "run.lock").open("w") as lock:
+    file = os.open(directory / "run.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)  # a link may lead to any file
+    with os.fdopen(file, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -28,12 +28,13 @@ from tinsmith.config import ImagesConfig, SamplingConfig
 from tinsmith.errors import ConfigError, NotFoundError
 from tinsmith.models.attention import ATTENTION
 from tinsmith.models.base import BaseModel, use_attention
-from tinsmith.models.compile_ahead import compile_ahead
+from tinsmith.models.compiled_kernels import compile_ahead
 from tinsmith.models.device import has_triton
 from tinsmith.models.families import positions
 from tinsmith.models.layers import Attention, DeltaNet, LayerKind
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, Segment, new_adapter
+from tinsmith.models.overlap import MOST_ROWS
 from tinsmith.models.pass_plan import PackedPlan, PassPlan
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.protocol.weights import WeightsRef
@@ -96,13 +97,21 @@ def _compile(base: BaseModel, probes: list[Probe], samples: bool) -> None:
     if base.device.type != "cuda" or not has_triton():
         return
 
+    # Rows of more tokens than kernels that overlap take, and a single row of the base in a step of the sampler, have kernels of their own.
+    long_row = probes * (1 + MOST_ROWS // sum(len(probe.rendered) for probe in probes))
+    bare = [replace(probes[-1], adapter=None)]
+
     def rehearse() -> None:
-        for row in (probes[:1], probes):
+        for row in (probes[:1], probes, long_row):
             gradients(base, row, range(len(row)))
         if samples:
             sampler = _sampler(base, probes)
-            for request in (_request(num_samples=1, prompt_logprobs=True), _request(num_samples=2, prompt_logprobs=False)):
-                _sampled(sampler, probes, request)
+            for asked, request in (
+                (probes, _request(num_samples=1, prompt_logprobs=True)),
+                (probes, _request(num_samples=2, prompt_logprobs=False)),
+                (bare, _request(num_samples=1, prompt_logprobs=False)),
+            ):
+                _sampled(sampler, asked, request)
 
     base.features.clear()
     compile_ahead(f"{base.config.to_json_string()} {base.dtype} {samples}", rehearse)

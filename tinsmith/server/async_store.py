@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate, ParamSpec, TypeVar
 
+from tinsmith.errors import StoreUnavailableError
 from tinsmith.store.records import NewCommand
 from tinsmith.store.store import Store
 
@@ -55,6 +56,14 @@ class AsyncStore:
         async with self._turn:
             self._open_group = None  # what arrives from now on is for the next group
             return await self.write(Store.append, group)
+
+    def missing(self) -> str:
+        """What has become of the database's file if it is not in its directory any more, else empty. It takes microseconds."""
+        try:
+            self._store.require_there()
+        except StoreUnavailableError as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         """Wait until everything is written, and end the threads."""

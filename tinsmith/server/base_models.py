@@ -1,5 +1,6 @@
 """The base models that the engine serves, as it described them when it was ready."""
 
+from pathlib import Path
 from typing import Any
 
 from tinsmith.errors import EngineUnavailableError, NotFoundError, UserError
@@ -24,10 +25,19 @@ class BaseModels:
             raise EngineUnavailableError("the engine is still loading its models; send the request again")
         return list(self._by_name.values())
 
+    @property
+    def longest(self) -> int | None:
+        """The longest context window of all; None before the first engine is ready."""
+        return max((facts.max_context for facts in self._by_name.values()), default=None)
+
     def find(self, name: str) -> ModelFacts:
         """The model that `NAME` or `NAME:suffix` means. Raises NotFoundError, or EngineUnavailableError as `all`."""
         known = {facts.name: facts for facts in self.all()}
         return known[find_base(name, known)]
+
+    def directories(self) -> dict[str, str]:
+        """The names of the models that lie in directories of this machine, by directory."""
+        return {facts.tokenizer_id: facts.name for facts in self._by_name.values() if Path(facts.tokenizer_id).is_absolute()}
 
     def name_of(self, asked: str) -> str:
         """The configured name of the model that `asked` means; `asked` itself if that model is not served (any more)."""

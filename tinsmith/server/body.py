@@ -1,7 +1,9 @@
 """Request bodies: read up to a limit, decompressed, and parsed where that keeps no other request waiting."""
 
 import asyncio
+import contextlib
 import io
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -10,7 +12,7 @@ from fastapi import Request
 
 from tinsmith.errors import UserError
 from tinsmith.server.parser_process import ParserProcess
-from tinsmith.wire.compression import TooLargeError, decompress, stated_size
+from tinsmith.wire.compression import TooLargeError, decompress, decompress_beginning, stated_size
 
 _SMALL_BYTES = 16 * 1024
 """Bodies up to this size are parsed on the event loop: it takes milliseconds at worst."""
@@ -18,6 +20,11 @@ _SMALL_BYTES = 16 * 1024
 _PARTS_AT_A_TIME = 2
 """How many large bodies are read from in one iteration of the event loop, some 256 KiB each, which takes a millisecond. If dozens that
 arrive at once were all read from, an iteration would take a tenth of a second, and a small request takes several."""
+
+_END_BYTES = 2048
+"""How much of a body is searched for its session, at its beginning and at its end."""
+_OWNED_ID = re.compile(rb"([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}):(?:train|sample):[0-9]")
+"""The id of a model or of a sampling session."""
 
 Result = TypeVar("Result")
 
@@ -42,16 +49,20 @@ async def drop_body(request: Request, max_bytes: int) -> None:
 class LargeBodies:
     """Reads bodies of megabytes, many at once, without keeping small requests waiting."""
 
-    def __init__(self) -> None:
-        """Must be made in the event loop's thread. `parser` starts by itself with the first large body."""
+    def __init__(self, is_session: Callable[[str], bool] = bool) -> None:
+        """Must be made in the event loop's thread. `parser` starts by itself with the first large body.
+
+        `is_session` says whether there is a session of that id: those that nobody created share one turn.
+        """
         self.parser = ParserProcess()
+        self._is_session = is_session
         self._waiting: deque[asyncio.Future[None]] = deque()
         """Bodies of which more may be read, the longest waiting first."""
 
     async def read_parsed(
         self, request: Request, max_bytes: int, setting: str | None, media_type: str, parse: Callable[..., Result], *args: object
     ) -> Result:
-        """`parse(body, *args)` of the whole body, decompressed. What is not small is parsed by `ParserProcess.run`.
+        """`parse(body, *args)` of the whole body, decompressed. What is not small is parsed by `ParserProcess.run`, sessions in turn.
 
         Raises as `read_body`, `parse` and `ParserProcess.run` do.
         """
@@ -60,7 +71,8 @@ class LargeBodies:
         plain = _small(body, encoding)
         if plain is not None:
             return parse(plain, *args)
-        return await self.parser.run(parse, body, encoding, max_bytes, *args)
+        session = _session_of(body, encoding)
+        return await self.parser.run(parse, body, encoding, max_bytes, *args, session=session if self._is_session(session) else "")
 
     async def _turn(self) -> None:
         """Wait until it is this body's turn to read on."""
@@ -94,6 +106,16 @@ def _small(body: bytes, encoding: str) -> bytes | None:
         return decompress(body, _SMALL_BYTES)
     except TooLargeError:  # it is larger than its first frame says
         return None
+
+
+def _session_of(body: bytes, encoding: str) -> str:
+    """The session whose id stands where the SDK writes it, at the beginning of protobuf and at the end of JSON; "" if none does."""
+    ends = [body[:_END_BYTES], body[-_END_BYTES:]]
+    if encoding == "zstd":
+        with contextlib.suppress(UserError):  # more is wrong with it than that
+            ends = [decompress_beginning(body, _END_BYTES)]
+    found = next((match for match in map(_OWNED_ID.search, ends) if match), None)
+    return found[1].decode() if found else ""
 
 
 def _encoding(request: Request, media_type: str) -> str:

@@ -33,7 +33,7 @@ _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 """Threads of a pass that wait for each other sleep: where other processes need the cores, those that spin make it ten times slower."""
 
 
-ENGINE = (sys.executable, "-m", "tinsmith.engine")
+ENGINE = (sys.executable, "-P", "-m", "tinsmith.engine")
 """The program that an engine is."""
 
 

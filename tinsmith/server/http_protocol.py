@@ -1,9 +1,12 @@
-"""HTTP/1.1 on one connection: uvicorn's httptools protocol with a limit on headers.
+"""HTTP/1.1 on one connection: uvicorn's httptools protocol with limits on headers and on waiting.
+
+uvicorn closes a connection that is idle behind a reply, and no other: one that sends nothing, half a header or half a body stays for ever.
 
 While a header is incomplete, httptools joins its pieces again and again: a header of 100 MB would stop the event loop for 20 seconds.
 uvicorn has no limit for this; its `h11_max_incomplete_event_size` is for h11 only.
 """
 
+import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -18,10 +21,12 @@ _LINGER_S = 2.0
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """The protocol with the limit, which also covers the trailers and chunk extensions of a chunked body."""
+    """The protocol with the limits. That of a header also covers the trailers and chunk extensions of a chunked body."""
 
     max_header_kib = 64
     """Limit of request line and headers together, in KiB."""
+    idle_s = 75.0
+    """How long the client may take for a whole header, and for each further part of a body, in seconds."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Takes the arguments that uvicorn passes."""
@@ -30,6 +35,43 @@ class BoundedHttp(HttpToolsProtocol):
         """Bytes since the last part of a body or the end of the last header."""
         self.in_body = False
         self.refused = False
+        self.waiting_since = 0.0
+        """Since when the client has owed us what comes next, if it does; in the loop's time."""
+        self.look_again: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait."""
+        super().connection_made(transport)
+        self.waiting_since = self.loop.time()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        super().connection_lost(exc)
+        if self.look_again is not None:
+            self.look_again.cancel()
+
+    def _look(self) -> None:
+        """Close the connection if its client has owed us something for too long; else look again when it will have."""
+        now = self.loop.time()
+        if self.flow.read_paused:
+            self.waiting_since = now + self.idle_s  # it is we who wait; afterwards the client gets its time
+        owes = self.in_body or self.cycle is None or self.cycle.response_complete
+        if owes and now - self.waiting_since >= self.idle_s:
+            self.transport.close()
+        else:
+            left = self.waiting_since + self.idle_s - now if owes else self.idle_s
+            self.look_again = self.loop.call_later(min(self.idle_s, left), self._look)
+
+    def on_message_begin(self) -> None:
+        """A header begins."""
+        super().on_message_begin()
+        self.waiting_since = self.loop.time()
+
+    def on_response_complete(self) -> None:
+        """The next request may come."""
+        super().on_response_complete()
+        self.waiting_since = self.loop.time()
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser; headers in pieces, up to the limit."""
@@ -48,11 +90,13 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_headers_complete()
         self.outside_body = 0
         self.in_body = True
+        self.waiting_since = self.loop.time()
 
     def on_body(self, body: bytes) -> None:
         """Bodies have a limit of their own."""
         super().on_body(body)
         self.outside_body = 0
+        self.waiting_since = self.loop.time()
 
     def on_message_complete(self) -> None:
         """The next request begins."""
@@ -74,6 +118,6 @@ class BoundedHttp(HttpToolsProtocol):
         self.loop.call_later(_LINGER_S, self.transport.close)
 
 
-def http_protocol(max_header_kib: int) -> type[BoundedHttp]:
-    """The protocol class for uvicorn with a limit of `max_header_kib` KiB."""
-    return type("LimitedHttp", (BoundedHttp,), {"max_header_kib": max_header_kib})
+def http_protocol(max_header_kib: int, idle_s: float) -> type[BoundedHttp]:
+    """The protocol class for uvicorn with limits of `max_header_kib` KiB and `idle_s` seconds."""
+    return type("LimitedHttp", (BoundedHttp,), {"max_header_kib": max_header_kib, "idle_s": idle_s})

@@ -16,6 +16,7 @@ from tinsmith.server.body import LargeBodies
 from tinsmith.server.engine_process import EngineProcess
 from tinsmith.server.lifetimes import Lifetimes
 from tinsmith.server.queued_operations import QueuedOperations
+from tinsmith.server.replies import private_places, without_paths
 from tinsmith.server.sample_journal import SampleJournal
 from tinsmith.server.sample_reports import SampleReports
 from tinsmith.server.samples import SampleBook
@@ -50,8 +51,9 @@ class Hub:
         self.base_models = BaseModels()
         self.engine = EngineProcess(config, self.take, self.engine_ready, self.engine_absent)
         self.activity = Activity()
-        self.bodies = LargeBodies()
+        self.bodies = LargeBodies(self.lifetimes.knows)
         self.queued = QueuedOperations(config.server)
+        self._places = private_places(data_dir, config.checkpoint_root)
         self._known_models: LRUCache[str, bool] = LRUCache(_KNOWN_MODELS)
         self._ended: dict[str, bool] = {}
         """Sessions that have ended and that the engine has not been told of, and whether it is to save their models."""
@@ -71,6 +73,10 @@ class Hub:
             self._lose_samples()
         elif isinstance(message, SampleDone | SampleFailed):
             self._end_sample(message)
+
+    def told(self, reason: str) -> str:
+        """What clients may read of an error: the server's directories have other names in it."""
+        return without_paths(reason, self.base_models.directories() | self._places)
 
     def _end_sample(self, message: SampleDone | SampleFailed) -> None:
         if not self.samples.finish(message):

@@ -1,5 +1,7 @@
 """What ends by itself: sessions whose clients have gone away, results that nobody fetches any more, and expired checkpoints.
 
+The same round reads the database now and then, to notice damage while there still are models to be saved.
+
 When a session was last heard of is kept in memory, so that a heartbeat does not wait for the database, and in monotonic time, so that
 setting the clock ends no session.
 """
@@ -11,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from tinsmith.config import ServerConfig
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.protocol.boundary import failing_into
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.store import ids
@@ -22,6 +24,10 @@ from tinsmith.store.sweep import sweep
 log = logging.getLogger(__name__)
 
 _LONGEST_ROUND_S = 30.0
+_CHECK_S = 60.0
+"""From one check of the database to the next, at least."""
+_CHECK_PAUSE = 100
+"""The time between two checks, in times of what one takes."""
 
 
 class Lifetimes:
@@ -36,6 +42,9 @@ class Lifetimes:
         """Monotonic time of the last request or heartbeat of each session, or of the round that first met it."""
         self._open: set[str] = set()
         """Sessions that were found open in the database and have not ended since."""
+        self.damage = ""
+        """What the last check of the database found; empty if it was sound."""
+        self._check_at = 0.0
 
     @property
     def round_s(self) -> float:
@@ -50,6 +59,14 @@ class Lifetimes:
         """Note a heartbeat. Only sessions that were open in the last round are remembered: anyone can make up an id."""
         if session_id in self._seen:
             self._seen[session_id] = time.monotonic()
+
+    def began(self, session_id: str) -> None:
+        """Note that a session was created."""
+        self._open.add(session_id)
+
+    def knows(self, session_id: str) -> bool:
+        """Whether there is such a session, as far as is known without the database: one is met when it begins, or in the first round."""
+        return session_id in self._open or session_id in self._seen
 
     async def is_open(self, session_id: str) -> bool:
         """Whether there is such a session and it has not ended. It is looked up once, so that heartbeats do not wait for the database."""
@@ -83,6 +100,7 @@ class Lifetimes:
         """Forget results older than `result_ttl_s`, and those of sessions that were finished before the last round."""
         now = time.time()
         await self._store.write(Store.drop_results, now - self._config.result_ttl_s, now - self.round_s)
+        await self._store.write(Store.give_back_space)
 
     async def forget_ended(self) -> None:
         """Forget sessions that ended `ended_session_ttl_s` ago, but for runs that have checkpoints."""
@@ -93,6 +111,21 @@ class Lifetimes:
     async def sweep(self) -> None:
         """Delete expired checkpoints and files that belong to none. It runs among the reads: an object store may be slow to delete."""
         await self._store.read(sweep, self._files)
+
+    async def check_database(self) -> None:
+        """Read the whole database if that is due. Raises ConfigError if it is damaged."""
+        began = time.monotonic()
+        if began < self._check_at:
+            return
+        try:
+            await self._store.read(Store.check)
+            self.damage = ""
+        except ConfigError as error:
+            self.damage = str(error)
+            raise
+        finally:
+            ended = time.monotonic()
+            self._check_at = ended + max(_CHECK_S, _CHECK_PAUSE * (ended - began))
 
 
 async def keep_up(lifetimes: Lifetimes, on_session_end: Callable[[str], Awaitable[None]]) -> None:
@@ -113,6 +146,8 @@ async def keep_up(lifetimes: Lifetimes, on_session_end: Callable[[str], Awaitabl
             await lifetimes.forget_ended()
         with failing_into(partial(_log, "files that belong to no checkpoint could not be deleted")):
             await lifetimes.sweep()
+        with failing_into(partial(_log, "the database is not sound")):
+            await lifetimes.check_database()
 
 
 def _log(what: str, error: TinsmithError) -> None:

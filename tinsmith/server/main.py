@@ -5,6 +5,7 @@ import contextlib
 import errno
 import ipaddress
 import logging
+import math
 import resource
 import signal
 import socket
@@ -28,8 +29,6 @@ from tinsmith.store.store import Store
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
-_KEEP_ALIVE_S = 75
-"""How long an idle connection stays open. Longer than clients keep one idle, so that none is closed while a request is on its way."""
 _OPEN_FILES = 65536
 """The limit on open files to ask for. The usual soft limit of 1024 is reached by the connections of three clients."""
 _HTTP_GRACE_S = 2
@@ -47,7 +46,7 @@ def run_server(config: Config) -> None:
         raise ConfigError("base_models is empty; name at least one base model, as --base-model [NAME=]PATH_OR_HUB_ID")
     _allow_open_files()
     data_dir = Path(config.data_dir)
-    with _listening(config) as listener, contextlib.closing(_open_store(config)) as store, only_user(data_dir) as alone:
+    with listening(config) as listener, contextlib.closing(_open_store(config)) as store, only_user(data_dir) as alone:
         if not alone:
             raise ConfigError(f"data_dir={data_dir} is used by another server; stop it or choose another directory")
         store.check()
@@ -68,7 +67,8 @@ def _allow_open_files() -> None:
 
 
 @contextlib.contextmanager
-def _listening(config: Config) -> Iterator[socket.socket]:
+def listening(config: Config) -> Iterator[socket.socket]:
+    """A socket at the address that a server is to listen on. Raises ConfigError if that is not possible."""
     host, port = config.server.host, config.server.port
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -91,15 +91,16 @@ class _HttpServer(uvicorn.Server):
 
 def http_config(hub: Hub) -> uvicorn.Config:
     """How uvicorn serves `hub`."""
+    server = hub.config.server
     return uvicorn.Config(
         create_app(hub),
-        http=http_protocol(hub.config.server.max_header_kib),
+        http=http_protocol(server.max_header_kib, server.connection_idle_s),
         ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,
         log_level=logging.WARNING,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=math.ceil(server.connection_idle_s),
         timeout_graceful_shutdown=_HTTP_GRACE_S,
     )
 

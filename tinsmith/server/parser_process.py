@@ -2,7 +2,8 @@
 
 Protobuf, JSON and base64 hold the interpreter's lock while they work on megabytes. In a thread of the server they would keep every other
 request waiting, heartbeats included; in a process of their own they do not. The server starts this process early and sends it one body at
-a time over a socket. The process ends when the server closes the socket or dies, and is started again if it dies itself.
+a time over a socket; sessions take turns. The process ends when the server closes the socket or dies, and is started again if it dies
+itself.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 
 from tinsmith.errors import EngineUnavailableError, TinsmithError
 from tinsmith.logs import start_logging
+from tinsmith.sampling.turns import Turns
 from tinsmith.wire.compression import decompress
 
 log = logging.getLogger(__name__)
@@ -37,10 +39,13 @@ Result = TypeVar("Result")
 
 
 class ParserProcess:
-    """The server's end. One thread talks to the process, so bodies are parsed one after the other."""
+    """The server's end, for one event loop. One thread talks to the process, so bodies are parsed one after the other."""
 
     def __init__(self) -> None:
         """Nothing runs yet: the process starts with `start`, or with the first body."""
+        self._waiting: Turns[asyncio.Future[None]] = Turns()
+        """Bodies whose turn has not come."""
+        self._busy = False
         self._thread = ThreadPoolExecutor(1, "parser")
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -49,19 +54,50 @@ class ParserProcess:
         """Start the process, without waiting for it."""
         self._thread.submit(self._connected)
 
-    async def run(self, parse: Callable[..., Result], body: bytes, encoding: str, max_bytes: int, *args: object) -> Result:
+    async def run(
+        self, parse: Callable[..., Result], body: bytes, encoding: str, max_bytes: int, *args: object, session: str = ""
+    ) -> Result:
         """`parse(body, *args)`, computed in the process. `parse` is a function of a module; arguments and result can be pickled.
+
+        The next body is of the session that was served longest ago.
 
         With `encoding` "zstd" the body is decompressed first, to at most `max_bytes`. A result may refer to the body that `parse` got: if
         that is the body as it was sent, it is not copied back. Raises what `decompress` and `parse` raise, and EngineUnavailableError if
         the process dies meanwhile.
         """
         job = pickle.dumps((parse, args, encoding, max_bytes))
-        answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, job, body)
+        if self._busy:
+            await self._turn(session)
+        self._busy = True
+        try:
+            answer = await asyncio.get_running_loop().run_in_executor(self._thread, self._ask, job, body)
+        finally:
+            self._give_turn()
         if isinstance(answer, TinsmithError):
             raise answer
         result: Result = answer
         return result
+
+    async def _turn(self, session: str) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(session, turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it was given the turn just now
+                self._give_turn()
+            raise
+
+    def _give_turn(self) -> None:
+        """Let the next body be parsed."""
+        while self._waiting:
+            session = self._waiting.sessions[0]
+            turn = self._waiting.first(session)
+            self._waiting.take(session, turn)
+            if not turn.done():  # its request may have been given up
+                turn.set_result(None)
+                return
+        self._busy = False
 
     def close(self) -> None:
         """End the process, after the body that it is at."""
@@ -72,7 +108,7 @@ class ParserProcess:
         if self._socket is None:
             self._socket, theirs = socket.socketpair()
             with theirs:
-                command = [sys.executable, "-m", "tinsmith.server.parser_process", str(theirs.fileno())]
+                command = [sys.executable, "-P", "-m", "tinsmith.server.parser_process", str(theirs.fileno())]
                 # A process group of its own: Ctrl-C in a terminal is for the server, which then ends this process.
                 self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=0)
         return self._socket

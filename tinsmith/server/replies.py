@@ -1,11 +1,14 @@
 """HTTP replies: results as JSON or protobuf, and exceptions as a status with {"detail": ...}.
 
 An error gets the status that makes the SDK do the right thing: it repeats a request for minutes after 408, 409, 429 and 5xx, submits a
-sample again after 410, and raises any other error at once.
+sample again after 410, and raises any other error at once. What it says of the server's own directories is for the log alone.
 """
 
 import logging
+import re
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -81,10 +84,28 @@ def add_error_replies(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _reply_to_unknown)
 
 
-async def _reply_to_known(_request: Request, error: Exception) -> Response:
+def private_places(data_dir: Path, checkpoint_root: str) -> dict[str, str]:
+    """The directories of a server that clients are not told of, each with what they read in its place."""
+    places: dict[str, str] = {}
+    with suppress(RuntimeError):  # a container may run as a user without a home
+        places[str(Path.home())] = "~"
+    if checkpoint_root and "://" not in checkpoint_root:
+        root = Path(checkpoint_root).expanduser()
+        places |= {str(root.absolute()): "CHECKPOINT_ROOT", str(root.resolve()): "CHECKPOINT_ROOT"}
+    return places | {str(data_dir.absolute()): "DATA_DIR", str(data_dir.resolve()): "DATA_DIR"}
+
+
+def without_paths(text: str, places: Mapping[str, str]) -> str:
+    """`text` with the words of `places` wherever a path begins with one of these directories."""
+    longest_first = sorted((place for place in places if place.strip("/")), key=len, reverse=True)
+    pattern = rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, longest_first))})(?![\w.-])"
+    return re.sub(pattern, lambda found: places[found[0]], text) if longest_first else text
+
+
+async def _reply_to_known(request: Request, error: Exception) -> Response:
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
     headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, BackpressureError | StoreUnavailableError) else None
-    return json_reply({"detail": str(error)}, status, headers)
+    return json_reply({"detail": request.app.state.hub.told(str(error))}, status, headers)
 
 
 async def _reply_to_disconnect(request: Request, _error: Exception) -> Response:

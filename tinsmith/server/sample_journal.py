@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, StoreUnavailableError
 from tinsmith.store import append_file, ids
 from tinsmith.store.append_file import AppendFile
 from tinsmith.store.retention import oldest_beyond
@@ -43,15 +43,23 @@ class SampleJournal:
             raise ConfigError(f"{self._path} cannot be used: {error}; see to that, or delete it and samples are not sent again") from error
 
     def add(self, request_id: str) -> None:
-        """A client sent this sample."""
+        """A client sent this sample. Raises StoreUnavailableError, and nothing is noted, if the disk does not take it."""
+        try:
+            self._file.append({"waits": request_id})
+        except OSError as error:
+            raise StoreUnavailableError(f"no sample can be noted at the moment: {error}; free space on its disk") from error
         self.waiting[request_id] = None
-        self._append({"waits": request_id})
+        self._shorten()
 
     def strike(self, request_id: str) -> None:
         """The client has seen how this sample ended, or will never ask."""
         if request_id in self.waiting:
             del self.waiting[request_id]
-            self._append({"seen": request_id})
+            try:
+                self._file.append({"seen": request_id})
+            except OSError as error:  # the client has its answer, and a later server may ask it to send the sample again
+                log.warning("%s: the end of sample %s is not noted: %s", self._path, request_id, error)
+            self._shorten()
 
     def _read(self) -> None:
         data = self._path.read_bytes()
@@ -79,10 +87,12 @@ class SampleJournal:
             del self.waiting[request_id]
         return [{"waits": request_id} for request_id in self.waiting]
 
-    def _append(self, record: dict[str, str]) -> None:
-        self._file.append(record)
+    def _shorten(self) -> None:
         if self._file.size > 2 * self._file.rewritten_size + _SPARE_BYTES:
-            self._file.rewrite(self._records())
+            try:
+                self._file.rewrite(self._records())
+            except OSError as error:
+                log.warning("%s is not shortened: %s", self._path, error)
 
 
 def _is_sample(request_id: str) -> bool:

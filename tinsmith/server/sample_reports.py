@@ -68,8 +68,12 @@ class SampleReports:
             self.add(request_id, "failed")
 
     def expect(self, request_id: str) -> None:
-        """Note that a sample was accepted."""
+        """Note that a sample is accepted. Raises StoreUnavailableError if the disk does not take it."""
         self._journal.add(request_id)
+
+    def refuse(self, request_id: str) -> None:
+        """Note that a sample is not accepted after all."""
+        self._journal.strike(request_id)
 
     def add(self, request_id: str, state: Literal["finished", "failed"], size: int = 0) -> None:
         """Report that a sample has ended; `size` is the bytes of its result."""

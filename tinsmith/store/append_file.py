@@ -7,6 +7,7 @@ the process died, and is left out without complaint.
 Nothing is synced: records survive the death of a process, and a power cut may take the last ones.
 """
 
+import errno
 import os
 import struct
 import zlib
@@ -42,16 +43,26 @@ class AppendFile:
         self.rewrite(records)
 
     def append(self, record: Any) -> None:
-        """Add a record. Raises OSError."""
-        self.size += os.write(self._file, encode(record))
+        """Add a record. Raises OSError; then the file is as it was."""
+        content = encode(record)
+        written = os.write(self._file, content)
+        if written < len(content):  # a disk takes the part that it has room for
+            os.ftruncate(self._file, self.size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self.size += written
 
     def rewrite(self, records: Iterable[Any]) -> None:
         """Replace all records. Raises OSError; then the file is as it was."""
         temporary = self._path.with_suffix(".new")
         content = b"".join(map(encode, records))
-        temporary.write_bytes(content)
-        file = os.open(temporary, os.O_WRONLY | os.O_APPEND)
-        temporary.rename(self._path)
+        temporary.unlink(missing_ok=True)  # it may be a link
+        try:
+            temporary.write_bytes(content)
+            file = os.open(temporary, os.O_WRONLY | os.O_APPEND)
+            temporary.rename(self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
         if self._file >= 0:
             os.close(self._file)
         self._file = file

@@ -98,7 +98,7 @@ def publish_checkpoint(store: Store, tinker_path: str, public: bool) -> None:
     """Make a checkpoint public or private. Raises NotFoundError."""
     with store.writing_durably() as connection:
         if not rows.set_public(connection, tinker_path, public, time.time()):
-            raise absent(tinker_path)
+            raise absent(connection, tinker_path)
 
 
 def set_checkpoint_ttl(store: Store, tinker_path: str, ttl_seconds: float | None) -> None:
@@ -106,14 +106,14 @@ def set_checkpoint_ttl(store: Store, tinker_path: str, ttl_seconds: float | None
     now = time.time()
     with store.writing_durably() as connection:
         if not rows.set_expiry(connection, tinker_path, None if ttl_seconds is None else now + ttl_seconds, now):
-            raise absent(tinker_path)
+            raise absent(connection, tinker_path)
 
 
 def delete_checkpoint(store: Store, tinker_path: str) -> None:
     """Remove a checkpoint. Its files are discarded, unless a copy uses them. Raises NotFoundError."""
     with store.writing_durably() as connection:
         if not rows.drop(connection, tinker_path, time.time()):
-            raise absent(tinker_path)
+            raise absent(connection, tinker_path)
 
 
 def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: int, ttl_seconds: float | None) -> str:
@@ -129,7 +129,7 @@ def copy_checkpoint(store: Store, source: str, session_id: str, model_seq_id: in
     with store.writing_durably() as connection:
         original = rows.find(connection, source, now)
         if original is None:
-            raise absent(source)
+            raise absent(connection, source)
         if sessions.session(connection, session_id) is None:
             raise NotFoundError(f"session {session_id!r} does not exist")
         run = Model(model_id, session_id, original.base_model, original.lora_config, {"type": "adamw"}, None, "copied")

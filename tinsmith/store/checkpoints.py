@@ -31,6 +31,12 @@ _DROP_EXPIRED = delete(checkpoints).where(_EXPIRED).returning(*COLUMNS)
 _FIND_EXPIRED = select(*COLUMNS).where(_EXPIRED).order_by(checkpoints.c.expires_at)
 
 _DIRECTORY_OF = select(checkpoints.c.directory).where(_BY_PATH)
+_NEWEST_OF = (
+    select(checkpoints.c.tinker_path)
+    .where(checkpoints.c.model_id == bindparam("model"), ALIVE)
+    .order_by(checkpoints.c.created_at.desc())
+    .limit(bindparam("limit"))
+)
 _BEGIN = insert(begun_directories).prefix_with("OR REPLACE")
 _DISCARD = insert(discarded_directories).prefix_with("OR REPLACE")
 _FORGET = [delete(table).where(table.c.directory == bindparam("key")) for table in (begun_directories, discarded_directories)]
@@ -61,6 +67,11 @@ def find(connection: Connection, tinker_path: str, now: float) -> Checkpoint | N
     """The checkpoint of this path, if there is one that has not expired."""
     row = connection.execute(_FIND, {"key": tinker_path, "now": now}).first()
     return None if row is None else Checkpoint(*row)
+
+
+def newest_of(connection: Connection, model_id: str, now: float, limit: int = 3) -> list[str]:
+    """The paths of a model's newest checkpoints that have not expired."""
+    return list(connection.execute(_NEWEST_OF, {"model": model_id, "now": now, "limit": limit}).scalars())
 
 
 def set_public(connection: Connection, tinker_path: str, public: bool, now: float) -> bool:

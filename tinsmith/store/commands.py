@@ -18,6 +18,7 @@ from tinsmith.store.records import REJECTED, Command, NewCommand, Outcome
 from tinsmith.store.retention import oldest_beyond
 from tinsmith.store.schema import command_images, commands, models, sampling_sessions, sessions
 from tinsmith.store.sessions import insert_model, insert_sampling_session
+from tinsmith.wire.compression import HEADER_BYTES, unpacked_size
 
 _INSERT = insert(commands).on_conflict_do_nothing().returning(commands.c.id)
 _INSERT_REFERENCE = insert(command_images)
@@ -28,6 +29,7 @@ _COMMAND = (
     commands.c.seq_id,
     commands.c.kind,
     func.length(commands.c.payload),
+    func.substr(commands.c.payload, 1, HEADER_BYTES),
     commands.c.created_at,
     commands.c.image_digests,
 )
@@ -38,6 +40,9 @@ _QUEUED = (
     .where(_IS_QUEUED, commands.c.model_id == bindparam("model"), commands.c.seq_id.not_in(select(_known.c.value)))
     .order_by(commands.c.seq_id)
     .limit(bindparam("limit"))
+)
+_QUEUED_SAVES = (
+    select(func.count()).select_from(commands).where(_IS_QUEUED, commands.c.model_id == bindparam("model"), commands.c.kind.like("save%"))
 )
 _PAYLOAD = select(commands.c.payload).where(commands.c.id == bindparam("command_id"))
 _FINISH = update(commands).where(
@@ -133,6 +138,11 @@ def append(connection: Connection, new: NewCommand, now: float) -> bool:
     return True
 
 
+def queued_saves(connection: Connection, model_id: str) -> int:
+    """How many saves of a model are queued."""
+    return connection.execute(_QUEUED_SAVES, {"model": model_id}).scalar_one()
+
+
 def queued_models(connection: Connection) -> list[str]:
     """The ids of the models that have queued commands."""
     return list(connection.execute(_QUEUED_MODELS).scalars())
@@ -145,7 +155,8 @@ def queued(connection: Connection, model_id: str, known: Collection[int], limit:
 
 
 def _command(row: Row[*tuple[Any, ...]]) -> Command:
-    command_id, model_id, seq_id, kind, payload_bytes, created_at, digests = row
+    command_id, model_id, seq_id, kind, stored_bytes, beginning, created_at, digests = row
+    payload_bytes = unpacked_size(beginning or b"", stored_bytes)  # of an empty one SQLite gives null
     each = range(0, len(digests or b""), _DIGEST_BYTES)
     return Command(
         command_id, model_id, seq_id, kind, payload_bytes, created_at, tuple(digests[start : start + _DIGEST_BYTES] for start in each)

@@ -6,15 +6,19 @@ that it waits for its turn instead of failing halfway.
 A commit with synchronous=NORMAL survives the death of any process, but a power cut may undo it. That is enough for commands, because the
 models that they are for do not survive a power cut either. A commit with synchronous=FULL is on the disk when it returns, together with
 everything that was committed before. It is used for rows which say that a checkpoint exists or that its files may be deleted.
+
+A file that is deleted or replaced while it is open goes on taking commits, which nobody finds after a restart. So each transaction with
+synchronous=FULL first looks whether the open file is the one in the directory. Others go on: they let files of checkpoints be written,
+which `tinsmith recover` finds.
 """
 
 import json
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, select
+from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, select
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import DatabaseError
 
@@ -24,7 +28,9 @@ from tinsmith.store.sync import make_directory, sync
 
 FILE_NAME = "tinsmith.db"
 
-_PRAGMAS = ("journal_mode=WAL", "foreign_keys=ON")
+_PRAGMAS = ("journal_mode=WAL", f"journal_size_limit={64 * 2**20}", "foreign_keys=ON")
+_NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL", *_PRAGMAS)
+"""Of a file that is made now: before anything is in it, it can be told that what is deleted is to be given back (`give_back`)."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """Primary error codes of SQLite for a damaged file."""
 
@@ -45,9 +51,35 @@ _REMEDY = {
 
 
 @dataclass(frozen=True)
+class _OpenFile:
+    """The file of a database that is open, by device and inode."""
+
+    path: Path
+    identity: tuple[int, int]
+
+    def require_there(self) -> None:
+        """Raise StoreUnavailableError if it is not in its directory any more, or is empty."""
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            self._refuse(f"is gone ({error.strerror})")
+        if (found.st_dev, found.st_ino) != self.identity:
+            self._refuse("was replaced")
+        if not found.st_size:
+            self._refuse("was emptied")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise StoreUnavailableError(
+            f"the database {self.path} {what} while the server runs: put this very file back; or save what is loaded, stop the server, and "
+            f"run `tinsmith recover --data-dir {self.path.parent}`, which registers the checkpoints again"
+        )
+
+
+@dataclass(frozen=True)
 class Database:
     """One SQLite file, with two kinds of commits. Transactions that write need the execution option `write=True`."""
 
+    file: _OpenFile
     normal: Engine
     """synchronous=NORMAL."""
     durable: Engine
@@ -70,31 +102,99 @@ def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
         make_directory(data_dir)
     except OSError as error:
         raise ConfigError(f"data_dir={data_dir} cannot be made: {error}") from error
-    opening = _engine(path, "FULL", BUSY_S)
+    opening = _engine(path, "FULL", BUSY_S, is_new=not path.exists())
     try:
         with opening.execution_options(write=True).begin() as connection:
             _bring_to_our_version(connection, path)
     except (DatabaseError, StoreUnavailableError) as error:
-        reason = error.orig if isinstance(error, DatabaseError) else error
-        raise ConfigError(f"{path} cannot be opened as a database: {reason}; see to that and start again") from error
+        raise _unusable(path, error) from error
     finally:
         opening.dispose()
     sync(data_dir)
-    return Database(_engine(path, "NORMAL", busy_s), _engine(path, "FULL", busy_s))
+    found = path.stat()
+    file = _OpenFile(path, (found.st_dev, found.st_ino))
+    return Database(file, _engine(path, "NORMAL", busy_s, file), _engine(path, "FULL", busy_s, file))
+
+
+def require_data(data_dir: Path) -> None:
+    """Raise ConfigError if a directory holds no database."""
+    if not (data_dir / FILE_NAME).is_file():
+        raise ConfigError(f"data_dir={data_dir} holds no data of a server (there is no {FILE_NAME} in it); name its --data-dir")
 
 
 def check(database: Database) -> None:
-    """Read the whole file. Raises ConfigError if it is damaged."""
-    with database.normal.begin() as connection:
-        found = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar())
+    """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone."""
+    path = database.file.path
+    reading = _engine(path, "NORMAL", BUSY_S, database.file)  # a connection that is open has pages in memory
+    try:
+        with reading.begin() as connection:
+            _require_sound(connection, path)
+    finally:
+        reading.dispose()
+
+
+def look_into(data_dir: Path) -> bool:
+    """Read the whole database of a directory and change nothing; False if there is none. A server may use it meanwhile.
+
+    Raises ConfigError: it cannot be read, is damaged, or of a newer version.
+    """
+    path = (data_dir / FILE_NAME).absolute()
+    if not path.exists():
+        return False
+    reading = _engine(path, "NORMAL", BUSY_S, only_read=True)
+    try:
+        with reading.begin() as connection:
+            _require_sound(connection, path)
+            _older_version(connection, path)
+    except (DatabaseError, StoreUnavailableError) as error:
+        raise _unusable(path, error) from error
+    finally:
+        reading.dispose()
+    return True
+
+
+def _require_sound(connection: Connection, path: Path) -> None:
+    found = str(connection.exec_driver_sql("PRAGMA quick_check(1)").scalar())
     if found != "ok":
-        raise damaged(Path(str(database.normal.url.database)), found)
+        raise damaged(path, found)
 
 
-def _engine(path: Path, synchronous: Literal["NORMAL", "FULL"], busy_s: float) -> Engine:
+def _unusable(path: Path, error: DatabaseError | StoreUnavailableError) -> ConfigError:
+    reason = error.orig if isinstance(error, DatabaseError) else error
+    return ConfigError(f"{path} cannot be opened as a database: {reason}; see to that and start again")
+
+
+def give_back(database: Database, spare_pages: int, most_pages: int) -> None:
+    """Shorten the file by up to `most_pages` of those that are free, but for `spare_pages`. Files of older versions keep theirs."""
+    with database.normal.connect() as connection:
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        try:
+            ((free,),) = driver.execute("PRAGMA freelist_count")
+            if free > spare_pages:  # as a script, because the driver's `execute` would free one page alone
+                driver.executescript(f"PRAGMA incremental_vacuum({min(free - spare_pages, most_pages)})")
+        except sqlite3.Error as error:
+            check_available(error)
+            raise
+
+
+def _engine(
+    path: Path,
+    synchronous: Literal["NORMAL", "FULL"],
+    busy_s: float,
+    file: _OpenFile | None = None,
+    only_read: bool = False,
+    is_new: bool = False,
+) -> Engine:
+    """Connections to a database. With `file` new ones, and transactions with FULL, are refused once it is not in its directory any more."""
+
+    def require_there(*_: Any) -> None:
+        if file is not None:
+            file.require_there()
+
     def prepare(connection: sqlite3.Connection, _record: Any) -> None:
         connection.isolation_level = None  # transactions begin in `_begin`, not implicitly in the driver
-        for pragma in (*_PRAGMAS, f"synchronous={synchronous}"):
+        for pragma in () if only_read else (*(_NEW_PRAGMAS if is_new else _PRAGMAS), f"synchronous={synchronous}"):
             connection.execute(f"PRAGMA {pragma}")
 
     def name_trouble(context: ExceptionContext) -> None:
@@ -109,8 +209,12 @@ def _engine(path: Path, synchronous: Literal["NORMAL", "FULL"], busy_s: float) -
         except ValueError as error:
             raise damaged(path, f"a column of JSON holds {text[:40]!r}") from error
 
-    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": busy_s}, json_deserializer=parse_json)
+    place = URL.create("sqlite", database=path.as_uri(), query={"mode": "ro", "uri": "true"}) if only_read else f"sqlite:///{path}"
+    engine = create_engine(place, connect_args={"timeout": busy_s}, json_deserializer=parse_json)
+    event.listen(engine, "do_connect", require_there)  # a connection would make a new file in the place of one that is gone
     event.listen(engine, "connect", prepare)
+    if synchronous == "FULL":
+        event.listen(engine, "begin", require_there)
     event.listen(engine, "begin", _begin)
     event.listen(engine, "handle_error", name_trouble)
     return engine
@@ -151,20 +255,30 @@ def _bring_to_our_version(connection: Connection, path: Path) -> None:
         connection.execute(schema.schema_version.insert().values(version=int(schema.REVISION)))
         connection.execute(schema.alembic_version.insert().values(version_num=schema.REVISION))
         return
+    older = _older_version(connection, path)
+    if older is not None:
+        _upgrade(connection, older, is_stamped=schema.alembic_version.name in tables)
+
+
+def _older_version(connection: Connection, path: Path) -> int | None:
+    """The version of a database that is to be migrated; None for one of ours. Raises ConfigError: damaged, or of a newer version."""
+    tables = set(inspect(connection).get_table_names())
+    if not tables:
+        raise damaged(path, "it is empty")
     revision = _revision(connection, tables)
     if revision == schema.REVISION:
         missing = schema.metadata.tables.keys() - tables
         if missing:
             raise damaged(path, f"there is no table {', '.join(sorted(missing))}")
-    elif revision is None or not revision.isdecimal():
+        return None
+    if revision is None or not revision.isdecimal():
         raise damaged(path, f"it has tables, and its schema version is {revision!r}")
-    elif int(revision) > int(schema.REVISION):
+    if int(revision) > int(schema.REVISION):
         raise ConfigError(
             f"{path} has schema version {revision}, made by a newer Tinsmith; this one knows up to {schema.REVISION}: "
             "use the newer one, or another data_dir"
         )
-    else:
-        _upgrade(connection, int(revision), is_stamped=schema.alembic_version.name in tables)
+    return int(revision)
 
 
 def _revision(connection: Connection, tables: set[str]) -> str | None:

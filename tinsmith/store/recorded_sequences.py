@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.store import ids
 from tinsmith.store.database import check_available
+from tinsmith.store.lock import open_lock
 from tinsmith.store.retention import oldest_beyond
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class RecordedSequences:
         self._lifetime_s = lifetime_s
         self._lock = threading.Lock()
         try:
-            with (data_dir / f"{FILE_NAME}.lock").open("w") as lock:  # several workers open it at the same time
+            with open_lock(data_dir / f"{FILE_NAME}.lock") as lock:  # several workers open it at the same time
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._connection, self._bytes = self._open()
         except (sqlite3.Error, OSError) as error:

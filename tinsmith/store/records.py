@@ -152,6 +152,7 @@ class Command:
     seq_id: int
     kind: CommandKind
     payload_bytes: int
+    """Once it is unpacked (`wire/compression.py`)."""
     created_at: float
     image_digests: tuple[bytes, ...] = ()
     """SHA-256 of the bytes of each image that the payload leaves out, in the order in which they stand there (`Store.read_blob`)."""

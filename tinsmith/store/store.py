@@ -8,7 +8,7 @@ one that releases them.
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 from tinsmith.errors import NotFoundError, StoreUnavailableError, UserError
 from tinsmith.store import checkpoints, commands, endings, retention, sessions
 from tinsmith.store.blobs import BlobFile, BlobFiles
-from tinsmith.store.database import BUSY_S, Database, check, open_database
+from tinsmith.store.database import BUSY_S, Database, check, give_back, open_database, require_data
 from tinsmith.store.files import WRITING_S
 from tinsmith.store.records import Checkpoint, Command, Model, NewCommand, Outcome, SamplingSession, Session
 from tinsmith.wire.paths import CheckpointKind, parse_path
@@ -67,8 +67,12 @@ class Store:
         self._database.dispose()
 
     def check(self) -> None:
-        """Read the whole file. Raises ConfigError, with the remedy, if it is damaged."""
+        """Read the whole file. Raises ConfigError if it is damaged, StoreUnavailableError if it is gone, both with the remedy."""
         check(self._database)
+
+    def require_there(self) -> None:
+        """Raise StoreUnavailableError if the database's file is not in its directory any more. Checkpoints are not added then."""
+        self._database.file.require_there()
 
     def reading(self) -> AbstractContextManager[Connection]:
         """A transaction that only reads, for the functions of `catalog.py`."""
@@ -213,6 +217,10 @@ class Store:
         with self._write.begin() as connection:
             commands.drop_results(connection, before, ended_before)
 
+    def give_back_space(self, spare_pages: int = 2**14, most_pages: int = 2**12) -> None:
+        """Shorten the database's file by a few MiB of what is deleted, if more than `spare_pages` of 4 KiB are free."""
+        give_back(self._database, spare_pages, most_pages)
+
     def forget_ended(self, before: float) -> int:
         """Delete rows of sessions that were finished before then (Unix time); returns how many. Checkpoints and their runs stay."""
         with self._write.begin() as connection:
@@ -344,7 +352,8 @@ class Store:
             raise UserError(f"{tinker_path}: these weights were saved {_SAVED_FOR[saved_for]}; {_REMEDY[kind]}")
         checkpoint = self.checkpoint(tinker_path)
         if checkpoint is None:
-            raise absent(tinker_path)
+            with self._read.begin() as connection:
+                raise absent(connection, tinker_path)
         return checkpoint
 
     def expired_checkpoints(self) -> list[Checkpoint]:
@@ -378,6 +387,24 @@ class Store:
             checkpoints.forget(connection, directory)
 
 
-def absent(tinker_path: str) -> NotFoundError:
-    """The error for a path of no checkpoint."""
-    return NotFoundError(f"{tinker_path} does not exist: it was never saved here, is being saved now, was deleted, or has expired")
+def require_saved(data_dir: Path, tinker_path: str) -> None:
+    """Raise as `require_checkpoint` if a data directory has no checkpoint of this path, ConfigError if it has no database."""
+    require_data(data_dir)
+    with closing(Store.open(data_dir)) as store:
+        store.require_checkpoint(tinker_path)
+
+
+def absent(connection: Connection, tinker_path: str) -> NotFoundError:
+    """The error for a path of no checkpoint, with the reason as far as it is known."""
+    model_id = parse_path(tinker_path).model_id
+    row = checkpoints.find(connection, tinker_path, now=0.0)
+    if row is not None and row.expires_at is not None:
+        ended = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row.expires_at))
+        return NotFoundError(f"{tinker_path} does not exist any more: it expired at {ended} UTC; save with a longer ttl_seconds, or none")
+    if saves := commands.queued_saves(connection, model_id):
+        return NotFoundError(f"{tinker_path} does not exist yet: {saves} saves of its model are queued; wait for the result of its save")
+    others = checkpoints.newest_of(connection, model_id, time.time())
+    if not others and sessions.model(connection, model_id) is None:
+        return NotFoundError(f"{tinker_path} does not exist: there is no model {model_id!r} here; correct the path, or ask its server")
+    there = f"there are {', '.join(others)}" if others else "its model has no checkpoint"
+    return NotFoundError(f"{tinker_path} does not exist: it was never saved, was deleted, or expired long ago; {there}")

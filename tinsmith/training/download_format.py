@@ -10,9 +10,7 @@ keep the names, and the file is the one that PEFT loads directly. The output pro
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import safe_open
-
-from tinsmith.models.fingerprint import local_directory, safetensors_files
+from tinsmith.models.files import local_directory, read_header, safetensors_files
 from tinsmith.models.layout import LM_HEAD, Layout
 from tinsmith.models.lora import Adapter
 from tinsmith.training.peft_format import write_adapter, write_peft
@@ -41,5 +39,4 @@ def _stored_names(source: str) -> Iterator[str]:
     """The names of the tensors in the safetensors files of a model; none if it has no such files."""
     directory = local_directory(source)
     for path in safetensors_files(directory) if directory is not None else []:
-        with safe_open(path, framework="pt") as file:
-            yield from file.keys()
+        yield from read_header(path)[1]

@@ -9,7 +9,7 @@ pass, which writes dz in their place. All other logits exist for `chunk` rows at
 again in the backward pass. A row without gradient gets exactly 0. Peak memory does not grow with vocabulary times tokens.
 
 In half precision the softmax is computed in float32 from the rounded logits and rounded once more, as dz; on a GPU that is one kernel
-forward and one backward (`models/compiled.py`). In float32 what is kept is log_softmax(z).
+forward and one backward (`training/logit_kernels.py`). In float32 what is kept is log_softmax(z).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tinsmith.models.compiled import compiled
 from tinsmith.models.deterministic import stable_logits
 from tinsmith.models.device import upload
 from tinsmith.models.full import Weights
 from tinsmith.models.layout import LM_HEAD
 from tinsmith.models.lora import Adapter, Segment
+from tinsmith.models.with_kernel import with_kernel
 
 PIECE, GPU_PIECE = 2**24, 2**27
 """Logits that are turned into probabilities at a time: 64 MiB in float32 on a CPU; on a GPU more, so that few kernels do it."""
@@ -173,7 +173,7 @@ class _Distribution:
         """`logits` [rows, vocabulary] belong to this object from now on."""
         self.half = logits.dtype.itemsize < 4
         self.logits = logits if self.half else logits.log_softmax(-1)
-        self.norms: list[tuple[Tensor, Tensor]] = [_norms(piece) for piece in self._pieces(logits)] if self.half else []
+        self.norms: list[tuple[Tensor, Tensor]] = [logit_norms(piece) for piece in self._pieces(logits)] if self.half else []
 
     def _pieces(self, values: Tensor) -> tuple[Tensor, ...]:
         """Some rows at a time of something that has as many rows as the logits."""
@@ -193,7 +193,7 @@ class _Distribution:
         norms = iter(self.norms)
         for logits, t, g in zip(self._pieces(self.logits), self._pieces(targets), self._pieces(grad), strict=True):
             if self.half and t.shape[1] == 1:
-                _become_gradient(logits, *next(norms), t, g)
+                become_gradient(logits, *next(norms), t, g)
                 continue
             wide = _logprobs_of(logits, *next(norms)) if self.half else logits
             dz = wide.exp_().mul_(-g.sum(-1, keepdim=True)).scatter_add_(-1, t, g)  # in float32: close to 1, a probability rounds badly
@@ -203,16 +203,16 @@ class _Distribution:
         return self.logits
 
 
-@compiled
-def _norms(logits: Tensor) -> tuple[Tensor, Tensor]:
+@with_kernel("tinsmith.training.logit_kernels")
+def logit_norms(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logit of each row, and the logarithm of the sum of all exp(logit - largest): [rows, 1] each, in float32."""
     wide = logits.float()
     peak = wide.amax(-1, keepdim=True)
     return peak, (wide - peak).exp().sum(-1, keepdim=True).log()
 
 
-@compiled
-def _become_gradient(logits: Tensor, peak: Tensor, total: Tensor, target: Tensor, grad: Tensor) -> None:
+@with_kernel("tinsmith.training.logit_kernels")
+def become_gradient(logits: Tensor, peak: Tensor, total: Tensor, target: Tensor, grad: Tensor) -> None:
     """Replace logits [rows, vocabulary] by grad · (onehot(target) - softmax), and by 0 where grad is 0; all else is [rows, 1]."""
     chosen = torch.arange(logits.shape[1], device=logits.device) == target  # [rows, vocabulary]
     dz = (torch.where(chosen, 1.0, 0.0) - (logits.float() - peak - total).exp()) * grad

@@ -8,8 +8,7 @@ for all of it: its rank is n times as large and B is block-diagonal. The scale s
 """
 
 import json
-import math
-import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,37 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import GenerationConfig
 
 from tinsmith.errors import UserError
+from tinsmith.models.files import local_directory, read_header, safetensors_files
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.layout import GROUPS, LM_HEAD, Layout, LoraTarget
 from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, new_adapter
 from tinsmith.protocol.shapes import LoraShape
+from tinsmith.training.peft_config import PeftConfig, read_peft_config
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*.jinja")
+"""What a model has beside its weights that transformers reads."""
 _ROOT = "base_model.model."
 """What PEFT puts before the name of every module."""
-_UNSUPPORTED = (
-    "use_dora",
-    "modules_to_save",
-    "fan_in_fan_out",
-    "lora_bias",
-    "target_parameters",
-    "trainable_token_indices",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-)
-"""Options of PEFT that change what an adapter computes."""
-_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of PEFT's `init_lora_weights` that leave the base model as it is. With the others, such as "pissa", it is another one."""
+_READ = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""What the matrices of an adapter may be stored in."""
 
 
 def write_peft(adapter: Adapter, base: Layout, base_name: str, directory: Path) -> None:
@@ -107,7 +96,7 @@ def _write(layers: Mapping[str, LoraPair], targets: list[str], rank: int, base_n
 
 @torch.no_grad()
 def write_merged(weights: Weights, base: Layout, base_source: str, directory: Path) -> None:
-    """Write a transformers model with what was trained, in the dtype of the base, with tokenizer and image processor.
+    """Write a transformers model with what was trained, in the dtype of the base; files that hold no weights are copied from the base.
 
     Raises UserError for full weights of other sizes than those of the base.
     """
@@ -116,11 +105,21 @@ def write_merged(weights: Weights, base: Layout, base_source: str, directory: Pa
         _replace(network, weights, base)
     else:
         _add(network, weights, base)
+    network.generation_config = GenerationConfig()  # one that can be saved; that of the base may be refused, though it can be loaded
     network.save_pretrained(directory)
-    AutoTokenizer.from_pretrained(base_source).save_pretrained(directory)
-    if base.family.takes_images:
-        AutoImageProcessor.from_pretrained(base_source).save_pretrained(directory)
+    (directory / "generation_config.json").unlink()
+    _copy_files(base_source, directory)
     _share_as(directory / "config.json")
+
+
+def _copy_files(source: str, directory: Path) -> None:
+    """Copy tokenizer, chat templates, processors and generation settings of a model as they are: saved again they may differ or fail."""
+    files = Path(source) if Path(source).is_dir() else Path(snapshot_download(source, allow_patterns=list(_COPIED)))
+    for file in (file for pattern in _COPIED for file in files.glob(pattern)):
+        if file.name != "config.json" and not file.name.endswith(".index.json"):
+            copied = directory / file.relative_to(files)
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copied)
 
 
 def _share_as(config: Path) -> None:
@@ -179,22 +178,25 @@ class _Found:
         return {name: LoraPair(*both) for name, *both in zip(self.targets, a.split(rank), blocks, strict=True)}
 
 
-def read_peft(directory: Path, base: Layout) -> Adapter:
+def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapter:
     """The adapter of a PEFT folder, or of a download of the Tinker API, with its scale taken into B.
 
     It trains attention, MLP and output projection, each wholly or not at all: a group that the folder covers in part is completed with
-    modules that change nothing yet. Raises UserError for what LoRA on this base cannot be.
+    modules that change nothing yet. PEFT saves the base's output projection beside an adapter of it: the copy is compared with that in
+    the files of the base, `source`. Raises UserError for what LoRA on this base cannot be, and ConfigError for a damaged file.
     """
     if not (directory / _CONFIG).is_file() or not (directory / _WEIGHTS).is_file():
         raise UserError(f"{directory} is no PEFT adapter: it must hold {_CONFIG} and {_WEIGHTS}")
-    config = json.loads((directory / _CONFIG).read_text())
-    wrong = [name for name in _UNSUPPORTED if config.get(name)] + (["bias"] if config.get("bias", "none") != "none" else [])
-    if config.get("init_lora_weights") not in _PLAIN_STARTS:
-        wrong.append(f"init_lora_weights={config['init_lora_weights']!r}")
-    if config.get("peft_type") != "LORA" or wrong:
-        raise UserError(f"{directory}: {', '.join(wrong) or config.get('peft_type')} of PEFT cannot be used, only plain LoRA of one rank")
-    found = _adapters(load_file(directory / _WEIGHTS), config, base)
-    rank = _common_rank(found, config["r"])
+    config = read_peft_config(directory / _CONFIG)
+    read_header(directory / _WEIGHTS)  # which says what is damaged
+    tensors = load_file(directory / _WEIGHTS)
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _READ or not tensor.isfinite().all():
+            what = "holds values that are not finite" if tensor.dtype in _READ else f"is in {str(tensor.dtype).removeprefix('torch.')}"
+            raise UserError(f"{directory / _WEIGHTS}: {name} {what}, which cannot be used; train or export the adapter again")
+    _drop_copied_head(tensors, base, source)
+    found = _adapters(tensors, config, base)
+    rank = _common_rank(found, config.rank)
     pairs: dict[str, LoraPair] = {}
     for one in found:
         ratio = one.scale / (LORA_ALPHA / rank)
@@ -205,7 +207,7 @@ def read_peft(directory: Path, base: Layout) -> Adapter:
     return Adapter(shape, adapter.masters | pairs, torch.float32)
 
 
-def _adapters(tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: Layout) -> list[_Found]:
+def _adapters(tensors: Mapping[str, Tensor], config: PeftConfig, base: Layout) -> list[_Found]:
     """The adapters of a file. Raises UserError naming a tensor that has no place in the base, or not the right shape."""
     found: list[_Found] = []
     rest = set(tensors)
@@ -213,8 +215,7 @@ def _adapters(tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: La
         a, b = (f"{_ROOT}{name}.lora_{matrix}.weight" for matrix in "AB")
         if a not in rest or b not in rest:
             continue
-        rank = _of_layer(name, config.get("rank_pattern"), config["r"])
-        alpha = _of_layer(name, config.get("alpha_pattern"), config["lora_alpha"])
+        rank = config.rank_of(name)
         inputs, outputs = next(iter(targets.values())).in_features, sum(target.out_features for target in targets.values())
         if tensors[a].shape != (rank, inputs) or tensors[b].shape != (outputs, rank):
             sizes = f"{tuple(tensors[a].shape)} and {tuple(tensors[b].shape)}"
@@ -222,8 +223,7 @@ def _adapters(tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: La
         twice = next((one.name for one in found if one.targets.keys() & targets.keys()), None)
         if twice is not None:
             raise UserError(f"the adapter covers the same layer twice, as {twice} and as {name}; leave one of them out")
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        found.append(_Found(name, targets, LoraPair(tensors[a], tensors[b]), scale))
+        found.append(_Found(name, targets, LoraPair(tensors[a], tensors[b]), config.scale_of(name)))
         rest -= {a, b}
     if rest or not found:
         raise UserError(f"the adapter holds {min(rest, default='nothing')}, which is no matrix that LoRA trains on this base model")
@@ -245,9 +245,31 @@ def _places(base: Layout) -> Iterator[tuple[str, dict[str, LoraTarget]]]:
                 yield _downloaded_name(inside), own
 
 
-def _of_layer(name: str, pattern: Mapping[str, Any] | None, usual: Any) -> Any:
-    """PEFT's setting for one layer: that of the first regular expression in its pattern that matches the end of the name, or the usual."""
-    return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)), usual)
+def _drop_copied_head(tensors: dict[str, Tensor], base: Layout, source: str | None) -> None:
+    """Take the copy of the base's output projection out, if there is one. Raises UserError if it is another, or cannot be compared."""
+    name = f"{_ROOT}{base.head}.base_layer.weight"
+    if name not in tensors:
+        return
+    copy = tensors.pop(name)
+    own = None if source is None else _head_of(source, base, list(copy.shape))
+    if own is None:
+        raise UserError(f"the adapter holds {name}, and {source or 'the base model'} has no such weights to compare it with; leave it out")
+    if not torch.equal(own.to(copy.dtype), copy):
+        raise UserError(f"the adapter holds {name}, which is not that of {source}: use the base model that the adapter was trained on")
+
+
+def _head_of(source: str, base: Layout, shape: list[int]) -> Tensor | None:
+    """The output projection in the files of a base model; where it is tied, the embedding, which alone has that shape."""
+    directory = local_directory(source)
+    found: dict[str, Path] = {}
+    for file in safetensors_files(directory) if directory is not None else []:
+        found |= {name: file for name, entry in read_header(file)[1].items() if entry["shape"] == shape}
+    name = next((name for name in found if name.endswith(f"{base.head.rpartition('.')[2]}.weight")), next(iter(found), None))
+    if name is None:
+        return None
+    with safe_open(found[name], framework="pt") as opened:
+        tensor: Tensor = opened.get_tensor(name)
+    return tensor
 
 
 def _common_rank(found: list[_Found], usual: int) -> int:

@@ -1,14 +1,30 @@
-"""Request bodies with `Content-Encoding: zstd`, decompressed up to a limit. The sizes that frame headers state are not trusted."""
+"""zstd of request bodies, and of what is stored of them.
+
+Bodies are decompressed up to a limit, and the sizes that their frames state are not trusted. What is large is stored compressed, by us.
+"""
 
 import zstandard
 
-from tinsmith.errors import UserError
+from tinsmith.errors import TinsmithError, UserError
 
 _SLICE_BYTES = 512
 """Bytes given to the decompressor at a time. Four bytes can expand to 128 KiB, so one slice expands to at most 16 MiB."""
 
+_MAX_BLOCK_BYTES = 2**17 + 64
+"""Most bytes of a frame with one block, which comes out whole or not at all."""
+
 _MAX_WINDOW_BYTES = 8 * 2**20
 """Largest window that a frame may ask for, as RFC 9659 limits it for HTTP."""
+
+
+_STORED_PLAIN_BYTES = 64 * 1024
+"""What is stored is compressed beyond this size: kilobytes may have come as hundreds of megabytes, and mostly halve anyway."""
+
+_LEVEL = 1
+"""Of compression: half a gigabyte a second."""
+
+HEADER_BYTES = 18
+"""Most bytes of a frame's header, which says how much is in it."""
 
 
 class TooLargeError(UserError):
@@ -22,6 +38,15 @@ def stated_size(data: bytes) -> int | None:
     except zstandard.ZstdError:
         return None
     return None if size < 0 else size
+
+
+def decompress_beginning(data: bytes, max_bytes: int) -> bytes:
+    """Up to `max_bytes` of what the first frame of `data` expands to. Raises UserError for broken data."""
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).stream_reader(data[:_MAX_BLOCK_BYTES]) as reader:
+            return reader.read(max_bytes)
+    except zstandard.ZstdError as error:
+        raise UserError(f"the body is not valid zstd: {error}") from error
 
 
 def decompress(data: bytes, max_bytes: int) -> bytes:
@@ -47,3 +72,25 @@ def decompress(data: bytes, max_bytes: int) -> bytes:
     if data and not frame.eof:
         raise UserError("the zstd body ends in the middle of a frame")
     return b"".join(parts)
+
+
+def packed(data: bytes) -> bytes:
+    """What is stored of `data`: itself if it is small, else one zstd frame that states its size."""
+    if len(data) <= _STORED_PLAIN_BYTES and not data.startswith(zstandard.FRAME_HEADER):
+        return data
+    return zstandard.compress(data, _LEVEL)
+
+
+def unpacked_size(stored: bytes, length: int) -> int:
+    """The size of what `packed` made `length` bytes of, which begin with `stored`: with `HEADER_BYTES` of them, if there are so many."""
+    return zstandard.frame_content_size(stored) if stored.startswith(zstandard.FRAME_HEADER) else length
+
+
+def unpacked(stored: bytes) -> bytes:
+    """What `packed` was given. Raises TinsmithError if it is damaged."""
+    if not stored.startswith(zstandard.FRAME_HEADER):
+        return stored
+    try:
+        return zstandard.decompress(stored)
+    except zstandard.ZstdError as error:
+        raise TinsmithError(f"an operation's data in the database is damaged: {error}") from error

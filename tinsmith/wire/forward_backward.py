@@ -1,7 +1,7 @@
 """forward_backward on the wire: the request as it arrives, as it is stored, and as the engine reads it; and the reply.
 
-The stored form is the received protobuf without the bytes of its images, which are stored once each, by their SHA-256 digest. The digests
-are kept beside it, in the order in which the images stand in it.
+The stored form is the received protobuf, compressed if it is large, without the bytes of its images, which are stored once each, by their
+SHA-256 digest. The digests are kept beside it, in the order in which the images stand in it.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from tinsmith.config import RequestsConfig
 from tinsmith.errors import NotBuiltError, TinsmithError, UserError
 from tinsmith.wire import tinker_pb2
 from tinsmith.wire.chunks import Chunk, ImageChunk, TextChunk
+from tinsmith.wire.compression import packed, unpacked
 from tinsmith.wire.inspection import Inspection, LimitError, RequestKey
 from tinsmith.wire.tensors import Array, to_dense
 
@@ -77,7 +78,7 @@ class StoredRequest:
     """A request as it is stored."""
 
     payload: bytes
-    """The protobuf, in which images have no bytes."""
+    """The protobuf, in which images have no bytes, as `packed` stores it."""
     image_digests: list[bytes]
     """SHA-256 of the bytes of each image, in the order in which the images stand in the payload."""
     images: dict[bytes, bytes]
@@ -94,17 +95,17 @@ class ReceivedRequest:
     """Why the operation fails, if it holds more than a setting allows. Nothing is stored of it then."""
 
 
-def receive(body: bytes, limits: RequestsConfig) -> ReceivedRequest:
-    """Count what a body holds, and move its images out. Without images the payload is `body` itself.
+def receive(body: bytes, limits: RequestsConfig, longest: int | None = None) -> ReceivedRequest:
+    """Count what a body holds, and move its images out. A small body without images is its own payload.
 
-    Raises UserError if it is no protobuf ForwardBackwardRequest.
+    A datum of more than `longest` tokens fits into no model. Raises UserError if it is no protobuf ForwardBackwardRequest.
     """
     try:
-        inspection = Inspection(body, limits)
+        inspection = Inspection(body, limits, longest)
     except LimitError as error:
         return ReceivedRequest(error.key, StoredRequest(b"", [], {}), refused=str(error))
     if not inspection.counts["images"]:
-        return ReceivedRequest(inspection.key, StoredRequest(body, [], {}))
+        return ReceivedRequest(inspection.key, StoredRequest(packed(body), [], {}))
     return ReceivedRequest(inspection.key, move_images_out(parse(body)))
 
 
@@ -129,7 +130,7 @@ def move_images_out(message: tinker_pb2.ForwardBackwardRequest) -> StoredRequest
                 digests.append(digest)
                 images[digest] = chunk.image.data
                 chunk.image.data = b""
-    return StoredRequest(message.SerializeToString(), digests, images)
+    return StoredRequest(packed(message.SerializeToString()), digests, images)
 
 
 def decode_stored(payload: bytes, image_digests: Sequence[bytes] = ()) -> ForwardBackwardRequest:
@@ -137,7 +138,7 @@ def decode_stored(payload: bytes, image_digests: Sequence[bytes] = ()) -> Forwar
 
     Raises UserError and NotBuiltError that name the datum and the chunk or tensor, and TinsmithError if an image has no digest.
     """
-    message = parse(payload)
+    message = parse(unpacked(payload))
     _refuse_unknown_fields(message)
     elements_left = MAX_TENSOR_ELEMENTS
     digests = iter(image_digests)

@@ -23,6 +23,9 @@ write chunks of 8 KiB or more."""
 _MAX_SCANS = 64
 """Most scans of a JPEG. A scan of 31 bytes can cover all pixels. A progressive JPEG has some 10, and phones add a few pictures."""
 
+_SCANS_OF_LARGEST = 20
+"""Most scans of a JPEG of `max_image_pixels`. Each takes as long as it has pixels, so smaller ones may have more; one in CMYK has 18."""
+
 _SCAN = b"\xff\xda"
 """The marker that begins a scan. It cannot occur inside compressed pixels."""
 
@@ -100,6 +103,11 @@ def _open(data: bytes, format: str, limits: ImagesConfig) -> Image.Image:
     if image.format not in _PILLOW_FORMATS[format]:
         raise UserError(f"the image is labelled {format!r} but is {str(image.format).lower()!r}")
     _check_size(image.width, image.height, limits)
+    if scans * image.width * image.height > _SCANS_OF_LARGEST * limits.max_image_pixels:
+        raise UserError(
+            f"the jpeg image has {scans} scans over {image.width} x {image.height} pixels; at most {_SCANS_OF_LARGEST} scans over "
+            f"max_image_pixels={limits.max_image_pixels} are taken: encode it anew, or scale it down"
+        )
     return image
 
 

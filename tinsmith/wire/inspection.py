@@ -1,8 +1,8 @@
 """What a forward_backward request holds, counted in its protobuf bytes before anything is built from them.
 
 An empty datum takes two bytes on the wire and a thousand times as much in memory, and a few kilobytes of zstd can hold millions of them. So
-datums, chunks, images and tensors are counted first, up to the first limit that is exceeded. The same pass finds the request's key, and
-whether there are images: a request without images is stored as it came.
+datums, chunks, images, tokens and tensors are counted first, up to the first limit that is exceeded. The same pass finds the request's
+key, and whether there are images.
 """
 
 from collections import Counter
@@ -23,8 +23,10 @@ _MODEL_ID, _SEQ_ID, _DATA = 1, 2, 3
 """Field numbers of ForwardBackwardRequest."""
 _CHUNK, _TENSOR = 1, 2
 """Field numbers of Datum."""
-_IMAGE = 2
-"""Field number of Chunk.image."""
+_TEXT, _IMAGE = 1, 2
+"""Field numbers of Chunk."""
+_TOKEN_BYTES, _TEXT_BYTES = 4, 6
+"""Of a token id, and at most of what stands before the ids of a text: a tag, and their length."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 """Wire types."""
 
@@ -49,10 +51,14 @@ class LimitError(UserError):
 class Inspection:
     """One pass over the bytes of a request."""
 
-    def __init__(self, body: bytes, limits: RequestsConfig) -> None:
-        """Raises LimitError at the first limit that is exceeded, UserError for what is no protobuf."""
+    def __init__(self, body: bytes, limits: RequestsConfig, longest: int | None = None) -> None:
+        """Raises LimitError at the first limit that is exceeded, UserError for what is no protobuf.
+
+        A datum of more than `longest` tokens, if that is known, fits into no model of this server.
+        """
         self.body = body
         self.limits = limits
+        self.longest = longest
         self.key = RequestKey()
         self.counts: Counter[str] = Counter()
         """How many datums, chunks, images and fields there are."""
@@ -68,20 +74,31 @@ class Inspection:
 
     def _inspect_datum(self, start: int, end: int) -> None:
         self._count("datums", self.limits.max_datums, "max_datums")
-        tensors = 0
+        tensors = tokens = 0
         for number, _, first, last in self._fields(start, end):
             if number == _CHUNK:
-                self._inspect_chunk(first, last)
+                tokens += self._inspect_chunk(first, last)
+                if self.longest is not None and tokens > self.longest:
+                    raise LimitError(
+                        f"{self._place()}: the model input holds more than {self.longest} tokens, the longest context window of this "
+                        "server's base models",
+                        self.key,
+                    )
             elif number == _TENSOR:
                 tensors += 1
                 if tensors > _MAX_TENSORS:
                     raise LimitError(f"{self._place()}: loss_fn_inputs has more than {_MAX_TENSORS} entries", self.key)
 
-    def _inspect_chunk(self, start: int, end: int) -> None:
+    def _inspect_chunk(self, start: int, end: int) -> int:
+        """About how many tokens its text has: never more than there are."""
         self._count("chunks", self.limits.max_chunks, "max_chunks")
-        for number, _, _, _ in self._fields(start, end):
+        tokens = 0
+        for number, _, first, last in self._fields(start, end):
             if number == _IMAGE:
                 self._count("images", self.limits.max_images, "max_images")
+            elif number == _TEXT:
+                tokens += max(0, last - first - _TEXT_BYTES) // _TOKEN_BYTES
+        return tokens
 
     def _count(self, things: str, limit: int, setting: str) -> None:
         self.counts[things] += 1

@@ -72,4 +72,7 @@ def _explained(error: ValidationError, whole: str) -> UserError:
     """The first error as a UserError; `whole` names the body or query if no single field is wrong."""
     first = error.errors(include_url=False, include_context=False)[0]
     field = ".".join(str(part) for part in first["loc"]) or whole
-    return UserError(f"{field}: {first['msg']}, got {quoted(first['input'])}")
+    got = quoted(first["input"])
+    if first["input"] is None:
+        got = "null, as which the SDK sends NaN and infinity too" if first["type"] in ("float_type", "int_type") else "null"
+    return UserError(f"{field}: {first['msg']}, got {got}")

@@ -10,7 +10,6 @@ from tinsmith.config import Config, base_model_sources
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, load_base_model, loading_of, loading_to_compare, pick_device
 from tinsmith.models.budget import GIB
-from tinsmith.models.compiled import import_compiler
 from tinsmith.models.machine import free_memory, limit_memory, size_text
 from tinsmith.models.sizing import size_of
 from tinsmith.sampling.self_check import check_base_model
@@ -43,8 +42,6 @@ def load_bases(config: Config) -> dict[str, BaseModel]:
     """
     features = config.images.image_cache_mib * 2**19  # the other half is for pixel values
     loading = loading_of(config)
-    if pick_device(config.models.device).type == "cuda" and not config.only_compares:
-        import_compiler()
     if config.only_compares:
         log.info("base models go into the host's memory: nothing is trained, and what vLLM servers compute is compared with them")
     bases: dict[str, BaseModel] = {}

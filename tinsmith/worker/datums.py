@@ -21,6 +21,9 @@ One that the loss does not read may ride along, so that a datum of one loss can 
 the loss would then not do.
 """
 
+_IGNORED = -100
+"""The target of tokens that torch's cross_entropy leaves out."""
+
 FloatArray = NDArray[np.float32]
 
 FindRecorded = Callable[[Set[str]], Mapping[str, RecordedSequence]]
@@ -109,6 +112,13 @@ def _targets(datum: Datum, loss: Loss, length: int, vocab_size: int) -> NDArray[
         raise UserError(f"target_tokens has shape {targets.shape}, but the model input has {length} positions: send {wanted}")
     if targets.ndim == 2 and not loss.many_targets:
         raise UserError(f"target_tokens has shape {targets.shape}, but {loss.name} takes one target a position: send ({length},)")
+    ignored = np.flatnonzero(targets == _IGNORED)
+    if ignored.size:
+        zero = "weights" if "weights" in loss.inputs else "advantages"
+        raise UserError(
+            f"target_tokens at position {position_of(ignored[0], targets.shape)} is {_IGNORED}, with which other libraries leave a token "
+            f"out; send any token id there, and {zero} of 0"
+        )
     check_token_ids(targets, vocab_size, "target_tokens")
     return targets.astype(np.int64, copy=False)
 

@@ -69,9 +69,12 @@ log = logging.getLogger(__name__)
 IDLE_S = 1.0
 """How long an idle worker sleeps before it looks whether its engine still lives."""
 
-RENDERING_THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))
-"""Threads that decode pictures and read large requests. Decoding and resizing release Python's lock, so they decode side by side; half of
-the processor's cores are left to what else computes there."""
+RENDERING_THREADS = 2
+"""Threads that read and check large requests. They decode no picture, so that texts never wait for pictures."""
+
+PICTURE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Threads that decode pictures. Decoding and resizing release Python's lock, so they decode side by side; half of the processor's cores are
+left to what else computes there."""
 
 DISK_THREADS = 4
 """Files that are written or read at a time: each waits for a disk or an object store."""
@@ -107,9 +110,10 @@ class Worker:
         self.heartbeat = heartbeat
         self.images = BlobFiles(Path(config.data_dir))
         self.rendering = Background("rendering", RENDERING_THREADS, link.wake)
+        self.pictures = Background("pictures", PICTURE_THREADS, link.wake)
         self.disk = Background("disk", DISK_THREADS, link.wake)
         self.copies = Background("copies", COPY_THREADS, link.wake)
-        self.beside = self.rendering, self.disk, self.copies
+        self.beside = self.rendering, self.pictures, self.disk, self.copies
         self.due: deque[Callable[[], None]] = deque()
         """Passes and calls for the device, oldest first."""
         renderers = {name: Renderer(base, config.images, self._read_blob) for name, base in self.bases.items()}
@@ -125,10 +129,10 @@ class Worker:
         self.snapshots = Snapshots(self.sampled_bases, records, files, spill, memory, disk, idle_s, shared)
         self.sleepers: list[Sleeper] = []
         """Samplers whose servers can have the device in turns with training."""
-        self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.disk, records, self.send)
+        self.samples = Samples(self._sampled(renderers), self.snapshots, self.rendering, self.pictures, self.disk, records, self.send)
         trained = {name: self._trained(backends[name], renderers[name], group) for name in self.bases}
         self.longest_trained = {name: each.longest for name, each in trained.items()}
-        self.passes = Passes(trained, self.rendering, self.send, self.due.append, records.find)
+        self.passes = Passes(trained, self.rendering, self.pictures, self.send, self.due.append, records.find)
         room = config.training.kept_copies_gib * 2**30
         kept = KeptCopies(Path(config.data_dir), room, config.training.kept_copies_share, self.copies, place)
         self.models = Models(backends, self.snapshots, files, self.disk, self.send, self.due.append, self.samples.check_model, kept)

@@ -14,7 +14,7 @@ from tinsmith.errors import TinsmithError
 def merge(state: Path, directory: Path) -> None:
     """Write the model in a process of its own, and wait for that. Raises TinsmithError with the last line of what it says."""
     ended = subprocess.run(
-        [sys.executable, "-m", "tinsmith.worker.merge", str(state), str(directory)],
+        [sys.executable, "-P", "-m", "tinsmith.worker.merge", str(state), str(directory)],
         check=False,
         stdin=subprocess.DEVNULL,
         capture_output=True,

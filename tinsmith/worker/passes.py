@@ -17,7 +17,9 @@ from tinsmith.protocol.boundary import failing_into
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass, type_of
 from tinsmith.rendering.renderer import Renderer
+from tinsmith.store import ids
 from tinsmith.training.backend import Backend, DatumResult, DatumWork
+from tinsmith.wire.compression import unpacked_size
 from tinsmith.wire.forward_backward import decode_stored
 from tinsmith.worker.background import Background
 from tinsmith.worker.datums import CheckedDatum, FindRecorded, check_lengths, prepare
@@ -59,12 +61,14 @@ class Passes:
         self,
         bases: Mapping[str, Trained],
         rendering: Background,
+        pictures: Background,
         send: Callable[[Message], None],
         enqueue: Callable[[Callable[[], None]], None],
         find_recorded: FindRecorded,
     ) -> None:
         self.bases = bases
         self.rendering = rendering
+        self.pictures = pictures
         self.send = send
         self.enqueue = enqueue
         self.find_recorded = find_recorded
@@ -84,8 +88,9 @@ class Passes:
     def prepare(self, message: Prepare) -> None:
         """Check an operation, here or in a thread, and answer."""
         self.preparing[message.operation] = message
-        if len(message.payload) > SMALL_BYTES or message.image_digests:
-            self.rendering.run(partial(self._check, message), lambda checked: self._answer(message, *checked.result()))
+        if unpacked_size(message.payload, len(message.payload)) > SMALL_BYTES or message.image_digests:
+            session = ids.session_of(message.model_id)
+            self.rendering.run(partial(self._check, message), lambda checked: self._answer(message, *checked.result()), session)
         else:
             self._answer(message, *self._check(message))
 
@@ -132,7 +137,8 @@ class Passes:
         late = [place for place, (_, datum) in enumerate(pieces) if datum.undecoded]
         self.rendered[message.number] = [None if place in late else _render(*piece) for place, piece in enumerate(pieces)]
         for place in late:
-            self.rendering.run(partial(_render, *pieces[place]), partial(self._take, message, place))
+            session = ids.session_of(pieces[place][1].model_id)
+            self.pictures.run(partial(_render, *pieces[place]), partial(self._take, message, place), session)
         self._enqueue()
 
     def _take(self, message: RunPass, place: int, ended: Future[Rendered]) -> None:
@@ -141,15 +147,25 @@ class Passes:
         self._enqueue()
 
     def _enqueue(self) -> None:
-        """Give the device what can be computed now, in the order of the passes: another would round the sums of gradients otherwise."""
-        while self.passes:
-            first = next(iter(self.passes))
-            rendered = [datum for datum in self.rendered[first] if datum is not None]
-            if len(rendered) < len(self.rendered[first]):
-                return
-            del self.rendered[first]
-            self.enqueue(partial(self._compute, self.passes.pop(first), rendered))
-            for work in self.behind.pop(first, ()):
+        """Give the device what can be computed now.
+
+        The passes of a model keep their order, because another would round the sums of its gradients otherwise, and so do all before and
+        behind one that exchanges something.
+        """
+        waiting: set[str] = set()
+        """Models of passes whose pictures are being decoded, or that wait for such."""
+        for number, message in list(self.passes.items()):
+            models = {operation.rpartition("/")[0] for operation, _ in message.pieces}
+            rendered = [datum for datum in self.rendered[number] if datum is not None]
+            is_held = waiting and (self._exchanges(message) or not waiting.isdisjoint(models))
+            if is_held or len(rendered) < len(self.rendered[number]):
+                if self._exchanges(message):
+                    return
+                waiting |= models
+                continue
+            del self.rendered[number], self.passes[number]
+            self.enqueue(partial(self._compute, message, rendered))
+            for work in self.behind.pop(number, ()):
                 self.enqueue(work)
 
     def in_turn(self, work: Callable[[], None]) -> None:

@@ -1,7 +1,8 @@
 """The sampling half of a worker: requests to the sampler of their base model, with the weights that their session is bound to.
 
-Requests wait as they came, by base model and session. In turn, when their sampler wants more, they are parsed and rendered, large ones and
-those with new pictures in a thread, and weights that are not in memory are read in another.
+Requests wait as they came, by base model and session. In turn, when their sampler wants more, they are parsed and rendered. Large ones are
+parsed in a thread, new pictures are decoded in others, and weights that are not in memory are read in yet others. What waits for its
+pictures takes nothing from other sessions.
 """
 
 import logging
@@ -21,7 +22,7 @@ from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Sample, SampleDone, SampleEvents, SampleFailed
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.rendering.rendered import RenderedInput
-from tinsmith.rendering.renderer import Renderer
+from tinsmith.rendering.renderer import Measured, Renderer
 from tinsmith.sampling.sampler import SampleEvent, SampleFailure, Sampler, SampleResult, TokensSampled
 from tinsmith.sampling.turns import Turns
 from tinsmith.store import ids
@@ -35,7 +36,8 @@ from tinsmith.worker.spill import Key
 log = logging.getLogger(__name__)
 
 STARTED_BYTES = 2**20
-"""Bodies of requests that are parsed and rendered at a time, in bytes; the last one may go beyond."""
+"""Bodies of one session that threads parse and render at a time, in bytes, and small ones that are parsed between two steps; the last one
+may go beyond."""
 
 SMALL_BYTES = 64 * 1024
 """Requests of up to this size are parsed at once, and rendered if they have no new pictures: to hand them to a thread would take longer."""
@@ -59,6 +61,8 @@ class Started:
     """Monotonic time."""
     in_sampler: bool = False
     """Its sampler has it. Until then it is rendered, or its weights are read."""
+    is_decoded: bool = False
+    """Threads decode its pictures."""
     is_recorded: bool = False
     """What is sampled is recorded for the loss stable_reinforce."""
 
@@ -72,6 +76,20 @@ class _Rendered:
     prompt: RenderedInput
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """A request that is parsed and checked, before its pictures are decoded."""
+
+    message: Sample
+    request: SampleRequest
+    prompt: Measured
+    renderer: Renderer
+
+    def rendered(self) -> _Rendered:
+        """Decode its pictures. Raises UserError for one that is broken."""
+        return _Rendered(self.message, self.request, self.renderer.render_measured(self.prompt))
+
+
 class Samples:
     """What is to be sampled. `send` answers the engine."""
 
@@ -80,6 +98,7 @@ class Samples:
         bases: Mapping[str, Sampled],
         snapshots: Snapshots,
         rendering: Background,
+        pictures: Background,
         disk: Background,
         recorded: SequenceRecords,
         send: Callable[[Message], None],
@@ -87,6 +106,7 @@ class Samples:
         self.bases = bases
         self.snapshots = snapshots
         self.rendering = rendering
+        self.pictures = pictures
         self.disk = disk
         self.recorded = recorded
         self.send = send
@@ -96,8 +116,10 @@ class Samples:
         """By the name that the sampler knows them by (`_name`)."""
         self.sessions: dict[str, Counter[str]] = {name: Counter() for name in bases}
         """How many each session has in `started`, by base model."""
-        self.rendering_bytes = 0
-        """Bodies that threads parse and render now."""
+        self.rendering_bytes: Counter[str] = Counter()
+        """Bodies that threads parse and render now, by session."""
+        self.decoding: dict[str, Counter[str]] = {name: Counter() for name in bases}
+        """Sequences in `started` whose pictures are being decoded, by base model and session."""
         self.on_the_way: Counter[str] = Counter()
         """Sequences in `started` that their sampler has not got yet, by base model."""
         self.needing: dict[Key, list[_Rendered]] = {}
@@ -192,47 +214,61 @@ class Samples:
     def _start_some(self, base_model: str) -> None:
         """Start what is next, but no more than can be rendered between two steps without delaying those that run."""
         size = 0
-        while size + self.rendering_bytes < STARTED_BYTES and (message := self._next(base_model)) is not None:
+        while size < STARTED_BYTES and (message := self._next(base_model)) is not None:
             self.waiting[base_model].take(_session(message), message)
             self.started[_name(message)] = Started(replace(message, payload=b""), time.monotonic())
             self.sessions[base_model][_session(message)] += 1
             self.on_the_way[base_model] += message.num_samples
             renderer = self.bases[base_model].renderer
             if len(message.payload) > SMALL_BYTES:
-                self._render_beside(message, partial(_render, renderer, message))
+                self.rendering_bytes[_session(message)] += len(message.payload)
+                self.rendering.run(partial(_measure, renderer, message), partial(self._measured, message), _session(message))
             else:
                 size += len(message.payload)
                 with failing_into(partial(self._fail_started, message)):
-                    self._render_small(renderer, message)
-
-    def _render_small(self, renderer: Renderer, message: Sample) -> None:
-        """Parse a small request, and render it if no picture is to be decoded: a few bytes may encode many pixels."""
-        request = parse_sample_request(message.payload)
-        measured = renderer.measure(request.prompt)
-        rest = replace(message, payload=b"")
-        if measured.pixels:
-            self._render_beside(message, lambda: _Rendered(rest, request, renderer.render_measured(measured)))
-        else:
-            self._begin(_Rendered(rest, request, renderer.render_measured(measured)))
-
-    def _render_beside(self, message: Sample, render: "Callable[[], _Rendered]") -> None:
-        """Render a request in a thread."""
-        self.rendering_bytes += len(message.payload)
-        self.rendering.run(render, partial(self._rendered, message))
+                    self._render(message, _measure(renderer, message))
 
     def _next(self, base_model: str) -> Sample | None:
         """What its sampler should get now: the next in turn while it wants more, and in any case one of each session."""
-        waiting = self.waiting[base_model]
-        if not waiting or self.rendering_bytes >= STARTED_BYTES:
+        waiting, decoding = self.waiting[base_model], self.decoding[base_model]
+        if not waiting:
             return None
-        there = Counter[str]() if self.bases[base_model].sampler.room > self.on_the_way[base_model] else self.sessions[base_model]
-        wanted = next((session for session in waiting.sessions if not there[session]), None)
-        return None if wanted is None else waiting.first(wanted)
+        room = self.bases[base_model].sampler.room - self.on_the_way[base_model] + decoding.total()
+        for session in waiting.sessions:
+            there = self.sessions[base_model][session]
+            if self.rendering_bytes[session] < STARTED_BYTES and (room > decoding[session] or not there):
+                return waiting.first(session)
+        return None
 
-    def _rendered(self, message: Sample, ended: "Future[_Rendered]") -> None:
-        self.rendering_bytes -= len(message.payload)
+    def _measured(self, message: Sample, ended: "Future[_Measured]") -> None:
+        """A large request is parsed."""
+        _take_from(self.rendering_bytes, _session(message), len(message.payload))
+        with failing_into(partial(self._fail_started, message)):
+            self._render(message, ended.result())
+
+    def _render(self, message: Sample, measured: "_Measured") -> None:
+        """Render a request: with threads if pictures are to be decoded, since a few bytes may encode many pixels."""
+        if _name(message) not in self.started:
+            return
+        if not measured.prompt.pixels:
+            self._begin(measured.rendered())
+            return
+        self.rendering_bytes[_session(message)] += len(message.payload)
+        self.decoding[message.base_model][_session(message)] += message.num_samples
+        self.started[_name(message)].is_decoded = True
+        self.pictures.run(measured.rendered, partial(self._decoded, message), _session(message))
+
+    def _decoded(self, message: Sample, ended: "Future[_Rendered]") -> None:
+        _take_from(self.rendering_bytes, _session(message), len(message.payload))
+        if _name(message) in self.started:
+            self._no_longer_decoded(self.started[_name(message)])
         with failing_into(partial(self._fail_started, message)):
             self._begin(ended.result())
+
+    def _no_longer_decoded(self, started: Started) -> None:
+        if started.is_decoded:
+            started.is_decoded = False
+            _take_from(self.decoding[started.message.base_model], _session(started.message), started.message.num_samples)
 
     def _begin(self, rendered: _Rendered) -> None:
         """Give a request to its sampler, or let its weights be read first. One that was cancelled meanwhile is forgotten."""
@@ -274,10 +310,8 @@ class Samples:
         started = self.started.pop(name)
         if not started.in_sampler:
             self.on_the_way[started.message.base_model] -= started.message.num_samples
-        sessions, session = self.sessions[started.message.base_model], _session(started.message)
-        sessions[session] -= 1
-        if not sessions[session]:
-            del sessions[session]
+        self._no_longer_decoded(started)
+        _take_from(self.sessions[started.message.base_model], _session(started.message), 1)
         return started
 
     def _weights_in_use(self) -> set[Key]:
@@ -352,9 +386,16 @@ def _log_failure(ended: "Future[None]") -> None:
         ended.result()
 
 
-def _render(renderer: Renderer, message: Sample) -> _Rendered:
+def _measure(renderer: Renderer, message: Sample) -> _Measured:
     request = parse_sample_request(message.payload)
-    return _Rendered(replace(message, payload=b""), request, renderer.render(request.prompt))
+    return _Measured(replace(message, payload=b""), request, renderer.measure(request.prompt), renderer)
+
+
+def _take_from(counts: Counter[str], key: str, amount: int) -> None:
+    """Take away from a counter that keeps no zeros."""
+    counts[key] -= amount
+    if not counts[key]:
+        del counts[key]
 
 
 def _name(message: Sample) -> str:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from tinsmith.models.compiled import compilations
+from tinsmith.models.compiled_kernels import compilations
 from tinsmith.models.machine import memory_held
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.work import WorkerStatus

@@ -72,6 +72,29 @@ def test_a_beginning_that_comes_again_is_known_from_the_third_prompt_on(hybrid_b
         check(hybrid_base, rendered, None, result)
 
 
+@pytest.mark.parametrize(("slots", "copies"), [(12, 6 * 3), (8, 2 * 3)])
+def test_sequences_that_grow_do_not_evict_the_states_of_each_other(
+    hybrid_base: BaseModel, monkeypatch: pytest.MonkeyPatch, slots: int, copies: int
+) -> None:
+    """Each has one for the next turn where there is room for all; else they copy nothing that the next of them would throw away."""
+    sampler, copied = sampler_of(hybrid_base, slots=slots), list[int]()
+    assert sampler.states is not None
+    copy = sampler.states.copy
+
+    def counted(source: int, target: int) -> None:
+        copied.append(target)
+        copy(source, target)
+
+    monkeypatch.setattr(sampler.states, "copy", counted)
+    prompts = [prompt_of(hybrid_base, (number, 12)) for number in range(6)]  # shorter than a block: nothing of them is saved
+    for number, rendered in enumerate(prompts):
+        sampler.add(str(number), ask(replace(PARAMS, max_tokens=40)), rendered, None)
+    done = run(sampler)
+    assert len(copied) == copies
+    for number, rendered in enumerate(prompts):
+        check(hybrid_base, rendered, None, done[str(number)])
+
+
 def test_pictures_adapters_and_full_weights_find_their_own(hybrid_base: BaseModel) -> None:
     """Full weights have rows of their own beside those of the others."""
     sampler = sampler_of(hybrid_base, prefill_tokens=50)

@@ -163,6 +163,7 @@ def test_what_servers_say_to_each_other_stays_on_this_machine(monkeypatch: pytes
     environment = _environment(config_of(ONE), Path("sockets"), ())
     assert (environment["NCCL_SOCKET_IFNAME"], environment["GLOO_SOCKET_IFNAME"]) == (f"={LOOPBACK}", "eth7")
     assert environment["NCCL_NVLS_ENABLE"] == "0"
+    assert environment["PYTHONSAFEPATH"] == "1"
 
 
 def test_each_gpu_holds_its_part_and_what_cannot_be_divided_is_refused(text_base: BaseModel, hybrid_base: BaseModel) -> None:

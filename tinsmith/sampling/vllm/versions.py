@@ -3,6 +3,7 @@
 Other models are not listed: for them the canary and the probes decide.
 """
 
+import os
 import subprocess
 
 import torch
@@ -23,7 +24,7 @@ def check_installed(base: BaseModel, python: str, served_on: torch.device) -> No
     """Raise ConfigError if this Python's vLLM is not known to sample a base model on a device of that type."""
     if not has_delta_nets(base):
         return
-    asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, check=False)
+    asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, check=False, env=os.environ | {"PYTHONSAFEPATH": "1"})
     if asked.returncode:
         raise ConfigError(f"{python} does not say which vLLM it has: {asked.stderr.strip() or asked.stdout.strip()}")
     reason = refusal(base, asked.stdout.strip(), served_on)

@@ -30,14 +30,16 @@ from tinsmith.models.base import BaseModel
 from tinsmith.models.full import Weights
 from tinsmith.models.layout import HEAD_WEIGHT, LM_HEAD
 from tinsmith.models.lora import Adapter
+from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.sampling.inside_vllm import DELTA_NET_PARTS, TransferKind
 from tinsmith.sampling.inside_vllm.identity import Identity
 from tinsmith.sampling.inside_vllm.transfer_group import TRAINER, TransferGroup
 from tinsmith.sampling.vllm.connection import Connection, ServerFailedError
-from tinsmith.sampling.vllm.own_directory import OwnDirectory
 from tinsmith.training.peft_format import write_adapter
 
+PREFIX = "tinsmith-weights-"
+"""How the names of directories of weights begin."""
 _MEMORY = Path("/dev/shm")
 LONGEST_BROADCAST_S = 240.0
 """How long trainer and server may take to connect, which takes a second if nothing is wrong, and how long a broadcast may take. After five
@@ -56,7 +58,7 @@ class WeightFiles:
         # Read now: while a pass with full weights runs, in another thread, these stand where the base's parameters are looked up.
         self.parameters = base.full_targets(LoraShape(rank=0, seed=0))
         parent = Path(directory or (_MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()))
-        self._own = OwnDirectory(parent)
+        self._own = OwnDirectory(PREFIX, parent)
         self.root = self._own.path
         self._count = itertools.count(1)
 

@@ -38,11 +38,11 @@ async def retrieve_future(request: Request) -> Response:
     look = partial(_look_for_sample if ids.is_sample(request_id) else _look_for_operation, hub, request_id)
     ended = await hub.waiters.wait_for(request_id, look, hub.config.server.long_poll_s)
     if isinstance(ended, Outcome):
-        return _operation_reply(ended)
+        return _operation_reply(hub, ended)
     if ended is None:
         return json_reply({"queue_state": "active"}, 408)
     hub.samples.fetched(request_id)
-    return _sample_reply(ended)
+    return _sample_reply(hub, ended)
 
 
 @router.post("/retrieve_futures")
@@ -101,9 +101,9 @@ async def _look_for_operation(hub: Hub, request_id: str) -> Outcome | None:
     return None
 
 
-def _operation_reply(outcome: Outcome) -> Response:
+def _operation_reply(hub: Hub, outcome: Outcome) -> Response:
     if outcome.error is not None:
-        return failed_reply(outcome.error, outcome.category or "unknown")
+        return failed_reply(hub.told(outcome.error), outcome.category or "unknown")
     content = outcome.result or b""
     if outcome.result_type == "protobuf":
         return protobuf_reply(content)
@@ -117,12 +117,12 @@ async def _look_for_sample(hub: Hub, request_id: str) -> SampleDone | SampleFail
     return sample.outcome
 
 
-def _sample_reply(ended: SampleDone | SampleFailed) -> Response:
+def _sample_reply(hub: Hub, ended: SampleDone | SampleFailed) -> Response:
     if isinstance(ended, SampleDone):
         return protobuf_reply(ended.payload)
     if ended.gone:
         raise NotFoundError(ended.error)
-    return failed_reply(ended.error, ended.category)
+    return failed_reply(hub.told(ended.error), ended.category)
 
 
 async def _reason_unknown(hub: Hub, request_id: str) -> Exception:

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 
-from tinsmith.errors import EngineUnavailableError, UserError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.serving import Sample
 from tinsmith.server.base_models import check_fits
 from tinsmith.server.body import read_body
@@ -104,11 +104,12 @@ async def _start(hub: Hub, request_id: str, session: SamplingSession, received: 
     check_sample(received, facts, hub.config.images)
     sample = hub.samples.add(request_id, received.request.num_samples, len(received.body))
     try:
+        hub.sample_reports.expect(request_id)
         count = sample.num_samples
         message = Sample(request_id, sample.run, facts.name, session.weights_id, count, stream=False, payload=received.body)
         await hub.engine.send(message)
-    except EngineUnavailableError:
+    except TinsmithError:
         hub.samples.remove(request_id)
+        hub.sample_reports.refuse(request_id)
         raise
-    hub.sample_reports.expect(request_id)
     return sample

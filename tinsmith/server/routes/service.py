@@ -35,15 +35,15 @@ async def livez() -> Response:
 @router.get("/readyz")
 @router.get("/healthz")
 async def readyz(request: Request) -> Response:
-    """200 while the engine can take work; 503 with the reason while it loads, is restarted, or shows no sign of life.
+    """200 while the engine can take work; 503 with the reason while it loads, is restarted, shows no sign of life, or the database is bad.
 
     `healthz`, which the SDK knows, says the same.
     """
     hub = hub_of(request)
-    engine = hub.engine
-    if engine.is_ready:
-        return json_reply({"status": "ok"} if hub.config.training.trains else {"status": "ok", "detail": "it samples only (--train none)"})
-    return json_reply({"status": "unavailable", "detail": engine.reason}, 503)
+    reason = hub.store.missing() or hub.lifetimes.damage or ("" if hub.engine.is_ready else hub.engine.reason)
+    if reason:
+        return json_reply({"status": "unavailable", "detail": hub.told(reason)}, 503)
+    return json_reply({"status": "ok"} if hub.config.training.trains else {"status": "ok", "detail": "it samples only (--train none)"})
 
 
 @router.post("/client/config")
@@ -96,7 +96,9 @@ async def create_session(request: Request) -> Response:
     """A new session. A client whose version does not work with this server is told so, and the SDK logs that as an error."""
     description = parse_json(CreateSessionRequest, await _body(request))
     session_id = str(uuid.uuid4())
-    await hub_of(request).store.write(Store.create_session, session_id, description.model_dump())
+    hub = hub_of(request)
+    await hub.store.write(Store.create_session, session_id, description.model_dump())
+    hub.lifetimes.began(session_id)
     log.info("session %s begins (SDK %s)", session_id, description.sdk_version)
     told = objection(description.sdk_version)
     return json_reply({"type": "create_session", "session_id": session_id} | ({} if told is None else {"error_message": told}))

@@ -17,6 +17,6 @@ async def status(request: Request) -> Response:
         {"name": facts.name, "architecture": facts.architecture, "max_context": facts.max_context, "takes_images": facts.takes_images}
         for facts in (hub.base_models.all() if hub.engine.takes_messages else [])
     ]
-    engine = {"state": hub.engine.state, "reason": hub.engine.reason, "busy_s": hub.engine.busy_s}
+    engine = {"state": hub.engine.state, "reason": hub.told(hub.engine.reason), "busy_s": hub.engine.busy_s}
     trains = hub.config.training.trains
     return json_reply({"version": __version__, "engine": engine, "trains": trains, "base_models": bases, **hub.activity.describe()})

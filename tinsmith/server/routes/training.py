@@ -10,6 +10,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from tinsmith.errors import NotBuiltError, NotFoundError, UserError
 from tinsmith.protocol.serving import Wake
+from tinsmith.protocol.shapes import rank_refusal
 from tinsmith.server.base_models import check_fits
 from tinsmith.server.body import read_body
 from tinsmith.server.hub import Hub, hub_of
@@ -18,6 +19,7 @@ from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, CommandKind, Model, NewCommand, SamplingSession
 from tinsmith.store.store import Store
 from tinsmith.wire.checkpoint_requests import CreateFromCheckpointRequest, LoadWeightsAddress, SaveWeightsForSamplerRequest
+from tinsmith.wire.compression import unpacked_size
 from tinsmith.wire.forward_backward import receive
 from tinsmith.wire.json_body import MAX_SEQ_ID, parse_json
 from tinsmith.wire.training_requests import CreateModelRequest, GetInfoRequest, OperationKey, OptimizerConfig
@@ -49,7 +51,7 @@ async def _submit(hub: Hub, command: NewCommand) -> Response:
     if command.model is None:
         await hub.require_model(command.model_id)
     request_id = ids.request_id(command.model_id, command.seq_id)
-    size = len(command.payload) + sum(len(image) for image in command.images.values())
+    size = unpacked_size(command.payload, len(command.payload)) + sum(len(image) for image in command.images.values())
     counted = hub.queued.admit(command.model_id, command.seq_id, size)
     hub.waiters.expect(request_id)  # before it is in the log: the engine may be done with it, or dead, before we hear that it is
     queued = False
@@ -74,7 +76,7 @@ async def create_model(request: Request) -> Response:
     await hub.require_open_session(asked.session_id)
     facts = hub.base_models.find(asked.base_model)
     if asked.lora_config.rank > facts.max_lora_rank:
-        raise UserError(f"lora_config.rank={asked.lora_config.rank} is too large; max_lora_rank is {facts.max_lora_rank}")
+        raise UserError(rank_refusal(asked.lora_config.rank, facts.max_lora_rank))
     model = Model(
         model_id=ids.model_id(asked.session_id, asked.model_seq_id),
         session_id=asked.session_id,
@@ -88,16 +90,17 @@ async def create_model(request: Request) -> Response:
 
 @router.post("/get_info")
 async def get_info(request: Request) -> Response:
-    """What a model was created as."""
+    """What a model was created as. Only a client on this machine is told a directory as `tokenizer_id`: to others it would be of no use."""
     hub = hub_of(request)
     asked = parse_json(GetInfoRequest, await _body(request, hub))
     model = await _existing_model(hub, asked.model_id)
     facts = hub.base_models.find(model.base_model)
+    tells = _comes_from_here(request) or facts.tokenizer_id not in hub.base_models.directories()
     return json_reply(
         {
             "type": "get_info",
             "model_id": model.model_id,
-            "model_data": {"arch": facts.architecture, "model_name": facts.name, "tokenizer_id": facts.tokenizer_id},
+            "model_data": {"arch": facts.architecture, "model_name": facts.name, "tokenizer_id": facts.tokenizer_id if tells else None},
             "is_lora": model.lora_config["rank"] > 0,
             "lora_rank": model.lora_config["rank"] or None,
             "model_name": facts.name,
@@ -111,7 +114,8 @@ async def forward_backward(request: Request) -> Response:
     """A forward or forward_backward pass, in protobuf."""
     hub = hub_of(request)
     max_bytes = hub.config.server.max_body_mib * 2**20
-    received = await hub.bodies.read_parsed(request, max_bytes, "max_body_mib", PROTOBUF, receive, hub.config.requests)
+    limits, longest = hub.config.requests, hub.base_models.longest
+    received = await hub.bodies.read_parsed(request, max_bytes, "max_body_mib", PROTOBUF, receive, limits, longest)
     key = received.key
     if not key.model_id or not 1 <= key.seq_id <= MAX_SEQ_ID:
         raise UserError(f"model_id={key.model_id!r}, seq_id={key.seq_id}: both are needed, and seq_id counts from 1")
@@ -191,6 +195,14 @@ async def save_weights_for_sampler(request: Request) -> Response:
     key = parse_json(OperationKey, body)
     session = _snapshot_session(key, body, await _existing_model(hub, key.model_id))
     return await _submit(hub, NewCommand(key.model_id, key.seq_id, "save_weights_for_sampler", body, sampling_session=session))
+
+
+def _comes_from_here(request: Request) -> bool:
+    """Whether the client runs on this machine."""
+    client, server = request.client, request.scope.get("server")
+    if client is None or server is None:
+        return False
+    return client.host == server[0] or client.host.removeprefix("::ffff:") in ("127.0.0.1", "::1")
 
 
 async def _existing_model(hub: Hub, model_id: str) -> Model:

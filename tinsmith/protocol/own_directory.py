@@ -1,9 +1,9 @@
-"""The directory of one process for what its vLLM servers read, and those that dead processes have left beside it.
+"""The directory of one process for its sockets or for what its vLLM servers read, and those that dead processes have left beside it.
 
-Containers of a machine may share the place (`/dev/shm`), and with --vllm-dir several machines (NFS). So the number of a process says
-nothing: another container or machine counts its own. Each directory is named by the start of the machine's kernel (its boot id) instead,
-and holds a file that its process locks to its end. The kernel lets go of the lock, however the process ends. All processes of this kernel
-see the lock, in whatever container; those of others may not, as some mounts of NFS have locks of their own. Therefore:
+Containers of a machine may share the place (`/dev/shm`), and several machines one on NFS (TMPDIR, --vllm-dir). So the number of a process
+says nothing: another container or machine counts its own. Each directory is named by the start of the machine's kernel (its boot id)
+instead, and holds a file that its process locks to its end. The kernel lets go of the lock, however the process ends. All processes of this
+kernel see the lock, in whatever container; those of others may not, as some mounts of NFS have locks of their own. Therefore:
 
 - what this kernel has started and nobody locks is a leftover, and deleted;
 - what another machine has made, or this one before it was last started, is never deleted, because it may be in use. The log names the
@@ -20,7 +20,6 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-PREFIX = "tinsmith-weights-"
 OWNER = "owner"
 """The file that the process locks. It says for a person which one that is."""
 _BEING_MADE = ".tinsmith-new-"
@@ -31,16 +30,16 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class OwnDirectory:
     """A new directory that only the user can enter, until `close` or the end of the process."""
 
-    def __init__(self, parent: Path) -> None:
-        """Leftovers in `parent` are deleted first."""
+    def __init__(self, prefix: str, parent: Path) -> None:
+        """Its name begins with `prefix`. What dead processes have left in `parent` under such a name is deleted first."""
         boot = boot_name()
-        _delete_leftovers(parent, boot)
+        _delete_leftovers(prefix, parent, boot)
         made = Path(tempfile.mkdtemp(prefix=_BEING_MADE, dir=parent))
         self._lock = os.open(made / OWNER, os.O_RDWR | os.O_CREAT, 0o600)
         os.write(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         # A name without a boot id is nobody's leftover: where files cannot be locked, nobody could tell that it is in use.
         named = f"{boot}-" if boot and _locked(self._lock) else ""
-        self.path = made.rename(parent / f"{PREFIX}{named}{made.name.removeprefix(_BEING_MADE)}")
+        self.path = made.rename(parent / f"{prefix}{named}{made.name.removeprefix(_BEING_MADE)}")
 
     def close(self) -> None:
         """Delete it with all that is in it."""
@@ -59,10 +58,10 @@ def boot_name() -> str:
         return ""
 
 
-def _delete_leftovers(parent: Path, boot: str) -> None:
+def _delete_leftovers(prefix: str, parent: Path, boot: str) -> None:
     others = 0
-    for directory in parent.glob(f"{PREFIX}*"):
-        if not boot or not directory.name.startswith(f"{PREFIX}{boot}-"):
+    for directory in parent.glob(f"{prefix}*"):
+        if not boot or not directory.name.startswith(f"{prefix}{boot}-"):
             others += 1
         elif _is_left(directory):
             shutil.rmtree(directory, ignore_errors=True)
@@ -70,7 +69,7 @@ def _delete_leftovers(parent: Path, boot: str) -> None:
         log.info(
             "%d directories %s* in %s are of other machines, or were made before this one was last started: they are not deleted. The file "
             "%r in each names its process; delete what is used no more",
-            *(others, PREFIX, parent, OWNER),
+            *(others, prefix, parent, OWNER),
         )
 
 

@@ -1,8 +1,10 @@
 """Directories of weights: those of processes that have certainly ended are deleted, those of others are left alone."""
 
+import contextlib
 import fcntl
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,17 +14,26 @@ import pytest
 from tests.preloaded import REAL_PYTHON
 from tests.running import START_S
 from tinsmith.models.base import BaseModel
-from tinsmith.sampling.vllm import own_directory
-from tinsmith.sampling.vllm.own_directory import OWNER, PREFIX, OwnDirectory, boot_name
-from tinsmith.sampling.vllm.weights import WeightFiles
+from tinsmith.protocol import own_directory
+from tinsmith.protocol.link import ParentLink
+from tinsmith.protocol.own_directory import OWNER, OwnDirectory, boot_name
+from tinsmith.sampling.vllm.weights import PREFIX, WeightFiles
 
 HOLDER = """
 import sys
 from pathlib import Path
-from tinsmith.sampling.vllm import own_directory
+from tinsmith.protocol import own_directory
 if sys.argv[2]:
     own_directory._BOOT_ID = Path(sys.argv[2])
-print(own_directory.OwnDirectory(Path(sys.argv[1])).path, flush=True)
+print(own_directory.OwnDirectory("tinsmith-weights-", Path(sys.argv[1])).path, flush=True)
+sys.stdin.read()
+"""
+
+TWO_LINKS = """
+import sys
+from tinsmith.protocol.link import ParentLink
+links = [ParentLink(), ParentLink()]
+print(flush=True)
 sys.stdin.read()
 """
 
@@ -49,7 +60,7 @@ def kill_and_start_another(process: "subprocess.Popen[str]", tmp_path: Path) -> 
     """What each start of a server does, when another has died."""
     process.kill()
     process.wait(START_S)
-    OwnDirectory(tmp_path / "shared").close()
+    OwnDirectory(PREFIX, tmp_path / "shared").close()
 
 
 def test_what_a_dead_process_of_this_machine_has_left_is_deleted(holding: Callable[..., Holder], tmp_path: Path) -> None:
@@ -57,7 +68,7 @@ def test_what_a_dead_process_of_this_machine_has_left_is_deleted(holding: Callab
     other, _ = holding()
     (path / "1").mkdir()
     (path / "1" / "adapter_model.safetensors").write_bytes(b"weights")
-    OwnDirectory(tmp_path / "shared").close()
+    OwnDirectory(PREFIX, tmp_path / "shared").close()
     assert (path / "1" / "adapter_model.safetensors").exists()
     assert (path / OWNER).read_text().startswith(f"process {process.pid} on ")
     kill_and_start_another(process, tmp_path)
@@ -99,6 +110,29 @@ def test_directories_without_an_owner_on_this_machine_stay_but_for_one_that_some
         assert not files.root.exists()
 
 
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary directory for this process and those that it starts, of a path that leaves room for sockets."""
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+
+
+def test_a_process_that_is_killed_leaves_its_sockets_to_the_next_which_deletes_them(place: Path) -> None:
+    with subprocess.Popen([REAL_PYTHON, "-c", TWO_LINKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        left = set(place.iterdir())
+        with contextlib.closing(ParentLink()):
+            assert len(left) == 2
+            assert left < set(place.iterdir())
+            process.kill()
+    with contextlib.closing(ParentLink()):
+        assert left.isdisjoint(place.iterdir())
+    assert list(place.iterdir()) == []
+
+
 @pytest.mark.parametrize("lacks", ["locks", "a boot id"])
 def test_where_owners_cannot_be_told_nothing_is_deleted(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: int, how: int) -> None:
@@ -111,6 +145,6 @@ def test_where_owners_cannot_be_told_nothing_is_deleted(lacks: str, tmp_path: Pa
         else:
             patch.setattr(own_directory, "_BOOT_ID", tmp_path / "none")
             assert boot_name() == ""
-        kept = [OwnDirectory(tmp_path / "weights") for _ in range(2)]
-    kept.append(OwnDirectory(tmp_path / "weights"))
+        kept = [OwnDirectory(PREFIX, tmp_path / "weights") for _ in range(2)]
+    kept.append(OwnDirectory(PREFIX, tmp_path / "weights"))
     assert {path.name for path in (tmp_path / "weights").iterdir()} == {each.path.name for each in kept}

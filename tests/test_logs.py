@@ -1,0 +1,51 @@
+"""What clients say cannot pass for lines of the log, nor for commands to the terminal that shows it."""
+
+import io
+import logging
+import re
+
+import pytest
+
+from tinsmith.logs import start_logging
+
+FORGED = "1.0\n2026-01-01 00:00:00,000 INFO server: all is well\r\x1b[2J\x85\u2028\u202e\x00end"
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What a process writes to standard error, whose logging begins now."""
+    root, stream = logging.getLogger(), io.StringIO()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(logging.getLogger("tinsmith"), "level", logging.NOTSET)
+    monkeypatch.setattr("sys.stderr", stream)
+    start_logging("server")
+    return stream
+
+
+def test_a_message_is_one_line_whatever_it_quotes(written: io.StringIO) -> None:
+    logging.getLogger("tinsmith.server").info("session %s begins (SDK %s)", "s", FORGED)
+    (line,) = written.getvalue().splitlines()
+    shown = r"1.0\n2026-01-01 00:00:00,000 INFO server: all is well\r\x1b[2J\x85\u2028\u202e\x00end"
+    assert line.endswith(f" INFO server: session s begins (SDK {shown})")
+
+
+def test_a_long_message_loses_its_middle(written: io.StringIO) -> None:
+    logging.getLogger("tinsmith.server").info("session s begins (SDK %s)", "x" * 120_000)
+    assert re.search(r"x \.\.\. \(\d+ characters left out\) \.\.\. x", written.getvalue())
+    assert len(written.getvalue()) < 2_200
+
+
+def fail() -> None:
+    raise ValueError(FORGED)
+
+
+def test_the_lines_of_a_traceback_are_no_lines_of_their_own(written: io.StringIO) -> None:
+    try:
+        fail()
+    except ValueError:
+        logging.getLogger("tinsmith.server").exception("unexpected error")
+    first, *rest = written.getvalue().split("\n")[:-1]
+    assert first.endswith("ERROR server: unexpected error")
+    assert any("Traceback" in line for line in rest)
+    assert "ValueError: 1.0" in "".join(rest)
+    assert all(line.startswith("  ") and line.isprintable() for line in rest)

@@ -1,0 +1,272 @@
+"""What the files of a base model say before it is loaded: which there are, and what is missing, damaged or of a kind that cannot be used.
+
+Only headers, sizes and small files are read, and neither torch nor transformers is imported: commands say it within their first second.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tinsmith.errors import ConfigError
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = "pytorch_model*.bin"
+"""What transformers loads if there is no safetensors file. A trainer may have left other .bin files beside."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What configurations call the number of experts of a mixture."""
+
+_POINTER = b"version https://git-lfs"
+"""How a file begins in whose place Git LFS has left a pointer."""
+_LONGEST_HEADER = 100_000_000
+"""Bytes; safetensors itself reads no longer one."""
+_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+_BYTES |= {"F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8}
+"""Of a number, by the name of its precision in a header."""
+_PACKED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax")
+"""How names of tensors end that hold quantized weights, or belong to them."""
+_TOKENIZERS = (
+    ("tokenizer.json",),
+    ("tokenizer.model",),
+    ("vocab.json", "merges.txt"),
+    ("vocab.txt",),
+    ("spiece.model",),
+    ("sentencepiece.bpe.model",),
+    ("tekken.json",),
+)
+"""Files of which transformers makes a tokenizer: those of one line are enough. Without them it makes an empty one."""
+_PROCESSOR, _PROCESSORS = "preprocessor_config.json", "processor_config.json"
+_READ = [_PROCESSOR, _PROCESSORS, "generation_config.json", "tokenizer_config.json", "chat_template.json"]
+_READ += ["special_tokens_map.json", "added_tokens.json", "vocab.json"]
+"""Further files of JSON that are read when a model is loaded."""
+_SAME_SIZES = {"patch_size": "patch_size", "merge_size": "spatial_merge_size", "temporal_patch_size": "temporal_patch_size"}
+"""Sizes of an image processor that a vision tower has too, and what they are called there."""
+_AGAIN = "download it again"
+
+
+def require_usable(sources: Iterable[str], whole: bool) -> None:
+    """Raise ConfigError for the first of `problems` of these models, if there is one."""
+    for source in sources:
+        for problem in problems(source, whole):
+            raise ConfigError(problem)
+
+
+def problems(source: str, whole: bool) -> Iterator[str]:
+    """What is wrong with the files of a model, a line each with file and remedy. Nothing is said of a Hub id that is not on this machine.
+
+    With `whole` a directory must hold all that a server needs; without, a configuration is enough. What was downloaded of a Hub id need
+    never be all: the rest is fetched.
+    """
+    directory = local_directory(source)
+    if directory is None:
+        return
+    whole = whole and Path(source).is_dir()
+    try:
+        config = read_object(directory / "config.json")
+    except ConfigError as error:
+        yield str(error)
+        return
+    yield from _unusable(directory / "config.json", config)
+    for part in (_weights(directory, whole), _tokenizer(directory, config, whole), _processor(directory, config, whole)):
+        try:
+            yield from part
+        except ConfigError as error:
+            yield str(error)
+
+
+def local_directory(source: str) -> Path | None:
+    """Where the files of a model lie on this machine: a directory, or what was downloaded of a Hub id; None if nothing was."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import try_to_load_from_cache  # here, because it takes a while to import
+
+    found = try_to_load_from_cache(source, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def holds_weights(directory: Path) -> bool:
+    """Whether there are weights in a directory, and not only a configuration."""
+    return any((directory / name).is_file() for name in (WHOLE, INDEX)) or any(directory.glob(PICKLED))
+
+
+def safetensors_files(directory: Path) -> list[Path]:
+    """The files that transformers loads: one, or those that an index names. Raises ConfigError for a damaged index."""
+    if (directory / WHOLE).is_file():
+        return [directory / WHOLE]
+    return [directory / name for name in sorted(set(_indexed(directory).values()))] if (directory / INDEX).is_file() else []
+
+
+def _indexed(directory: Path) -> dict[str, str]:
+    """The file of each tensor, as the index says. Raises ConfigError if it is damaged."""
+    index = directory / INDEX
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ConfigError(f"{index} is damaged (it has no weight_map from tensors to files); {_AGAIN}")
+    return places
+
+
+def read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Where the numbers begin in a safetensors file, and by name what it says of each tensor: dtype, shape and data_offsets.
+
+    Raises ConfigError, with the remedy, if it cannot be read, is not what it says that it is, or is shorter or longer.
+    """
+    try:
+        with file.open("rb") as opened:
+            size = opened.seek(0, 2)
+            opened.seek(0)
+            first = opened.read(len(_POINTER))
+            _refuse_pointer(file, first)
+            length = int.from_bytes(first[:8], "little")
+            opened.seek(8)
+            if len(first) < 8 or length > min(size - 8, _LONGEST_HEADER):
+                raise ConfigError(f"{file} is damaged or cut ({size:,} bytes, of which its header would be {length:,}); {_AGAIN}")
+            header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        end = max((_end_of(name, entry) for name, entry in header.items()), default=0)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); {_AGAIN}, or let this user read it") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} is damaged (its header cannot be read: {error}); {_AGAIN}") from error
+    if size != 8 + length + end:
+        what = "cut" if size < 8 + length + end else "damaged"
+        raise ConfigError(f"{file} is {what} ({size:,} bytes, where its header says {8 + length + end:,}); {_AGAIN}")
+    return 8 + length, header
+
+
+def _end_of(name: str, entry: dict[str, Any]) -> int:
+    """Where a tensor ends behind the header. Raises ValueError if it has not the size that it says."""
+    begin, end = entry["data_offsets"]
+    count = math.prod(entry["shape"])
+    if not 0 <= begin <= end or count < 0 or end - begin != count * _BYTES[entry["dtype"]]:
+        raise ValueError(f"{name} has {end - begin} bytes for {entry['dtype']} of shape {entry['shape']}")
+    return int(end)
+
+
+def _refuse_pointer(file: Path, first: bytes) -> None:
+    if first.startswith(_POINTER):
+        raise ConfigError(f"{file} is a pointer of Git LFS and not the file itself; run `git lfs pull` in {file.parent}")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a file of JSON. Raises ConfigError, with the remedy."""
+    try:
+        content = file.read_bytes()
+        _refuse_pointer(file, content)
+        found = json.loads(content)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); {_AGAIN}, or let this user read it") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is damaged (it is no JSON: {error}); {_AGAIN}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file} is damaged (it holds no object of JSON); {_AGAIN}")
+    return found
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the language model."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _unusable(file: Path, config: dict[str, Any]) -> Iterator[str]:
+    """Models that no directory could make usable."""
+    if not isinstance(config.get("model_type"), str):
+        yield f"{file} is no configuration of a model (it has no model_type); name the directory of a model"
+    quantized = config.get("quantization_config") or _text(config).get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else "unknown"
+        yield f"{file}: quantization_config: the weights are quantized ({method}) and cannot be trained; name the model they were made of"
+    for name in EXPERTS:
+        for part in {id(each): each for each in (config, _text(config))}.values():
+            if isinstance(part.get(name), int) and part[name] > 1:
+                yield (
+                    f"{file}: {config.get('model_type')!r} is a mixture of experts ({name}={part[name]}), which LoRA does not reach yet; "
+                    "name a dense model"
+                )
+
+
+def _weights(directory: Path, whole: bool) -> Iterator[str]:
+    if not holds_weights(directory):
+        if whole:
+            lacks = f"{directory} holds no weights (no {WHOLE}, no {INDEX} and no {PICKLED})"
+            found = next(iter(sorted(directory.glob("*.gguf"))), None)
+            yield (
+                f"{lacks}, only {found.name}, which cannot be trained; name the model that it was made of"
+                if found
+                else (f"{lacks}; download them, or name the directory that has them")
+            )
+        return
+    files = safetensors_files(directory)
+    held: dict[str, set[str]] = {}
+    for file in files:
+        try:
+            held[file.name] = set(read_header(file)[1])
+        except ConfigError as error:
+            yield str(error)
+    names = {name for each in held.values() for name in each}
+    packed = min((name for name in names if name.endswith(_PACKED)), default=None)
+    if packed is not None:
+        yield f"{directory} holds quantized weights ({packed}), which cannot be trained; name the model that they were made of"
+    if files and files != [directory / WHOLE]:
+        places = _indexed(directory)
+        lost = next((name for name, file in places.items() if file in held and name not in held[file]), None)
+        if lost is not None:
+            yield f"{directory / places[lost]} does not hold {lost}, though {INDEX} says so; download both again"
+    for file in [] if files else sorted(directory.glob(PICKLED)):
+        with file.open("rb") as opened:
+            _refuse_pointer(file, opened.read(len(_POINTER)))
+
+
+def _tokenizer(directory: Path, config: dict[str, Any], whole: bool) -> Iterator[str]:
+    for name in (name for name in _READ if (directory / name).exists()):
+        read_object(directory / name)
+    template = directory / "chat_template.jinja"
+    if template.exists():
+        _refuse_pointer(template, template.read_bytes())
+    there = next((names for names in _TOKENIZERS if all((directory / name).exists() for name in names)), None)
+    if there is None and not any(directory.glob("*.tiktoken")):
+        if whole:
+            yield f"{directory} holds no tokenizer (no tokenizer.json, no tokenizer.model); copy that of the model into it"
+    elif there == ("tokenizer.json",):
+        yield from _vocabulary(directory / "tokenizer.json", _text(config).get("vocab_size"))
+    elif there is not None:
+        for name in there:
+            with (directory / name).open("rb") as opened:
+                _refuse_pointer(directory / name, opened.read(len(_POINTER)))
+
+
+def _vocabulary(file: Path, rows: Any) -> Iterator[str]:
+    """Whether a tokenizer has tokens, and none that a model with an embedding of so many rows lacks; added ones may be of no use there."""
+    tree = read_object(file)
+    model, added = tree.get("model"), tree.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(vocabulary, dict | list) or not vocabulary:
+        yield f"{file} is damaged (it has no vocabulary); {_AGAIN}"
+        return
+    unused = {str(token.get("content")) for token in added if isinstance(token, dict)} if isinstance(added, list) else set()
+    ids = vocabulary.items() if isinstance(vocabulary, dict) else [(None, len(vocabulary) - 1)]
+    last = max((number for token, number in ids if isinstance(number, int) and token not in unused), default=0)
+    if isinstance(rows, int) and last >= rows:
+        yield f"{file} is of another model (its tokens go up to {last}, and vocab_size in config.json is {rows}); copy that of the model"
+
+
+def _processor(directory: Path, config: dict[str, Any], whole: bool) -> Iterator[str]:
+    tower = config.get("vision_config")
+    if not isinstance(tower, dict):
+        return
+    if (directory / _PROCESSOR).exists():
+        file, settings = directory / _PROCESSOR, read_object(directory / _PROCESSOR)
+    elif (directory / _PROCESSORS).exists():
+        file, settings = directory / _PROCESSORS, read_object(directory / _PROCESSORS).get("image_processor") or {}
+    else:
+        if whole:
+            yield f"{directory} holds no image processor (no {_PROCESSOR}); copy that of the model into it"
+        return
+    for name, theirs in _SAME_SIZES.items():
+        processed, taken = settings.get(name), tower.get(theirs)
+        if processed != taken and None not in (processed, taken):
+            yield (
+                f"{file} is of another model ({name}={processed!r}, and config.json has {theirs}={taken!r} in vision_config); "
+                "copy that of the model"
+            )

@@ -1,0 +1,226 @@
+"""Reaching a server from a client: opening its URLs, and `tinsmith ping`, which says what keeps a client from it.
+
+The SDK repeats what is not answered for minutes, without a word.
+"""
+
+import ipaddress
+import json
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import ProxyHandler, Request, build_opener, getproxies, proxy_bypass
+
+from tinsmith.errors import ConfigError, printable, shortened
+
+HEALTH = "/api/v1/healthz"
+_CAPABILITIES = "/api/v1/get_server_capabilities"
+_PATIENCE_S = 1.0
+"""How long `ping` waits for a name, a connection or an answer."""
+_PORTS = {"http": 80, "https": 443}
+
+
+def is_local(url: str) -> bool:
+    """Whether a URL leads to this machine itself. Raises ValueError for what is no URL."""
+    host = urlsplit(url).hostname or ""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
+
+
+def open_url(url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> HTTPResponse:
+    """The answer to a GET. A server on this machine is asked without a proxy, which would look for it elsewhere. Raises as `urlopen`."""
+    opener = build_opener(ProxyHandler({})) if is_local(url) else build_opener()
+    reply: HTTPResponse = opener.open(Request(url, headers=dict(headers or {})), timeout=timeout_s)
+    return reply
+
+
+def keep_from_proxy(url: str) -> None:
+    """Let the SDK, in this process, reach a server on this machine without a proxy that is set: it hangs otherwise."""
+    if _misled_by(url):
+        before = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        host = urlsplit(url).hostname or ""
+        os.environ["no_proxy"] = os.environ["NO_PROXY"] = f"{before},{host}" if before else host
+
+
+def _misled_by(url: str) -> str:
+    """The proxy to which the SDK would send what is for a server on this machine; empty if it would not."""
+    return _proxy_of(urlsplit(url)) if is_local(url) else ""
+
+
+def _proxy_of(parts: SplitResult) -> str:
+    proxies = getproxies()
+    return "" if proxy_bypass(parts.hostname or "") else proxies.get(parts.scheme) or proxies.get("all") or ""
+
+
+def ping(url: str, key: str, base_model: str) -> str:
+    """What answers at a URL, in a line. `key` and `base_model` may be empty.
+
+    Raises ConfigError that says which of scheme, path, port, host, TLS, proxy, readiness, key or base model is wrong, and what to do.
+    """
+    url = url.rstrip("/")
+    parts = _checked(url)
+    host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+    direct = is_local(url) or not _proxy_of(parts)
+    if direct:
+        _connect(host, port, secure=parts.scheme == "https")
+    _require_ready(url, parts)
+    if proxy := _misled_by(url):
+        raise ConfigError(f"a proxy is set ({proxy}), to which the SDK would send what is for {host}: export NO_PROXY={host}")
+    if key and not key.startswith(("tml-", "eyJ")):
+        raise ConfigError("the API key must begin with tml-, or the SDK refuses it; Tinsmith takes any that does, such as tml-anything")
+    names = _base_models(url, key)
+    if base_model and base_model.partition(":")[0] not in {name.partition(":")[0] for name in names}:
+        raise ConfigError(f"base model {base_model!r} is not served at {url}; there are: {', '.join(names)}")
+    notes = [f"{url} is ready and serves {', '.join(names)}"]
+    if os.environ.get("TINKER_BASE_URL", "").rstrip("/") != url:
+        notes.append("TINKER_BASE_URL does not name it, so scripts must: base_url=")
+    if not key:
+        notes.append("TINKER_API_KEY is not set, so scripts must give a key: any that begins with tml-, such as tml-anything")
+    return "; ".join(notes)
+
+
+def _checked(url: str) -> SplitResult:
+    """The parts of a URL whose scheme, port and path are those of a server. Raises ConfigError."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{url} is no URL: {error}; give one such as http://127.0.0.1:8000") from error
+    if parts.scheme not in _PORTS or not parts.hostname or any(each.isspace() for each in url):
+        raise ConfigError(f"{url} must begin with http:// or https:// and name a host, such as http://127.0.0.1:8000")
+    if port == 0:
+        raise ConfigError(f"{url}: no server listens on port 0; give the port that its log names")
+    if parts.path or parts.query or parts.fragment:
+        bare = f"{parts.scheme}://{parts.netloc}"
+        raise ConfigError(f"{url}: leave the path out, clients add /api/v1 to the URL by themselves: {bare}")
+    return parts
+
+
+def _connect(host: str, port: int, secure: bool) -> None:
+    """Connect, and shake hands if it is `secure`. Raises ConfigError naming host, port or TLS."""
+    try:
+        connection = _connection(host, port)
+    except ConnectionRefusedError as error:
+        raise ConfigError(
+            f"nothing listens on port {port} of {host}: start the server (tinsmith serve --port {port}), or correct the port; for clients "
+            "of other machines start it with --host 0.0.0.0"
+        ) from error
+    except OSError as error:
+        why = f"within {_PATIENCE_S:g} s" if isinstance(error, TimeoutError) else f"({error.strerror or error})"
+        raise ConfigError(
+            f"{host} cannot be reached on port {port} {why}: it is off or elsewhere, or a firewall is between; correct the host"
+        ) from error
+    with closing(connection):
+        if not secure:
+            return
+        try:
+            ssl.create_default_context().wrap_socket(connection, server_hostname=host).close()
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigError(
+                f"the TLS certificate of {host} is not trusted ({error.verify_message}): use the name that it is for, or give its "
+                "authority in SSL_CERT_FILE"
+            ) from error
+        except OSError as error:
+            raise ConfigError(f"{host}:{port} speaks no TLS: write http://{host}:{port}") from error
+
+
+def _connection(host: str, port: int) -> socket.socket:
+    """A connection to the first address that takes one. Raises OSError, and ConfigError for a name without an address."""
+    found: list[Any] = []
+
+    def look_up() -> None:
+        try:
+            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:
+            found.append(error)
+
+    looking = threading.Thread(target=look_up, daemon=True)  # a name server may keep one waiting for half a minute
+    looking.start()
+    looking.join(_PATIENCE_S)
+    if not found or isinstance(found[0], Exception):
+        why = found[0] if found else f"no name server answers within {_PATIENCE_S:g} s"
+        raise ConfigError(f"the host {host!r} has no address ({why}): correct the name, or give its number")
+    failure: OSError = OSError("it has no address")
+    for *_, address in found[0]:
+        try:
+            return socket.create_connection(address[:2], _PATIENCE_S)
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+def _require_ready(url: str, parts: SplitResult) -> None:
+    """Raise ConfigError unless a server answers that can take work."""
+    other = f"what answers at {url} is no Tinker server: correct the port or the host"
+    try:
+        with open_url(url + HEALTH, _PATIENCE_S) as reply:
+            came_from, status, body = reply.geturl(), reply.status, reply.read(65536)
+    except HTTPError as error:
+        came_from, status, body = error.url, error.code, error.read(65536)
+    except (OSError, ValueError, HTTPException) as error:  # no answer, or none that is HTTP
+        reason = error.reason if isinstance(error, URLError) else error
+        if isinstance(reason, TimeoutError):
+            raise ConfigError(f"{url} does not answer within {_PATIENCE_S:g} s: it is very busy or hangs, see its log") from error
+        if proxy := "" if is_local(url) else _proxy_of(parts):
+            raise ConfigError(f"{url} cannot be reached through the proxy {proxy} ({reason}); correct it, or set NO_PROXY") from error
+        raise ConfigError(_https_instead(parts) or other) from error
+    if came_from != url + HEALTH:
+        raise ConfigError(f"{url} sends clients on to {came_from.removesuffix(HEALTH)}: give that URL")
+    detail = _field(body, "detail")
+    if status == 200 and _field(body, "status"):
+        return
+    if status == 503 and detail:
+        raise ConfigError(f"{url} is not ready: {_line(detail)}; wait for it, or see the server's log")
+    if status in (401, 403) and detail:
+        raise ConfigError(f"{url} refuses this client: {_line(detail)}")
+    raise ConfigError(_https_instead(parts) or f"{other} (HTTP {status})")
+
+
+def _https_instead(parts: SplitResult) -> str:
+    """The remedy for http:// where TLS is spoken; empty where it is not."""
+    if parts.scheme == "https":
+        return ""
+    host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with suppress(OSError, ConfigError), closing(_connection(host, port)) as connection:
+        context.wrap_socket(connection, server_hostname=host).close()
+        return f"{host}:{port} speaks TLS: write https://{parts.netloc}"
+    return ""
+
+
+def _base_models(url: str, key: str) -> list[str]:
+    """The names that the server lists. Raises ConfigError."""
+    try:
+        with open_url(url + _CAPABILITIES, _PATIENCE_S, {"X-API-Key": key} if key else None) as reply:
+            content = json.load(reply)
+        return [str(model["model_name"]) for model in content["supported_models"]]
+    except HTTPError as error:
+        if error.code in (401, 403):
+            raise ConfigError(f"{url} refuses the API key (HTTP {error.code}): set TINKER_API_KEY to one that it knows") from error
+        raise ConfigError(f"{url} does not list its base models (HTTP {error.code}); see its log") from error
+    except (OSError, ValueError, KeyError, TypeError, HTTPException) as error:
+        raise ConfigError(f"{url} does not list its base models ({_line(str(error))}); see its log") from error
+
+
+def _field(body: bytes, name: str) -> str:
+    """A text in a JSON object; empty if there is none."""
+    try:
+        found = json.loads(body)[name]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+def _line(text: str) -> str:
+    """What a server says, as part of one line."""
+    return printable(shortened(text, 500))
