@@ -91,7 +91,7 @@ class Costs:
 def measure(url: str, template: ChatTemplate) -> Costs:
     """Play with the server, then with the recorded answers."""
     settings = RolloutSettings(SamplingRequest(max_tokens=8), max_turns=TURNS, max_context=1024)
-    rollouts = EnvRollouts("digit_sum", {"turns": TURNS, "scans": 1}, settings, template, InlineWorkers())
+    rollouts = EnvRollouts("digit_sum", {"turns": TURNS, "scans": 1}, settings, template, InlineWorkers(60.0))
     with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
         recorder = Recorder(TinkerPolicy(service.create_sampling_client(base_model="tiny").result()))
         start = time.perf_counter()

@@ -316,15 +316,20 @@ _RlConfig = Annotated[
 
 
 @app.command()
-def rl(config: _RlConfig) -> None:
+def rl(
+    config: _RlConfig,
+    new: Annotated[bool, typer.Option("--new", help="Begin another run, in a directory of its own beside that of the last one.")] = False,
+) -> None:
     """Train a model with reinforcement learning on a Tinker server.
 
     Started again with the same file, it resumes from its last checkpoint.
     """
-    from tinsmith.rl.config import load
+    from tinsmith.rl.config import begin_another, load
     from tinsmith.rl.reach import require_server
 
     configuration = load(config)
+    if new:
+        begin_another(configuration)
     require_server(configuration.server)  # before the next import, which takes seconds
     from tinsmith.rl.trainer import train
 

@@ -1,5 +1,6 @@
 """An environment that raises, hangs or dies on demand. A module of its own: worker processes import it without torch."""
 
+import asyncio
 import os
 import sys
 import threading
@@ -37,6 +38,28 @@ class Moody(Env):
 
     def close(self) -> None:
         CLOSED.append(self.mood)
+        if self.mood == "unwilling":
+            raise RuntimeError("closed before it began")
+
+
+class Patient(Moody):
+    """Does the same asynchronously: all its methods run in one event loop."""
+
+    async def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:  # type: ignore[override]
+        self.loop = asyncio.get_running_loop()
+        return super().init(prompt)
+
+    async def step(self, text: str) -> Step:  # type: ignore[override]
+        await asyncio.sleep(0)
+        assert asyncio.get_running_loop() is self.loop
+        if self.mood == "slow":
+            await asyncio.sleep(600)
+        if self.mood == "gives up":
+            raise asyncio.CancelledError
+        return super().step(text)
+
+    async def close(self) -> None:  # type: ignore[override]
+        super().close()
 
 
 class Absent(Moody):

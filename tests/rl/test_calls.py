@@ -1,5 +1,6 @@
 """What an environment raises or wrongly returns is an error that names class, method and value; too many failures end the run."""
 
+import base64
 import logging
 import pickle
 from pathlib import Path
@@ -7,15 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.running import tinsmith_here
 from tinsmith.rl.calls import EnvError, FailureCounter, TooManyFailuresError, call
 from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.env import Env, Prompt, Step, user
+from tinsmith.rl.env import Env, Prompt, Step, Teacher, image_part, user
+from tinsmith.rl.pictures import encode
 from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory
 
 
-class Returns(Env):
+class Returns(Env, Teacher):
     """Returns one thing from every method."""
 
     def __init__(self, value: Any) -> None:
@@ -76,6 +79,14 @@ PARTS = "; a part has type text with a text, image with an image, or image_url w
         ("metrics", None, "Returns.metrics returned None; metrics are a dictionary of numbers by name"),
         ("metrics", {"found": "yes"}, "Returns.metrics returned found='yes', which is not a finite number"),
         ("demonstrate", None, "Returns.demonstrate returned None; a demonstration is a text"),
+        (
+            "step",
+            ([user("a"), user(b"no picture")], 0.0, False),
+            (
+                "Returns.step returned a picture in observations[1] that cannot be shown: a picture of 10 bytes that begins with "
+                "b'no pictu' is no image file that Pillow can read"
+            ),
+        ),
     ],
 )
 def test_a_wrong_return_value_is_named(method: str, value: Any, message: str) -> None:
@@ -85,9 +96,12 @@ def test_a_wrong_return_value_is_named(method: str, value: Any, message: str) ->
 
 
 def test_right_values_come_as_plain_ones() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "image", "image": b""}, {"type": "image_url", "image_url": {"url": "data:"}}]
-    messages: list[Any] = [user("a"), {"role": "tool", "content": parts, "name": "compass"}]
-    assert call(Returns((messages, {"a": 1})), "init", Prompt()) == (messages, {"a": 1})
+    file = encode(Image.new("RGB", (4, 4)))
+    uri = f"data:image/png;base64,{base64.b64encode(file.data).decode()}"
+    parts = [{"type": "text", "text": "a"}, {"type": "image", "image": file.data}, {"type": "image_url", "image_url": {"url": uri}}]
+    given: list[Any] = [user("a"), {"role": "tool", "content": parts, "name": "compass"}]
+    messages: list[Any] = [user("a"), {"role": "tool", "content": [parts[0], image_part(file), image_part(file)], "name": "compass"}]
+    assert call(Returns((given, {"a": 1})), "init", Prompt()) == (messages, {"a": 1})
     for reward, done in ((1, True), (True, np.True_), (np.float32(1), np.array(True)), (np.array(1), True)):
         step = call(Returns((messages, reward, done)), "step", "up")
         assert step == Step(messages, 1.0, True, {})
@@ -109,10 +123,10 @@ def test_what_it_raises_comes_with_the_whole_traceback(error: BaseException) -> 
 
 def episodes(done: int = 0, env_error: int = 0, env_timeout: int = 0) -> list[Trajectory]:
     """A group in which so many episodes ended so."""
-    error, details = "KeyError: 'lost'", "Traceback\nKeyError: 'lost'"
+    error, details = "KeyError: 'lost'", "the model said: 'up'\nTraceback\nKeyError: 'lost'"
     counts: dict[StopReason, int] = {"done": done, "env_error": env_error, "env_timeout": env_timeout}
     reasons = [reason for reason, count in counts.items() for _ in range(count)]
-    return [Trajectory(EpisodeId("maze", 0), (), reason, 0, error=error, details=details) for reason in reasons]
+    return [Trajectory(EpisodeId("maze", 7, 3, 1), (), reason, 2, error=error, details=details) for reason in reasons]
 
 
 def test_the_first_traceback_is_printed_and_the_others_are_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -123,7 +137,10 @@ def test_the_first_traceback_is_printed_and_the_others_are_counted(caplog: pytes
     failures.count(episodes(done=2))
     failures.judge()
     assert [record.getMessage() for record in caplog.records] == [
-        "environment 'maze' failed in an episode (env_error):\nTraceback\nKeyError: 'lost'",
+        (
+            "environment 'maze' failed in an episode (env_error; seed 7, group 3, member 1, turn 2):\n"
+            "the model said: 'up'\nTraceback\nKeyError: 'lost'"
+        ),
         "environment 'maze' failed in 3 more episodes, 3 in all",
     ]
 

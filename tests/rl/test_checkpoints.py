@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,18 @@ def test_a_run_keeps_its_newest_checkpoints_and_its_best(server_url: str, tmp_pa
     assert [Path(path).name for path in resumed.kept] == ["step-000005", "step-000005"]
     assert on_server() == {*resumed.kept, resumed.best_weights}
     assert load_state(tmp_path) == resumed
+
+
+def test_a_rotation_deletes_only_what_its_own_run_saved(server_url: str, tmp_path: Path, on_server: Named) -> None:
+    """A copy of a directory names the checkpoints of the first run, and begins to rotate."""
+    first = train(config(server_url, tmp_path / "first", 2, keep=1), QUIET)
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    copy = train(config(server_url, tmp_path / "copy", 4, keep=1), QUIET)
+    assert on_server() == first.paths | copy.paths
+    assert Path(copy.weights).name == "step-000004"
+    gone_on = train(config(server_url, tmp_path / "first", 3, keep=1), QUIET)
+    assert on_server() == gone_on.paths | copy.paths | ({first.best_weights} & copy.paths)
+    assert not first.paths - {first.best_weights} & on_server()
 
 
 def test_keep_0_deletes_nothing(server_url: str, tmp_path: Path, on_server: Named) -> None:

@@ -1,5 +1,7 @@
 """The configuration of a run refuses what it does not know and what cannot work."""
 
+import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.config import from_tree, load, to_tree
-from tinsmith.rl.env import Prompt, make
+from tinsmith.rl.config import begin_another, from_tree, load, to_tree
+from tinsmith.rl.env import Prompt, find, make
 from tinsmith.rl.evaluation import run_evaluation
+from tinsmith.rl.workers import make_workers
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "rl"
 SMALLEST: dict[str, Any] = {"model": {"base_model": "tiny"}, "env": {"name": "maze2d"}}
@@ -25,6 +28,64 @@ def test_a_file_fills_the_tree_and_the_rest_is_default(tmp_path: Path) -> None:
     assert [from_tree({**SMALLEST, "training": {"mode": mode}}).staleness for mode in ("sync", "one_step_off")] == [0, 1]
 
 
+def test_output_is_named_after_the_file_and_new_begins_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "maze.yaml"
+    file.write_text("model: {base_model: tiny}\nenv: {name: maze2d}\n")
+    directories = []
+    for _ in range(3):
+        config = load(file)
+        begin_another(config)
+        directories.append(config.output.directory)
+        Path(config.output.directory).mkdir(parents=True)
+    assert directories == ["rl-output/maze", "rl-output/maze-2", "rl-output/maze-3"]
+    assert load(file).output.directory == "rl-output/maze"
+
+
+MY_ENV = """
+from tinsmith.rl.env import Env, Step, register, user
+
+class {name}(Env):
+    def init(self, prompt): return [user("hi")], {{}}
+    def step(self, text): return Step([], 1.0, True)
+
+register("registered-{name}", {name})
+"""
+
+
+def test_an_environment_may_lie_in_the_working_directory_or_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("tinsmith.rl.env._factories", {})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here_env.py").write_text(MY_ENV.format(name="Here"))
+    (tmp_path / "else where").mkdir()
+    (tmp_path / "else where" / "there_env.py").write_text(MY_ENV.format(name="There"))
+    (tmp_path / "broken_env.py").write_text("\nraise ZeroDivisionError('half done')\n")
+    (tmp_path / "json.py").write_text(MY_ENV.format(name="Mine"))
+    named = [
+        {"name": "here_env:Here"},
+        {"import": "here_env.py", "name": "Here"},
+        {"import": "else where/there_env.py", "name": "There"},
+        {"import": f"{tmp_path}/else where/there_env.py", "name": "registered-There"},
+    ]
+    for env in named:
+        assert make(from_tree({**SMALLEST, "env": env}).env.name).init(Prompt(0))[0]
+    processes = make_workers("process", 1, 600.0)
+    asyncio.run(processes.open("else where/there_env.py:There", {}))  # which imports it again
+    processes.shutdown()
+    for name, message in (
+        ("broken_env:Env", r"cannot import 'broken_env': ZeroDivisionError: half done \(.*broken_env.py, line 2\)"),
+        ("here_env.py:Nobody", "here_env.py has no 'Nobody'"),
+        ("nowhere_env.py:Env", "there is no file .*nowhere_env.py"),
+        ("nowhere_env:Env", "ModuleNotFoundError: No module named 'nowhere_env'"),
+        ("json.py:Mine", "json.py has the name of another module, .*; rename it"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            find(name)
+    with pytest.raises(ConfigError, match="env: import='here_env', name='Here' must be a Python file"):
+        from_tree({**SMALLEST, "env": {"import": "here_env", "name": "Here"}})
+
+
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_an_example_names_settings_and_an_environment_that_there_are(file: Path) -> None:
     env = load(file).env
@@ -38,7 +99,7 @@ def test_an_example_names_settings_and_an_environment_that_there_are(file: Path)
         ({"training": {"lerning_rate": 1}}, "unknown key 'training.lerning_rate'; did you mean 'training.learning_rate'?"),
         (
             {"training": {"loss": "cross_entropy"}},
-            "training.loss='cross_entropy' must be one of importance_sampling, ppo, cispo, dro, gspo",
+            "training.loss='cross_entropy' must be one of importance_sampling, ppo, cispo, dro, gspo, stable_reinforce",
         ),
         ({"training": {"steps": 0}}, "training.steps=0 must be a whole number of steps of at least 1"),
         ({"training": {"group_size": 1}}, "group_size=1 leaves grpo nothing to compare with"),
@@ -50,6 +111,8 @@ def test_an_example_names_settings_and_an_environment_that_there_are(file: Path)
         ),
         ({"training": {"kl_coefficient": 0.1}, "generation": {"temperature": 0.7}}, "temperature=0.7: the KL penalty compares"),
         ({"training": {"loss": "ppo"}, "generation": {"temperature": 0.7}}, "temperature=0.7: ppo would clip the ratio"),
+        ({"training": {"loss": "stable_reinforce"}, "generation": {"temperature": 0.7}}, "these must be at temperature 1"),
+        ({"training": {"loss": "stable_reinforce"}, "env": {"name": "a:b", "kind": "cookbook"}}, "which kind=cookbook does not say"),
         ({"evaluation": {"samples": 2, "pass_at": [1, 4]}}, r"pass_at=\[4\] must lie between 1 and samples=2"),
         ({"evaluation": {"pass_at": "1"}}, "evaluation.pass_at='1' must be a list of whole numbers"),
         ({"env": {"name": "maze2d", "options": 3}}, "env.options=3 must be keys with values"),

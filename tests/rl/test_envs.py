@@ -13,6 +13,7 @@ from PIL import Image
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import load
 from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, Teacher, deregister, find, make, register, registered, user
+from tinsmith.rl.envs.questions import COLORS, ColorSquare
 
 MAZE_EXAMPLE = Path(__file__).parents[2] / "examples" / "rl" / "maze2d.yaml"
 SHIPPED = ["arithmetic", "color_square", "digit_sum", "guess_number", "maze2d"]
@@ -83,14 +84,19 @@ def test_guess_number_says_where_the_number_lies() -> None:
     assert play("guess_number", 0, lambda _: "four")[0][2] == [["user", "That is no number."]]
 
 
-def test_each_turn_of_color_square_earns_its_half() -> None:
-    answers = iter([play("color_square", 0, right)[0][1]["color"], "up"])
-    assert play("color_square", 0, lambda _: next(answers))[1:] == (0.5, {"color_right": 1.0, "side_right": 0.0})
-    first, second = play("color_square", 4, right)[0][::2][:2]
-    squares = [Image.open(io.BytesIO(shown[0][1][0])) for shown in (first, second)]
-    color = squares[0].getpixel((5, 5))
-    assert squares[0].getcolors() == [(64 * 64, color)]
-    assert [squares[1].getpixel((x, 9)) == color for x in (5, 60)].count(True) == 1
+def test_each_turn_of_color_square_earns_its_half_and_needs_its_own_picture() -> None:
+    answers = iter([play("color_square", 0, right)[0][1]["colors"][0], "up"])
+    assert play("color_square", 0, lambda _: next(answers))[1:] == (0.5, {"first_right": 1.0, "second_right": 0.0})
+    for seed in range(6):
+        env = make("color_square")
+        assert isinstance(env, ColorSquare)
+        shown: list[Any] = [env.init(Prompt(seed))[0][0]["content"]]
+        named = [env.demonstrate()]
+        shown.append(env.step("pink").observations[0]["content"])
+        named.append(env.demonstrate())
+        assert [parts[0]["image"].getcolors() for parts in shown] == [[(64 * 64, COLORS[name])] for name in named]
+        assert named[0] != named[1]
+        assert env.step(named[1])[1:3] == (0.5, True)
 
 
 def test_digit_sum_keeps_held_out_scans_apart() -> None:
@@ -185,7 +191,7 @@ def test_environments_are_registered_made_and_deregistered() -> None:
         deregister("mine")
     with pytest.raises(ConfigError, match="env='mine' is not registered"):
         make("mine")
-    with pytest.raises(ConfigError, match="cannot import 'no_such_module:Env'"):
+    with pytest.raises(ConfigError, match=r"cannot import 'no_such_module': ModuleNotFoundError: No module named 'no_such_module'$"):
         make("no_such_module:Env")
     with pytest.raises(ConfigError, match=r"env='arithmetic' does not take these options .*: got an unexpected keyword argument 'speed'"):
         make("arithmetic", speed=3)

@@ -2,22 +2,26 @@
 
 import asyncio
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 import tinker
 from numpy.typing import NDArray
 
-from tests.rl.scripted import ids
+from tests.rl.scripted import ids, settings
 from tinsmith.errors import ConfigError
+from tinsmith.rl.calls import FailureCounter, TooManyFailuresError
 from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.config import EnvSection, TrainingSection
+from tinsmith.rl.config import TrainingSection, WarmupSection
 from tinsmith.rl.datums import kl, likelihood_datum, response_logprobs
-from tinsmith.rl.env import Prompt, deregister, register
+from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, Teacher, user
 from tinsmith.rl.groups import Group
-from tinsmith.rl.learner import Learner, demonstrated, demonstration_samples, weighted_samples
+from tinsmith.rl.learner import Learner, warm_up, weighted_samples
+from tinsmith.rl.rollouts import EnvRollouts
 from tinsmith.rl.sequences import text_sequence
 from tinsmith.rl.trajectory import EpisodeId, StopReason, TrainingSample, Trajectory, Turn, assemble
+from tinsmith.rl.workers import InlineWorkers
 
 
 def turn(prompt: list[int], sampled: list[int], reward: float = 0.0) -> Turn:
@@ -123,32 +127,72 @@ def test_ratios_of_trainer_to_sampler_are_capped(server_url: str) -> None:
 END = "<|im_end|>"
 
 
+class Endless(Env, Teacher):
+    """Never ends, unless its demonstration fails."""
+
+    def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:
+        self.fails = prompt.seed % 2
+        return [user("more?")], {}
+
+    def step(self, text: str) -> Step:
+        return Step([user("more?")], 0.0, False)
+
+    def demonstrate(self) -> str:
+        if self.fails:
+            raise ValueError("not today")
+        return "more"
+
+
+def demonstrated(env: str, template: ChatTemplate, seed: int = 0, **changes: Any) -> Trajectory:
+    options = changes.pop("options", {})
+    rollouts = EnvRollouts(env, options, settings(**changes), template, InlineWorkers(600))
+    return asyncio.run(rollouts.play(None, Prompt(seed), EpisodeId(env, seed)))
+
+
+def answers_of(trajectory: Trajectory) -> list[list[int]]:
+    return [sample.response_ids[sample.loss_mask].tolist() for sample in trajectory.samples]
+
+
 def test_a_demonstration_is_right_and_stands_in_the_template(plain: ChatTemplate, thinking: ChatTemplate) -> None:
-    env = EnvSection(name="guess_number")
-    played = demonstrated(env, Prompt(0), "")
-    assert played.turns[-1][1].reward == 1.0
-    (sample,) = demonstration_samples(played, plain)
-    said = [token for text, _ in played.turns for token in ids(plain, text + END)]
-    assert sample.response_ids[sample.loss_mask].tolist() == said
-    thoughtful = demonstrated(env, Prompt(0), "hm</think>\n\n")
-    steps = demonstration_samples(thoughtful, thinking)
-    assert len(steps) == len(thoughtful.turns)
-    assert [step.response_ids.tolist() for step in steps] == [ids(thinking, f"hm</think>\n\n{text}{END}") for text, _ in played.turns]
-    one_turn = demonstration_samples(played, plain, context_turns=1)
-    assert [turn.response_ids.tolist() for turn in one_turn] == [ids(plain, text + END) for text, _ in played.turns]
-    assert [turn.loss_mask.all() for turn in one_turn] == [True] * len(played.turns)
+    played = demonstrated("guess_number", plain)
+    assert (played.reward, played.stop_reason) == (1.0, "done")
+    # Bisection from 4, towards the number that the seed chooses.
+    one_turn = demonstrated("guess_number", plain, context_turns=1)
+    texts = [plain.decode(answer) for answer in answers_of(one_turn)]
+    assert texts[0] == "4" + END
+    assert len(texts) == played.turns > 1
+    assert answers_of(played) == [[token for text in texts for token in ids(plain, text)]]
+    assert all(sample.loss_mask.all() for sample in one_turn.samples)
+    thoughtful = demonstrated("guess_number", thinking, thought="hm</think>\n\n")
+    assert answers_of(thoughtful) == [ids(thinking, f"hm</think>\n\n{text}") for text in texts]
 
 
-def test_an_environment_that_cannot_demonstrate_is_refused() -> None:
-    register("mute", "tests.rl.moody:Moody")
-    try:
-        with pytest.raises(ConfigError, match="the environment 'mute' has no demonstrations; derive it from Teacher, or set steps=0"):
-            demonstrated(EnvSection(name="mute"), Prompt(0), "")
-    finally:
-        deregister("mute")
+def test_demonstrations_end_with_the_limits_of_episodes(plain: ChatTemplate) -> None:
+    endless = "tests.rl.test_learner:Endless"
+    assert (demonstrated(endless, plain).turns, demonstrated(endless, plain).stop_reason) == (8, "max_turns")
+    cut = demonstrated(endless, plain, max_context=len(ids(plain, "<|im_start|>user\nmore?<|im_end|>\n<|im_start|>assistant\n")) + 1)
+    assert (cut.stop_reason, cut.sampled_tokens) == ("length", 1)
+    assert demonstrated(endless, plain, seed=1).error == "ValueError: not today"
 
 
-def test_a_delay_is_a_delay() -> None:
+def test_a_warm_up_learns_from_what_succeeds_and_says_what_was_cut(
+    server_url: str, plain: ChatTemplate, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollouts = EnvRollouts("tests.rl.test_learner:Endless", {}, settings(max_turns=2), plain, InlineWorkers(600))
+    warmup, client = WarmupSection(steps=3, episodes=4, learning_rate=1e-2), model(server_url)
+    losses = asyncio.run(warm_up(client, rollouts, warmup, FailureCounter("endless", 0.5, 8)))
+    assert losses == sorted(losses, reverse=True)
+    assert "6 of 12 demonstrations were cut at generation: max_turns or max_context" in caplog.text
+    with pytest.raises(TooManyFailuresError, match=r"environment 'endless' failed in 2 of 4 episodes.*the first failure was ValueError"):
+        asyncio.run(warm_up(client, rollouts, warmup, FailureCounter("endless", 0.4, 8)))
+
+
+def test_an_environment_that_cannot_demonstrate_is_refused(plain: ChatTemplate) -> None:
+    with pytest.raises(ConfigError, match="Script has no demonstrations; derive it from Teacher, or set steps=0"):
+        demonstrated("tests.rl.scripted:Script", plain, options={"opening": [user("hi")], "steps": []})
+
+
+def test_a_delay_is_a_delay(plain: ChatTemplate) -> None:
     start = time.monotonic()
-    demonstrated(EnvSection(name="arithmetic", options={"delay_s": 0.05}), Prompt(0), "")
+    demonstrated("arithmetic", plain, options={"delay_s": 0.05})
     assert time.monotonic() - start >= 0.05

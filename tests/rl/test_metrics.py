@@ -6,14 +6,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.config import from_tree
 from tinsmith.rl.datums import advantages
-from tinsmith.rl.metrics import make_trackers, pass_at_k, succeeded, trajectory_metrics
+from tinsmith.rl.env import Prompt
+from tinsmith.rl.groups import Group
+from tinsmith.rl.metrics import BatchWatch, make_trackers, pass_at_k, succeeded, trajectory_metrics
 from tinsmith.rl.sequences import text_sequence
 from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory, Turn, assemble
 
@@ -91,12 +95,12 @@ def test_pass_at_k_is_the_chance_of_one_success_in_k() -> None:
 
 
 SETTINGS = {"training": {"steps": 2}}
-LINES = [(-1, {"eval/reward": 0.125}), (0, {"reward": 0.375}), (1, {"reward": 0.625, "eval/reward": 0.875})]
+LINES = [(0, {"eval/reward": 0.125}), (1, {"reward": 0.375}), (2, {"reward": 0.625, "eval/reward": 0.875})]
 
 
 def log_a_run(service: str, directory: Path) -> None:
     directory.mkdir()
-    trackers = make_trackers([service], directory, 0, SETTINGS, Console(quiet=True))
+    trackers = make_trackers([service], directory, SETTINGS, Console(quiet=True))
     for tracker in trackers:
         for step, metrics in LINES:
             tracker.log(step, metrics)
@@ -133,26 +137,30 @@ def test_trackio_records_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_trackers_log_to_their_places(tmp_path: Path) -> None:
     console = Console(record=True, width=200)
-    for tracker in make_trackers(["console", "tensorboard"], tmp_path, 0, {}, console):
+    for tracker in make_trackers(["console", "tensorboard"], tmp_path, {}, console):
         for step in range(3):
-            tracker.log(step, {"reward": step / 4})
+            tracker.log(step, {"reward": step / 4, "seconds/left": 3725.4})
         tracker.close()
-    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][2] == {"step": 2, "reward": 0.5}
-    assert "step    2  reward 0.500" in console.export_text()
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][2] == {
+        "step": 2,
+        "reward": 0.5,
+        "seconds/left": 3725.4,
+    }
+    assert "step    2  reward 0.500  left 1:02:05" in console.export_text()
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert events.read_bytes().count(b"reward") >= 3
     before = (tmp_path / "metrics.jsonl").read_text()
-    (tracker,) = make_trackers([], tmp_path, 1, {}, console)
+    (tracker,) = make_trackers([], tmp_path, {}, console)
     assert (tmp_path / "metrics.jsonl").read_text() == before  # until there is something in the place of the steps that are done again
-    tracker.log(1, {"reward": 5.0})
-    tracker.log(2, {"reward": 6.0})
-    again = '{"step": 0, "reward": 0.0}\n{"step": 1, "reward": 5.0}\n{"step": 2, "reward": 6.0}\n'
+    for step, reward in ((1, 4.0), (2, 9.0), (1, 5.0), (2, 6.0)):  # and once more
+        tracker.log(step, {"reward": reward})
+    again = '{"step": 0, "reward": 0.0, "seconds/left": 3725.4}\n{"step": 1, "reward": 5.0}\n{"step": 2, "reward": 6.0}\n'
     assert (tmp_path / "metrics.jsonl").read_text() == again
 
 
 def test_a_line_that_a_killed_run_did_not_finish_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 0.5}\n{"step": 1, "rew')
-    (tracker,) = make_trackers([], tmp_path, 2, {}, Console())
+    (tracker,) = make_trackers([], tmp_path, {}, Console())
     tracker.log(2, {"reward": 1.0})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "reward": 0.5}\n{"step": 2, "reward": 1.0}\n'
 
@@ -160,6 +168,36 @@ def test_a_line_that_a_killed_run_did_not_finish_is_dropped(tmp_path: Path) -> N
 def test_trackers_that_are_not_there_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="trackers: 'paper' is not known; known are console, tensorboard, wandb and trackio"):
-        make_trackers(["paper"], tmp_path, 0, {}, Console())
+        make_trackers(["paper"], tmp_path, {}, Console())
     with pytest.raises(ConfigError, match="trackers: 'wandb' is not installed; install it with: pip install wandb"):
-        make_trackers(["wandb"], tmp_path, 0, {}, Console())
+        make_trackers(["wandb"], tmp_path, {}, Console())
+
+
+def batch(*groups: list[float], reason: StopReason = "done") -> list[Group]:
+    return [Group(0, Prompt(0), 0, tuple(trajectory(reward, 2, reason) for reward in rewards)) for rewards in groups]
+
+
+@pytest.mark.parametrize(
+    ("sections", "groups", "warning"),
+    [
+        ({}, batch([0.0, 0.0], [0.0, 0.0]), "every reward was 0. Let the model begin with some reward: warm it up"),
+        ({}, batch([0.0, 0.0], [1.0, 1.0]), "in each group all rewards were equal. Let the model"),
+        ({}, [Group(0, Prompt(0), 0, (Trajectory(EpisodeId("test", 0), (), "empty", 0),))], "in each group all rewards were equal"),
+        (
+            {"generation": {"temperature": 0}},
+            batch([0.0, 0.0]),
+            "generation: temperature=0 gives all episodes of a group the same",
+        ),
+        ({}, batch([0.0, 1.0], reason="length"), "every episode was cut; raise generation: max_tokens=256"),
+        ({}, batch([0.0, 1.0], reason="context"), "every episode was cut; raise generation: max_context=0"),
+        ({"training": {"advantages": "batch"}}, batch([0.0, 0.0], [1.0, 1.0]), ""),
+        ({}, batch([0.0, 1.0]), ""),
+    ],
+)
+def test_a_run_that_learns_nothing_says_so_once(
+    sections: dict[str, Any], groups: list[Group], warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = BatchWatch(from_tree({"model": {"base_model": "tiny"}, "env": {"name": "maze2d"}, **sections}))
+    for _ in range(20):
+        watch.look(groups)
+    assert [warning in message for message in caplog.messages] == [True] * bool(warning)

@@ -1,8 +1,12 @@
 """A run that is killed and started again loses nothing, and a directory takes no other run than the one that it holds."""
 
 import json
+import os
+import re
 import signal
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from io import StringIO
 from pathlib import Path
@@ -13,10 +17,11 @@ import tinker
 from rich.console import Console
 
 from tests.rl.test_run import QUIET, config_of, logged
-from tests.running import PROGRAM
+from tests.running import PROGRAM, serving
 from tinsmith.errors import ConfigError
+from tinsmith.models.tiny import write_tiny_model
 from tinsmith.rl.config import RlConfig, to_tree
-from tinsmith.rl.resume import FIXED_AT_START, MAY_DIFFER, RunState, load_state, locked, record_settings, starting_state
+from tinsmith.rl.resume import FIXED_AT_START, MAY_CHANGE, MAY_DIFFER, RunState, load_state, locked, record_settings, starting_state
 from tinsmith.rl.trainer import train
 
 KEY = "tml-resume"
@@ -57,7 +62,7 @@ def test_a_killed_run_that_is_started_again_goes_on_and_keeps_its_best_weights(s
     # Killed before the first checkpoint: there is nothing to go on with, and nothing of it may go.
     assert start(file, plan, dies_in_step=4).returncode == -signal.SIGKILL
     first, lines = state_of(out), (out / "metrics.jsonl").read_text()
-    assert [line["step"] for line in logged(out)] == [0, 1, 2, 3]
+    assert [line["step"] for line in logged(out)] == [1, 2, 3, 4]
     assert (first.weights, first.best_weights in on_server(server_url)) == ("", True)
     # Killed after the first checkpoint, which default settings save after ten steps.
     again = start(file, plan, dies_in_step=12)
@@ -70,17 +75,56 @@ def test_a_killed_run_that_is_started_again_goes_on_and_keeps_its_best_weights(s
     assert state_of(out / "ended-1") == first
     second = state_of(out)
     assert second.step == 10
-    assert [line["step"] for line in logged(out)] == list(range(12))
+    assert [line["step"] for line in logged(out)] == list(range(1, 13))
     assert {first.best_weights, second.best_weights} <= on_server(server_url)
     # Started a third time, it goes on to its end.
     third = start(file, plan, None)
     assert (third.returncode, third.stderr) == (0, "")
-    assert "step   10" in third.stdout
-    assert "step    9" not in third.stdout
-    assert [line["step"] for line in logged(out)] == list(range(STEPS))
+    assert "step   11" in third.stdout
+    assert "step   10" not in third.stdout
+    assert [line["step"] for line in logged(out)] == list(range(1, STEPS + 1))
     last = state_of(out)
     assert last.step == STEPS
     assert on_server(server_url) - of_other_tests == {first.best_weights} | last.paths
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("victim", ["server", "worker"])
+def test_a_run_goes_on_when_what_it_trains_on_is_started_again(victim: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It publishes again; if the model is gone too, it goes on from its last state. Its metrics have every step once."""
+    write_tiny_model("qwen3", tmp_path / "tiny")
+    options = ["--base-model", f"tiny={tmp_path / 'tiny'}", "--kv-cache-gib", "0.1"]
+    out = tmp_path / "out"
+    with serving(tmp_path, *options) as server, ThreadPoolExecutor(1) as threads:
+        config = config_of(
+            server.url,
+            out,
+            model={"base_model": "tiny", "tokenizer": str(tmp_path / "tiny")},
+            env={"name": "arithmetic", "options": {"delay_s": 0.1}},
+            training={"steps": 9, "group_size": 2},
+            warmup={"steps": 1, "episodes": 2},
+            output={"save_every": 2},
+        )
+        running = threads.submit(train, config, QUIET)
+        while not running.done() and (not (out / "metrics.jsonl").exists() or len(logged(out)) < 3):
+            time.sleep(0.02)
+        if victim == "worker":
+            os.kill(server.worker_pid(), signal.SIGKILL)
+            state = running.result()
+        else:
+            url = server.url  # which is read from the log
+            server.process.kill()
+            server.process.wait()
+            with serving(tmp_path, *options, "--port", url.rpartition(":")[2]) as again:
+                again.wait_for_health()
+                state = running.result()
+    assert [line["step"] for line in logged(out)] == list(range(1, 10))
+    assert state == state_of(out)
+    assert state.step == 9
+    losses = [record.getMessage() for record in caplog.records if record.name == "tinsmith.rl.trainer"]
+    assert any("the server has lost weights or the model" in loss for loss in losses)
+    if victim == "server":
+        assert any(re.search(r"the run goes on from step [24] with its last checkpoint, tinker://", loss) for loss in losses)
 
 
 def test_a_run_that_is_done_says_how_to_go_on(tmp_path: Path) -> None:
@@ -104,26 +148,26 @@ def run_of(directory: Path, done: int, **sections: dict[str, Any]) -> RlConfig:
         (
             {"training": {"seed": 1}},
             (
-                "training.seed is 0 there and 1 here; name another directory, or change them from step 2 on with output: "
+                "training.seed is 0 there and 1 here; take --new, or name another directory, or change them from step 2 on with output: "
                 "{allow_changes: [training.seed]}"
             ),
         ),
         (
             {"model": {"base_model": "tiny"}},
-            "model.base_model is 'tiny-vl' there and 'tiny' here; name another directory",
+            "model.base_model is 'tiny-vl' there and 'tiny' here; take --new, or name another directory",
         ),
         (
             {"env": {"name": "maze2d", "options": {"level": "easy"}}, "model": {"rank": 4}},
             (
                 "model.rank is 8 there and 4 here, env.name is 'color_square' there and 'maze2d' here, env.options is {} there and "
-                "{'level': 'easy'} here; name another directory"
+                "{'level': 'easy'} here; take --new, or name another directory"
             ),
         ),
         (
-            {"training": {"seed": 1, "learning_rate": 1.0}, "output": {"allow_changes": ["training.seed"]}},
+            {"training": {"seed": 1, "learning_rate": 1.0, "epochs": 2}, "output": {"allow_changes": ["training.seed"]}},
             (
-                "training.learning_rate is 0.001 there and 1.0 here; name another directory, or change them from step 2 on with output: "
-                "{allow_changes: [training.learning_rate]}"
+                "training.epochs is 1 there and 2 here; take --new, or name another directory, or change them from step 2 on with output: "
+                "{allow_changes: [training.epochs]}"
             ),
         ),
     ],
@@ -142,11 +186,15 @@ def test_settings_that_do_not_change_the_run_may_differ_and_others_if_they_are_n
         "server": {"url": "http://127.0.0.1:10"},
         "env": {"workers": "thread", "worker_count": 3, "timeout_s": 1},
         "generation": {"in_flight": 3},
-        "training": {"steps": 40, "learning_rate": 1.0},
+        "training": {"steps": 40, "learning_rate": 1.0, "seed": 7},
         "evaluation": {"model": "tinker://there", "pass_at": [1]},
-        "output": {"keep": 1, "save_every": 1, "trackers": ["console"], "allow_changes": ["training.learning_rate"]},
+        "output": {"keep": 1, "save_every": 1, "trackers": ["console"], "allow_changes": ["training.seed"]},
     }
-    assert starting_state(run_of(tmp_path, 2, **changes), QUIET).step == 2
+    console = Console(record=True, width=40, file=StringIO())
+    assert starting_state(run_of(tmp_path, 2, **changes), console).step == 2
+    assert console.export_text() == (
+        "from step 3 on, training.seed is 7 (it was 0)\nfrom step 3 on, training.learning_rate is 1.0 (it was 0.001)\n"
+    )
 
 
 def test_what_a_later_version_added_counts_as_its_default(tmp_path: Path) -> None:
@@ -173,7 +221,7 @@ def test_a_change_that_cannot_be_is_refused(tmp_path: Path, key: str, complaint:
 
 def test_every_named_setting_is_one() -> None:
     settings = {f"{section}.{key}" for section, values in to_tree(RlConfig()).items() for key in values}
-    for pattern in (*MAY_DIFFER, *FIXED_AT_START):
+    for pattern in (*MAY_DIFFER, *MAY_CHANGE, *FIXED_AT_START):
         assert any(fnmatchcase(key, pattern) for key in settings), pattern
 
 
@@ -209,7 +257,7 @@ def test_resume_false_refuses_whatever_a_run_left(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward": 1.0}\n')
     with pytest.raises(ConfigError) as refused:
         starting_state(config_of("", tmp_path, output={"resume": False}), QUIET)
-    assert str(refused.value) == f"output: directory='{tmp_path}' holds a run, and resume is false; name another directory"
+    assert str(refused.value) == f"output: directory='{tmp_path}' holds a run, and resume is false; take --new, or name another directory"
 
 
 def test_a_run_that_could_not_begin_leaves_room_for_another(tmp_path: Path) -> None:

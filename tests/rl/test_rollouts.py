@@ -15,11 +15,12 @@ from PIL import Image
 from tests.extent import slow
 from tests.rl.scripted import COUNTS, KEEPS_THOUGHTS, SHOUTS, THINKING, Script, Scripted, ids, settings
 from tests.rl.test_run import config_of
-from tinsmith.errors import ConfigError, UserError
+from tinsmith.errors import ConfigError
 from tinsmith.rl.chat import ChatTemplate, TemplateError
-from tinsmith.rl.config import from_tree
+from tinsmith.rl.config import EvaluationSection, from_tree
 from tinsmith.rl.env import ChatMessage, Prompt, image_part, text_part, user
-from tinsmith.rl.policy import Completion, SamplingRequest, context_limit
+from tinsmith.rl.evaluation import evaluation_prompts
+from tinsmith.rl.policy import Completion, SamplingRequest, TinkerPolicy, context_limit
 from tinsmith.rl.rollouts import EnvRollouts, file_prompts, prompt_of_group, rollout_settings, seed_prompts
 from tinsmith.rl.sequences import Picture
 from tinsmith.rl.trajectory import EpisodeId, TrainingSample, Trajectory
@@ -43,7 +44,9 @@ def play(
 ) -> Made:
     """An episode of scripted answers (text, whether it stopped by itself) and steps."""
     policy = Scripted([(ids(template, said) if isinstance(said, str) else said, stopped) for said, stopped in answers])
-    rollouts = EnvRollouts("tests.rl.scripted:Script", {"opening": opening, "steps": steps}, settings(**changes), template, InlineWorkers())
+    rollouts = EnvRollouts(
+        "tests.rl.scripted:Script", {"opening": opening, "steps": steps}, settings(**changes), template, InlineWorkers(600)
+    )
     return asyncio.run(rollouts.play(policy, Prompt(5), EpisodeId("script", 5))), policy
 
 
@@ -230,9 +233,7 @@ def test_an_empty_generation_adds_its_reward_to_what_was_sampled_before(plain: C
 
 def test_an_episode_of_which_nothing_was_sampled_leaves_nothing_to_learn(plain: ChatTemplate, thinking: ChatTemplate) -> None:
     for template in (plain, thinking):
-        full, policy = play(template, [], [], max_context=len(ids(template, ASKED)))
         empty, _ = play(template, [([], True)], [([], 1.0, True)])
-        assert (full.samples, full.stop_reason, full.turns, full.usable, policy.prompts) == ((), "context", 0, False, [])
         assert (empty.samples, empty.stop_reason, empty.usable, empty.reward) == ((), "empty", False, 0.0)
 
 
@@ -285,7 +286,7 @@ def test_samples_have_pixel_values_on_request(name: str, pictures: list[int], re
         assert sample.image_grid_thw is not None
         assert sample.pixel_values.shape == (8 * count, 3 * 2 * 16 * 16)
         assert sample.image_grid_thw.tolist() == [[1, 2, 4]] * count
-    without, _ = play(template, answers, steps, opening)
+    without, _ = play(template, answers, steps, opening, max_context=2000)
     assert [(sample.pixel_values, sample.image_grid_thw) for sample in without.samples] == [(None, None)] * len(pictures)
 
 
@@ -306,6 +307,29 @@ def test_a_placeholder_that_the_model_samples_stays_text(plain: ChatTemplate, th
     assert policy.prompts[1] == input_of(thinking, ids(thinking, again), [file])
 
 
+def test_a_control_token_in_what_the_environment_says_stays_text(plain: ChatTemplate, thinking: ChatTemplate) -> None:
+    """Wherever it stands in a message, and whatever it is: nobody can close a turn, open another, or show a picture that is none."""
+    tokens = ["<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"]
+    said = "".join(f"a{token}b" for token in tokens)
+    steps: list[tuple[list[ChatMessage], float, bool]] = [([user(said)], 0.5, False), ([], 1.0, True)]
+    opening: list[ChatMessage] = [
+        {"role": "system", "content": said},
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": [text_part(said), image_part(picture("red"))]},
+    ]
+    for template in (plain, thinking):
+        answers = [("i</think>\n\nhot<|im_start|>" + END, True), ("n</think>\n\ncold" + END, True)]
+        made, policy = play(template, answers, steps, opening, max_context=2000)
+        print(made.error, made.stop_reason)
+        for prompt, turns in ((policy.prompts[0], 4), (policy.prompts[1], 6)):
+            seen = [token for chunk in prompt.chunks if isinstance(chunk, tinker.EncodedTextChunk) for token in chunk.tokens]
+            sampled = policy.prompts.index(prompt)  # one <|im_start|> of the first answer
+            assert [seen.count(ids(template, token)[0]) for token in tokens] == [turns - 1, turns + sampled, 0, 1, 0]
+            assert template.decode(seen).count(said) == turns // 2 + 1
+        assert made.stop_reason == "done"
+    assert plain.ids("a<|im_end|>") == tuple(ids(plain, "a<|im_end|>"))  # elsewhere they are what they are
+
+
 @pytest.mark.parametrize(("broken", "was", "now"), [(SHOUTS, "'hot'", "'H'"), (COUNTS, "'1'", "'3'")])
 def test_a_template_that_changes_what_was_said_is_an_error(
     broken: str, was: str, now: str, make_template: Callable[[str], ChatTemplate]
@@ -323,17 +347,64 @@ def test_a_model_without_a_chat_template_is_refused(plain: ChatTemplate) -> None
     ChatTemplate.for_tokenizer(tokenizer, THINKING)
 
 
-def test_a_template_that_refuses_system_messages_says_so_in_a_line(make_template: Callable[[str], ChatTemplate]) -> None:
-    refusing = "{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{%- endif -%}" + THINKING
-    opening: list[ChatMessage] = [{"role": "system", "content": "be brief"}, user("hot or cold?")]
-    with pytest.raises(UserError, match=r"^the chat template cannot render the messages: TemplateError: System role not supported$"):
-        make_template(refusing).render(opening, (), add_generation_prompt=True)
+def red(width: int = 64, height: int = 32) -> ChatMessage:
+    return user(Image.new("RGB", (width, height), "red"))
 
 
-def test_a_text_model_refuses_pictures(plain: ChatTemplate) -> None:
-    blind = ChatTemplate(plain.tokenizer, None)
-    with pytest.raises(UserError, match="takes no images, and the environment showed one"):
-        play(blind, [], [], [user(picture("red"))])
+@pytest.mark.parametrize(
+    ("shown", "sees", "error"),
+    [
+        (red(), False, "takes no images, and the environment showed one"),
+        (red(4000, 4), True, "the model takes no picture of 4000 x 4 pixels: absolute aspect ratio must be smaller than 200"),
+        (
+            user(b"a path"),
+            True,
+            "Script.{method} returned a picture in {place} that cannot be shown: a picture of 6 bytes",
+        ),
+        ({"role": "nobody", "content": "hi"}, True, "the chat template cannot render the messages: TemplateError: who is nobody?"),
+    ],
+)
+@pytest.mark.parametrize("opens", [True, False])
+def test_what_cannot_be_shown_ends_its_episode_only(
+    shown: ChatMessage, sees: bool, error: str, opens: bool, make_template: Callable[[str | None], ChatTemplate]
+) -> None:
+    """The answer before it is kept."""
+    strict = make_template(
+        "{%- for m in messages if m.role == 'nobody' -%}{{ raise_exception('who is nobody?') }}{%- endfor -%}" + KEEPS_THOUGHTS
+    )
+    template = ChatTemplate(strict.tokenizer, strict.processor if sees else None, strict.template)
+    made, _ = play(template, [("hot" + END, True)] * 2, [([shown], 0.5, False)], [shown] if opens else OPENING)
+    assert (made.stop_reason, made.usable, made.turns) == ("env_error", False, 0 if opens else 1)
+    place = "messages[0]" if opens else "observations[0]"
+    assert error.format(method="init" if opens else "step", place=place) in made.error
+    assert made.details.startswith("prompt: Prompt(seed=5, messages=(), fields={})\n")
+    if not opens:
+        assert "the model said: 'hot<|im_end|>'\n" in made.details
+        reward = 0.0 if "Script." in error else 0.5  # nothing counts of what a wrong step returns
+        assert_sample(only(made), template, ASKED + "<think>\n", [("hot" + END, 1, reward)])
+
+
+def test_an_opening_without_room_for_an_answer_is_a_failure(plain: ChatTemplate) -> None:
+    room = len(ids(plain, ASKED))
+    made, policy = play(plain, [], [], max_context=room)
+    assert (made.stop_reason, made.samples, policy.prompts) == ("env_error", (), [])
+    assert made.error.startswith(f"the first messages have {room} tokens, and a conversation has room for {room}; shorten them")
+    huge, _ = play(plain, [], [], [red(9000, 9000)], max_context=512)
+    assert huge.error.startswith("the first messages have ")
+
+
+def test_an_answer_that_the_environment_fails_on_is_kept(plain: ChatTemplate) -> None:
+    made, _ = play(plain, [("hot" + END, True), ("cold" + END, True)], [([user("warmer")], 0.25, False)])  # no second step: IndexError
+    assert (made.stop_reason, made.turns, made.error) == ("env_error", 2, "IndexError: list index out of range")
+    assert_sample(only(made), plain, ASKED, [("hot" + END, 1, 0.25), ("\n" + NEXT, 0, 0.0), ("cold" + END, 2, 0.0)])
+
+
+def test_a_refused_prompt_ends_its_episode_only(server_url: str, plain: ChatTemplate) -> None:
+    client = tinker.ServiceClient(base_url=server_url, api_key="tml-test").create_sampling_client(base_model="tiny").result()
+    rollouts = EnvRollouts("arithmetic", {}, settings(max_context=10**6, max_tokens=10**6), plain, InlineWorkers(600))
+    made = asyncio.run(rollouts.play(TinkerPolicy(client), Prompt(5), EpisodeId("arithmetic", 5)))
+    assert made.stop_reason == "env_error"
+    assert made.error.startswith("the server refuses the prompt: ")
 
 
 def test_turns_get_seeds_of_their_own(plain: ChatTemplate) -> None:
@@ -359,7 +430,7 @@ def test_thousands_of_episodes_are_played_and_no_more_at_a_time_than_wanted(in_f
             return Completion(np.array(plain.end_of_turn_ids, np.int32), np.zeros(1, np.float32), True)
 
     async def play_all() -> list[Trajectory]:
-        rollouts = EnvRollouts("arithmetic", {}, settings(), plain, InlineWorkers(), in_flight=in_flight)
+        rollouts = EnvRollouts("arithmetic", {}, settings(), plain, InlineWorkers(600), in_flight=in_flight)
         return await asyncio.gather(*(rollouts.play(Slow(), Prompt(n), EpisodeId("arithmetic", n)) for n in range(3000)))
 
     made = asyncio.run(play_all())
@@ -458,6 +529,12 @@ def test_prompts_of_a_file_are_its_rows(tmp_path: Path) -> None:
     file.write_text('{"messages": [{"role": "user", "content": "2 + 2"}], "fields": {"answer": "4"}}\n{"fields": {}}\n')
     assert file_prompts(file, 5) == [Prompt(0, ({"role": "user", "content": "2 + 2"},), {"answer": "4"}), Prompt(1)]
     assert file_prompts(file, 1) == file_prompts(file, 5)[:1]
+    file.write_text('{"fields": {}}\n' * 1500)
+    assert len(file_prompts(file, 0)) == len(evaluation_prompts(EvaluationSection(file=str(file)))) == 1500
+    assert len(evaluation_prompts(EvaluationSection())) == 64
+    file.write_text("")
+    with pytest.raises(ConfigError, match="it is empty"):
+        file_prompts(file, 0)
     file.write_text('{"question": "2 + 2"}\n')
     with pytest.raises(ConfigError, match="row 1: a prompt has the keys messages and fields"):
         file_prompts(file, 5)

@@ -53,22 +53,26 @@ def undisturbed(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> tu
     """A run of four steps."""
     directory = tmp_path_factory.mktemp("undisturbed")
     trackers = {"trackers": ["tensorboard"]}
-    return directory, train(config_of(server_url, directory, evaluation={"every": 4, "prompts": 4}, output=trackers), QUIET)
+    config = config_of(server_url, directory, evaluation={"every": 4, "prompts": 4}, output=trackers)
+    return directory, train(config, Console(file=(directory / "console").open("w"), width=80))
 
 
 def test_a_run_logs_and_writes_what_it_did(undisturbed: tuple[Path, RunState]) -> None:
     directory, state = undisturbed
     lines = logged(directory)
-    assert [line["step"] for line in lines] == [-1, 0, 1, 2, 3]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     for line in lines[1:]:
         assert set(ALWAYS_LOGGED) <= set(line)
         assert line["kl_sampler_trainer"] < 1e-6  # one code path samples and trains
-    assert {"eval/reward", "eval/env/color_right"} <= set(lines[0]) & set(lines[-1])
+    assert {"eval/reward", "eval/env/first_right"} <= set(lines[0]) & set(lines[-1])
     assert state == load_state(directory)
     assert (state.step, state.next_group) == (4, 8)
     assert state.weights.startswith("tinker://")
     assert (directory / "trajectories" / "step-000004.html").read_text().count('<img src="data:image/png;base64,') >= 6
     assert list((directory / "tensorboard").iterdir())
+    told = (directory / "console").read_text()
+    assert told.startswith("color_square: steps 1 to 4, with 2 x 3 episodes in each; 1000 prompts, 4 others evaluated; metrics in ")
+    assert state.weights.rpartition("/weights/")[0] in told.splitlines()[0]
     assert "tml-test" not in (directory / "config.json").read_text()
 
 
@@ -86,7 +90,7 @@ def test_a_stopped_and_resumed_run_is_the_undisturbed_one(undisturbed: tuple[Pat
     evaluation = {"every": 4, "prompts": 4}
     train(config_of(server_url, tmp_path, evaluation=evaluation, training={"steps": 2}), QUIET)
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "reward": 9.0}\n')  # a step that was done, but not saved, when the run was killed
+        file.write('{"step": 3, "reward": 9.0}\n')  # a step that was done, but not saved, when the run was killed
     state = train(config_of(server_url, tmp_path, evaluation=evaluation), QUIET)
     for again, once in zip(told(tmp_path, 4), told(undisturbed[0], 4), strict=True):
         for sample, expected in zip(again.pop("samples"), once.pop("samples"), strict=True):
@@ -95,7 +99,7 @@ def test_a_stopped_and_resumed_run_is_the_undisturbed_one(undisturbed: tuple[Pat
             assert sample == expected
         assert again == once
     assert (state.step, state.next_group) == (4, 8)
-    lines, expected_lines = ([line for line in logged(directory) if line["step"] >= 0] for directory in (tmp_path, undisturbed[0]))
+    lines, expected_lines = ([line for line in logged(directory) if line["step"] > 0] for directory in (tmp_path, undisturbed[0]))
     assert [(line["step"], line["reward"]) for line in lines] == [(line["step"], line["reward"]) for line in expected_lines]
     assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected_lines], abs=1e-4)
 
@@ -140,6 +144,15 @@ def test_other_schedules_run_ahead_within_their_bound(mode: str, server_url: str
     ages = [line["staleness_max"] for line in logged(tmp_path)]
     assert max(ages) <= {"one_step_off": 1, "async": 2}[mode]
     assert max(ages) >= 1
+
+
+def test_stable_reinforce_trains_on_what_was_recorded(server_url: str, tmp_path: Path) -> None:
+    """Of two turns with pictures, with an end of turn that nobody sampled behind each, and with one sample for each turn."""
+    training = {"loss": "stable_reinforce", "steps": 2}
+    for name, generation in (("merged", {"stop": ["e"]}), ("single", {"context_turns": 1})):
+        train(config_of(server_url, tmp_path / name, training=training, generation=generation), QUIET)
+        assert any(line["optimizer_steps"] for line in logged(tmp_path / name))
+        assert all(line["kl_sampler_trainer"] < 1e-6 for line in logged(tmp_path / name))
 
 
 def test_corrections_penalty_and_filters_are_applied(server_url: str, tmp_path: Path) -> None:

@@ -2,15 +2,18 @@
 
 import base64
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tinsmith.config import ImagesConfig
 from tinsmith.errors import UserError
 from tinsmith.rl.chat import ChatTemplate
-from tinsmith.rl.sequences import encode
+from tinsmith.rl.pictures import encode
+from tinsmith.wire.images import decode
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 64, 3), dtype=np.uint8)
 
@@ -25,12 +28,41 @@ def pixels(data: bytes) -> Any:
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
-@pytest.mark.parametrize("mode", ["RGB", "L", "P", "1", "RGBA", "CMYK"])
-def test_images_become_png_with_their_pixels(mode: str) -> None:
-    image = Image.fromarray(PIXELS).convert(mode)
+MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV", "I;16", "I;16B", "I;16L")
+"""Pillow's, but for I and F, whose scale is unknown."""
+
+
+def image_of(mode: str) -> Image.Image:
+    image = Image.fromarray(PIXELS)
+    if mode.startswith("I;16"):
+        grey = (np.asarray(image.convert("L")).astype(np.uint16) * 257).astype(">u2" if mode == "I;16B" else "<u2")
+        return Image.frombytes(mode, image.size, grey.tobytes())
+    return image.convert({"RGBa": "RGBA", "La": "LA"}.get(mode, mode)).convert(mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_images_become_png_with_the_pixels_that_the_server_sees(mode: str) -> None:
+    image = image_of(mode)
     data, kind, size = encode(image)
-    assert (data[:4], kind, size) == (b"\x89PNG", "png", (64, 40))
-    assert np.array_equal(pixels(data), np.asarray(image.convert("RGB")))
+    assert (kind, size) == ("png", (64, 40))
+    seen = np.asarray(decode(data, kind, ImagesConfig()))
+    if mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):  # those that Pillow writes into a PNG as they are
+        assert np.array_equal(seen, np.asarray(decode(file_of(image, "PNG"), "png", ImagesConfig())))
+    grey = mode in ("L", "LA", "La", "I;16", "I;16B", "I;16L")
+    expected = np.asarray(Image.fromarray(PIXELS).convert("L" if grey else "RGB").convert("RGB")).astype(int)
+    if mode not in ("1", "P", "PA", "LAB"):  # which have fewer colours, or others
+        assert np.abs(seen - expected).max() <= (8 if mode in ("YCbCr", "HSV") else 0)
+
+
+def test_a_palette_s_transparency_leaves_its_colours() -> None:
+    image = Image.fromarray(PIXELS).convert("P")
+    image.info["transparency"] = 0
+    assert np.array_equal(pixels(encode(image).data), pixels(file_of(image, "PNG")))
+
+
+def test_arrays_are_taken() -> None:
+    for array in (PIXELS, PIXELS[:, :, 0], PIXELS[:, :, :1], np.dstack([PIXELS, PIXELS[:, :, 0]])):
+        assert np.array_equal(pixels(encode(array).data)[:, :, 0], PIXELS[:, :, 0])
 
 
 def test_png_and_jpeg_files_stay_as_they_are() -> None:
@@ -55,9 +87,18 @@ def test_other_files_become_png() -> None:
         (b"no picture", "a picture of 10 bytes that begins with b'no pictu' is no image file"),
         ("https://example.org/cat.png", "must be a data URI"),
         ("data:image/png;base64,???", "holds no base64"),
+        ("cat.png", "must be a data URI"),
+        (Path("cat.png"), "is no picture; a picture is a PIL image, an array"),
+        (None, "None of type NoneType is no picture"),
+        (PIXELS.astype(np.float32), r"an array of float32 \[40, 64, 3\] is no picture"),
+        (Image.new("F", (4, 4)), "the scale of a picture of mode F is not known"),
+        (Image.new("RGB", (0, 4)), "has 0 x 4 pixels"),
+        (file_of(Image.fromarray(PIXELS), "PNG")[:900], "the picture cannot be decoded"),
+        (file_of(Image.fromarray(PIXELS), "JPEG")[:900], "the picture cannot be decoded"),
+        (Image.open(io.BytesIO(file_of(Image.fromarray(PIXELS), "PNG")[:900])), "the picture cannot be decoded"),
     ],
 )
-def test_what_is_no_picture_is_refused(source: bytes | str, message: str) -> None:
+def test_what_is_no_picture_is_refused(source: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         encode(source)
 

@@ -35,7 +35,7 @@ def answers(template: ChatTemplate) -> list[tuple[list[int], bool]]:
 
 def test_the_cookbook_plays_our_environment_to_the_data_that_we_make(plain: ChatTemplate) -> None:
     prompt = Prompt(0)  # its number is neither 4 nor 2 nor 1, so that all three guesses are made
-    rollouts = EnvRollouts("guess_number", {}, settings(), plain, InlineWorkers())
+    rollouts = EnvRollouts("guess_number", {}, settings(), plain, InlineWorkers(600))
     ours = asyncio.run(rollouts.play(Scripted(answers(plain)), prompt, EpisodeId("guess_number", 0)))
     builder = CookbookEnvGroupBuilder("guess_number", {}, prompt, plain, group_size=1)
     theirs = asyncio.run(do_group_rollout(builder, CompleterOfPolicy(Scripted(answers(plain)), SamplingRequest(max_tokens=10))))
@@ -102,7 +102,7 @@ def test_we_play_the_cookbook_s_environment_with_its_policy(plain: ChatTemplate)
     policy = PolicyOfCompleter(Fixed(ids(plain, "4<|im_end|>")), sorted(plain.stop_ids))
     builder = Judged(Prompt(0), plain, 2)
     made = play(builder, policy, plain, 2)
-    rollouts = EnvRollouts("guess_number", {}, settings(), plain, InlineWorkers())
+    rollouts = EnvRollouts("guess_number", {}, settings(), plain, InlineWorkers(600))
     ours = asyncio.run(rollouts.play(policy, Prompt(0), EpisodeId("ours", 0)))
     assert [trajectory.episode.member for trajectory in made] == [0, 1]
     for trajectory, judged in zip(made, (0.0, 1.0), strict=True):
@@ -173,7 +173,7 @@ def test_the_cookbook_s_own_policy_plays_as_ours_does(server_url: str, plain: Ch
         client = service.create_sampling_client(base_model="tiny-vl").result()
         theirs = PolicyOfCompleter(TinkerTokenCompleter(client, max_tokens=10, temperature=0.0), sorted(plain.stop_ids))
         request = SamplingRequest(max_tokens=6, temperature=0.0)
-        rollouts = EnvRollouts("color_square", {}, settings(request=request), plain, InlineWorkers())
+        rollouts = EnvRollouts("color_square", {}, settings(request=request), plain, InlineWorkers(600))
         made, expected = (
             asyncio.run(rollouts.play(policy, Prompt(0), EpisodeId("color_square", 0))) for policy in (theirs, TinkerPolicy(client))
         )

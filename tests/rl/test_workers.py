@@ -52,11 +52,23 @@ UNWILLING = ("env_error", "ValueError: no game today", False)
 
 
 @pytest.mark.parametrize("kind", ["inline", "thread"])
-def test_an_exception_ends_its_trajectory_only(kind: Literal["inline", "thread"], plain: ChatTemplate) -> None:
+@pytest.mark.parametrize("env", ["Moody", "Patient"])
+def test_an_exception_ends_its_trajectory_only(kind: Literal["inline", "thread"], env: str, plain: ChatTemplate) -> None:
+    """And the first is the one that is told: closing the unwilling one fails too."""
     CLOSED.clear()
-    made = play(kind, plain, ["good", "raises", "unwilling", "good"])
+    made = play(kind, plain, ["good", "raises", "unwilling", "good"], env=env)
     assert [ending(trajectory) for trajectory in made] == [GOOD, RAISED, UNWILLING, GOOD]
     assert sorted(CLOSED) == ["good", "good", "raises", "unwilling"]
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread", "process"])
+def test_asynchronous_methods_are_awaited_and_have_a_time_out(kind: Kind, plain: ChatTemplate) -> None:
+    assert ending(play(kind, plain, ["good"], env="Patient")[0]) == GOOD
+    (late,) = play(kind, plain, ["slow"], env="Patient", timeout_s=SHORT_S)
+    assert (late.stop_reason, late.turns) == ("env_timeout", 1)
+    if kind != "process":
+        (lost,) = play(kind, plain, ["gives up"], env="Patient")
+        assert lost.error == "the environment cancelled its own task"
 
 
 @pytest.mark.parametrize("kind", ["inline", "thread", "process"])

@@ -8,7 +8,7 @@ from tests.rl.conftest import server_url
 
 __all__ = ["server_url"]  # a fixture
 
-OUTPUT = Path("rl-output")
+OUTPUT = Path("rl-output").absolute()
 
 
 @pytest.fixture(scope="session")

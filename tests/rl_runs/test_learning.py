@@ -1,5 +1,6 @@
 """The examples learn what they say, from a short warm-up, on two cores: `make test-rl`. Each draws its curve into rl-output/."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,9 @@ def run(example: str, url: str, directory: Path, **sections: dict[str, Any]) -> 
     return logged(directory)
 
 
-def evaluations(lines: list[dict[str, float]]) -> list[tuple[int, float]]:
-    """(steps done, mean reward of the evaluation)."""
-    return [(int(line["step"]) + 1, line["eval/reward"]) for line in lines if "eval/reward" in line]
+def evaluations(lines: list[dict[str, float]], metric: str = "reward") -> list[tuple[int, float]]:
+    """(step, mean of the evaluation)."""
+    return [(int(line["step"]), line[f"eval/{metric}"]) for line in lines if "eval/reward" in line]
 
 
 def draw(file: Path, title: str, runs: dict[str, list[dict[str, float]]]) -> None:
@@ -37,7 +38,7 @@ def draw(file: Path, title: str, runs: dict[str, list[dict[str, float]]]) -> Non
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, lines in runs.items():
         steps = [line for line in lines if "reward" in line]
-        (curve,) = axes.plot([line["step"] + 1 for line in steps], [line["reward"] for line in steps], alpha=0.6, label=name)
+        (curve,) = axes.plot([line["step"] for line in steps], [line["reward"] for line in steps], alpha=0.6, label=name)
         axes.plot(*zip(*evaluations(lines), strict=True), "o", color=curve.get_color())
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.02), title=title)
     axes.legend(loc="lower right")
@@ -50,6 +51,24 @@ def draw(file: Path, title: str, runs: dict[str, list[dict[str, float]]]) -> Non
 def test_rl_gains_half_of_what_the_warm_start_misses(example: str, server_url: str, tmp_path: Path, curves: Path) -> None:
     lines = run(example, server_url, tmp_path)
     draw(curves / f"{example}.png", example, {example: lines})
+    for turn in {"color_square": ("env/first_right", "env/second_right")}.get(example, ("reward",)):
+        before, after = evaluations(lines, turn)[0][1], evaluations(lines, turn)[-1][1]
+        assert after - before >= (1.0 - before) / 2, (turn, before, after)
+
+
+@pytest.mark.timeout(360)
+def test_the_example_of_the_documentation_learns(server_url: str, tmp_path: Path, curves: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (EXAMPLES.parents[1] / "docs" / "rl.md").read_text()
+    program, settings = re.findall(r"In `colours\.(?:py|yaml)`:\n\n```\w+\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "colours.py").write_text(program)
+    monkeypatch.chdir(tmp_path)
+    tree = yaml.safe_load(settings)
+    del tree["model"]["tokenizer"]
+    evaluation = {"every": tree["training"]["steps"]}
+    output = {"directory": str(tmp_path / "out"), "trackers": []}
+    train(from_tree({**tree, "server": {"url": server_url, "api_key": "tml-test"}, "evaluation": evaluation, "output": output}))
+    lines = logged(tmp_path / "out")
+    draw(curves / "colours.png", "the example of docs/rl.md", {"colours": lines})
     before, after = evaluations(lines)[0][1], evaluations(lines)[-1][1]
     assert after - before >= (1.0 - before) / 2, (before, after)
 

@@ -5,14 +5,16 @@ None or a message without a role would otherwise fail far away, in an error that
 episodes are dropped without harm. If most episodes fail, their rewards say nothing about the model, and `FailureCounter` ends the run.
 """
 
+import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
-from tinsmith.errors import TinsmithError
-from tinsmith.rl.env import ChatMessage, Step
+from tinsmith.errors import ConfigError, TinsmithError, UserError
+from tinsmith.rl.env import ChatMessage, Step, Teacher, image_part
+from tinsmith.rl.pictures import encode
 
 if TYPE_CHECKING:  # the processes of environments import this module, and trajectories would bring the SDK along
     from tinsmith.rl.trajectory import Trajectory
@@ -43,14 +45,27 @@ class TooManyFailuresError(TinsmithError):
 
 
 def call(env: Any, method: str, *arguments: Any) -> Any:
-    """Call a method of an environment. Returns its value, checked, with Python's own numbers. Raises EnvError."""
+    """Call a method of an environment. Returns its value, checked, with Python's own numbers; of an async method, an awaitable of that.
 
-    def checked() -> Any:
-        value = getattr(env, method)(*arguments)
-        check = _CHECKS.get(method)
-        return value if check is None else check(f"{type(env).__qualname__}.{method}", value)
+    Raises EnvError, and ConfigError for a demonstration of an environment that is no `Teacher`.
+    """
+    if method == "demonstrate" and not isinstance(env, Teacher):
+        raise ConfigError(f"warmup: steps: {type(env).__qualname__} has no demonstrations; derive it from Teacher, or set steps=0")
+    value = guarded(lambda: getattr(env, method)(*arguments))
+    return _checked_later(env, method, value) if inspect.isawaitable(value) else guarded(_checked, env, method, value)
 
-    return guarded(checked)
+
+async def _checked_later(env: Any, method: str, value: Awaitable[Any]) -> Any:
+    try:
+        awaited = await value
+    except (Exception, SystemExit) as error:  # as in `guarded`
+        raise env_error(error) from error
+    return guarded(_checked, env, method, awaited)
+
+
+def _checked(env: Any, method: str, value: Any) -> Any:
+    check = _CHECKS.get(method)
+    return value if check is None else check(f"{type(env).__qualname__}.{method}", value)
 
 
 def guarded(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -93,8 +108,10 @@ class FailureCounter:
         """Count a finished group. Raises TooManyFailuresError after `max_groups` groups in a row in which every episode failed."""
         failed = [trajectory for trajectory in group if trajectory.failed]
         if failed and not self._first:
-            self._first = failed[0].error
-            log.error("environment %r failed in an episode (%s):\n%s", self.env, failed[0].stop_reason, failed[0].details.rstrip())
+            first = failed[0]
+            self._first = first.error
+            which = f"seed {first.episode.seed}, group {first.episode.group}, member {first.episode.member}, turn {first.turns}"
+            log.error("environment %r failed in an episode (%s; %s):\n%s", self.env, first.stop_reason, which, first.details.rstrip())
         self.failed += len(failed)
         self._episodes += len(group)
         self._failed_episodes += len(failed)
@@ -165,25 +182,30 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _messages(where: str, what: str, value: Any) -> list[ChatMessage]:
+    """The messages, with each picture as an `ImageFile`."""
     if not isinstance(value, list | tuple):
         raise EnvError(f"{where} returned {_quoted(value)} for its {what}, which are a list of messages")
-    for place, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise EnvError(f"{where} returned {what}[{place}]={_quoted(message)}; {_MESSAGE}")
-        content = message.get("content")
-        if not isinstance(content, str | list | tuple):
-            raise EnvError(f"{where} returned {what}[{place}]={_quoted(message)}; {_MESSAGE}")
-        for part in () if isinstance(content, str) else content:
-            if not _is_part(part):
-                raise EnvError(f"{where} returned {_quoted(part)} in {what}[{place}]; {_PARTS}")
-    return list(value)
+    return [_message(where, f"{what}[{place}]", message) for place, message in enumerate(value)]
 
 
-def _is_part(part: Any) -> bool:
+def _message(where: str, place: str, message: Any) -> ChatMessage:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, str | list | tuple) or not isinstance(message.get("role"), str):
+        raise EnvError(f"{where} returned {place}={_quoted(message)}; {_MESSAGE}")
+    parts = content if isinstance(content, str) else [_part(where, place, part) for part in content]
+    return cast(ChatMessage, {**message, "content": parts})
+
+
+def _part(where: str, place: str, part: Any) -> dict[str, Any]:
     match part:
-        case {"type": "text", "text": str()} | {"type": "image", "image": _} | {"type": "image_url", "image_url": {"url": _}}:
-            return True
-    return False
+        case {"type": "text", "text": str()}:
+            return dict(part)
+        case {"type": "image", "image": picture} | {"type": "image_url", "image_url": {"url": picture}}:
+            try:
+                return image_part(encode(picture))
+            except UserError as error:
+                raise EnvError(f"{where} returned a picture in {place} that cannot be shown: {error}") from error
+    raise EnvError(f"{where} returned {_quoted(part)} in {place}; {_PARTS}")
 
 
 def _metadata(where: str, value: Any) -> dict[str, Any]:

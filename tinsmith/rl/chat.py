@@ -7,12 +7,16 @@ from the new text. A template that changes anything else is refused.
 
 A rendered text contains the model's placeholder token where a picture stands. The same characters may also occur as plain text, for example
 because the model sampled them. To tell the two apart, plain text carries the character `ESCAPED` instead until it is tokenized.
+
+Nobody but the template and the model writes control tokens, such as the end of a turn. Where a message of the environment contains the
+characters of one, the character `BREAK` stands behind the first of them until the text is tokenized, as text.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,10 @@ from tinsmith.rl.sequences import Picture, PictureProcessor, TokenSequence, conc
 
 ESCAPED = "\U000fdead"
 """Stands for a placeholder that is plain text. A private-use character, which no template and no model writes."""
+
+
+BREAK = "\U000fdeae"
+"""Breaks up what would be a control token. Also a private-use character."""
 
 
 class TemplateError(UserError):
@@ -68,6 +76,9 @@ class ChatTemplate:
                 "model that was trained to chat"
             )
         self.placeholder = "" if processor is None else str(tokenizer.convert_ids_to_tokens(processor.placeholder_id))
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        control = sorted({*map(str, tokenizer.all_special_tokens), *added} - {""}, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, control)) or r"(?!)")
         self.prefill, self.end_of_turn = self._framing()
         """The beginning of each answer that the generation prompt contains, such as "<think>\\n", mostly empty; and the text of the token
         that the template puts behind an answer, empty if that is no special token."""
@@ -113,28 +124,36 @@ class ChatTemplate:
         return concatenate(parts)
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text. Special tokens are recognised, and none are added."""
-        return self._tokenize(text)
+        """Tokens of a text. Special tokens are recognised unless they are broken up, and none are added."""
+        return tuple(chain.from_iterable(self._tokenize(piece) for piece in text.split(BREAK)))
 
     def decode(self, ids: list[int]) -> str:
         """Text of tokens, special tokens included."""
         return self._text(tuple(ids))
 
     def escaped(self, text: str) -> str:
-        """The text with `ESCAPED` in place of each placeholder."""
+        """A text of the model, with `ESCAPED` in place of each placeholder."""
         return text.replace(self.placeholder, ESCAPED) if self.placeholder else text
+
+    def broken(self, said: Any) -> Any:
+        """A message of the environment, or a part of one, with all its control tokens broken up."""
+        if isinstance(said, str):
+            plain = said.replace(ESCAPED, "").replace(BREAK, "")
+            return self._control.sub(lambda token: token[0][0] + BREAK + token[0][1:], plain)
+        if isinstance(said, Mapping):
+            return {key: value if key in ("image", "image_url") else self.broken(value) for key, value in said.items()}
+        return [self.broken(part) for part in said] if isinstance(said, list | tuple) else said
 
     def unescaped(self, text: str) -> str:
         """The inverse of `escaped`."""
         return text.replace(ESCAPED, self.placeholder) if self.placeholder else text
 
     def _for_template(self, message: ChatMessage) -> dict[str, Any]:
-        """The message in the form that templates expect: texts escaped, each picture a part {"type": "image"}."""
+        """The message in the form that templates expect: each picture a part {"type": "image"}."""
         content = message["content"]
         if isinstance(content, str):
-            return {**message, "content": self.escaped(content)}
-        parts = [{"type": "text", "text": self.escaped(part["text"])} if part["type"] == "text" else {"type": "image"} for part in content]
-        return {**message, "content": parts}
+            return {**message}
+        return {**message, "content": [part if part["type"] == "text" else {"type": "image"} for part in content]}
 
     def _apply(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         """The rendered text. Raises UserError for messages that the template refuses, or is not made for."""
@@ -183,10 +202,10 @@ class Conversation:
         self.template = template
         self.end_turn_after_stop_string = end_turn_after_stop_string
         self.context_turns = context_turns
-        self.messages = list(messages)
+        self.messages: list[ChatMessage] = template.broken(messages)
         self.pictures: tuple[Picture, ...] = tuple(map(template.picture, picture_sources(messages)))
         rendered = template.render(self.messages, self.pictures, add_generation_prompt=True)
-        self._opening = Opening(tuple(messages), self.pictures)
+        self._opening = Opening(tuple(self.messages), self.pictures)
         self._shown = rendered.text  # the text of `prompt`
         self._answers: list[str] = []
         self._turn_starts = [len(list(takewhile(_is_system, messages)))]  # indices into `messages`
@@ -211,10 +230,11 @@ class Conversation:
         new_pictures = tuple(map(self.template.picture, picture_sources(observations)))
         self.pictures += new_pictures
         self._answers.append(text)
+        replies: list[ChatMessage] = self.template.broken(observations)
         # Some templates expect the prefill in the message and some add it, so try without and with it.
         for content in dict.fromkeys((text, self.template.prefill + text)):
-            answer: ChatMessage = {"role": "assistant", "content": self.template.unescaped(content)}
-            history = [*self.messages, answer, *observations]
+            answer: ChatMessage = {"role": "assistant", "content": content}
+            history = [*self.messages, answer, *replies]
             rendered = self.template.render(history, self.pictures, add_generation_prompt=True)
             appended = self._appended(rendered.text, seen, sampled, stopped)
             if appended is not None:

@@ -15,7 +15,7 @@ from tinsmith.errors import ConfigError
 # Declared here and not beside the functions that use them, so that a configuration is checked before any slow import.
 AdvantageKind = Literal["grpo", "rloo", "reinforce_pp", "batch"]
 LossScale = Literal["tokens", "sequences", "sum"]
-PolicyLoss = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"]
+PolicyLoss = Literal["importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce"]
 ScheduleMode = Literal["sync", "one_step_off", "async"]
 WorkerKind = Literal["inline", "thread", "process"]
 
@@ -47,7 +47,10 @@ class PromptsSection:
     """What episodes are about."""
 
     count: int = setting(
-        1000, "Number of prompts: seeds from `seed` on, or the first rows of `file`; in another order in every pass", "prompts", 1
+        0,
+        "Number of prompts: the first rows of `file`, or seeds from `seed` on; 0 is all rows, or 1,000 seeds. Each pass has another order",
+        "prompts",
+        0,
     )
     seed: int = setting(0, "Seed of the first prompt")
     file: str = setting("", "JSONL file with rows of 'messages' and 'fields', for environments that take their episodes from a data set")
@@ -57,14 +60,17 @@ class PromptsSection:
 class EnvSection:
     """The environment, and where it runs."""
 
-    name: str = setting("", "Registered name, or an import path such as my_package.envs:MyEnv")
+    name: str = setting(
+        "",
+        "Registered name, or an import path: my_package.envs:MyEnv, or my_env.py:MyEnv, which `import: my_env.py, name: MyEnv` means too",
+    )
     options: dict[str, Any] = setting({}, "Arguments of the environment")
     kind: Literal["env", "cookbook"] = setting(
         "env", "What the name stands for: an environment, or an EnvGroupBuilder of the Tinker cookbook"
     )
     workers: WorkerKind = setting("inline", "Where environments run: inline if they are fast, thread if they wait, process if they compute")
     worker_count: int = setting(32, "Number of threads or processes that run environments", "workers", 1)
-    timeout_s: float = setting(60.0, "Time-out of a call into an environment in a thread or process", "seconds", 0.01)
+    timeout_s: float = setting(60.0, "Time-out of a call that is async, or made in a thread or process", "seconds", 0.01)
     max_failed_share: float = setting(0.5, "The run ends if the environment fails in more than this share of the episodes", "", 0, 1)
     max_failed_groups: int = setting(8, "The run ends after this many groups in a row in which every episode failed", "groups", 1)
 
@@ -134,7 +140,7 @@ class EvaluationSection:
     """Rollouts and metrics on prompts that are not trained on."""
 
     every: int = setting(0, "Evaluate every this many steps, and at the start and the end; 0 never", "steps", 0)
-    prompts: int = setting(64, "Number of prompts", "prompts", 1)
+    prompts: int = setting(0, "Number of prompts; 0 is all rows of `file`, or 64 seeds", "prompts", 0)
     samples: int = setting(1, "Episodes of each prompt", "episodes", 1)
     seed: int = setting(2_000_000, "Seed of the first prompt")
     file: str = setting("", "JSONL file of prompts, instead of seeds")
@@ -151,11 +157,16 @@ class EvaluationSection:
 class OutputSection:
     """What is written, and where."""
 
-    directory: str = setting("rl-output", "Directory for metrics, trajectories and the state of the run")
+    directory: str = setting(
+        "", "Directory for metrics, trajectories and the state of the run; if empty, rl-output/NAME for a configuration in NAME.yaml"
+    )
     resume: bool = setting(True, "Continue the run in the directory from its last checkpoint; false refuses a directory that holds a run")
     allow_changes: list[str] = setting([], "Settings, as SECTION.KEY, that may differ from those that the run in the directory began with")
     save_every: int = setting(
         10, "Save a checkpoint every this many steps, and at the end; a killed run continues from the last; 0 at the end only", "steps", 0
+    )
+    save_after_s: float = setting(
+        300.0, "Save a checkpoint also after the first step that ends this long after the last one was saved; 0 never", "seconds", 0
     )
     keep: int = setting(3, "How many of these checkpoints stay on the server, besides the best weights; 0 keeps all", "checkpoints", 0)
     save_best: bool = setting(True, "Keep the weights with the best reward so far, of evaluations if there are any")
@@ -186,13 +197,28 @@ class RlConfig:
 
 def load(file: Path) -> RlConfig:
     """The configuration in a YAML file. Raises ConfigError: the file cannot be read, has an unknown key, or an impossible value."""
-    return from_tree(read_yaml(file), str(file))
+    return from_tree(read_yaml(file), str(file), file.stem)
 
 
-def from_tree(tree: Mapping[str, Any], source: str = "configuration") -> RlConfig:
-    """The configuration in plain dictionaries; `source` names it in errors. Raises ConfigError as `load` does."""
+def begin_another(config: RlConfig) -> None:
+    """Name an output directory that does not exist: NAME-2, NAME-3, ... beside the one that the configuration names."""
+    name, number = config.output.directory, 1
+    while Path(config.output.directory).exists():
+        number += 1
+        config.output.directory = f"{name}-{number}"
+
+
+def from_tree(tree: Mapping[str, Any], source: str = "configuration", name: str = "run") -> RlConfig:
+    """The configuration in plain dictionaries; `source` names it in errors, `name` its output. Raises ConfigError as `load` does."""
     config = RlConfig()
+    env = tree.get("env")
+    if isinstance(env, Mapping) and "import" in env:  # a word that Python keeps for itself, so no field can have this name
+        file, name = env["import"], env.get("name") or ""
+        if not isinstance(file, str) or not file.endswith(".py") or not name:
+            raise ConfigError(f"{source}: env: import={file!r}, name={name!r} must be a Python file, such as my_env.py, and a name in it")
+        tree = {**tree, "env": {**{key: value for key, value in env.items() if key != "import"}, "name": f"{file}:{name}"}}
     fill(config, tree, source)
+    config.output.directory = config.output.directory or f"rl-output/{name}"
     _check(config, source)
     return config
 
@@ -225,6 +251,15 @@ def _check_loss(config: RlConfig, source: str) -> None:
         raise ConfigError(
             f"{source}: training: loss_scale={training.loss_scale} would divide dro's advantages, but not its penalty, which the server "
             "adds; take sum"
+        )
+    if training.loss == "stable_reinforce" and temperature != 1:
+        raise ConfigError(
+            f"{source}: generation: temperature={temperature}: stable_reinforce compares with recorded log-probabilities, "
+            "so these must be at temperature 1; take 1"
+        )
+    if training.loss == "stable_reinforce" and config.env.kind == "cookbook":
+        raise ConfigError(
+            f"{source}: training: loss=stable_reinforce needs to know how each token was sampled, which kind=cookbook does not say"
         )
     if temperature != 1 and training.kl_coefficient:
         raise ConfigError(

@@ -5,7 +5,7 @@ sampled tokens, in nats. A datum predicts target i at position i of its input, s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import tinker
@@ -19,6 +19,7 @@ EPSILON = 1e-6
 """Added to a standard deviation before dividing by it. Groups whose rewards are all equal are not divided at all."""
 
 Logprobs = NDArray[np.float32]
+Spans = list[tinker.types.PromptProvenanceSpan | tinker.types.SampledProvenanceSpan]
 
 
 def advantages(kind: AdvantageKind, groups: Sequence[Sequence[float]]) -> list[NDArray[np.float64]]:
@@ -104,6 +105,8 @@ class WeightedSample:
 
 def policy_datum(weighted: WeightedSample, loss: PolicyLoss, scale: float) -> tinker.Datum:
     """A datum for the losses that take advantages; `scale` multiplies them."""
+    if loss == "stable_reinforce":
+        return _datum_with_provenance(weighted, scale)
     inputs = {
         "target_tokens": _targets(weighted.sample),
         "logprobs": _over_positions(weighted.sample, weighted.logprobs),
@@ -114,6 +117,27 @@ def policy_datum(weighted: WeightedSample, loss: PolicyLoss, scale: float) -> ti
     return _datum(weighted.sample, inputs)
 
 
+def _datum_with_provenance(weighted: WeightedSample, scale: float) -> tinker.Datum:
+    """A datum that says of each token in which prompt or answer it was, up to the last that was sampled: the server has the logprobs."""
+    sample, spans, at = weighted.sample, Spans(), 0
+    for name, start, stop in sample.answers:
+        spans += [
+            tinker.types.PromptProvenanceSpan(sequence_id=name, offset=at, length=start - at),
+            tinker.types.SampledProvenanceSpan(sequence_id=name, length=stop - start),
+        ]
+        at = stop
+    advantages = _over_positions(sample, weighted.advantages * np.float32(scale)).to_numpy()[: at - 1]
+    inputs = {
+        "target_tokens": TensorData.from_numpy(sample.sequence.ids[1:at].astype(np.int64)),
+        "advantages": TensorData.from_numpy(advantages),
+    }
+    datum = tinker.Datum(model_input=sample.sequence.head(at - 1).model_input, loss_fn_inputs=inputs)
+    last, first = spans[-1], spans[0]
+    return datum.with_provenance(
+        [*spans[:-1], replace(last, length=last.length - 1)], [replace(first, offset=first.offset + 1, length=first.length - 1), *spans[1:]]
+    )
+
+
 def likelihood_datum(sample: TrainingSample, scale: float = 1.0) -> tinker.Datum:
     """A datum for `cross_entropy`, in which every sampled token has the weight `scale`."""
     weights = _over_positions(sample, sample.loss_mask * np.float32(scale))
@@ -121,9 +145,15 @@ def likelihood_datum(sample: TrainingSample, scale: float = 1.0) -> tinker.Datum
 
 
 def response_logprobs(output: tinker.ForwardBackwardOutput, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
-    """[r] for each sample: the trainer's logprobs of the response, from the server's output for the samples' datums."""
-    whole = [entry["logprobs"].to_numpy() for entry in output.loss_fn_outputs]  # each [n - 1]
-    return [logprobs[-len(sample.loss_mask) :].astype(np.float32) for logprobs, sample in zip(whole, samples, strict=True)]
+    """[r] for each sample: the trainer's logprobs of the response, from the server's output for the samples' datums.
+
+    0.0 for tokens at its end that the datum leaves out, which nobody sampled.
+    """
+    responses = []
+    for entry, sample in zip(output.loss_fn_outputs, samples, strict=True):
+        computed = entry["logprobs"].to_numpy()[sample.prompt_length - 1 :]
+        responses.append(np.pad(computed.astype(np.float32), (0, len(sample.loss_mask) - len(computed))))
+    return responses
 
 
 def scales(samples: Sequence[TrainingSample], kind: LossScale) -> list[float]:

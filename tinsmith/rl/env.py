@@ -9,20 +9,23 @@ An environment opens a conversation, reads what the model says, replies and give
 Messages have the form of OpenAI's chat API. The content of a message is a text, or a list of parts: `text_part("...")`,
 `image_part(picture)`, or `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`.
 
-A configuration file names an environment by a registered name, or by an import path such as "my_package.envs:MyEnv", which needs no
-registration. The object behind either is a factory: a class or a function that returns a new `Env`.
+A configuration file names an environment by a registered name, or by an import path such as "my_package.envs:MyEnv" or "my_env.py:MyEnv",
+which needs no registration. The object behind either is a factory: a class or a function that returns a new `Env`.
 """
 
 import importlib
 import inspect
+import sys
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, TypedDict
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, TypedDict, cast
 
 import numpy as np
-from PIL import Image
 
 from tinsmith.errors import ConfigError
 
@@ -63,7 +66,7 @@ class Step(NamedTuple):
 
 
 class Env(ABC):
-    """One episode. Methods may be slow and may raise: an exception ends this episode, with its reason in the log, and not the run."""
+    """One episode. Methods may be slow or async, and may raise: an exception ends this episode, with its reason in the log, not the run."""
 
     @abstractmethod
     def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:
@@ -90,7 +93,7 @@ class Teacher(ABC):
         """A right answer to the last message."""
 
 
-def user(*parts: str | Image.Image) -> ChatMessage:
+def user(*parts: Any) -> ChatMessage:
     """A user's message of texts and pictures."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return {"role": "user", "content": parts[0]}
@@ -102,8 +105,8 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def image_part(picture: "Image.Image | bytes | str") -> dict[str, Any]:
-    """A picture as a part of a message's content: a PIL image, the bytes of an image file, or a data URI."""
+def image_part(picture: Any) -> dict[str, Any]:
+    """A picture as a part of a message's content: a PIL image, an array of uint8, the bytes of an image file, or a data URI."""
     return {"type": "image", "image": picture}
 
 
@@ -158,16 +161,38 @@ def find(name: str) -> Factory:
     factory = _factories.get(name, name)
     if not isinstance(factory, str):
         return factory
-    module, separator, attribute = factory.partition(":")
+    module, separator, attribute = factory.rpartition(":")
     if not separator:
         raise ConfigError(
-            f"env={name!r} is not registered; known are {', '.join(registered())}; or give an import path: package.module:Env"
+            f"env={name!r} is not registered; known are {', '.join(registered())}; or give an import path: package.module:Env, file.py:Env"
         )
+    imported = _imported(module, name)
+    found = getattr(imported, attribute, None) or _factories.get(attribute)  # a file may register its environments
+    if found is None or isinstance(found, str):
+        raise ConfigError(f"env={name!r}: {imported.__file__} has no {attribute!r}")
+    return cast(Factory, found)
+
+
+def _imported(module: str, env: str) -> ModuleType:
+    """The module of this name, or in this file. Raises ConfigError if it cannot be imported.
+
+    The working directory, or that of the file, comes last in the path of imports: what lies there never stands in for a package.
+    """
+    file = Path(module).absolute() if module.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ConfigError(f"env={env!r}: there is no file {file}")
+    directory = str(Path.cwd() if file is None else file.parent)
+    if directory not in sys.path:
+        sys.path.append(directory)
     try:
-        found: Factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"env={name!r}: cannot import {factory!r}: {error}") from error
-    return found
+        imported = importlib.import_module(module if file is None else file.stem)
+    except (Exception, SystemExit) as error:  # the user's code
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if raised.filename.startswith("<") else f" ({raised.filename}, line {raised.lineno})"  # <...>: the import itself
+        raise ConfigError(f"env={env!r}: cannot import {module!r}: {type(error).__name__}: {error}{where}") from error
+    if file is not None and Path(imported.__file__ or "").resolve() != file.resolve():
+        raise ConfigError(f"env={env!r}: {file} has the name of another module, {imported.__file__}; rename it")
+    return imported
 
 
 @cache

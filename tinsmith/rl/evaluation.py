@@ -70,7 +70,7 @@ class Evaluator:
 
 def evaluation_prompts(section: EvaluationSection) -> list[Prompt]:
     """The prompts that the configuration names: rows of a file, or seeds."""
-    return file_prompts(Path(section.file), section.prompts) if section.file else seed_prompts(section.seed, section.prompts)
+    return file_prompts(Path(section.file), section.prompts) if section.file else seed_prompts(section.seed, section.prompts or 64)
 
 
 def run_evaluation(config: RlConfig, console: Console) -> Evaluation:

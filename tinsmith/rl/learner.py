@@ -1,7 +1,7 @@
 """Learns on the server: supervised steps on demonstrations before a run begins, then optimizer steps on batches of groups."""
 
+import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
@@ -9,10 +9,8 @@ import numpy as np
 import tinker
 from numpy.typing import NDArray
 
-from tinsmith.errors import ConfigError
-from tinsmith.rl.calls import call
-from tinsmith.rl.chat import ChatTemplate, Conversation
-from tinsmith.rl.config import EnvSection, TrainingSection, WarmupSection
+from tinsmith.rl.calls import FailureCounter
+from tinsmith.rl.config import TrainingSection, WarmupSection
 from tinsmith.rl.datums import (
     WeightedSample,
     advantages,
@@ -24,74 +22,41 @@ from tinsmith.rl.datums import (
     response_logprobs,
     scales,
 )
-from tinsmith.rl.env import ChatMessage, Prompt, Step, Teacher, make
+from tinsmith.rl.env import Prompt
 from tinsmith.rl.groups import Group
 from tinsmith.rl.metrics import Metrics
-from tinsmith.rl.trajectory import TrainingSample, Turn, assemble
+from tinsmith.rl.rollouts import EnvRollouts, task_group
+from tinsmith.rl.trajectory import EpisodeId, TrainingSample
+
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Demonstration:
-    """An episode with the environment's own answers."""
-
-    opening: list[ChatMessage]
-    turns: list[tuple[str, Step]]
-    """Each answer, and the environment's reply to it."""
-
-
-def warm_up(
-    client: tinker.TrainingClient, env: EnvSection, warmup: WarmupSection, template: ChatTemplate, context_turns: int
-) -> list[float]:
+async def warm_up(client: tinker.TrainingClient, rollouts: EnvRollouts, warmup: WarmupSection, failures: FailureCounter) -> list[float]:
     """Train on demonstrations, so that a model that knows nothing begins with some reward. Returns the loss per token of each step.
 
-    The learning rate falls linearly to zero. `context_turns`: how many turns the model will see in rollouts; 0 is all.
-    Raises ConfigError if the environment has no demonstrations.
+    The learning rate falls linearly to zero. Raises ConfigError if the environment has no demonstrations, TooManyFailuresError.
     """
-    losses = []
-    with ThreadPoolExecutor(env.worker_count if env.workers != "inline" else 1) as threads:
-        for step in range(warmup.steps):
-            first = warmup.seed + step * warmup.episodes
-            prompts = [Prompt(seed) for seed in range(first, first + warmup.episodes)]
-            demonstrations = threads.map(lambda prompt: demonstrated(env, prompt, warmup.thought), prompts)
-            samples = [
-                sample for demonstration in demonstrations for sample in demonstration_samples(demonstration, template, context_turns)
-            ]
-            tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
-            forward = client.forward_backward([likelihood_datum(sample, 1.0 / tokens) for sample in samples], "cross_entropy")
-            rate = warmup.learning_rate * (1 - step / warmup.steps)
-            update = client.optim_step(tinker.AdamParams(learning_rate=rate, eps=1e-8, grad_clip_norm=1.0))
-            losses.append(float(forward.result().metrics["loss:sum"]))
-            update.result()
+    losses, cut, played = [], 0, warmup.steps * warmup.episodes
+    for step in range(warmup.steps):
+        seeds = range(warmup.seed + step * warmup.episodes, warmup.seed + (step + 1) * warmup.episodes)
+        async with task_group() as tasks:
+            playing = [tasks.create_task(rollouts.play(None, Prompt(seed), EpisodeId(rollouts.env, seed))) for seed in seeds]
+        demonstrated = [task.result() for task in playing]
+        failures.count(demonstrated)
+        failures.judge(min_episodes=len(demonstrated))
+        cut += sum(trajectory.truncated or trajectory.stop_reason == "max_turns" for trajectory in demonstrated)
+        samples = [sample for trajectory in demonstrated if trajectory.usable for sample in trajectory.samples]
+        tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+        if not tokens:
+            continue
+        forward = client.forward_backward([likelihood_datum(sample, 1.0 / tokens) for sample in samples], "cross_entropy")
+        rate = warmup.learning_rate * (1 - step / warmup.steps)
+        update = client.optim_step(tinker.AdamParams(learning_rate=rate, eps=1e-8, grad_clip_norm=1.0))
+        losses.append(float((await forward).metrics["loss:sum"]))
+        await update
+    if cut:
+        log.warning("warm-up: %d of %d demonstrations were cut at generation: max_turns or max_context", cut, played)
     return losses
-
-
-def demonstrated(env: EnvSection, prompt: Prompt, thought: str) -> Demonstration:
-    """Demonstrate one episode, with the text `thought` before each answer.
-
-    Raises ConfigError if the environment has no demonstrations, EnvError if it fails.
-    """
-    teacher = make(env.name, **env.options)
-    if not isinstance(teacher, Teacher):
-        raise ConfigError(f"warmup: steps: the environment {env.name!r} has no demonstrations; derive it from Teacher, or set steps=0")
-    opening, _ = call(teacher, "init", prompt)
-    turns: list[tuple[str, Step]] = []
-    while not turns or not turns[-1][1].done:
-        text = thought + call(teacher, "demonstrate")
-        turns.append((text, call(teacher, "step", text)))
-    call(teacher, "close")
-    return Demonstration(opening, turns)
-
-
-def demonstration_samples(demonstration: Demonstration, template: ChatTemplate, context_turns: int = 0) -> tuple[TrainingSample, ...]:
-    """The training samples of a demonstrated episode."""
-    conversation = Conversation(template, demonstration.opening, context_turns=context_turns)
-    turns = []
-    for text, step in demonstration.turns:
-        tokens = np.array([*template.ids(text), *template.end_of_turn_ids], dtype=np.int32)  # [s]
-        turns.append(Turn(conversation.prompt, tokens, np.zeros(len(tokens), dtype=np.float32), step.reward))
-        if not step.done:
-            conversation.extend(tokens, True, step.observations)
-    return assemble(turns)
 
 
 @dataclass

@@ -5,9 +5,12 @@ Names mean the same in training and in evaluation. Every tracker implements one 
 
 import importlib
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -17,10 +20,17 @@ from rich.console import Console
 from tensorboardX import SummaryWriter
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.config import RlConfig
 from tinsmith.rl.datums import has_variance
+from tinsmith.rl.groups import Group
 from tinsmith.rl.trajectory import STOP_REASONS, Trajectory
 
+log = logging.getLogger(__name__)
+
 Metrics = dict[str, float]
+
+PATIENCE = 5
+"""Batches in a row from which nothing could be learnt until a warning says so."""
 
 SHOWN = ("reward", "eval/reward", "response_tokens", "entropy", "kl_sampler_trainer", "zero_variance_groups", "seconds/step")
 """The metrics on the console."""
@@ -96,11 +106,47 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if len(values) else 0.0
 
 
+class BatchWatch:
+    """Notices that a run learns nothing, because no rewards differ or every episode is cut, and says so once."""
+
+    def __init__(self, config: RlConfig) -> None:
+        self.config = config
+        self.patience = min(PATIENCE, config.training.steps)
+        self._in_a_row: Counter[str] = Counter()
+
+    def look(self, groups: Sequence[Group]) -> None:
+        """Count batches, and log a warning when enough of them in a row had the same fault."""
+        rewards = [[trajectory.reward for trajectory in group.usable] for group in groups]
+        if self.config.training.advantages == "batch":
+            rewards = [list(chain(*rewards))]
+        everyone = [trajectory for group in groups for trajectory in group.trajectories]
+        self._count("equal", not any(map(has_variance, rewards)), self._why_equal(list(chain(*rewards))))
+        self._count("cut", all(trajectory.truncated for trajectory in everyone), self._why_cut(everyone))
+
+    def _count(self, fault: str, found: bool, message: str) -> None:
+        self._in_a_row[fault] = self._in_a_row[fault] + 1 if found else 0
+        if self._in_a_row[fault] == self.patience:
+            log.warning("nothing was learnt from %d batches: %s", self.patience, message)
+
+    def _why_equal(self, rewards: list[float]) -> str:
+        if self.config.generation.temperature == 0:
+            return "generation: temperature=0 gives all episodes of a group the same answers; take 1"
+        what = f"every reward was {rewards[0]:g}" if rewards and not has_variance(rewards) else "in each group all rewards were equal"
+        return (
+            f"{what}. Let the model begin with some reward: warm it up (warmup: steps, for environments that demonstrate), make the task "
+            "easier or harder, reward parts of an answer, or play more episodes of each prompt (training: group_size)"
+        )
+
+    def _why_cut(self, everyone: Sequence[Trajectory]) -> str:
+        limit = "max_tokens" if any(trajectory.stop_reason == "length" for trajectory in everyone) else "max_context"
+        return f"every episode was cut; raise generation: {limit}={getattr(self.config.generation, limit)}, or ask for shorter answers"
+
+
 class Tracker(Protocol):
-    """Logs the metrics of a run, step by step. The evaluation before the first step is step -1."""
+    """Logs the metrics of a run, step by step. Steps count from 1; the evaluation before the first is step 0."""
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Log the metrics of a step."""
+        """Log the metrics of a step. One that was logged before is done again, and so are those behind it."""
         ...
 
     def close(self) -> None:
@@ -111,30 +157,31 @@ class Tracker(Protocol):
 class JsonlTracker:
     """Writes a line of JSON for each step to `file`.
 
-    A resumed run repeats the steps from `first_step` on. Their old lines are removed when the first new line is written, not before: a run
-    that cannot continue, because its server is gone for example, leaves the file as it was.
+    A resumed run repeats steps. Their old lines are removed when the first new line is written, not before: a run that cannot continue,
+    because its server is gone for example, leaves the file as it was.
     """
 
-    def __init__(self, file: Path, first_step: int) -> None:
-        self.file, self.first_step = file, first_step
-        self._old_lines_removed = False
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._last: int | None = None
+        """The last step in the file; None if that is not known yet."""
         file.touch()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        if not self._old_lines_removed:
-            self._remove_old_lines()
+        if self._last is None or step <= self._last:
+            self._remove_lines_from(step)
         with self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._last = step
 
     def close(self) -> None:
         return  # `log` writes at once
 
-    def _remove_old_lines(self) -> None:
-        kept = [line for line in _lines(self.file) if json.loads(line)["step"] < self.first_step]
+    def _remove_lines_from(self, step: int) -> None:
+        kept = [line for line in _lines(self.file) if json.loads(line)["step"] < step]
         new = self.file.with_name(f"{self.file.name}.new")  # renamed, so that a run that is killed now leaves the whole file
         new.write_text("".join(kept), encoding="utf-8")
         new.replace(self.file)
-        self._old_lines_removed = True
 
 
 class ConsoleTracker:
@@ -145,7 +192,8 @@ class ConsoleTracker:
 
     def log(self, step: int, metrics: Metrics) -> None:
         shown = "  ".join(f"{name} [bold]{metrics[name]:.3f}[/]" for name in SHOWN if name in metrics)
-        self.console.print(f"step {step:4d}  {shown}", highlight=False, soft_wrap=True)
+        left = f"  left {timedelta(seconds=round(metrics['seconds/left']))}" if metrics.get("seconds/left") else ""
+        self.console.print(f"step {step:4d}  {shown}{left}", highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         return
@@ -176,19 +224,18 @@ class ServiceTracker:
         self.module.init(project=project, name=name, group=name, config=settings)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        # Numbered by the steps done, because Weights & Biases drops metrics of a negative step.
-        self.module.log(metrics, step=step + 1)
+        self.module.log(metrics, step=step)
 
     def close(self) -> None:
         self.module.finish()
 
 
-def make_trackers(names: Sequence[str], directory: Path, first_step: int, settings: dict[str, Any], console: Console) -> list[Tracker]:
+def make_trackers(names: Sequence[str], directory: Path, settings: dict[str, Any], console: Console) -> list[Tracker]:
     """The trackers of a run: `metrics.jsonl`, and those in `names`.
 
     Raises ConfigError for an unknown name, or one whose package is not installed.
     """
-    trackers: list[Tracker] = [JsonlTracker(directory / "metrics.jsonl", first_step)]
+    trackers: list[Tracker] = [JsonlTracker(directory / "metrics.jsonl")]
     for name in names:
         match name:
             case "console":

@@ -16,7 +16,7 @@ import tinker
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import ModelSection, ServerSection
 from tinsmith.rl.reach import require_server
@@ -47,13 +47,23 @@ class Completion:
     """[s]"""
     stopped: bool
     """False if it ended because it reached its maximum length."""
+    sequence_id: str = ""
+    """The server's name for the answer."""
+
+
+class PromptRefusedError(UserError):
+    """The server refuses a prompt, such as one with a picture that is too large. The message gives its reason."""
+
+
+class WeightsLostError(TinsmithError):
+    """The server does not have the weights of a sampling client any more, because it or its engine was started again: publish again."""
 
 
 class Policy(Protocol):
     """Answers prompts."""
 
     async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
-        """One answer to `prompt`."""
+        """One answer to `prompt`. Raises PromptRefusedError, WeightsLostError."""
         ...
 
 
@@ -64,7 +74,7 @@ class TinkerPolicy:
         self.client = client
 
     async def complete(self, prompt: tinker.ModelInput, request: SamplingRequest) -> Completion:
-        """One answer to `prompt`. Raises the SDK's errors."""
+        """One answer to `prompt`. Raises PromptRefusedError, WeightsLostError, and the SDK's other errors."""
         params = tinker.SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,
@@ -73,10 +83,20 @@ class TinkerPolicy:
             stop=list(request.stop_ids) or list(request.stop) or None,  # None: the model's end of turn; []: nothing would end the answer
             seed=request.seed,
         )
-        reply = await self.client.sample(prompt, 1, params)
+        try:
+            reply = await self.client.sample(prompt, 1, params)
+        except (tinker.TinkerError, ValueError) as error:  # ValueError: the SDK's for a reply to a poll, with the reply as its cause
+            reply = (error.__cause__ if isinstance(error, ValueError) else None) or error
+            if isinstance(reply, tinker.NotFoundError) or type(reply) is tinker.TinkerError:  # the SDK's own, when it cannot poll
+                raise WeightsLostError(_reason(reply)) from error
+            by_user = isinstance(reply, tinker.RequestFailedError) and reply.category == tinker.types.RequestErrorCategory.User
+            if by_user or isinstance(reply, tinker.BadRequestError):
+                raise PromptRefusedError(f"the server refuses the prompt: {_reason(reply)}") from error
+            raise
         sequence = reply.sequences[0]
         tokens = np.array(sequence.tokens, dtype=np.int32)
-        return Completion(tokens, np.array(sequence.logprobs or [], dtype=np.float32), sequence.stop_reason == "stop")
+        logprobs = np.array(sequence.logprobs or [], dtype=np.float32)
+        return Completion(tokens, logprobs, sequence.stop_reason == "stop", sequence.sequence_id)
 
 
 def derived_seed(*parts: int) -> int:
@@ -136,9 +156,23 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except (tinker.APIStatusError, tinker.RequestFailedError) as error:
-        body = getattr(error, "body", None)
-        reason = body["detail"] if isinstance(body, dict) and "detail" in body else error
-        raise ConfigError(f"model: the server refuses: {reason}") from error
+        raise ConfigError(f"model: the server refuses: {_reason(error)}") from error
+
+
+def lost_something(error: Exception) -> bool:
+    """Whether an error of the SDK says that the server, or something on it, is gone and not that the request is wrong."""
+    if isinstance(error, ValueError):
+        return isinstance(error.__cause__, tinker.NotFoundError)
+    if isinstance(error, tinker.RequestFailedError):
+        return error.category != tinker.types.RequestErrorCategory.User
+    gone = WeightsLostError | tinker.NotFoundError | tinker.InternalServerError | tinker.APIConnectionError
+    return isinstance(error, gone) or type(error) is tinker.TinkerError  # the latter when the SDK cannot poll for results
+
+
+def _reason(error: BaseException) -> str:
+    """The server's own words in an error of the SDK."""
+    body = getattr(error, "body", None)
+    return str(body["detail"] if isinstance(body, dict) and "detail" in body else error)
 
 
 def base_model_of(client: tinker.TrainingClient) -> str:

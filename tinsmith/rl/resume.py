@@ -5,8 +5,8 @@ deleted only after `state.json` has ceased to name it, so at any moment the file
 
 A run that was killed continues from its last checkpoint. If it had saved none, a new run begins, and the files of the old one are moved to
 a directory of their own, so that neither its metrics nor its weights on the server are lost. A run continues only with the settings that it
-began with; `MAY_DIFFER` and `FIXED_AT_START` name the exceptions. Two runs in one directory would delete each other's checkpoints, so a run
-locks its directory.
+began with; `MAY_DIFFER`, `MAY_CHANGE` and `FIXED_AT_START` name the exceptions. Two runs in one directory would delete each other's
+checkpoints, so a run locks its directory.
 """
 
 import dataclasses
@@ -47,6 +47,9 @@ MAY_DIFFER = (
 )
 """Settings that may differ from start to start: they decide how long a run is, where it computes and what it writes, not its results."""
 
+MAY_CHANGE = ("training.learning_rate", "training.decay", "training.warmup_steps", "training.weight_decay", "training.grad_clip_norm")
+"""Settings of the optimizer. A run that continues takes their new values, and says so."""
+
 FIXED_AT_START = ("model.base_model", "model.start_from", "model.rank", "model.seed", "warmup.*")
 """Settings that have an effect only when a run begins, so a run that continues cannot change them."""
 
@@ -70,6 +73,8 @@ class RunState:
     """Checkpoints of steps that are on the server, oldest first: two for each step, including `weights` and `sampler_weights`."""
     tokenizer: str = ""
     """Directory or Hub id."""
+    home: str = ""
+    """The directory whose run saved these checkpoints, as `home_of` names it. In a copy of the directory it is another one."""
 
     @property
     def paths(self) -> frozenset[str]:
@@ -91,16 +96,22 @@ def load_state(directory: Path) -> RunState | None:
     except ValueError as error:
         raise ConfigError(f"{file}, the state of a run, is broken: {error}; restore it, or name another output directory") from error
     known = {spec.name for spec in dataclasses.fields(RunState)}
-    if not isinstance(values, dict) or set(values) != known:
+    if not isinstance(values, dict) or set(values) - known or "step" not in values:
         raise ConfigError(f"{file} was written by another version: its keys are {sorted(values)}, expected {sorted(known)}")
-    return RunState(**{**values, "kept": tuple(values["kept"])})
+    return RunState(**{**values, "kept": tuple(values.get("kept", ()))})
+
+
+def home_of(directory: Path) -> str:
+    """What tells a directory from a copy of it."""
+    return f"{directory.resolve()} ({directory.stat().st_ino})"
 
 
 @dataclass
 class RunCheckpoints:
     """Saves a run's checkpoints, records them in state.json, and deletes those that it names no longer.
 
-    A checkpoint that a run had saved and not recorded when it was killed stays on the server.
+    It deletes only what its own run has saved. A copy of an output directory names checkpoints of the run that it was copied from; these
+    stay. So does a checkpoint that a run had saved and not recorded when it was killed.
     """
 
     client: tinker.TrainingClient
@@ -111,27 +122,33 @@ class RunCheckpoints:
     recorded: RunState
     """The content of state.json."""
 
+    def __post_init__(self) -> None:
+        self._own = set(self.recorded.paths) if self.recorded.home == home_of(self.directory) else set()
+
     async def save_step(self, state: RunState) -> RunState:
         """Save the weights after `state.step` steps, for training and for sampling. They take effect with the next `record`."""
         name = f"step-{state.step:06d}"
         weights = (await self.client.save_state(name, overwrite=True)).path
         sampler_weights = (await self.client.save_weights_for_sampler(name)).path
+        self._own |= {weights, sampler_weights}
         kept = (*state.kept, weights, sampler_weights)[-2 * self.keep :]
         return replace(state, weights=weights, sampler_weights=sampler_weights, kept=kept)
 
     async def save_best(self, state: RunState, reward: float) -> RunState:
         """Save the weights after `state.step` steps as the best so far, and record them. The step to continue from stays the same."""
-        saved = await self.client.save_weights_for_sampler(f"best-{state.step:06d}")
+        path = (await self.client.save_weights_for_sampler(f"best-{state.step:06d}")).path
+        self._own.add(path)
 
         def with_best(old: RunState) -> RunState:
-            return replace(old, best_reward=reward, best_step=state.step, best_weights=saved.path, tokenizer=state.tokenizer)
+            best = {"best_reward": reward, "best_step": state.step, "best_weights": path}
+            return replace(old, **best, tokenizer=state.tokenizer, home=state.home)
 
         await self.record(with_best(self.recorded))
         return with_best(state)
 
     async def record(self, state: RunState) -> None:
-        """Let a resumed run continue from `state`, and delete the checkpoints that it does not name."""
-        dropped = self.recorded.paths - state.paths
+        """Let a resumed run continue from `state`, and delete the checkpoints of this run that it does not name."""
+        dropped = (self.recorded.paths - state.paths) & self._own
         state.save(self.directory)
         self.recorded = state
         if self.keep:
@@ -175,13 +192,14 @@ def starting_state(config: RlConfig, console: Console) -> RunState:
     if state is None and not _has_metrics(directory):
         return RunState()
     if not config.output.resume:
-        raise ConfigError(f"output: directory={str(directory)!r} holds a run, and resume is false; name another directory")
+        raise ConfigError(f"output: directory={str(directory)!r} holds a run, and resume is false; take --new, or name another directory")
     if state is None or not state.step:
         moved_to = _move_aside(directory)
         message = f"the run in {directory} ended before its first checkpoint, so a new run begins; its files were moved to {moved_to}"
         console.print(Text(message), soft_wrap=True)
         return RunState()
-    _check_same_settings(directory, state.step, settings, config.output.allow_changes)
+    for change in _changes(directory, state.step, settings, config.output.allow_changes):
+        console.print(Text(f"from step {state.step + 1} on, {change}"), soft_wrap=True)
     return state
 
 
@@ -216,8 +234,8 @@ def _check_allowed_changes(keys: list[str], settings: dict[str, Any]) -> None:
             raise ConfigError(f"output: allow_changes: {key} takes effect only when a run begins; name another output directory")
 
 
-def _check_same_settings(directory: Path, step: int, settings: dict[str, Any], allowed: list[str]) -> None:
-    """Raise ConfigError if the run in the directory has other settings, apart from MAY_DIFFER and `allowed`."""
+def _changes(directory: Path, step: int, settings: dict[str, Any], allowed: list[str]) -> list[str]:
+    """What changes for the run, apart from MAY_DIFFER. Raises ConfigError for what is neither in MAY_CHANGE nor `allowed`."""
     file = directory / SETTINGS
     try:
         recorded = _flat(json.loads(file.read_text(encoding="utf-8")))
@@ -226,11 +244,12 @@ def _check_same_settings(directory: Path, step: int, settings: dict[str, Any], a
             f"cannot read {file}, the settings of the run in {directory}: {error}; restore it, or name another output directory"
         ) from error
     before = _settings(RlConfig()) | recorded  # settings that are newer than the recorded file had the effect of their defaults
-    changed = [key for key, value in settings.items() if before[key] != value and not _matches(key, MAY_DIFFER) and key not in allowed]
+    different = [key for key, value in settings.items() if before[key] != value and not _matches(key, MAY_DIFFER)]
+    changed = [key for key in different if not _matches(key, MAY_CHANGE) and key not in allowed]
     if not changed:
-        return
+        return [f"{key} is {settings[key]!r} (it was {before[key]!r})" for key in different]
     differences = ", ".join(f"{key} is {before[key]!r} there and {settings[key]!r} here" for key in changed)
-    remedy = "name another directory"
+    remedy = "take --new, or name another directory"
     if not any(_matches(key, FIXED_AT_START) for key in changed):
         remedy += f", or change them from step {step} on with output: {{allow_changes: [{', '.join(changed)}]}}"
     raise ConfigError(f"output: directory={str(directory)!r} holds a run with other settings: {differences}; {remedy}")

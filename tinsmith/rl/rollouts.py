@@ -7,8 +7,8 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -16,12 +16,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.calls import EnvError
-from tinsmith.rl.chat import ChatTemplate, Conversation
+from tinsmith.rl.chat import ChatTemplate, Conversation, TemplateError
 from tinsmith.rl.config import RlConfig
 from tinsmith.rl.env import Prompt, Step
-from tinsmith.rl.policy import Completion, Policy, SamplingRequest, derived_seed
+from tinsmith.rl.policy import Completion, Policy, PromptRefusedError, SamplingRequest, derived_seed
 from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory, Turn, assemble, with_pixels
 from tinsmith.rl.workers import EnvSession, EnvTimeoutError, Workers
 
@@ -32,15 +32,18 @@ def seed_prompts(first: int, count: int) -> list[Prompt]:
 
 
 def file_prompts(file: Path, count: int) -> list[Prompt]:
-    """The first `count` rows of a JSONL file, each {"messages": [...], "fields": {...}}. A prompt's seed is the number of its row.
+    """The first `count` rows of a JSONL file, or all with 0, each {"messages": [...], "fields": {...}}. A prompt's seed is its row.
 
-    Raises ConfigError if the file does not exist or holds something else.
+    Raises ConfigError if the file does not exist, is empty or holds something else.
     """
     try:
         with file.open(encoding="utf-8") as lines:
-            return [_prompt(file, number, json.loads(line)) for number, line in enumerate(islice(lines, count))]
-    except (OSError, json.JSONDecodeError) as error:
+            prompts = [_prompt(file, number, json.loads(line)) for number, line in enumerate(islice(lines, count or None))]
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the prompts in {file}: {error}") from error
+    if not prompts:
+        raise ConfigError(f"there are no prompts in {file}: it is empty")
+    return prompts
 
 
 def _prompt(file: Path, number: int, row: Any) -> Prompt:
@@ -72,6 +75,8 @@ class RolloutSettings:
     """How many turns the model sees, including the one that it is about to answer; 0 is all."""
     pixel_values: bool = False
     """Give samples the pixel values of their pictures."""
+    thought: str = ""
+    """Text before every demonstrated answer."""
 
 
 def rollout_settings(config: RlConfig, max_context: int, template: ChatTemplate) -> RolloutSettings:
@@ -80,7 +85,9 @@ def rollout_settings(config: RlConfig, max_context: int, template: ChatTemplate)
     request = SamplingRequest(section.max_tokens, section.temperature, section.top_p, section.top_k, tuple(section.stop))
     end_turn = section.end_turn_after_stop_string
     longest = max_context - _reserved_tokens(config, template)
-    return RolloutSettings(request, section.max_turns, longest, config.training.seed, end_turn, section.context_turns)
+    return RolloutSettings(
+        request, section.max_turns, longest, config.training.seed, end_turn, section.context_turns, thought=config.warmup.thought
+    )
 
 
 def _reserved_tokens(config: RlConfig, template: ChatTemplate) -> int:
@@ -155,19 +162,18 @@ class EnvRollouts:
             playing = [tasks.create_task(self.play(policy, prompt, episode)) for episode in episodes]
         return tuple(task.result() for task in playing)
 
-    async def play(self, policy: Policy, prompt: Prompt, episode: EpisodeId) -> Trajectory:
-        """Play one episode. A failure of the environment ends it with the reason.
+    async def play(self, policy: Policy | None, prompt: Prompt, episode: EpisodeId) -> Trajectory:
+        """Play one episode; without a policy the environment gives the answers itself. What it does wrong ends its episode with the reason.
 
-        Raises what the policy raises; TemplateError; UserError for messages that cannot be rendered.
+        Raises what the policy raises, but for refused prompts; TemplateError; ConfigError if the environment cannot demonstrate.
         """
         async with self._slots:
             record = _EpisodeRecord(self.settings, self.template, policy, episode)
             try:
                 async with self._session() as session:
                     await record.play(session, prompt)
-            except (EnvError, EnvTimeoutError) as error:
-                record.stop_reason = "env_timeout" if isinstance(error, EnvTimeoutError) else "env_error"
-                record.error, record.details = str(error), error.details if isinstance(error, EnvError) else str(error)
+            except (EnvError, EnvTimeoutError, PromptRefusedError) as error:
+                record.fail(error, prompt)
             return record.trajectory()
 
     @asynccontextmanager
@@ -175,8 +181,22 @@ class EnvRollouts:
         session = await self.workers.open(self.env, self.options)
         try:
             yield session
-        finally:
-            await session.end()
+        except BaseException:
+            with suppress(EnvError, EnvTimeoutError):  # often a consequence of the first error, which is the one to tell
+                await session.end()
+            raise
+        await session.end()
+
+
+@contextmanager
+def _blaming_the_environment() -> Iterator[None]:
+    """Messages that cannot be shown to the model are a failure of the environment; a template that changes them is not."""
+    try:
+        yield
+    except TemplateError:
+        raise
+    except UserError as error:
+        raise EnvError(str(error)) from error
 
 
 @dataclass
@@ -185,7 +205,7 @@ class _EpisodeRecord:
 
     settings: RolloutSettings
     template: ChatTemplate
-    policy: Policy
+    policy: Policy | None
     episode: EpisodeId
     turns: list[Turn] = field(default_factory=list)
     stop_reason: StopReason = "done"
@@ -198,24 +218,44 @@ class _EpisodeRecord:
     async def play(self, session: EnvSession, prompt: Prompt) -> None:
         """Play turn by turn until something ends the episode."""
         messages, self.notes = await self._timed(session.call("init", prompt))
-        conversation = Conversation(self.template, messages, self.settings.end_turn_after_stop_string, self.settings.context_turns)
+        with _blaming_the_environment():
+            conversation = Conversation(self.template, messages, self.settings.end_turn_after_stop_string, self.settings.context_turns)
+        if len(conversation.prompt) >= self.settings.max_context:
+            raise EnvError(
+                f"the first messages have {len(conversation.prompt)} tokens, and a conversation has room for {self.settings.max_context}; "
+                "shorten them or their pictures, or raise generation: max_context, if the server's context allows it"
+            )
         while True:
             room = self.settings.max_context - len(conversation.prompt)
             if room < 1:
                 self.stop_reason = "context"
                 break
-            answer = await self._sample(conversation, room)
+            answer = await self._answer(session, conversation, room)
             if not len(answer.tokens) and not self.turns:
                 self.stop_reason = "empty"
                 break
-            step: Step = await self._timed(session.call("step", conversation.text_of(answer.tokens)))
+            # Recorded before the environment reads it: if that fails, the answer that it failed on is kept.
             tail = conversation.tail_of(answer.tokens, answer.stopped)
-            self.turns.append(Turn(conversation.prompt, answer.tokens, answer.logprobs, step.reward, tail))
+            self.turns.append(Turn(conversation.prompt, answer.tokens, answer.logprobs, 0.0, tail, answer.sequence_id))
+            step: Step = await self._timed(session.call("step", conversation.text_of(answer.tokens)))
+            self.turns[-1] = replace(self.turns[-1], reward=step.reward)
             if reason := self._reason_to_stop(answer, step):
                 self.stop_reason = reason
                 break
-            conversation.extend(answer.tokens, answer.stopped, step.observations)
+            with _blaming_the_environment():
+                conversation.extend(answer.tokens, answer.stopped, step.observations)
         self.metrics = await self._timed(session.call("metrics"))
+
+    def fail(self, error: EnvError | EnvTimeoutError | PromptRefusedError, prompt: Prompt) -> None:
+        """End the episode by a failure, and note what it was about."""
+        self.stop_reason = "env_timeout" if isinstance(error, EnvTimeoutError) else "env_error"
+        self.error = str(error)
+        about = [f"prompt: {prompt!r:.1000}"]
+        if self.turns:
+            last = self.turns[-1]
+            about.append(f"the model saw, at its end: {self.template.decode(last.prompt.ids[-500:].tolist())!r}")
+            about.append(f"the model said: {self.template.decode(last.sampled.tolist())!r:.2000}")
+        self.details = "\n".join([*about, error.details if isinstance(error, EnvError) else self.error])
 
     def trajectory(self) -> Trajectory:
         """The finished episode."""
@@ -241,7 +281,12 @@ class _EpisodeRecord:
             return "done"
         return "max_turns" if len(self.turns) == self.settings.max_turns else None
 
-    async def _sample(self, conversation: Conversation, room: int) -> Completion:
+    async def _answer(self, session: EnvSession, conversation: Conversation, room: int) -> Completion:
+        """The next answer: sampled from the policy, or demonstrated by the environment."""
+        if self.policy is None:
+            text = self.settings.thought + self.template.broken(await self._timed(session.call("demonstrate")))
+            ids = np.array([*self.template.ids(text), *self.template.end_of_turn_ids], dtype=np.int32)  # [s]
+            return Completion(ids[:room], np.zeros(min(len(ids), room), dtype=np.float32), len(ids) <= room)
         request, seed = self.settings.request, self.settings.seed
         if seed is not None:
             seed = derived_seed(seed, self.episode.group, self.episode.member, len(self.turns))

@@ -4,24 +4,21 @@ A picture is encoded once, when it enters a conversation, and the same bytes go 
 covers as many positions as the model makes of it; each of them holds the id of the model's placeholder token.
 """
 
-import base64
-import binascii
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import sha256
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tinker
 from numpy.typing import ArrayLike, NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor
 
 from tinsmith.errors import UserError
-
-Format = Literal["png", "jpeg"]
+from tinsmith.rl.pictures import Format, encode, plain
 
 
 @dataclass(frozen=True)
@@ -114,46 +111,6 @@ def concatenate(sequences: Sequence[TokenSequence]) -> TokenSequence:
     return TokenSequence(np.concatenate([sequence.ids for sequence in sequences]), tuple(pictures))
 
 
-def encode(source: Image.Image | bytes | str) -> tuple[bytes, Format, tuple[int, int]]:
-    """A picture as (bytes of a file, its format, (width, height)). PNG and JPEG files stay as they are; anything else becomes a PNG.
-
-    Raises UserError if `source` is not a picture.
-    """
-    if isinstance(source, Image.Image):
-        # In these modes the pixels are the whole picture; in others, such as a palette, they are not.
-        plain = source if source.mode in ("RGB", "RGBA", "L") else source.convert("RGB")
-        return _png_of_pixels(plain.mode, plain.size, plain.tobytes()), "png", plain.size
-    data = _from_data_uri(source) if isinstance(source, str) else source
-    try:
-        image = Image.open(io.BytesIO(data))
-    except UnidentifiedImageError as error:
-        raise UserError(f"a picture of {len(data)} bytes that begins with {data[:8]!r} is no image file that Pillow can read") from error
-    if image.format == "PNG":
-        return data, "png", image.size
-    if image.format == "JPEG":
-        return data, "jpeg", image.size
-    return encode(image.copy())  # a copy has no file format any more: its pixels are encoded
-
-
-@lru_cache(maxsize=1024)
-def _png_of_pixels(mode: str, size: tuple[int, int], pixels: bytes) -> bytes:
-    # Cached, because all episodes of a group begin with the same picture, and simple environments show the same few again and again.
-    file = io.BytesIO()
-    # Compression level 1: environments draw flat colours, so higher levels cost the client time and save little.
-    Image.frombytes(mode, size, pixels).save(file, "PNG", compress_level=1)
-    return file.getvalue()
-
-
-def _from_data_uri(uri: str) -> bytes:
-    header, comma, body = uri.partition(",")
-    if not comma or not header.startswith("data:") or not header.endswith(";base64"):
-        raise UserError(f"a picture given as a text must be a data URI (data:image/png;base64,...), not {uri[:60]!r}")
-    try:
-        return base64.b64decode(body, validate=True)
-    except binascii.Error as error:
-        raise UserError(f"the data URI {uri[:60]!r}... holds no base64: {error}") from error
-
-
 class PictureProcessor:
     """How a vision-language model processes pictures, read from the model's files in `source` (a directory or a Hub id)."""
 
@@ -162,18 +119,21 @@ class PictureProcessor:
         self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="pil")
         self._token_counts: dict[tuple[int, int], int] = {}
 
-    def picture(self, source: Image.Image | bytes | str) -> Picture:
-        """The encoded picture with its number of tokens. Raises UserError as `encode` does."""
+    def picture(self, source: Any) -> Picture:
+        """The encoded picture with its number of tokens. Raises UserError as `encode` does, and for a size that the model does not take."""
         data, file_format, size = encode(source)
         if size not in self._token_counts:
             width, height = size
-            patches = self._processor.get_number_of_image_patches(height, width, {})
+            try:
+                patches = self._processor.get_number_of_image_patches(height, width, {})
+            except ValueError as error:
+                raise UserError(f"the model takes no picture of {width} x {height} pixels: {error}") from error
             self._token_counts[size] = int(patches) // self._processor.merge_size**2
         return Picture(data, file_format, self._token_counts[size])
 
     def pixels(self, pictures: tuple[Picture, ...]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """`pixel_values` [patches, patch_dim] and `image_grid_thw` [pictures, 3] of one or more pictures."""
-        images = [Image.open(io.BytesIO(picture.data)) for picture in pictures]
+        images = [plain(Image.open(io.BytesIO(picture.data))).convert("RGB") for picture in pictures]
         processed = self._processor(images=images, return_tensors="np")
         return processed["pixel_values"], processed["image_grid_thw"]
 

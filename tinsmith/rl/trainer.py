@@ -4,10 +4,11 @@ train(load(Path("config.yaml")))          or          tinsmith rl config.yaml
 """
 
 import asyncio
+import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,32 +16,52 @@ import tinker
 from rich.console import Console
 from rich.text import Text
 
+from tinsmith.errors import ConfigError
 from tinsmith.rl.calls import MIN_EPISODES, FailureCounter
 from tinsmith.rl.chat import ChatTemplate
 from tinsmith.rl.config import RlConfig, to_tree
 from tinsmith.rl.datums import has_variance
-from tinsmith.rl.env import Prompt
+from tinsmith.rl.env import Prompt, find
 from tinsmith.rl.evaluation import Evaluator
 from tinsmith.rl.groups import Group, GroupStream, Replaced
 from tinsmith.rl.learner import Learner, warm_up
-from tinsmith.rl.metrics import Metrics, Tracker, make_trackers, trajectory_metrics
+from tinsmith.rl.metrics import BatchWatch, Metrics, Tracker, make_trackers, trajectory_metrics
 from tinsmith.rl.pages import write_jsonl, write_page
 from tinsmith.rl.policy import (
     Policy,
     TinkerPolicy,
+    WeightsLostError,
     base_model_of,
     chat_template,
     connect,
     context_limit,
     load_tokenizer,
+    lost_something,
     open_policy,
     open_training_client,
     rest_client,
 )
-from tinsmith.rl.resume import RunCheckpoints, RunState, locked, record_settings, starting_state
-from tinsmith.rl.rollouts import Rollouts, file_prompts, make_rollouts, prompt_of_group, rollout_settings, seed_prompts, task_group
+from tinsmith.rl.resume import METRICS, RunCheckpoints, RunState, home_of, locked, record_settings, starting_state
+from tinsmith.rl.rollouts import (
+    EnvRollouts,
+    Rollouts,
+    file_prompts,
+    make_rollouts,
+    prompt_of_group,
+    rollout_settings,
+    seed_prompts,
+    task_group,
+)
 from tinsmith.rl.trajectory import EpisodeId, Trajectory
 from tinsmith.rl.workers import Workers, make_workers
+
+log = logging.getLogger(__name__)
+
+MOST_LOSSES = 3
+"""So many times may the server lose something at one step until the run ends."""
+
+SHOWN_EVERY_S = 60.0
+"""How often a log file says what a long step is doing."""
 
 
 def train(config: RlConfig, console: Console | None = None) -> RunState:
@@ -54,46 +75,51 @@ def train(config: RlConfig, console: Console | None = None) -> RunState:
 
 
 def _train(config: RlConfig, console: Console) -> RunState:
+    find(config.env.name)  # a name that is wrong is told before anything is begun
     state = starting_state(config, console)
     directory = Path(config.output.directory)
     if state.step >= config.training.steps:
         done = f"the run in {directory} has done its {state.step} steps; raise training: steps to go on"
         console.print(Text(done), soft_wrap=True)
         return state
-    workers = make_workers(config.env.workers, config.env.worker_count, config.env.timeout_s)
-    trackers = make_trackers(config.output.trackers, directory, state.step, to_tree(config), console)
-    with connect(config.server) as service:
-        try:
-            run = _prepared_run(config, service, workers, state, trackers, console)
-            record_settings(config)
-            return asyncio.run(run.steps())
-        finally:
-            workers.shutdown()
-            for tracker in trackers:
-                tracker.close()
+    with ExitStack() as opened:
+        workers = make_workers(config.env.workers, config.env.worker_count, config.env.timeout_s)
+        opened.callback(workers.shutdown)
+        trackers = make_trackers(config.output.trackers, directory, to_tree(config), console)
+        for tracker in trackers:
+            opened.callback(tracker.close)
+        run = _prepared_run(config, opened, workers, state, trackers, console)
+        record_settings(config)
+        return asyncio.run(run.steps())
 
 
 def _prepared_run(
-    config: RlConfig, service: tinker.ServiceClient, workers: Workers, state: RunState, trackers: Sequence[Tracker], console: Console
+    config: RlConfig, opened: ExitStack, workers: Workers, state: RunState, trackers: Sequence[Tracker], console: Console
 ) -> "TrainingLoop":
-    """Everything that a run needs to continue from `state`. The model of a new run is warmed up."""
+    """Everything that a run needs to continue from `state`."""
+    service = opened.enter_context(connect(config.server))
     client = open_training_client(service, config.model, state.weights)
     template = chat_template(config.model, load_tokenizer(config.model.tokenizer) if config.model.tokenizer else client.get_tokenizer())
     base_model = config.model.base_model or base_model_of(client)
     max_context = config.generation.max_context or context_limit(config.server, base_model)
-    reference = open_policy(service, config.training.kl_reference, base_model).client if config.training.kl_coefficient else None
-    if not state.step and config.warmup.steps:
-        losses = warm_up(client, config.env, config.warmup, template, config.generation.context_turns)
-        console.print(f"warm-up: loss per token {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps", highlight=False)
     section = config.prompts
-    prompts = file_prompts(Path(section.file), section.count) if section.file else seed_prompts(section.seed, section.count)
+    prompts = file_prompts(Path(section.file), section.count) if section.file else seed_prompts(section.seed, section.count or 1000)
     rollouts = make_rollouts(config, config.env.options, rollout_settings(config, max_context, template), template, workers)
+    if config.warmup.steps and not isinstance(rollouts, EnvRollouts):
+        raise ConfigError("warmup: steps: environments of kind cookbook have no demonstrations; set steps=0")
     evaluator = Evaluator(config, template, workers, max_context) if config.evaluation.every else None
-    checkpoints = RunCheckpoints(client, rest_client(config.server), Path(config.output.directory), config.output.keep, state)
-    state = replace(state, tokenizer=str(template.tokenizer.name_or_path))
-    learner = Learner(client, config.training, reference)
+    directory = Path(config.output.directory)
+    checkpoints = RunCheckpoints(client, rest_client(config.server), directory, config.output.keep, state)
+    state = replace(state, tokenizer=str(template.tokenizer.name_or_path), home=home_of(directory))
+    learner = Learner(client, config.training, _reference(config, service, base_model))
     failures = FailureCounter(config.env.name, config.env.max_failed_share, config.env.max_failed_groups)
-    return TrainingLoop(config, client, template, rollouts, prompts, learner, evaluator, checkpoints, trackers, failures, state)
+    parts = (rollouts, prompts, learner, evaluator, checkpoints, trackers, failures)
+    return TrainingLoop(config, opened, base_model, template, *parts, console, state)
+
+
+def _reference(config: RlConfig, service: tinker.ServiceClient, base_model: str) -> tinker.SamplingClient | None:
+    training = config.training
+    return open_policy(service, training.kl_reference, base_model).client if training.kl_coefficient else None
 
 
 @dataclass
@@ -101,7 +127,9 @@ class TrainingLoop:
     """The loop of a run, and everything that it works with."""
 
     config: RlConfig
-    client: tinker.TrainingClient
+    opened: ExitStack
+    """Closes what was opened on the server when the run ends."""
+    base_model: str
     template: ChatTemplate
     rollouts: Rollouts
     prompts: Sequence[Prompt]
@@ -110,15 +138,49 @@ class TrainingLoop:
     checkpoints: RunCheckpoints
     trackers: Sequence[Tracker]
     failures: FailureCounter
+    console: Console
     state: RunState
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of the current step, by stage."""
 
+    def __post_init__(self) -> None:
+        self._warm = self._begun = self.state.step > 0
+        """Whether the model was warmed up, and evaluated before the first step."""
+        self._sound = False
+        """Whether the model on the server is that of `state`, and everything before it is logged."""
+        self._lost_at = (-1, 0)
+        """The step at which the server last lost something, and how often it did there."""
+        self._saved_at = self._shown_at = time.monotonic()
+        self._played = 0
+        """Groups that were finished since the last batch was taken."""
+        self._watch = BatchWatch(self.config)
+        self._status = self.console.status("")  # nothing, unless the console is a terminal
+        self._recent: deque[float] = deque(maxlen=10)
+        """Seconds of the last steps."""
+
     async def steps(self) -> RunState:
-        """Do all remaining steps."""
-        policy = await self._publish()
-        if self.evaluator is not None and not self.state.step:
-            self._log(-1, await self._evaluated(policy, 0))
+        """Do all remaining steps. A run that begins is warmed up first. One whose server was started again goes on."""
+        self._say_what_begins()
+        with self._status:
+            while True:
+                try:
+                    policy = await self._publish()
+                    self._sound = True
+                    return await self._steps(policy)
+                except (WeightsLostError, tinker.TinkerError, ValueError) as error:
+                    if not await self._is_loss(error):
+                        raise
+                if not self._sound:
+                    await asyncio.to_thread(self._reload)
+                self._sound = False
+
+    async def _steps(self, policy: Policy) -> RunState:
+        if not self._begun:
+            if self.config.warmup.steps and not self._warm:
+                policy = await self._warm_up()
+            if self.evaluator is not None:
+                self._log(0, await self._evaluated(policy, 0))
+            self._begun = True
         async with task_group() as tasks:
             stream = self._stream(tasks)
             try:
@@ -128,6 +190,46 @@ class TrainingLoop:
             finally:
                 stream.close()
         return self.state
+
+    async def _warm_up(self) -> Policy:
+        assert isinstance(self.rollouts, EnvRollouts)
+        self._sound = False
+        with self._timed("warm-up"):
+            losses = await warm_up(self.learner.client, self.rollouts, self.config.warmup, self.failures)
+        if losses:
+            self._say(f"warm-up: loss per token {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps")
+        policy = await self._publish()
+        self._sound = self._warm = True
+        return policy
+
+    async def _is_loss(self, error: Exception) -> bool:
+        """Whether the server has lost weights or the model, as it does when it is started again; and not again and again at one step."""
+        step, times = self._lost_at
+        self._lost_at = (self.state.step, times + 1 if step == self.state.step else 1)
+        if self._lost_at[1] > MOST_LOSSES or not (lost_something(error) or await self._is_model_lost(error)):
+            return False
+        log.warning("step %d: the server has lost weights or the model: %s", self.state.step + 1, error)
+        return True
+
+    async def _is_model_lost(self, error: Exception) -> bool:
+        if not isinstance(error, tinker.RequestFailedError):
+            return False
+        try:
+            await self._publish()
+        except tinker.TinkerError:
+            return True
+        return False
+
+    def _reload(self) -> None:
+        """Go on from the last state with a new model. Without a checkpoint the run begins anew."""
+        state, config = self.checkpoints.recorded, self.config
+        service = self.opened.enter_context(connect(config.server))
+        client = open_training_client(service, config.model, state.weights)
+        self.learner = Learner(client, config.training, _reference(config, service, self.base_model))
+        self.checkpoints.client, self.checkpoints.rest = client, rest_client(config.server)
+        self.state = replace(state, tokenizer=self.state.tokenizer, home=self.state.home)
+        self._warm = self._begun = state.step > 0
+        log.warning("the run goes on from step %d with its last checkpoint, %s", state.step, state.weights or "of which there is none")
 
     def _stream(self, tasks: asyncio.TaskGroup) -> GroupStream:
         training = self.config.training
@@ -144,13 +246,16 @@ class TrainingLoop:
 
     async def _step(self, step: int, stream: GroupStream) -> None:
         self.seconds.clear()
-        start = time.perf_counter()
+        start = time.monotonic()
         with self._timed("wait"):
             groups = await stream.take()
+        self._played = 0
         self.failures.judge(min_episodes=1 if step + 1 == self.config.training.steps else MIN_EPISODES)
         metrics = self._batch_metrics(groups, step, stream)
+        self._watch.look(groups)
         if self.evaluator is None:
             await self._keep_if_best(metrics)  # before learning: the reward was earned by the weights before this step
+        self._sound = False
         with self._timed("learn"):
             metrics |= await self.learner.learn(groups, step)
         policy = await self._publish()
@@ -161,14 +266,19 @@ class TrainingLoop:
             metrics |= await self._evaluated(policy, step + 1)
         if self._is_due(self.config.output.trajectories_every):
             self._write_trajectories(f"step-{step + 1:06d}", [trajectory for group in groups for trajectory in group.trajectories])
-        saves = self._is_due(self.config.output.save_every, at_the_end=True)
+        section = self.config.output
+        saves = self._is_due(section.save_every, True) or 0 < section.save_after_s <= time.monotonic() - self._saved_at
         if saves:
             with self._timed("save"):
                 self.state = await self.checkpoints.save_step(self.state)
-        self.seconds["step"] = time.perf_counter() - start
-        self._log(step, metrics | {f"seconds/{stage}": spent for stage, spent in self.seconds.items()})
+        self._recent.append(time.monotonic() - start)
+        self.seconds["step"] = self._recent[-1]
+        self.seconds["left"] = sum(self._recent) / len(self._recent) * (self.config.training.steps - self.state.step)
+        self._log(step + 1, metrics | {f"seconds/{stage}": spent for stage, spent in self.seconds.items()})
         if saves:  # after logging, so that a run that continues from here has the metrics of every step before
             await self.checkpoints.record(self.state)
+            self._saved_at = time.monotonic()
+        self._sound = True
 
     def _is_due(self, every: int, at_the_end: bool = False) -> bool:
         """Whether something that happens every `every` steps, and after the last one, is due. With 0 it happens at most `at_the_end`."""
@@ -183,6 +293,8 @@ class TrainingLoop:
         episodes = [EpisodeId(self.rollouts.env, prompt.seed, number, member, version) for member in members]
         trajectories = await self.rollouts.play_group(policy, prompt, episodes)
         self.failures.count(trajectories)
+        self._played += 1
+        self._show(f"{self._played} of {self.config.training.groups} groups played")
         return Group(number, prompt, version, trajectories)
 
     def _accepts(self, group: Group) -> bool:
@@ -190,7 +302,8 @@ class TrainingLoop:
 
     async def _publish(self) -> Policy:
         with self._timed("publish"):
-            return TinkerPolicy(await self.client.save_weights_and_get_sampling_client())
+            recorded = self.config.training.loss == "stable_reinforce"
+            return TinkerPolicy(await self.learner.client.save_weights_and_get_sampling_client(record_stability_info=recorded))
 
     def _batch_metrics(self, groups: Sequence[Group], step: int, stream: GroupStream) -> Metrics:
         metrics = trajectory_metrics([group.trajectories for group in groups])
@@ -223,12 +336,34 @@ class TrainingLoop:
         write_jsonl(directory / f"{name}.jsonl", trajectories, self.template)
         write_page(directory / f"{name}.html", trajectories[: self.config.output.page_trajectories], self.template, name)
 
+    def _say_what_begins(self) -> None:
+        training, directory = self.config.training, Path(self.config.output.directory)
+        evaluated = f", {len(self.evaluator.prompts)} others evaluated" if self.evaluator is not None else ""
+        self._say(
+            f"{self.config.env.name}: steps {self.state.step + 1} to {training.steps}, with {training.groups} x {training.group_size} "
+            f"episodes in each; {len(self.prompts)} prompts{evaluated}; metrics in {directory / METRICS}, trajectories and state beside "
+            f"it; checkpoints at tinker://{self.learner.client.model_id}/"
+        )
+
+    def _say(self, text: str) -> None:
+        self.console.print(Text(text), soft_wrap=True)
+
+    def _show(self, what: str) -> None:
+        """Show what the run is doing: in a terminal at once, in a log file once a minute."""
+        text = f"step {self.state.step + 1} of {self.config.training.steps}: {what}"
+        self._status.update(Text(text))
+        if not self.console.is_terminal and "console" in self.config.output.trackers and time.monotonic() - self._shown_at >= SHOWN_EVERY_S:
+            self._say(text)
+            self._shown_at = time.monotonic()
+
     def _log(self, step: int, metrics: Metrics) -> None:
+        self._shown_at = time.monotonic()
         for tracker in self.trackers:
             tracker.log(step, metrics)
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
+        self._show(stage)
+        start = time.monotonic()
         yield
-        self.seconds[stage] += time.perf_counter() - start
+        self.seconds[stage] += time.monotonic() - start

@@ -50,6 +50,8 @@ class Turn:
     """The environment's reward for this turn."""
     tail: tuple[int, ...] = ()
     """Tokens behind the answer that were not sampled: the end of turn after a stop string."""
+    sequence_id: str = ""
+    """The server's name for the answer."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class TrainingSample:
     """Number of turns in this sample."""
     is_last_step: bool
     """Whether the episode ends with this sample."""
+    answers: tuple[tuple[str, int, int], ...] = ()
+    """Of each answer that is not empty: the server's name for it, and where in the sequence it begins and ends."""
     pixel_values: NDArray[np.float32] | None = None
     """[patches, patch_dim] of the pictures; None unless asked for, or without pictures."""
     image_grid_thw: NDArray[np.int64] | None = None
@@ -208,6 +212,7 @@ def _sample(chain: Sequence[Turn], is_last_step: bool) -> TrainingSample:
     end = chain[-1]
     prompt_length = len(chain[0].prompt)
     sequence = concatenate((end.prompt, text_sequence(end.sampled), text_sequence(end.tail)))  # [p + r]
+    answers = [(turn.sequence_id, len(turn.prompt), len(turn.prompt) + len(turn.sampled)) for turn in chain if len(turn.sampled)]
     loss_mask = np.zeros(len(sequence) - prompt_length, dtype=np.bool_)  # [r]
     rewards, logprobs = np.zeros(len(loss_mask), dtype=np.float64), np.zeros(len(loss_mask), dtype=np.float32)
     for turn in chain:
@@ -216,4 +221,4 @@ def _sample(chain: Sequence[Turn], is_last_step: bool) -> TrainingSample:
         loss_mask[start:stop], logprobs[start:stop] = True, turn.logprobs
         if stop > start:
             rewards[stop - 1] = turn.reward
-    return TrainingSample(sequence, prompt_length, loss_mask, rewards, logprobs, len(chain), is_last_step)
+    return TrainingSample(sequence, prompt_length, loss_mask, rewards, logprobs, len(chain), is_last_step, tuple(answers))

@@ -1,16 +1,18 @@
-"""Where environments run: in the event loop, in threads, or in processes. Calls in threads and processes have a time-out.
+"""Where environments run: in the event loop, in threads, or in processes. All calls have a time-out, but those that block the event loop.
 
 An environment may block, raise or hang, and only its own episode may suffer. Threads suit environments that wait for something, such as a
 service or a simulator. Processes suit environments that compute, or that may hang for good: a process serves one episode at a time and is
-killed on a time-out, while a thread is left behind until its call returns.
+killed on a time-out, while a thread is left behind until its call returns. Asynchronous methods are awaited in one event loop: that of the
+program, or of the environment's process.
 """
 
 import asyncio
+import inspect
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -58,7 +60,7 @@ def make_workers(kind: WorkerKind, count: int, timeout_s: float) -> Workers:
     """`count` threads or processes, with a time-out for each call; or workers that call inline, where neither applies."""
     match kind:
         case "inline":
-            return InlineWorkers()
+            return InlineWorkers(timeout_s)
         case "thread":
             return ThreadWorkers(count, timeout_s)
         case "process":
@@ -70,19 +72,23 @@ class InlineSession:
     """An environment that is called in the event loop."""
 
     env: Env
+    timeout_s: float
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        return call(self.env, method, *arguments)
+        return await _awaited(self.timeout_s, call(self.env, method, *arguments))
 
     async def end(self) -> None:
         await self.call("close")
 
 
 class InlineWorkers:
-    """Environments run in the event loop. For those whose steps take less than a millisecond."""
+    """Environments run in the event loop. For those that are asynchronous, or whose steps take less than a millisecond."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
 
     async def open(self, name: str, options: Mapping[str, Any]) -> InlineSession:
-        return InlineSession(_made(name, options))
+        return InlineSession(_made(name, options), self.timeout_s)
 
     def shutdown(self) -> None:
         return
@@ -96,7 +102,8 @@ class ThreadSession:
     env: Env
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        return await self.workers.run(self.workers.timeout_s, call, self.env, method, *arguments)
+        timeout_s = self.workers.timeout_s
+        return await _awaited(timeout_s, await self.workers.run(timeout_s, call, self.env, method, *arguments))
 
     async def end(self) -> None:
         await self.call("close")
@@ -199,16 +206,19 @@ class ProcessWorkers:
             process.shutdown()
 
 
-_env_of_this_process: dict[str, Env] = {}
-"""In a process of `ProcessWorkers`: its environment, as "env"."""
+_of_this_process: dict[str, Any] = {}
+"""In a process of `ProcessWorkers`: its environment as "env", and as "loop" what runs asynchronous methods."""
 
 
 def _open_in_process(factory: Callable[..., Env], options: dict[str, Any]) -> None:
-    _env_of_this_process["env"] = guarded(partial(factory, **options))
+    _of_this_process["env"] = guarded(partial(factory, **options))
 
 
 def _call_in_process(method: str, arguments: tuple[Any, ...]) -> Any:
-    return call(_env_of_this_process["env"], method, *arguments)
+    value = call(_of_this_process["env"], method, *arguments)
+    if not inspect.isawaitable(value):
+        return value
+    return _of_this_process.setdefault("loop", asyncio.Runner()).run(value)
 
 
 def _made(name: str, options: Mapping[str, Any]) -> Env:
@@ -242,13 +252,22 @@ def _in_a_thread(function: Callable[..., Any], *arguments: Any) -> "Future[Any]"
     return future
 
 
-async def _within(timeout_s: float, call: "Future[Any]") -> Any:
+async def _awaited(timeout_s: float, value: Any) -> Any:
+    """What a call returned; of an asynchronous method, what comes of it. Raises as `_within` does."""
+    return await _within(timeout_s, value) if inspect.isawaitable(value) else value
+
+
+async def _within(timeout_s: float, call: "Future[Any] | Awaitable[Any]") -> Any:
     """The result of a call. Raises EnvTimeoutError, EnvError for a value that cannot be pickled, and what the call itself raises."""
-    future = asyncio.wrap_future(call)
-    done, _ = await asyncio.wait({future}, timeout=timeout_s)
+    future = asyncio.wrap_future(call) if isinstance(call, Future) else asyncio.ensure_future(call)
+    try:
+        done, _ = await asyncio.wait({future}, timeout=timeout_s)
+    finally:
+        future.cancel()  # without effect on a call that has ended
     if not done:
-        future.cancel()
         raise EnvTimeoutError(f"the environment took longer than its time-out of {timeout_s:g} s")
+    if future.cancelled():
+        raise EnvError("the environment cancelled its own task")
     error = future.exception()
     if isinstance(error, BrokenProcessPool | TinsmithError):
         raise error

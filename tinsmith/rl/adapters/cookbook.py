@@ -6,7 +6,9 @@ as `CookbookEnv` and `CookbookEnvGroupBuilder`.
 """
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -25,7 +27,7 @@ from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl.calls import EnvError, call, checked_reward, env_error
 from tinsmith.rl.chat import ChatTemplate, Conversation
 from tinsmith.rl.env import Prompt, find, make
-from tinsmith.rl.policy import Completion, Policy, SamplingRequest, derived_seed
+from tinsmith.rl.policy import Completion, Policy, PromptRefusedError, SamplingRequest, derived_seed
 from tinsmith.rl.rollouts import RolloutSettings, task_group
 from tinsmith.rl.sequences import Picture, TokenSequence, concatenate, picture_sequence, text_sequence
 from tinsmith.rl.trajectory import EpisodeId, StopReason, Trajectory, Turn, assemble
@@ -76,7 +78,7 @@ class CookbookEnv(TheirEnv):
 
     async def initial_observation(self) -> tuple[tinker.ModelInput, list[int]]:
         """The first prompt, and the tokens that end an answer."""
-        messages, _ = call(self.env, "init", self.prompt)
+        messages, _ = await self._call("init", self.prompt)
         self.conversation = Conversation(self.template, messages)
         return self.conversation.prompt.model_input, sorted(self.template.stop_ids)
 
@@ -84,15 +86,19 @@ class CookbookEnv(TheirEnv):
         """Pass the sampled tokens to the environment as text, and return its reply as the next prompt."""
         sampled = np.array(action, np.int32)
         stopped = (extra or {}).get("stop_reason", "stop") == "stop"
-        observations, reward, done, _ = call(self.env, "step", self.conversation.text_of(sampled))
+        observations, reward, done, _ = await self._call("step", self.conversation.text_of(sampled))
         done = done or not stopped
         if not done:
             self.conversation.extend(sampled, stopped, observations)
-        metrics = call(self.env, "metrics") if done else {}
+        metrics = await self._call("metrics") if done else {}
         if done:
-            self.env.close()
+            await self._call("close")
         after = tinker.ModelInput.empty() if done else self.conversation.prompt.model_input
         return StepResult(reward, done, after, sorted(self.template.stop_ids), metrics=metrics)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        value = call(self.env, method, *arguments)
+        return await value if inspect.isawaitable(value) else value
 
 
 class CookbookEnvGroupBuilder(EnvGroupBuilder):
@@ -126,21 +132,26 @@ class CookbookRollouts:
         """
         try:
             builder = _built(find(self.env), prompt, len(episodes), self.options)
+            try:
+                trajectories = await self._played(builder, policy, episodes)
+            except BaseException:
+                with suppress(EnvError):  # the first error is the one to tell
+                    await _guarded(builder.cleanup())
+                raise
+            await _guarded(builder.cleanup())
         except EnvError as error:
             return tuple(_failed(episode, error) for episode in episodes)
-        try:
-            envs = await _guarded(builder.make_envs())
-            if len(envs) != len(episodes):
-                raise ConfigError(f"env={self.env!r} made {len(envs)} environments for a group of {len(episodes)}")
-            async with task_group() as tasks:
-                playing = [tasks.create_task(self._rollout(env, policy, episode)) for env, episode in zip(envs, episodes, strict=True)]
-            outcomes = [task.result() for task in playing]
-            finished = [(env, outcome) for env, outcome in zip(envs, outcomes, strict=True) if not isinstance(outcome, EnvError)]
-            rewards = iter(await _group_rewards(builder, [played for _, played in finished], [env for env, _ in finished]))
-        except EnvError as error:
-            return tuple(_failed(episode, error) for episode in episodes)
-        finally:
-            await builder.cleanup()
+        return trajectories
+
+    async def _played(self, builder: EnvGroupBuilder, policy: Policy, episodes: Sequence[EpisodeId]) -> tuple[Trajectory, ...]:
+        envs = await _guarded(builder.make_envs())
+        if len(envs) != len(episodes):
+            raise ConfigError(f"env={self.env!r} made {len(envs)} environments for a group of {len(episodes)}")
+        async with task_group() as tasks:
+            playing = [tasks.create_task(self._rollout(env, policy, episode)) for env, episode in zip(envs, episodes, strict=True)]
+        outcomes = [task.result() for task in playing]
+        finished = [(env, outcome) for env, outcome in zip(envs, outcomes, strict=True) if not isinstance(outcome, EnvError)]
+        rewards = iter(await _group_rewards(builder, [played for _, played in finished], [env for env, _ in finished]))
         return tuple(
             _failed(episode, outcome) if isinstance(outcome, EnvError) else self._trajectory(episode, outcome, *next(rewards))
             for episode, outcome in zip(episodes, outcomes, strict=True)
@@ -158,6 +169,8 @@ class CookbookRollouts:
                 return await run_rollout(completer, _Guarded(env), limits=getattr(env, "rollout_limits", None) or limits)
             except EnvError as error:
                 return error
+            except PromptRefusedError as error:
+                return EnvError(str(error))
 
     def _trajectory(self, episode: EpisodeId, played: TheirTrajectory, reward: float, metrics: Mapping[str, Any]) -> Trajectory:
         turns = [

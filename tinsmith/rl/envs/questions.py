@@ -12,7 +12,6 @@ from PIL import Image
 from tinsmith.rl.env import ChatMessage, Env, Prompt, Step, Teacher, choose, generator, user, visible
 
 COLORS = {"red": (220, 30, 30), "green": (30, 170, 60), "blue": (40, 60, 220), "yellow": (240, 210, 40), "black": (10, 10, 10)}
-SIDES = ("left", "right")
 TRAINING_SCANS = 1500
 
 
@@ -42,45 +41,35 @@ class Arithmetic(Env, Teacher):
 
 @dataclass
 class ColorSquare(Env, Teacher):
-    """Two turns that only pictures can answer: name the colour of a square, then say on which side of a new picture that colour is.
+    """Two turns that only pictures can answer: name the colour of a square, then the other colour of the next one.
 
-    Half of the reward for each turn; the second question is asked whatever the first answer was. Pictures are `side` pixels wide and high.
+    Half of the reward for each turn; the second square is shown whatever the first answer was. Pictures are `side` pixels wide and high.
     """
 
     side: int = 64
 
     def init(self, prompt: Prompt) -> tuple[list[ChatMessage], dict[str, Any]]:
-        """Show a square in one colour."""
+        """Show the first square."""
         random = generator(prompt)
-        self.color = choose(random, tuple(COLORS))
-        self.other = choose(random, [name for name in COLORS if name != self.color])
-        self.place = choose(random, SIDES)
-        self.turn = 0
-        self.right = [0.0, 0.0]
-        picture = Image.new("RGB", (self.side, self.side), COLORS[self.color])
-        return [user(picture, "Which colour is it?")], {"color": self.color, "place": self.place}
+        first = choose(random, tuple(COLORS))
+        self.colors = (first, choose(random, [name for name in COLORS if name != first]))
+        self.right: list[float] = []
+        return [user(self._square(), "Which colour is it?")], {"colors": self.colors}
 
     def step(self, text: str) -> Step:
-        """Score the colour and show two colours, or score the side."""
-        expected = self.demonstrate()
-        self.right[self.turn] = float(visible(text).lower() == expected)
-        reward = 0.5 * self.right[self.turn]
-        self.turn += 1
-        if self.turn == 2:
-            return Step([], reward, True)
-        return Step([user(self._two_squares(), "On which side is that colour now?")], reward, False)
+        """Score the answer, and show the second square after the first."""
+        self.right.append(float(visible(text).lower() == self.demonstrate()))
+        done = len(self.right) == 2
+        return Step([] if done else [user(self._square(), "Which is it now?")], 0.5 * self.right[-1], done)
 
     def demonstrate(self) -> str:
-        return (self.color, self.place)[self.turn]
+        return self.colors[len(self.right)]
 
     def metrics(self) -> dict[str, float]:
-        return {"color_right": self.right[0], "side_right": self.right[1]}
+        return {f"{which}_right": right for which, right in zip(("first", "second"), self.right, strict=False)}
 
-    def _two_squares(self) -> Image.Image:
-        names = (self.color, self.other) if self.place == "left" else (self.other, self.color)
-        picture = Image.new("RGB", (self.side, self.side), COLORS[names[0]])
-        picture.paste(COLORS[names[1]], (self.side // 2, 0, self.side, self.side))
-        return picture
+    def _square(self) -> Image.Image:
+        return Image.new("RGB", (self.side, self.side), COLORS[self.demonstrate()])
 
 
 @dataclass
