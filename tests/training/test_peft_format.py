@@ -375,7 +375,6 @@ DAMAGED_ADAPTERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     },
     "ranks a list": (partial(set_option, rank_pattern=["q_proj"]), "rank_pattern="),
     "a rank of text": (partial(set_option, rank_pattern={"q_proj": "4"}), 'rank_pattern\\["q_proj"\\]='),
-    "an alpha beyond all numbers": (partial(set_option, lora_alpha=1e200), "lora_B is infinite at the scale of"),
     "an alpha of nothing": (partial(set_option, alpha_pattern={"q_proj": None}), 'alpha_pattern\\["q_proj"\\]='),
     "no expression": (partial(set_option, rank_pattern={"q_proj(": 4}), "rank_pattern has 'q_proj\\('"),
     "too many": (partial(set_option, rank_pattern={f"q_{number}": 4 for number in range(2001)}), "rank_pattern="),
