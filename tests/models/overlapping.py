@@ -15,8 +15,8 @@ from triton.compiler import ASTSource
 
 ACCESSES = ("ld.global", "st.global", "cp.async", "red.global", "atom.global")
 INTEGERS = {"columns": "*i64", "tiles": "*i32", "table": "*i32", "lengths": "*i32"}
-NUMBERS = ("rows", "outputs", "heads", "inputs", "width", "targets", "share", "splits")
-WIDE = ("reduced", "parts", "weights", "cos", "sin")
+NUMBERS = ("rows", "outputs", "heads", "inputs", "width", "targets", "share", "splits", "tokens")
+WIDE = ("reduced", "parts", "weights", "cos", "sin", "decay", "d_decay", "d_a_log")
 """Tensors of float32; the others are of bfloat16."""
 
 ATTENTION = {"HEAD_DIM": 128, "HEAD_PADDED": 128, "BLOCK": 16, "TILE": 64, "WINDOW": 20}
@@ -37,9 +37,13 @@ KERNELS: dict[str, dict[str, Any]] = {
     "row_kernels._rotate": {"WIDTH": 128, "PADDED": 128, "PAIRS": 64, "HEADS": 8, "HAS_NORM": True, "ZERO_CENTRED": False},
     "row_kernels._rotate_backward": {"WIDTH": 128, "PADDED": 128, "PAIRS": 64, "HEADS": 8, "HAS_NORM": True, "ZERO_CENTRED": False},
     "lora_kernels._reduce": {"ROWS": 16, "CHUNK": 32, "STEP": 128},
-    "lora_kernels._expand": {"ALPHA": 32, "SPLITS": 4, "ROWS": 16, "CHUNK": 32, "OUTPUTS": 64},
+    "lora_kernels._expand": {"ALPHA": 32, "SPLITS": 4, "ROWS": 16, "CHUNK": 32, "OUTPUTS": 64, "PARTS": 2},
+    "gate_kernels._gated": {"WIDTH": 128, "PADDED": 128, "HEADS": 8, "NORMS": True},
+    "gate_kernels._gated_backward": {"WIDTH": 128, "PADDED": 128, "HEADS": 8, "NORMS": True},
+    "gate_kernels._memory_gates": {"NUMBERS": 1024},
+    "gate_kernels._memory_gates_backward": {"NUMBERS": 1024},
     "paged_kernels._attend": {"KV_HEADS": 8, "GROUP": 2, "GROUP_PADDED": 16, "STORES": True, **ATTENTION},
-    "paged_kernels._merge": {"HEADS": 16, "SPLITS_PADDED": 4, **ATTENTION},
+    "paged_kernels._merge": {"HEADS": 16, "SPLITS_PADDED": 8, **ATTENTION},
 }
 """All that have the parameter `OVERLAPS`, with their other constants."""
 
