@@ -97,7 +97,7 @@ def test_one_operation_may_be_larger_than_the_limit() -> None:
 
 async def submit(server: Served, model_id: str, seq_id: int, mib: float) -> httpx.Response:
     message = tinker_pb2.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id)
-    message.data.add().model_input.add().encoded_text.tokens = np.zeros(round(mib * MIB / 4), "<i4").tobytes()
+    message.data.add().loss_fn_inputs["target_tokens"].dense = bytes(round(mib * MIB))
     headers = {"Content-Type": "application/x-protobuf"}
     return await server.client.post("/api/v1/forward_backward", content=message.SerializeToString(), headers=headers)
 
