@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 
 from tests.server.serving import Served, served
