@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from tinsmith.models.pass_memory import Effort
 from tinsmith.models.pictures import PictureInput
 from tinsmith.protocol.messages import Message
 from tinsmith.protocol.serving import Sample
-from tinsmith.protocol.work import PassDone, Prepare, Prepared, RunPass
+from tinsmith.protocol.work import PassDone, Prepare, Prepared, PrepareFailed, RunPass
 from tinsmith.rendering.renderer import Renderer
 from tinsmith.store.records import Command
 from tinsmith.training.backend import DatumResult, DatumWork, PassResult
@@ -139,7 +140,7 @@ def test_a_sequence_of_all_workers_has_a_pass_of_its_own() -> None:
 
     queues = [queue("s:train:a", 1, [3, 90, 4], [1]), queue("s:train:b", 2, [5, 6], [])]
     passes = []
-    while pieces := next_pass(queues, 50, 1000, {}):
+    while pieces := next_pass(queues, {True: 50, False: 50}, 1000, {}):
         passes.append([piece.tokens for piece in pieces])
         for piece in pieces:
             piece.operation.in_pass.add(piece.index)
@@ -165,7 +166,7 @@ def test_a_pass_is_given_ahead_where_the_device_would_wait_for_it_and_not_where_
     here.forward("a", 3, [14, 14, 14])
     assert passes_ahead(here, operations=1) == 2
     here.say(Sample("other:sample:0/0", 1, "nothing", None, 1, False, b""))  # from now on somebody may wait
-    here.engine.trainer.forward.paces["tiny"].quick = 13
+    here.engine.trainer.forward.paces["tiny", True].quick = 13
     here.forward("a", 4, [14, 14, 14])
     assert passes_ahead(here, operations=1) == 1
     for seq in (5, 6, 7):
@@ -288,6 +289,28 @@ def test_what_takes_long_waits_for_what_is_prepared_behind_its_last_pass(device:
     device.prepared("other", [5])
     device.compute(short)
     assert [each.lengths for each in device.given()] == [[900]]
+
+
+def test_what_takes_long_waits_a_moment_and_not_for_operations_that_are_all_wrong(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another base model's quick work goes ahead meanwhile."""
+    failed: list[str] = []
+    device.forward.fail = lambda command, *_: failed.append(command.model_id)
+    device.train("m", [900, 900, 900])
+    (first,) = device.given()
+    wrong = device.prepared("other", [5])
+    device.compute(first)
+    assert device.given() == []
+    following = device.prepared("other", [5])  # asked for before the worker refuses the first
+    device.forward.take(PrepareFailed(wrong.number, wrong.operation, True, "UserError", "it is wrong"))
+    assert failed == ["other"]
+    (second,) = device.given()
+    assert second.lengths == [900]
+    device.compute(second)
+    assert device.given() == []  # it is the turn of the other again
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + PASS_S)
+    assert [each.lengths for each in device.given()] == [[900]]
+    del following
 
 
 def test_a_sequence_that_takes_long_by_itself_is_named_once(device: Device, caplog: pytest.LogCaptureFixture) -> None:

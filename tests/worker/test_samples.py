@@ -293,6 +293,20 @@ def test_of_one_session_no_more_is_rendered_at_a_time_than_a_limit_of_bytes(benc
     assert (len(bench.answers()), bench.samples.rendering_bytes) == (4, {})
 
 
+def test_sessions_share_the_room_for_prompts_that_are_decoded(vision_base: BaseModel, tmp_path: Path) -> None:
+    """A few hundred bytes of a picture become megabytes of pixel values. Each session has one in any case."""
+    bench = bench_of(vision_base, tmp_path, max_running=4)
+    with occupied(bench.samples.pictures):
+        for number in range(64):
+            bench.samples.add(picture_sample(f"s{number % 8}:sample:0/{number}", number))
+        for _ in range(70):
+            bench.step()
+        assert bench.samples.decoding["tiny"].keys() == {f"s{number}" for number in range(8)}
+        assert bench.samples.decoding["tiny"].total() <= 4 + 4 / 2 + 4 / 3 + 8
+    bench.settle()
+    assert len(bench.answers()) == 64
+
+
 def test_no_text_waits_for_pictures_large_or_small(vision_base: BaseModel, tmp_path: Path) -> None:
     """Whatever a session sends of pictures, and however many sequences it wants of them. Once a picture is decoded, it takes no thread."""
     bench = bench_of(vision_base, tmp_path, max_running=4)

@@ -1,6 +1,7 @@
 """Forward and forward_backward operations at the worker: prepared, composed into passes, and put together again from what passes give."""
 
 import logging
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from itertools import islice
@@ -46,8 +47,8 @@ class ForwardWork:
         """
         self.tokens_per_pass: defaultdict[str, int] = defaultdict(lambda: tokens_per_pass)
         """Most tokens of a pass on each base model: fewer than configured, after its worker ran out of memory."""
-        self.paces: defaultdict[str, Pace] = defaultdict(Pace)
-        """Of each base model."""
+        self.paces: defaultdict[tuple[str, bool], Pace] = defaultdict(Pace)
+        """Of each base model, forward and (True) with backward."""
         self.max_pixels = max_pixels
         self.next_number = next_number
         self.send = send
@@ -127,7 +128,7 @@ class ForwardWork:
     def _send_passes(self, put_off: set[str], of_pictures: bool) -> None:
         while (ahead := sum((number in self.of_pictures) is of_pictures for number in self.passes)) < PASSES_AHEAD:
             pieces = self._next_pass(put_off, of_pictures)
-            if not pieces or (ahead and not self._is_worth_waiting(pieces)) or self._is_others_turn(pieces, put_off):
+            if not pieces or (ahead and not self._is_worth_waiting(pieces)):
                 return
             number = self.next_number()
             if of_pictures:
@@ -150,19 +151,19 @@ class ForwardWork:
         return (is_quick and 2 * sum(piece.tokens for piece in pieces) > full) or any(piece.pixels for piece in pieces)
 
     def _is_others_turn(self, pieces: list[Piece], put_off: set[str]) -> bool:
-        """Whether work that may take long has to let another model go first, whose operation is only being prepared."""
-        turn = self.served.get(pieces[0].operation.command.model_id, 0)
+        """Whether work that may take long has to let another model go first, whose operation is being prepared since a moment."""
+        turn, since = self.served.get(pieces[0].operation.command.model_id, 0), time.monotonic() - PASS_S
         others = (
             queue[0] for model_id, queue in self.operations.items() if self.served.get(model_id, 0) < turn and model_id not in put_off
         )
-        return not self._is_quick(pieces) and any(operation.prepared is None for operation in others)
+        return not self._is_quick(pieces) and any(other.prepared is None and other.started_at > since for other in others)
 
     def _is_quick(self, pieces: list[Piece]) -> bool:
         """Whether passes like this keep nobody waiting for long."""
         if not self.is_shared():
             return True
         base_model = pieces[0].operation.base_model
-        pace = self.paces[base_model]
+        pace = self.paces[base_model, pieces[0].operation.backward]
         return pace.tokens >= self.tokens_per_pass[base_model] and max(piece.tokens for piece in pieces) <= pace.quick
 
     def _next_pass(self, put_off: set[str], of_pictures: bool) -> list[Piece]:
@@ -180,11 +181,13 @@ class ForwardWork:
         for queue in sorted(queues.values(), key=lambda queue: queue[0].command.id):
             bases.setdefault(queue[0].base_model, []).append(queue)
         in_turn = sorted(bases, key=lambda name: self.served_bases.get(name, 0))
-        most = {name: self.tokens_per_pass[name] for name in in_turn}
-        if self.is_shared():
-            most = {name: int(min(tokens, self.paces[name].tokens)) for name, tokens in most.items()}
-        passes = (next_pass(bases[name], most[name], self.max_pixels, self.served) for name in in_turn)
-        return next((pieces for pieces in passes if pieces), [])
+        passes = (next_pass(bases[name], self._most_tokens(name), self.max_pixels, self.served) for name in in_turn)
+        return next((pieces for pieces in passes if pieces and not self._is_others_turn(pieces, put_off)), [])
+
+    def _most_tokens(self, base_model: str) -> dict[bool, int]:
+        """Most tokens of a pass, forward and with backward."""
+        most, is_shared = self.tokens_per_pass[base_model], self.is_shared()
+        return {each: int(min(most, self.paces[base_model, each].tokens)) if is_shared else most for each in (False, True)}
 
     # ---- What the worker says
 
@@ -214,6 +217,7 @@ class ForwardWork:
             self._prepare_again(operation, error)
         else:
             self._remove(operation)
+            self.served[operation.command.model_id] = self.next_number()  # or others would wait for a row of operations that are all wrong
             self.fail(operation.command, error, message.backward)
 
     def _prepare_again(self, operation: ForwardOperation, error: StoreUnavailableError) -> None:
@@ -232,7 +236,7 @@ class ForwardWork:
     def _pass_done(self, message: PassDone) -> None:
         pieces = self.passes.pop(message.number, [])
         self.of_pictures.discard(message.number)
-        if message.seconds and pieces:
+        if message.seconds and pieces and not message.failures:
             self._learn(pieces, message.seconds)
         for piece in pieces:  # those of an operation with a broken picture have neither result nor failure
             piece.operation.in_pass.discard(piece.index)
@@ -260,7 +264,7 @@ class ForwardWork:
 
     def _learn(self, pieces: list[Piece], seconds: float) -> None:
         base_model, lengths = pieces[0].operation.base_model, [piece.tokens for piece in pieces]
-        pace = self.paces[base_model]
+        pace = self.paces[base_model, pieces[0].operation.backward]
         pace.learn(lengths, seconds)
         if len(pieces) == 1 and seconds > PASS_S and lengths[0] > pace.slow:
             pace.slow = lengths[0]
@@ -275,14 +279,14 @@ class ForwardWork:
         Nothing of it is left to be computed, so that its gradients are all there when that step clears them.
         """
         errors, operation.failures = operation.failures, []
-        unavailable = next((error for error in errors if isinstance(error, StoreUnavailableError)), None)
-        if unavailable is not None:  # its pictures could not be read, and its datums are still there
-            self.put_off(operation.command.model_id, unavailable)
+        final = [error for error in errors if not isinstance(error, StoreUnavailableError)]
+        if not final:  # its pictures could not be read, and its datums are still there
+            self.put_off(operation.command.model_id, errors[0])
             return
         self._remove(operation)
         self._drop([operation])
         more = f" (and {len(errors) - 1} more of its datums)" if len(errors) > 1 else ""
-        self.fail(operation.command, type(errors[0])(f"{errors[0]}{more}"), operation.backward)
+        self.fail(operation.command, type(final[0])(f"{final[0]}{more}"), operation.backward)
 
     def _collect_complete(self) -> None:
         before = len(self.complete)

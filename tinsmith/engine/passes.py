@@ -105,7 +105,10 @@ PASS_S = 1.0
 
 @dataclass
 class Pace:
-    """How long the passes on a base model take. Nothing is known before the first one, nor of sequences longer than those computed."""
+    """How long the passes of one direction on a base model take.
+
+    Nothing is known before the first one, nor of sequences longer than those computed.
+    """
 
     tokens: float = inf
     """Most tokens of a pass of about `PASS_S`."""
@@ -153,18 +156,21 @@ class Piece:
         return self.operation.prepared.pixels[self.index]
 
 
-def next_pass(queues: Sequence[deque[ForwardOperation]], tokens_per_pass: int, max_pixels: int, served: Mapping[str, int]) -> list[Piece]:
+def next_pass(
+    queues: Sequence[deque[ForwardOperation]], most_tokens: Mapping[bool, int], max_pixels: int, served: Mapping[str, int]
+) -> list[Piece]:
     """What to compute next: work of the model that was served longest ago, and whatever fits beside it, all of one direction.
 
     `queues` hold the operations of one model each, in order, all on one base model; none is empty. `served` says in which pass a model was
-    last served, by its id; among those that never were, the oldest operation goes first. Nothing if none can be computed now.
+    last served, by its id; among those that never were, the oldest operation goes first. `most_tokens` are those of a pass, forward and
+    (True) with backward. Nothing if none can be computed now.
     """
     ready = [(queue, operation) for queue in queues if (operation := _first_open(queue)) is not None]
     ready.sort(key=lambda pair: (served.get(pair[1].command.model_id, 0), pair[1].command.id))
     if not ready:
         return []
     backward = ready[0][1].backward
-    return list(_choose([_pieces(queue, backward) for queue, _ in ready], tokens_per_pass, max_pixels))
+    return list(_choose([_pieces(queue, backward) for queue, _ in ready], most_tokens[backward], max_pixels))
 
 
 def _first_open(queue: deque[ForwardOperation]) -> ForwardOperation | None:

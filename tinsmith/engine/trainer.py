@@ -53,7 +53,10 @@ class Trainer:
         max_pixels: int,
         record: Callable[[list[Outcome]], None],
         send: Callable[[Message], None],
+        cuts_passes: bool,
     ) -> None:
+        """With `cuts_passes` no pass is to keep other sessions waiting for long (`ForwardWork`)."""
+        self.cuts_passes = cuts_passes
         self.operations = operations
         self.queue = queue
         self.record = record
@@ -86,8 +89,8 @@ class Trainer:
         """Operations that were under way when workers ended, and are computed again."""
 
     def _is_shared(self) -> bool:
-        """Whether there are several sessions, of which one may wait for another."""
-        return len(self.sampling.union(map(ids.session_of, self.operations.models))) > 1
+        """Whether there are several sessions, of which one may wait for another, and passes are cut for their sake."""
+        return self.cuts_passes and len(self.sampling.union(map(ids.session_of, self.operations.models))) > 1
 
     def queued(self, model_id: str) -> int:
         """How many operations of a model have come and are not finished."""
@@ -424,7 +427,7 @@ class Trainer:
         """What became of a model that is unloaded, and the checkpoint to go on from."""
         try:
             refusal = self.operations.checkpoints.store.refusal(model_id)
-        except StoreUnavailableError:
+        except TinsmithError:  # the database cannot be read, or does not know the session any more
             refusal = None
         return UserError(str(CANCELLED) if refusal is None else f"it was cancelled, because {refusal}")
 

@@ -17,7 +17,7 @@ import torch
 
 from tinsmith.config import TrainingConfig
 from tinsmith.distributed.process_group import ProcessGroup
-from tinsmith.errors import DeviceLostError, GivenUpError, NotFoundError, TinsmithError, UserError
+from tinsmith.errors import DeviceLostError, EngineUnavailableError, GivenUpError, NotFoundError, TinsmithError, UserError
 from tinsmith.models.base import BaseModel
 from tinsmith.models.budget import full_state
 from tinsmith.models.full import FullWeights, Weights, full_bytes, new_compact_weights, new_full_weights, snapshot_bytes
@@ -324,7 +324,7 @@ class LocalBackend:
             counts = backward and not any(self._optimizer(datum.model_id).weights.shape.rank == 0 for datum in work)
             with threads_for(self.base, tokens), self.efforts.measured(tokens, effort) if counts else nullcontext():
                 return self._run(work, backward, effort)
-        except (DeviceLostError, GivenUpError):
+        except (DeviceLostError, GivenUpError, EngineUnavailableError):  # the last two are of looking for what was dropped meanwhile
             raise
         except Exception as error:
             if is_out_of_memory(error):

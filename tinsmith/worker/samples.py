@@ -232,14 +232,17 @@ class Samples:
                     self._render(message, _measure(renderer, message))
 
     def _next(self, base_model: str) -> Sample | None:
-        """What its sampler should get now: the next in turn while it wants more, and in any case one of each session."""
+        """What its sampler should get now: the next in turn while it wants more, and in any case one of each session.
+
+        What is being decoded takes room from its own session only, and of that each session its share: pixel values are large.
+        """
         waiting, decoding = self.waiting[base_model], self.decoding[base_model]
         if not waiting:
             return None
         room = self.bases[base_model].sampler.room - self.on_the_way[base_model] + decoding.total()
         for session in waiting.sessions:
             there = self.sessions[base_model][session]
-            if self.rendering_bytes[session] < STARTED_BYTES and (room > decoding[session] or not there):
+            if self.rendering_bytes[session] < STARTED_BYTES and (room > decoding[session] * len(decoding) or not there):
                 return waiting.first(session)
         return None
 
