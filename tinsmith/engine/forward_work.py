@@ -279,9 +279,10 @@ class ForwardWork:
         Nothing of it is left to be computed, so that its gradients are all there when that step clears them.
         """
         errors, operation.failures = operation.failures, []
+        unavailable = next((error for error in errors if isinstance(error, StoreUnavailableError)), None)
         final = [error for error in errors if not isinstance(error, StoreUnavailableError)]
-        if not final:  # its pictures could not be read, and its datums are still there
-            self.put_off(operation.command.model_id, errors[0])
+        if unavailable is not None and not final:  # its pictures could not be read, and its datums are still there
+            self.put_off(operation.command.model_id, unavailable)
             return
         self._remove(operation)
         self._drop([operation])
