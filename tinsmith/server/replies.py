@@ -22,7 +22,6 @@ from starlette.requests import ClientDisconnect
 from tinsmith.config import Config
 from tinsmith.errors import (
     BackpressureError,
-    ConflictError,
     EngineUnavailableError,
     NotFoundError,
     StoreUnavailableError,
@@ -56,7 +55,6 @@ _STATUS: tuple[tuple[type[TinsmithError], int], ...] = (
     (GoneError, 410),
     (ForbiddenError, 403),
     (NotFoundError, 404),
-    (ConflictError, 409),
     (TooLargeError, 413),
     (UserError, 400),
     (BackpressureError, 429),
@@ -118,8 +116,6 @@ def without_paths(text: str, places: Mapping[str, str]) -> str:
 
 async def _reply_to_known(request: Request, error: Exception) -> Response:
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
-    if isinstance(error, ConflictError):  # the SDK sends such a request again for minutes, without a word
-        log.warning("answered 409: %s", error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, BackpressureError | StoreUnavailableError) else None
     detail = request.app.state.hub.told(str(error), "user" if isinstance(error, UserError) else "server")
     return json_reply({"detail": detail}, status, headers)

@@ -85,7 +85,7 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
 async def asample(request: Request) -> Response:
     """Start a sample. A repeat with the same (sampling_session_id, seq_id) gets the same answer and starts nothing.
 
-    Raises ConflictError for another sample of that key.
+    Raises UserError for another sample of that key.
     """
     hub = hub_of(request)
     _require_sampler(hub)

@@ -49,7 +49,7 @@ async def _body(request: Request, hub: Hub) -> bytes:
 async def _submit(hub: Hub, command: NewCommand) -> Response:
     """Append an operation to the log and tell the engine. The reply does not wait for any earlier operation.
 
-    Raises ConflictError if its key belongs to another operation.
+    Raises UserError if its key belongs to another operation.
     """
     hub.lifetimes.saw(command.model_id)
     if command.model is None:
