@@ -31,13 +31,13 @@ def fetch_status(url: str) -> dict[str, Any]:
         raise ConfigError(f"no Tinsmith server answers at {shown}: {why_unanswered(error)}") from error
     if not isinstance(content, dict) or "engine" not in content:
         raise ConfigError(f"no Tinsmith server answers at {shown}: the answer has no key 'engine'")
-    return _escaped(content)
+    return {printable(name): _escaped(value) for name, value in content.items()}
 
 
 def _escaped(content: Any) -> Any:
     """An answer with its texts as they may be printed."""
     if isinstance(content, dict):
-        return {_escaped(key): _escaped(value) for key, value in content.items()}
+        return {printable(name): _escaped(value) for name, value in content.items()}
     if isinstance(content, list):
         return [_escaped(each) for each in content]
     return printable(content) if isinstance(content, str) else content

@@ -146,7 +146,7 @@ def test_a_look_into_a_database_changes_nothing(tmp_path: Path) -> None:
         connection.execute("PRAGMA journal_mode=WAL")
     before = (tmp_path / "tinsmith.db").read_bytes()
     assert look_into(tmp_path)
-    assert (tmp_path / "tinsmith.db").read_bytes() == before
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == {"tinsmith.db": before}
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "tinsmith.db").touch()
     with pytest.raises(ConfigError, match="is damaged: it is empty"):

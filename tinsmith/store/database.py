@@ -224,7 +224,7 @@ def _engine(
         except ValueError as error:
             raise damaged(path, f"a column of JSON holds {text[:40]!r}") from error
 
-    place = URL.create("sqlite", database=path.as_uri(), query={"mode": "ro", "uri": "true"}) if only_read else f"sqlite:///{path}"
+    place = _only_read(path) if only_read else f"sqlite:///{path}"
     engine = create_engine(place, connect_args={"timeout": busy_s}, json_deserializer=parse_json)
     event.listen(engine, "do_connect", require_there)  # a connection would make a new file in the place of one that is gone
     event.listen(engine, "connect", prepare)
@@ -233,6 +233,13 @@ def _engine(
     event.listen(engine, "begin", _begin)
     event.listen(engine, "handle_error", name_trouble)
     return engine
+
+
+def _only_read(path: Path) -> URL:
+    query = {"mode": "ro", "uri": "true"}
+    if not path.with_name(path.name + "-wal").exists():  # nobody uses it: SQLite would leave files beside it
+        query["immutable"] = "1"
+    return URL.create("sqlite", database=path.as_uri(), query=query)
 
 
 def damaged(path: Path, found: str) -> ConfigError:
