@@ -148,6 +148,10 @@ def test_a_port_and_a_data_directory_in_use_are_missing(tmp_path: Path) -> None:
         assert re.search(rf"^listens on +missing +cannot listen on host=127.0.0.1 port={port}: another program listens there", report, re.M)
         assert report.endswith("missing: data directory, listens on\n")
     assert doctor("--data-dir", str(tmp_path), "--port", str(port))[0] == 0
+    (tmp_path / "server.lock").unlink()
+    (tmp_path / "server.lock").symlink_to(tmp_path)
+    code, report = doctor("--data-dir", str(tmp_path), "--port", "0")
+    assert (code, bool(re.search(r"^data directory +missing +\S+/server.lock cannot be locked: it is a link", report, re.M))) == (1, True)
 
 
 def test_the_supported_versions_are_those_of_the_package() -> None:

@@ -82,8 +82,8 @@ def refusal(url: str, key: str = "tml-x", base_model: str = "") -> str:
         ("ftp://127.0.0.1", "must begin with http:// or https://"),
         ("http://", "and name a host"),
         ("http://a b", "must begin with http:// or https:// and name a host"),
-        ("http://127.0.0.1:port", "is no URL: Port could not be cast"),
-        ("http://[::1", "is no URL: Invalid IPv6 URL"),
+        ("http://127.0.0.1:port", "is no URL: a port is a number"),
+        ("http://[::1", "is no URL: a port is a number"),
         ("http://127.0.0.1:0", "no server listens on port 0"),
         ("http://127.0.0.1:8000/api/v1", "leave the path out, clients add /api/v1 to the URL by themselves: http://127.0.0.1:8000"),
         (NOBODY, "nothing listens on port 9 of 127.0.0.1: start the server (tinsmith serve --port 9), or correct the port"),
@@ -110,6 +110,42 @@ def test_what_is_wrong_with_a_url_is_named(url: str, said: str) -> None:
 def test_what_a_server_answers_is_named(replies: Mapping[str, tuple[int, Any]], said: str) -> None:
     with answering(replies) as url:
         assert said in refusal(url)
+
+
+@pytest.mark.parametrize("key", ["tml-pw\r", "tml-pw\n", "tml-pw€"])
+def test_a_key_that_no_header_can_carry_is_not_shown(key: str) -> None:
+    with answering(READY) as url:
+        assert refusal(url, key).startswith("the API key holds a character that no header can carry")
+        assert "tml-pw" not in refusal(url, key)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://u:pw@127.0.0.1:9", "http://u:pw@h:port", "http://u:p/pw@h", "u:pw@127.0.0.1:8000", "http://u:pw@h/x"]
+)
+def test_no_password_of_a_url_is_shown(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "pw" not in refusal(url)
+    for ask in (fetch_status, lambda url: require_server(ServerSection(url, "tml-x", wait_s=0))):
+        with pytest.raises(ConfigError) as raised:
+            ask(url)
+        assert "pw" not in str(raised.value)
+    for proxy in ("http://u:pw@127.0.0.1:9", "http://u:pw@127.0.0.1:port"):
+        monkeypatch.setenv("http_proxy", proxy)
+        assert "through the proxy http://127.0.0.1:" in refusal("http://example.invalid")
+        assert "pw" not in refusal("http://example.invalid")
+    with answering(READY) as there:
+        assert "pw" not in refusal(there)
+        with_user = there.replace("//", "//u:pw@")
+        monkeypatch.delenv("http_proxy")
+        assert ping(with_user, "tml-x", "").startswith(f"{there} is ready")
+        assert fetch_status(with_user) == {"engine": {}}
+
+
+def test_what_a_foreign_server_says_is_escaped() -> None:
+    forged = {"/api/v1/healthz": (503, {"detail": "a\n\x1b[2Jb"}), "/api/v1/status": (200, {"engine": {"reason": "\x1b[2J"}})}
+    with answering(forged) as url:
+        assert fetch_status(url) == {"engine": {"reason": r"\x1b[2J"}}
+        with pytest.raises(ConfigError, match=r"not ready \(a\\n\\x1b\[2Jb\)"):
+            require_server(ServerSection(url, "tml-x", wait_s=0))
 
 
 def test_a_server_that_can_be_used_is_described_with_what_scripts_lack(monkeypatch: pytest.MonkeyPatch) -> None:

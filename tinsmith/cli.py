@@ -20,7 +20,7 @@ import typer
 from tinsmith import __version__
 from tinsmith.config import CONFIG_VARIABLE, Config, Setting, base_model_sources, load, require_place, settings
 from tinsmith.config_values import at_home, installer, require_empty
-from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.errors import ConfigError, TinsmithError, printable
 
 app = typer.Typer(
     name="tinsmith",
@@ -40,7 +40,7 @@ def main() -> None:
     try:
         app()
     except TinsmithError as error:
-        print(f"tinsmith: {error}", file=sys.stderr)
+        print("tinsmith:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)  # it may quote what a server said
         sys.exit(2)
     except OSError as error:
         if error.filename is None:

@@ -117,8 +117,11 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
         yield Finding("data directory", "ok", f"{data_dir}: {_gib(shutil.disk_usage(there).free)} free on its disk")
     else:
         yield Finding("data directory", "missing", f"{data_dir}: cannot write to {there}; choose another with --data-dir")
-    if is_used(data_dir):
-        yield Finding("data directory", "missing", f"{data_dir} is used by another server; stop it, or choose another with --data-dir")
+    try:
+        if is_used(data_dir):
+            yield Finding("data directory", "missing", f"{data_dir} is used by another server; stop it, or choose another with --data-dir")
+    except ConfigError as error:
+        yield Finding("data directory", "missing", str(error))
     try:
         if look_into(data_dir):
             yield Finding("database", "ok", f"all of {data_dir / FILE_NAME} can be read")

@@ -54,10 +54,6 @@ class NotFoundError(UserError):
     """The request names something that does not exist, or no longer exists (HTTP 404)."""
 
 
-class ConflictError(UserError):
-    """The request has the key of another one that came before it (HTTP 409)."""
-
-
 class NotBuiltError(UserError):
     """The request uses a part of the Tinker API that this version does not implement (HTTP 400, or a failed future)."""
 

@@ -6,15 +6,17 @@ The SDK repeats what is not answered for minutes, without a word.
 import ipaddress
 import json
 import os
+import re
 import socket
 import ssl
 import threading
+from base64 import b64encode
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse, InvalidURL
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 from urllib.request import ProxyHandler, Request, build_opener, getproxies, proxy_bypass
 
 from tinsmith.errors import ConfigError, printable, shortened
@@ -37,10 +39,36 @@ def is_local(url: str) -> bool:
 
 
 def open_url(url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> HTTPResponse:
-    """The answer to a GET. A server on this machine is asked without a proxy, which would look for it elsewhere. Raises as `urlopen`."""
+    """The answer to a GET. A server on this machine is asked without a proxy, which would look for it elsewhere. Raises as `urlopen`.
+
+    User and password in the URL are sent as the SDK sends them.
+    """
     opener = build_opener(ProxyHandler({})) if is_local(url) else build_opener()
-    reply: HTTPResponse = opener.open(Request(url, headers=dict(headers or {})), timeout=timeout_s)
+    sent = dict(headers or {})
+    user, at, _ = urlsplit(url).netloc.rpartition("@")
+    if at:
+        name, _, password = user.partition(":")
+        sent["Authorization"] = "Basic " + b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
+    reply: HTTPResponse = opener.open(Request(without_user(url) if at else url, headers=sent), timeout=timeout_s)
     return reply
+
+
+def without_user(url: str) -> str:
+    """A URL as it may be shown: without user and password."""
+    return re.sub(r"^([a-z]+://)?.*@", lambda found: found[1] or "", url, flags=re.IGNORECASE | re.DOTALL)
+
+
+def why_unanswered(error: Exception) -> str:
+    """What an error of `open_url`, or of reading its answer, says in a line. Some errors quote URL or key: these are not quoted."""
+    reason = error.reason if isinstance(error, URLError) else error
+    if isinstance(reason, InvalidURL):
+        return "the URL, or that of a proxy, makes no sense"
+    return "the answer cannot be read" if isinstance(reason, ValueError) else one_line(str(reason))
+
+
+def one_line(text: str) -> str:
+    """What a server says, as part of one line."""
+    return printable(shortened(text.strip(), 500))
 
 
 def keep_from_proxy(url: str) -> None:
@@ -66,22 +94,24 @@ def ping(url: str, key: str, base_model: str) -> str:
 
     Raises ConfigError that says which of scheme, path, port, host, TLS, proxy, readiness, key or base model is wrong, and what to do.
     """
-    url = url.rstrip("/")
-    parts = _checked(url)
+    full = url.rstrip("/")
+    parts, url = _checked(full), without_user(full)
     host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
     direct = is_local(url) or not _proxy_of(parts)
     if direct:
         _connect(host, port, secure=parts.scheme == "https")
-    _require_ready(url, parts)
+    _require_ready(url, full, parts)
     if proxy := _misled_by(url):
-        raise ConfigError(f"a proxy is set ({proxy}), to which the SDK would send what is for {host}: export NO_PROXY={host}")
+        raise ConfigError(f"a proxy is set ({without_user(proxy)}), to which the SDK would send what is for {host}: export NO_PROXY={host}")
     if key and not key.startswith(("tml-", "eyJ")):
         raise ConfigError("the API key must begin with tml-, or the SDK refuses it; Tinsmith takes any that does, such as tml-anything")
-    names = _base_models(url, key)
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("the API key holds a character that no header can carry, a line end? Set TINKER_API_KEY to the key alone")
+    names = _base_models(url, full, key)
     if base_model and base_model.partition(":")[0] not in {name.partition(":")[0] for name in names}:
         raise ConfigError(f"base model {base_model!r} is not served at {url}; there are: {', '.join(names)}")
     notes = [f"{url} is ready and serves {', '.join(names)}"]
-    if os.environ.get("TINKER_BASE_URL", "").rstrip("/") != url:
+    if os.environ.get("TINKER_BASE_URL", "").rstrip("/") != full:
         notes.append("TINKER_BASE_URL does not name it, so scripts must: base_url=")
     if not key:
         notes.append("TINKER_API_KEY is not set, so scripts must give a key: any that begins with tml-, such as tml-anything")
@@ -90,18 +120,19 @@ def ping(url: str, key: str, base_model: str) -> str:
 
 def _checked(url: str) -> SplitResult:
     """The parts of a URL whose scheme, port and path are those of a server. Raises ConfigError."""
+    shown = one_line(without_user(url))
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"{url} is no URL: {error}; give one such as http://127.0.0.1:8000") from error
+    except ValueError as error:  # which quotes what it takes for the port: a password that is not quoted
+        raise ConfigError(f"{shown} is no URL: a port is a number, [ ] hold an address; give one such as http://127.0.0.1:8000") from error
     if parts.scheme not in _PORTS or not parts.hostname or any(each.isspace() for each in url):
-        raise ConfigError(f"{url} must begin with http:// or https:// and name a host, such as http://127.0.0.1:8000")
+        raise ConfigError(f"{shown} must begin with http:// or https:// and name a host, such as http://127.0.0.1:8000")
     if port == 0:
-        raise ConfigError(f"{url}: no server listens on port 0; give the port that its log names")
+        raise ConfigError(f"{shown}: no server listens on port 0; give the port that its log names")
     if parts.path or parts.query or parts.fragment:
-        bare = f"{parts.scheme}://{parts.netloc}"
-        raise ConfigError(f"{url}: leave the path out, clients add /api/v1 to the URL by themselves: {bare}")
+        bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        raise ConfigError(f"{shown}: leave the path out, clients add /api/v1 to the URL by themselves: {bare}")
     return parts
 
 
@@ -158,11 +189,11 @@ def _connection(host: str, port: int) -> socket.socket:
     raise failure
 
 
-def _require_ready(url: str, parts: SplitResult) -> None:
-    """Raise ConfigError unless a server answers that can take work."""
+def _require_ready(url: str, full: str, parts: SplitResult) -> None:
+    """Raise ConfigError unless a server answers that can take work. `full` is the URL with user and password."""
     other = f"what answers at {url} is no Tinker server: correct the port or the host"
     try:
-        with open_url(url + HEALTH, _PATIENCE_S) as reply:
+        with open_url(full + HEALTH, _PATIENCE_S) as reply:
             came_from, status, body = reply.geturl(), reply.status, reply.read(65536)
     except HTTPError as error:
         came_from, status, body = error.url, error.code, error.read(65536)
@@ -171,17 +202,19 @@ def _require_ready(url: str, parts: SplitResult) -> None:
         if isinstance(reason, TimeoutError):
             raise ConfigError(f"{url} does not answer within {_PATIENCE_S:g} s: it is very busy or hangs, see its log") from error
         if proxy := "" if is_local(url) else _proxy_of(parts):
-            raise ConfigError(f"{url} cannot be reached through the proxy {proxy} ({reason}); correct it, or set NO_PROXY") from error
+            raise ConfigError(
+                f"{url} cannot be reached through the proxy {without_user(proxy)} ({why_unanswered(error)}); correct it, or set NO_PROXY"
+            ) from error
         raise ConfigError(_https_instead(parts) or other) from error
     if came_from != url + HEALTH:
-        raise ConfigError(f"{url} sends clients on to {came_from.removesuffix(HEALTH)}: give that URL")
+        raise ConfigError(f"{url} sends clients on to {one_line(without_user(came_from.removesuffix(HEALTH)))}: give that URL")
     detail = _field(body, "detail")
     if status == 200 and _field(body, "status"):
         return
     if status == 503 and detail:
-        raise ConfigError(f"{url} is not ready: {_line(detail)}; wait for it, or see the server's log")
+        raise ConfigError(f"{url} is not ready: {one_line(detail)}; wait for it, or see the server's log")
     if status in (401, 403) and detail:
-        raise ConfigError(f"{url} refuses this client: {_line(detail)}")
+        raise ConfigError(f"{url} refuses this client: {one_line(detail)}")
     raise ConfigError(_https_instead(parts) or f"{other} (HTTP {status})")
 
 
@@ -194,22 +227,22 @@ def _https_instead(parts: SplitResult) -> str:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with suppress(OSError, ConfigError), closing(_connection(host, port)) as connection:
         context.wrap_socket(connection, server_hostname=host).close()
-        return f"{host}:{port} speaks TLS: write https://{parts.netloc}"
+        return f"{host}:{port} speaks TLS: write https://{parts.netloc.rpartition('@')[2]}"
     return ""
 
 
-def _base_models(url: str, key: str) -> list[str]:
+def _base_models(url: str, full: str, key: str) -> list[str]:
     """The names that the server lists. Raises ConfigError."""
     try:
-        with open_url(url + _CAPABILITIES, _PATIENCE_S, {"X-API-Key": key} if key else None) as reply:
+        with open_url(full + _CAPABILITIES, _PATIENCE_S, {"X-API-Key": key} if key else None) as reply:
             content = json.load(reply)
-        return [str(model["model_name"]) for model in content["supported_models"]]
+        return [one_line(str(model["model_name"])) for model in content["supported_models"]]
     except HTTPError as error:
         if error.code in (401, 403):
             raise ConfigError(f"{url} refuses the API key (HTTP {error.code}): set TINKER_API_KEY to one that it knows") from error
         raise ConfigError(f"{url} does not list its base models (HTTP {error.code}); see its log") from error
     except (OSError, ValueError, KeyError, TypeError, HTTPException) as error:
-        raise ConfigError(f"{url} does not list its base models ({_line(str(error))}); see its log") from error
+        raise ConfigError(f"{url} does not list its base models ({why_unanswered(error)}); see its log") from error
 
 
 def _field(body: bytes, name: str) -> str:
@@ -219,8 +252,3 @@ def _field(body: bytes, name: str) -> str:
     except (ValueError, KeyError, TypeError):
         return ""
     return found if isinstance(found, str) else ""
-
-
-def _line(text: str) -> str:
-    """What a server says, as part of one line."""
-    return printable(shortened(text, 500))

@@ -4,14 +4,14 @@ import json
 from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tinsmith.errors import ConfigError
-from tinsmith.reach import open_url
+from tinsmith.errors import ConfigError, printable
+from tinsmith.reach import open_url, why_unanswered, without_user
 
 TIMEOUT_S = 10.0
 
@@ -19,19 +19,28 @@ TIMEOUT_S = 10.0
 def fetch_status(url: str) -> dict[str, Any]:
     """The answer of the status route, as JSON. Raises ConfigError if no Tinsmith server answers at `url`."""
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"url={url!r} must begin with http:// or https://")
+        raise ConfigError(f"url={without_user(url)!r} must begin with http:// or https://")
+    shown = without_user(url)
     try:
         with open_url(f"{url.rstrip('/')}/api/v1/status", TIMEOUT_S) as reply:
             content = json.load(reply)
     except HTTPError as error:
         hint = " Leave out /api/v1" if url.rstrip("/").endswith("/api/v1") else ""
-        raise ConfigError(f"{url} answers {error.code}: is it a Tinsmith server?{hint}") from error
+        raise ConfigError(f"{shown} answers {error.code}: is it a Tinsmith server?{hint}") from error
     except (OSError, ValueError, HTTPException) as error:  # nobody answers, or nothing that is HTTP or JSON
-        reason = error.reason if isinstance(error, URLError) else str(error).strip()
-        raise ConfigError(f"no Tinsmith server answers at {url}: {reason}") from error
+        raise ConfigError(f"no Tinsmith server answers at {shown}: {why_unanswered(error)}") from error
     if not isinstance(content, dict) or "engine" not in content:
-        raise ConfigError(f"no Tinsmith server answers at {url}: the answer has no key 'engine'")
-    return content
+        raise ConfigError(f"no Tinsmith server answers at {shown}: the answer has no key 'engine'")
+    return {printable(name): _escaped(value) for name, value in content.items()}
+
+
+def _escaped(content: Any) -> Any:
+    """An answer with its texts as they may be printed."""
+    if isinstance(content, dict):
+        return {printable(name): _escaped(value) for name, value in content.items()}
+    if isinstance(content, list):
+        return [_escaped(each) for each in content]
+    return printable(content) if isinstance(content, str) else content
 
 
 def print_status(status: dict[str, Any], console: Console) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 import tinker
 
 from tests.acceptance.talking import RAW_STEP, datum, text_input, train
@@ -49,3 +50,13 @@ def test_one_line_is_logged_for_each_operation(service: tinker.ServiceClient, se
     ]
     assert "kind=optim_step" in lines[2]
     assert all(" seconds=" in line and " queued=" in line for line in lines)
+
+
+def test_an_operation_under_the_number_of_another_is_refused_at_once(service: tinker.ServiceClient) -> None:
+    """As when two processes train one model. The SDK would send it again for five minutes if it were answered 409."""
+    client = train(service, "text")
+    client.forward_backward([datum(text_input(0, 7))], "cross_entropy").result()
+    client._request_id_counter = client._turn_counter = 0
+    with pytest.raises(tinker.BadRequestError, match=r"/1 is forward_backward of digest \w+ already, and now came as optim_step of digest"):
+        client.optim_step(RAW_STEP).result(timeout=150)
+    client.optim_step(RAW_STEP).result()  # under the next number: there is no hole

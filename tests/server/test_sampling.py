@@ -155,7 +155,7 @@ async def test_samples_are_answered_from_memory(server: Served) -> None:
     again = await server.client.post("/api/v1/asample", content=sent, headers=headers)
     assert again.json()["sample_sequence_ids"] == [f"{sampler}/0/0", f"{sampler}/0/1"]
     other = await server.client.post("/api/v1/asample", content=orjson.dumps(sample_body(sampler, [2])), headers=headers)
-    assert other.status_code == 409
+    assert other.status_code == 400
     assert hashlib.sha256(sent).hexdigest()[:12] in other.json()["detail"]
     server.hub.samples.finish(done(server, f"{sampler}/0", b"\x0a\x00"))
     server.hub.samples.finish(failed(server, f"{sampler}/1", "bad", gone=False))

@@ -1,13 +1,18 @@
 """Service and session routes."""
 
+import os
+import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.server.serving import FACTS, Served, served
-from tinsmith.config import Config, ServerConfig
+from tinsmith.config import Config, ServerConfig, VLLMConfig
 from tinsmith.server.app import create_app
+from tinsmith.server.replies import private_places, without_paths
 from tinsmith.store.records import Outcome
 
 
@@ -108,6 +113,40 @@ async def test_clients_are_not_told_where_the_server_keeps_its_files(server: Ser
     told = (await server.post("retrieve_future", {"request_id": f"{model_id}/0"})).json()["error"]
     shown = "'DATA_DIR/checkpoints/a b/x'; tiny/a"
     assert told == f"tinker://m/weights/a could not be written: [Errno 28] No space left on device: {shown}"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("see /srv/d.", "see DATA_DIR."),
+        ("file:///srv/d/x, sqlite:////srv/d/tinsmith.db", "file://DATA_DIR/x, sqlite:///DATA_DIR/tinsmith.db"),
+        ("/srv/hub/models--a/x: /srv/hub.old, /srv/vllm/w", "HF_HUB_CACHE/models--a/x: /srv/hub.old, VLLM_DIR/w"),
+        (f"{tempfile.gettempdir()}/a {sys.prefix}/lib {Path.home()}/.cache", "TMPDIR/a PYTHON/lib ~/.cache"),
+        ("tinker://srv/d /x/srv/d", "tinker://srv/d /x/srv/d"),
+    ],
+)
+def test_a_path_is_hidden_wherever_it_stands(said: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.endswith(("_HOME", "_CACHE", "_DIR")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_CACHE", "/srv/hub")
+    assert without_paths(said, private_places(Config(vllm=VLLMConfig(vllm_dir="/srv/vllm")), Path("/srv/d"))) == told
+
+
+@pytest.mark.parametrize("client", ["127.0.0.1", "10.0.0.8"])
+async def test_what_a_client_sent_is_told_as_it_came(server: Served, client: str, tmp_path: Path) -> None:
+    session_id = await server.new_session()
+    server.client._transport.client = (client, 1)  # type: ignore[attr-defined]
+    body: dict[str, Any] = {"session_id": session_id, "model_seq_id": 0, "lora_config": {"rank": 8}}
+    for asked in (str(tmp_path), "/models/tiny"):
+        refused = await server.post("create_model", body | {"base_model": asked})
+        there = client == "127.0.0.1" and asked == "/models/tiny"
+        said = "is a directory; give the name under which it is served: 'tiny'" if there else "is not served here; there are: tiny"
+        assert (refused.status_code, refused.json()["detail"]) == (404, f"base_model {asked!r} {said}")
+    failed = f"name {str(tmp_path)!r} is wrong"
+    model_id = await server.new_model(session_id)
+    server.finish(Outcome(f"{model_id}/0", None, None, failed, "user"))
+    assert (await server.post("retrieve_future", {"request_id": f"{model_id}/0"})).json()["error"] == failed
 
 
 @pytest.mark.parametrize(("client", "told"), [("127.0.0.1", "/models/tiny"), ("10.0.0.7", "/models/tiny"), ("10.0.0.8", None)])

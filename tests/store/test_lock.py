@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tinsmith.errors import ConfigError
-from tinsmith.store.lock import only_user
+from tinsmith.store.lock import is_used, only_user
 from tinsmith.store.recorded_sequences import RecordedSequences
 
 
@@ -16,7 +16,13 @@ def recording(data_dir: Path) -> AbstractContextManager[RecordedSequences]:
     return nullcontext(RecordedSequences(data_dir, 1e6))
 
 
-@pytest.mark.parametrize(("name", "open_it"), [("server.lock", only_user), ("recorded_sequences.sqlite.lock", recording)])
+def asking(data_dir: Path) -> AbstractContextManager[bool]:
+    return nullcontext(is_used(data_dir))
+
+
+@pytest.mark.parametrize(
+    ("name", "open_it"), [("server.lock", only_user), ("server.lock", asking), ("recorded_sequences.sqlite.lock", recording)]
+)
 def test_what_a_link_in_the_place_of_a_lock_leads_to_stays_as_it_is(
     tmp_path: Path, name: str, open_it: Callable[[Path], AbstractContextManager[Any]]
 ) -> None:
@@ -32,5 +38,7 @@ def test_what_a_link_in_the_place_of_a_lock_leads_to_stays_as_it_is(
 def test_only_one_has_a_data_directory(tmp_path: Path) -> None:
     with only_user(tmp_path) as first, only_user(tmp_path) as second:
         assert (first, second) == (True, False)
+        assert is_used(tmp_path)
+    assert not is_used(tmp_path)
     with only_user(tmp_path) as third:
         assert third

@@ -9,10 +9,10 @@ import os
 import time
 from http.client import HTTPException, InvalidURL
 from pathlib import Path
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 
 from tinsmith.errors import ConfigError
-from tinsmith.reach import HEALTH, keep_from_proxy, open_url
+from tinsmith.reach import HEALTH, keep_from_proxy, one_line, open_url, why_unanswered, without_user
 from tinsmith.rl.config import ServerSection
 
 log = logging.getLogger(__name__)
@@ -36,11 +36,12 @@ def require_server(server: ServerSection) -> None:
     logged = ""
     while reason := _why_not_ready(url):
         if time.monotonic() >= deadline:
+            shown = without_user(url)
             raise ConfigError(
-                f"server: url={url!r}: {reason}; start the server, correct the URL, or wait longer with server: wait_s={server.wait_s:g}"
+                f"server: url={shown!r}: {reason}; start the server, correct the URL, or wait longer with server: wait_s={server.wait_s:g}"
             )
         if reason != logged:
-            log.warning("waiting for %s: %s", url, reason)
+            log.warning("waiting for %s: %s", without_user(url), reason)
             logged = reason
         time.sleep(_PAUSE_S)
     keep_from_proxy(url)
@@ -51,7 +52,7 @@ def _check_url_and_key(url: str, key: str) -> None:
     if not url:
         missing.append("url is empty and TINKER_BASE_URL is not set; give the server's URL, such as http://127.0.0.1:8000")
     elif not url.startswith(("http://", "https://")):
-        raise ConfigError(f"server: url={url!r} must begin with http:// or https://")
+        raise ConfigError(f"server: url={without_user(url)!r} must begin with http:// or https://")
     if not (key or os.environ.get("TINKER_API_KEY") or os.environ.get("TINKER_CREDENTIAL_CMD") or _STORED_KEYS.expanduser().exists()):
         missing.append("api_key is empty and TINKER_API_KEY is not set; Tinsmith takes any key that begins with tml-, such as tml-anything")
     if missing:
@@ -66,17 +67,19 @@ def _why_not_ready(url: str) -> str:
     except HTTPError as error:
         if error.code == 404:
             hint = "; leave out /api/v1, which clients add" if url.endswith("/api/v1") else ""
-            raise ConfigError(f"server: url={url!r} answers 404 to {HEALTH}: there is no Tinker server{hint}") from error
+            raise ConfigError(f"server: url={without_user(url)!r} answers 404 to {HEALTH}: there is no Tinker server{hint}") from error
         return _detail(error) if error.code >= 500 else ""  # the SDK reports other errors at once, such as a wrong key
     except InvalidURL as error:
-        raise ConfigError(f"server: url={url!r}: {error}; give a URL such as http://127.0.0.1:8000") from error
+        raise ConfigError(
+            f"server: url={without_user(url)!r}: {why_unanswered(error)}; give a URL such as http://127.0.0.1:8000"
+        ) from error
     except (OSError, ValueError, HTTPException) as error:  # no answer, or an answer that is not HTTP
-        return f"no answer ({error.reason if isinstance(error, URLError) else error})"
+        return f"no answer ({why_unanswered(error)})"
 
 
 def _detail(error: HTTPError) -> str:
     """The reason that a server gives for not being ready."""
     try:
-        return f"not ready ({json.load(error)['detail']})"
+        return f"not ready ({one_line(str(json.load(error)['detail']))})"
     except (ValueError, KeyError, TypeError):  # another body, such as a proxy's page
         return f"not ready (HTTP {error.code})"

@@ -30,9 +30,15 @@ class BaseModels:
         """The longest context window of all; None before the first engine is ready."""
         return max((facts.max_context for facts in self._by_name.values()), default=None)
 
-    def find(self, name: str) -> ModelFacts:
-        """The model that `NAME` or `NAME:suffix` means. Raises NotFoundError, or EngineUnavailableError as `all`."""
+    def find(self, name: str, from_here: bool = False) -> ModelFacts:
+        """The model that `NAME` or `NAME:suffix` means. Raises NotFoundError, or EngineUnavailableError as `all`.
+
+        A client on this machine (`from_here`) that gives the directory of one is told its name.
+        """
         known = {facts.name: facts for facts in self.all()}
+        served = self.directories().get(name) if from_here and name not in known else None
+        if served is not None:
+            raise NotFoundError(f"base_model {name!r} is a directory; give the name under which it is served: {served!r}")
         return known[find_base(name, known)]
 
     def directories(self) -> dict[str, str]:

@@ -46,14 +46,14 @@ class Hub:
         self.waiters: Waiters[Outcome | SampleDone | SampleFailed] = Waiters()
         self.samples = SampleBook(config.server)
         self.sample_reports = SampleReports(config.server.sample_result_ttl_s, SampleJournal(data_dir))
-        self.sampling_sessions = SamplingSessions(self.store)
+        self.sampling_sessions = SamplingSessions(self.store, self.told)
         self.lifetimes = Lifetimes(config.server, self.store, self.files)
         self.base_models = BaseModels()
         self.engine = EngineProcess(config, self.take, self.engine_ready, self.engine_absent)
         self.activity = Activity()
         self.bodies = LargeBodies(self.lifetimes.knows)
         self.queued = QueuedOperations(config.server)
-        self._places = private_places(data_dir, config.checkpoint_root)
+        self._places = private_places(config, data_dir)
         self._known_models: LRUCache[str, bool] = LRUCache(_KNOWN_MODELS)
         self._ended: dict[str, bool] = {}
         """Sessions that have ended and that the engine has not been told of, and whether it is to save their models."""
@@ -74,9 +74,9 @@ class Hub:
         elif isinstance(message, SampleDone | SampleFailed):
             self._end_sample(message)
 
-    def told(self, reason: str) -> str:
-        """What clients may read of an error: the server's directories have other names in it."""
-        return without_paths(reason, self.base_models.directories() | self._places)
+    def told(self, reason: str, category: str | None = None) -> str:
+        """What clients may read of an error: the server's directories have other names in it, unless it is one of the request ("user")."""
+        return reason if category == "user" else without_paths(reason, self._places | self.base_models.directories())
 
     def _end_sample(self, message: SampleDone | SampleFailed) -> None:
         if not self.samples.finish(message):
@@ -139,6 +139,14 @@ class Hub:
             if await self.store.read(Store.model, model_id) is None:
                 raise NotFoundError(f"model {model_id!r} does not exist")
             self._known_models[model_id] = True
+
+
+def comes_from_here(request: Request) -> bool:
+    """Whether the client runs on this machine."""
+    client, server = request.client, request.scope.get("server")
+    if client is None or server is None:
+        return False
+    return client.host == server[0] or client.host.removeprefix("::ffff:") in ("127.0.0.1", "::1")
 
 
 def hub_of(request: Request) -> Hub:

@@ -1,11 +1,15 @@
 """HTTP replies: results as JSON or protobuf, and exceptions as a status with {"detail": ...}.
 
 An error gets the status that makes the SDK do the right thing: it repeats a request for minutes after 408, 409, 429 and 5xx, submits a
-sample again after 410, and raises any other error at once. What it says of the server's own directories is for the log alone.
+sample again after 410, and raises any other error at once. What an error of the server says of its directories is for the log alone. One of
+the request is told as it is: it holds what the client sent, and none of these.
 """
 
 import logging
+import os
 import re
+import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,9 +19,9 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
 
+from tinsmith.config import Config
 from tinsmith.errors import (
     BackpressureError,
-    ConflictError,
     EngineUnavailableError,
     NotFoundError,
     StoreUnavailableError,
@@ -35,6 +39,9 @@ samples pause for 1 or 5 s, whatever this says."""
 PROTOBUF = "application/x-protobuf"
 """The media type of protobuf requests and replies."""
 
+_PLACES = ("_HOME", "_CACHE", "_DIR")
+"""What the names of environment variables that hold a directory end in."""
+
 
 class GoneError(UserError):
     """What the request names has ended, and the client may start again (HTTP 410)."""
@@ -48,7 +55,6 @@ _STATUS: tuple[tuple[type[TinsmithError], int], ...] = (
     (GoneError, 410),
     (ForbiddenError, 403),
     (NotFoundError, 404),
-    (ConflictError, 409),
     (TooLargeError, 413),
     (UserError, 400),
     (BackpressureError, 429),
@@ -86,30 +92,33 @@ def add_error_replies(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _reply_to_unknown)
 
 
-def private_places(data_dir: Path, checkpoint_root: str) -> dict[str, str]:
+def private_places(config: Config, data_dir: Path) -> dict[str, str]:
     """The directories of a server that clients are not told of, each with what they read in its place."""
-    places: dict[str, str] = {}
+    named = [(sys.prefix, "PYTHON"), (sys.base_prefix, "PYTHON"), (str(Path(__file__).parents[2]), "TINSMITH")]
+    with suppress(OSError):  # it may be deleted
+        named.append((str(Path.cwd()), "."))
     with suppress(RuntimeError):  # a container may run as a user without a home
-        places[str(Path.home())] = "~"
-    if checkpoint_root and "://" not in checkpoint_root:
-        root = Path(checkpoint_root).expanduser()
-        places |= {str(root.absolute()): "CHECKPOINT_ROOT", str(root.resolve()): "CHECKPOINT_ROOT"}
-    return places | {str(data_dir.absolute()): "DATA_DIR", str(data_dir.resolve()): "DATA_DIR"}
+        named.append((str(Path.home()), "~"))
+    named.append((tempfile.gettempdir(), "TMPDIR"))
+    named += [(os.environ[name], name) for name in os.environ if name.endswith(_PLACES)]  # HF_HOME, XDG_CACHE_HOME, TRITON_CACHE_DIR, ...
+    named += [(config.vllm.vllm_dir, "VLLM_DIR"), (config.checkpoint_root, "CHECKPOINT_ROOT"), (str(data_dir), "DATA_DIR")]
+    paths = [(Path(place).expanduser(), word) for place, word in named if place and "://" not in place]
+    return {str(each): word for path, word in paths for each in (path.absolute(), path.resolve())}
 
 
 def without_paths(text: str, places: Mapping[str, str]) -> str:
     """`text` with the words of `places` wherever a path begins with one of these directories."""
     longest_first = sorted((place for place in places if place.strip("/")), key=len, reverse=True)
-    pattern = rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, longest_first))})(?![\w.-])"
+    begins, ends = r"(?:(?<![\w/.-])|(?<=://)|(?<=:///))", r"(?![\w-]|\.+[\w-])"  # after file:// too, and at the end of a sentence
+    pattern = rf"{begins}(?:{'|'.join(map(re.escape, longest_first))}){ends}"
     return re.sub(pattern, lambda found: places[found[0]], text) if longest_first else text
 
 
 async def _reply_to_known(request: Request, error: Exception) -> Response:
     status = next(status for kind, status in _STATUS if isinstance(error, kind))
-    if isinstance(error, ConflictError):  # the SDK sends such a request again for minutes, without a word
-        log.warning("answered 409: %s", error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, BackpressureError | StoreUnavailableError) else None
-    return json_reply({"detail": request.app.state.hub.told(str(error))}, status, headers)
+    detail = request.app.state.hub.told(str(error), "user" if isinstance(error, UserError) else "server")
+    return json_reply({"detail": detail}, status, headers)
 
 
 async def _reply_to_disconnect(request: Request, _error: Exception) -> Response:

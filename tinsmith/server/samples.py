@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 
 from tinsmith.config import ServerConfig
-from tinsmith.errors import BackpressureError, ConflictError, NotFoundError, TinsmithError, UserError
+from tinsmith.errors import BackpressureError, NotFoundError, TinsmithError, UserError
 from tinsmith.protocol.serving import SampleDone, SampleFailed
 from tinsmith.server.replies import GoneError
 from tinsmith.store import ids
@@ -89,9 +89,9 @@ class PendingSample:
     """What its result takes once it has finished."""
 
     def check_repeat(self, digest: bytes) -> None:
-        """Raise ConflictError if a request with this key is not the one that was accepted, by the digest of its body."""
+        """Raise UserError if a request with this key is not the one that was accepted, by the digest of its body."""
         if digest != self.digest:
-            raise ConflictError(
+            raise UserError(
                 f"sample {self.request_id} was sent with a body of digest {self.digest.hex()[:12]}, and now with one of digest "
                 f"{digest.hex()[:12]}: give every sample of a sampling session a seq_id of its own, and repeat one unchanged"
             )

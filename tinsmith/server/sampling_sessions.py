@@ -1,5 +1,7 @@
 """Sampling sessions whose weights exist. Each is looked up in the store once, so that samples do not touch the database."""
 
+from collections.abc import Callable
+
 from tinsmith.errors import NotFoundError
 from tinsmith.server.async_store import AsyncStore
 from tinsmith.store.records import SamplingSession
@@ -14,9 +16,10 @@ _PUBLISH_AGAIN = (
 class SamplingSessions:
     """Sampling sessions by id."""
 
-    def __init__(self, store: AsyncStore) -> None:
-        """They are looked up in `store`."""
+    def __init__(self, store: AsyncStore, told: Callable[[str, str | None], str]) -> None:
+        """They are looked up in `store`. `told` is what clients may read of an error, by its category."""
         self._store = store
+        self._told = told
         self._ready: dict[str, SamplingSession] = {}
 
     async def find(self, sampling_session_id: str) -> SamplingSession:
@@ -32,13 +35,16 @@ class SamplingSessions:
         if session is None:
             raise NotFoundError(f"sampling session {sampling_session_id!r} does not exist")
         if session.gone is not None:
-            raise NotFoundError(f"the weights of sampling session {sampling_session_id} are gone: {session.gone}; {_PUBLISH_AGAIN}")
+            raise NotFoundError(
+                f"the weights of sampling session {sampling_session_id} are gone: {self._told(session.gone, None)}; {_PUBLISH_AGAIN}"
+            )
         if session.snapshot_id is not None:
             saved = await self._store.read(Store.outcome, session.snapshot_id)
             if saved is None and await self._store.read(Store.status, session.snapshot_id) != "dropped":
                 raise NotFoundError(f"the weights of sampling session {sampling_session_id} are being saved; wait for its future first")
             if saved is not None and saved.error is not None:
-                raise NotFoundError(f"the weights of sampling session {sampling_session_id} could not be saved: {saved.error}")
+                why = self._told(saved.error, saved.category)
+                raise NotFoundError(f"the weights of sampling session {sampling_session_id} could not be saved: {why}")
         return session
 
     def forget(self, session_id: str) -> None:

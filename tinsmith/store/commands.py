@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, Select, Text, bindparam, cast, delete, exists, func, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert
 
-from tinsmith.errors import ConflictError, NotFoundError
+from tinsmith.errors import NotFoundError, UserError
 from tinsmith.store import endings, ids
 from tinsmith.store.records import REJECTED, Command, NewCommand, Outcome
 from tinsmith.store.retention import oldest_beyond
@@ -150,7 +150,7 @@ def _digest(new: NewCommand) -> bytes:
 
 
 def check_repeat(connection: Connection, new: NewCommand) -> None:
-    """Raise ConflictError if the key of a command is in the log with another kind or another content."""
+    """Raise UserError if the key of a command is in the log with another kind or another content."""
     first = connection.execute(_KIND_AND_DIGEST, {"model_id": new.model_id, "seq_id": new.seq_id}).first()
     if first is None:
         return
@@ -159,7 +159,7 @@ def check_repeat(connection: Connection, new: NewCommand) -> None:
     # One that was refused when it came in has lost its kind.
     if not same or (REJECTED not in (first.kind, new.kind) and first.kind != new.kind):
         before = "" if first.digest is None else f" of digest {first.digest.hex()[:12]}"
-        raise ConflictError(
+        raise UserError(
             f"{ids.request_id(new.model_id, new.seq_id)} is {first.kind}{before} already, and now came as {new.kind} of digest "
             f"{digest.hex()[:12]}: number every operation of a model anew (create_model: another model_seq_id), and repeat one unchanged"
         )

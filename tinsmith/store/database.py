@@ -7,13 +7,14 @@ A commit with synchronous=NORMAL survives the death of any process, but a power 
 models that they are for do not survive a power cut either. A commit with synchronous=FULL is on the disk when it returns, together with
 everything that was committed before. It is used for rows which say that a checkpoint exists or that its files may be deleted.
 
-A file that is deleted or replaced while it is open goes on taking commits, which nobody finds after a restart. So each transaction with
-synchronous=FULL first looks whether the open file is the one in the directory. Others go on: they let files of checkpoints be written,
-which `tinsmith recover` finds.
+A file that is deleted or replaced while it is open goes on taking commits, which nobody finds after a restart; so does the log beside it,
+tinsmith.db-wal. So each transaction with synchronous=FULL first looks whether the open files are those in the directory. Others go on: they
+let files of checkpoints be written, which `tinsmith recover` finds.
 """
 
 import json
 import sqlite3
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -31,6 +32,8 @@ FILE_NAME = "tinsmith.db"
 _PRAGMAS = ("journal_mode=WAL", f"journal_size_limit={64 * 2**20}", "foreign_keys=ON")
 _NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL", *_PRAGMAS)
 """Of a file that is made now: before anything is in it, it can be told that what is deleted is to be given back (`give_back`)."""
+_BESIDE = ("-wal", "-shm")
+"""What the names of the files that SQLite keeps beside a database end in."""
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 """Primary error codes of SQLite for a damaged file."""
 
@@ -52,25 +55,34 @@ _REMEDY = {
 
 @dataclass(frozen=True)
 class _OpenFile:
-    """The file of a database that is open, by device and inode."""
+    """The file of a database that is open, with those that SQLite keeps beside it while there is a connection."""
 
     path: Path
-    identity: tuple[int, int]
+    identities: Mapping[Path, tuple[int, int]]
+    """Device and inode of each."""
+
+    @classmethod
+    def find(cls, path: Path) -> "_OpenFile":
+        """Those that are in the directory now."""
+        beside = (path.with_name(path.name + suffix) for suffix in _BESIDE)
+        found = {each: each.stat() for each in (path, *(each for each in beside if each.exists()))}
+        return cls(path, {each: (there.st_dev, there.st_ino) for each, there in found.items()})
 
     def require_there(self) -> None:
-        """Raise StoreUnavailableError if it is not in its directory any more, or is empty."""
-        try:
-            found = self.path.stat()
-        except OSError as error:
-            self._refuse(f"is gone ({error.strerror})")
-        if (found.st_dev, found.st_ino) != self.identity:
-            self._refuse("was replaced")
-        if not found.st_size:
-            self._refuse("was emptied")
+        """Raise StoreUnavailableError if one is not in the directory any more, or the database is empty."""
+        for path, identity in self.identities.items():
+            try:
+                found = path.stat()
+            except OSError as error:
+                self._refuse(path, f"is gone ({error.strerror})")
+            if (found.st_dev, found.st_ino) != identity:
+                self._refuse(path, "was replaced")
+            if path == self.path and not found.st_size:
+                self._refuse(path, "was emptied")
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, path: Path, what: str) -> NoReturn:
         raise StoreUnavailableError(
-            f"the database {self.path} {what} while the server runs: put this very file back; or save what is loaded, stop the server, and "
+            f"the database {path} {what} while the server runs: put this very file back; or save what is loaded, stop the server, and "
             f"run `tinsmith recover --data-dir {self.path.parent}`, which registers the checkpoints again"
         )
 
@@ -84,11 +96,14 @@ class Database:
     """synchronous=NORMAL."""
     durable: Engine
     """synchronous=FULL."""
+    held: Engine
+    """Its connection stays open, for SQLite deletes the files beside the database with the last one."""
 
     def dispose(self) -> None:
         """Close all connections."""
         self.normal.dispose()
         self.durable.dispose()
+        self.held.dispose()
 
 
 def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
@@ -106,14 +121,14 @@ def open_database(data_dir: Path, busy_s: float = BUSY_S) -> Database:
     try:
         with opening.execution_options(write=True).begin() as connection:
             _bring_to_our_version(connection, path)
-    except (DatabaseError, StoreUnavailableError) as error:
-        raise _unusable(path, error) from error
-    finally:
+    except BaseException as error:
         opening.dispose()
+        if isinstance(error, DatabaseError | StoreUnavailableError):
+            raise _unusable(path, error) from error
+        raise
     sync(data_dir)
-    found = path.stat()
-    file = _OpenFile(path, (found.st_dev, found.st_ino))
-    return Database(file, _engine(path, "NORMAL", busy_s, file), _engine(path, "FULL", busy_s, file))
+    file = _OpenFile.find(path)
+    return Database(file, _engine(path, "NORMAL", busy_s, file), _engine(path, "FULL", busy_s, file), opening)
 
 
 def require_data(data_dir: Path) -> None:
@@ -209,7 +224,7 @@ def _engine(
         except ValueError as error:
             raise damaged(path, f"a column of JSON holds {text[:40]!r}") from error
 
-    place = URL.create("sqlite", database=path.as_uri(), query={"mode": "ro", "uri": "true"}) if only_read else f"sqlite:///{path}"
+    place = _only_read(path) if only_read else f"sqlite:///{path}"
     engine = create_engine(place, connect_args={"timeout": busy_s}, json_deserializer=parse_json)
     event.listen(engine, "do_connect", require_there)  # a connection would make a new file in the place of one that is gone
     event.listen(engine, "connect", prepare)
@@ -220,10 +235,18 @@ def _engine(
     return engine
 
 
+def _only_read(path: Path) -> URL:
+    query = {"mode": "ro", "uri": "true"}
+    if not path.with_name(path.name + "-wal").exists():  # nobody uses it: SQLite would leave files beside it
+        query["immutable"] = "1"
+    return URL.create("sqlite", database=path.as_uri(), query=query)
+
+
 def damaged(path: Path, found: str) -> ConfigError:
     """The error for a damaged database file."""
+    line = " ".join(found.removeprefix("*** in database main ***").split())
     return ConfigError(
-        f"{path} is damaged: {found}. Put back a copy of the data directory (made by `tinsmith backup`); or move {path.name}* away and "
+        f"{path} is damaged: {line}. Put back a copy of the data directory (made by `tinsmith backup`); or move {path.name}* away and "
         f"run `tinsmith recover --data-dir {path.parent}`, which registers the checkpoints again in a new database"
     )
 

@@ -107,7 +107,7 @@ class Store:
         return queued
 
     def check_repeat(self, new: NewCommand) -> None:
-        """For a command that `append` has not queued: raise ConflictError if its key belongs to another operation."""
+        """For a command that `append` has not queued: raise UserError if its key belongs to another operation."""
         with self._read.begin() as connection:
             commands.check_repeat(connection, new)
 

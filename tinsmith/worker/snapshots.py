@@ -181,7 +181,8 @@ class Snapshots:
         try:
             return Held(self._read(key, directory, ref))
         except FileNotFoundError as error:
-            raise NotFoundError(f"the files of snapshot {key[1]} in {directory} were deleted; save the weights again") from error
+            log.warning("%s, files of snapshot %s, was deleted", directory, key[1])  # clients are not told where it was
+            raise NotFoundError(f"the files of snapshot {key[1]} were deleted; save the weights again") from error
 
     def _read(self, key: Key, directory: Path, ref: WeightsRef) -> Weights:
         base_model, weights_id = key

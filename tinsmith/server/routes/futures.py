@@ -103,7 +103,7 @@ async def _look_for_operation(hub: Hub, request_id: str) -> Outcome | None:
 
 def _operation_reply(hub: Hub, outcome: Outcome) -> Response:
     if outcome.error is not None:
-        return failed_reply(hub.told(outcome.error), outcome.category or "unknown")
+        return failed_reply(hub.told(outcome.error, outcome.category), outcome.category or "unknown")
     content = outcome.result or b""
     if outcome.result_type == "protobuf":
         return protobuf_reply(content)
@@ -122,7 +122,7 @@ def _sample_reply(hub: Hub, ended: SampleDone | SampleFailed) -> Response:
         return protobuf_reply(ended.payload)
     if ended.gone:
         raise NotFoundError(ended.error)
-    return failed_reply(hub.told(ended.error), ended.category)
+    return failed_reply(hub.told(ended.error, ended.category), ended.category)
 
 
 async def _reason_unknown(hub: Hub, request_id: str) -> Exception:

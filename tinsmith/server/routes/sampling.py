@@ -6,7 +6,7 @@ from tinsmith.errors import TinsmithError, UserError
 from tinsmith.protocol.serving import Sample
 from tinsmith.server.base_models import check_fits
 from tinsmith.server.body import read_body
-from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.hub import Hub, comes_from_here, hub_of
 from tinsmith.server.replies import future_reply, json_reply
 from tinsmith.server.sample_checks import ReceivedSample, check_sample, receive_sample
 from tinsmith.server.samples import PendingSample
@@ -37,7 +37,7 @@ async def create_sampling_session(request: Request) -> Response:
     session = SamplingSession(
         sampling_session_id=ids.sampling_session_id(asked.session_id, asked.sampling_session_seq_id),
         session_id=asked.session_id,
-        base_model=await _base_model_of(hub, asked),
+        base_model=await _base_model_of(hub, asked, comes_from_here(request)),
         model_path=asked.model_path,
     )
     if not await hub.store.write(Store.create_sampling_session, session):
@@ -55,11 +55,11 @@ async def join_sampling_session(request: Request) -> Response:
     return json_reply({"type": "join_sampling_session", "client_counter": client})
 
 
-async def _base_model_of(hub: Hub, asked: CreateSamplingSessionRequest) -> str:
+async def _base_model_of(hub: Hub, asked: CreateSamplingSessionRequest, from_here: bool) -> str:
     """The base model that the request or its checkpoint names. Raises UserError or NotFoundError if one of them cannot be sampled."""
     checkpoint = None if asked.model_path is None else await hub.store.read(require_sampled, hub.shared, asked.model_path)
     name = asked.base_model or (checkpoint.base_model if checkpoint else "")
-    facts = hub.base_models.find(name)
+    facts = hub.base_models.find(name, from_here)
     if checkpoint is not None:
         check_fits(checkpoint, facts)
     return name
@@ -85,7 +85,7 @@ async def get_sampler(request: Request, sampling_session_id: str) -> Response:
 async def asample(request: Request) -> Response:
     """Start a sample. A repeat with the same (sampling_session_id, seq_id) gets the same answer and starts nothing.
 
-    Raises ConflictError for another sample of that key.
+    Raises UserError for another sample of that key.
     """
     hub = hub_of(request)
     _require_sampler(hub)

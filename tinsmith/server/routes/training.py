@@ -14,7 +14,7 @@ from tinsmith.protocol.serving import Wake
 from tinsmith.protocol.shapes import rank_refusal
 from tinsmith.server.base_models import check_fits
 from tinsmith.server.body import read_body
-from tinsmith.server.hub import Hub, hub_of
+from tinsmith.server.hub import Hub, comes_from_here, hub_of
 from tinsmith.server.replies import PROTOBUF, future_reply, json_reply
 from tinsmith.store import ids
 from tinsmith.store.records import REJECTED, CommandKind, Model, NewCommand, SamplingSession
@@ -49,7 +49,7 @@ async def _body(request: Request, hub: Hub) -> bytes:
 async def _submit(hub: Hub, command: NewCommand) -> Response:
     """Append an operation to the log and tell the engine. The reply does not wait for any earlier operation.
 
-    Raises ConflictError if its key belongs to another operation.
+    Raises UserError if its key belongs to another operation.
     """
     hub.lifetimes.saw(command.model_id)
     if command.model is None:
@@ -79,7 +79,7 @@ async def create_model(request: Request) -> Response:
     body = await _body(request, hub)
     asked = parse_json(CreateModelRequest, body)
     await hub.require_open_session(asked.session_id)
-    facts = hub.base_models.find(asked.base_model)
+    facts = hub.base_models.find(asked.base_model, comes_from_here(request))
     if asked.lora_config.rank > facts.max_lora_rank:
         raise UserError(rank_refusal(asked.lora_config.rank, facts.max_lora_rank))
     model = Model(
@@ -100,7 +100,7 @@ async def get_info(request: Request) -> Response:
     asked = parse_json(GetInfoRequest, await _body(request, hub))
     model = await _existing_model(hub, asked.model_id)
     facts = hub.base_models.find(model.base_model)
-    tells = _comes_from_here(request) or facts.tokenizer_id not in hub.base_models.directories()
+    tells = comes_from_here(request) or facts.tokenizer_id not in hub.base_models.directories()
     return json_reply(
         {
             "type": "get_info",
@@ -180,7 +180,7 @@ async def load_weights(request: Request) -> Response:
     await hub.require_open_session(asked.session_id)
     checkpoint = await hub.store.read(Store.require_checkpoint, asked.path, "training")
     base_model = asked.base_model or checkpoint.base_model
-    check_fits(checkpoint, hub.base_models.find(base_model))
+    check_fits(checkpoint, hub.base_models.find(base_model, comes_from_here(request)))
     model = Model(
         model_id=ids.model_id(asked.session_id, asked.model_seq_id),
         session_id=asked.session_id,
@@ -219,14 +219,6 @@ async def save_weights_for_sampler(request: Request) -> Response:
     return await _submit(
         hub, NewCommand(key.model_id, key.seq_id, "save_weights_for_sampler", body, sampling_session=session, digest=digest)
     )
-
-
-def _comes_from_here(request: Request) -> bool:
-    """Whether the client runs on this machine."""
-    client, server = request.client, request.scope.get("server")
-    if client is None or server is None:
-        return False
-    return client.host == server[0] or client.host.removeprefix("::ffff:") in ("127.0.0.1", "::1")
 
 
 async def _existing_model(hub: Hub, model_id: str) -> Model:
