@@ -159,6 +159,20 @@ def test_transformers_loads_a_merged_model_to_the_same_logprobs(
         assert (tmp_path / "merged" / name).read_bytes() == (source / name).read_bytes()
 
 
+@pytest.mark.parametrize(("layers", "merge"), [(1, False), (1, True), (3, True)])
+def test_a_base_of_other_layers_is_refused(family_base: Bases, family_dir: Dirs, tmp_path: Path, layers: int, merge: bool) -> None:
+    """The same weights behind a configuration that was changed: none are left out, none are made at random."""
+    source = Path(shutil.copytree(family_dir("llama"), tmp_path / "base"))
+    adapter = random_adapter(family_base("llama"), rank=RANK)
+    (source / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | {"num_hidden_layers": layers}))
+    base = read_layout(str(source))
+    expected = "adapts layers.1.self_attn.q_proj of 64 x 64, which this base model does not have" if layers == 1 else "its weights lack"
+    write = partial(write_merged, adapter, base, str(source)) if merge else partial(write_peft, adapter, base, "x")
+    with pytest.raises(TinsmithError, match=expected):
+        write(tmp_path / "out")
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
 def test_full_weights_of_another_base_are_not_merged(family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:
     source = str(family_dir("llama"))
     with pytest.raises(UserError, match=r"holds layers.0.self_attn.q_proj.bias of shape \(64,\), which this base model does not have"):

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from tinsmith.errors import UserError
+from tinsmith.models.families import load_network
 from tinsmith.models.files import local_directory, read_header, safetensors_files
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.layout import GROUPS, LM_HEAD, Layout, LoraTarget
@@ -40,7 +41,10 @@ _READ = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def write_peft(adapter: Adapter, base: Layout, base_name: str, directory: Path) -> None:
-    """Write a PEFT adapter folder, created if it is not there. It names its base model `base_name`."""
+    """Write a PEFT adapter folder, created if it is not there. It names its base model `base_name`.
+
+    Raises UserError for layers that the base does not have.
+    """
     layers = _whole_layers(adapter, base)
     # Whole names: a part of a name would also reach the vision tower.
     _write(layers, list(layers), adapter.shape.rank, base_name, directory)
@@ -58,6 +62,7 @@ def write_adapter(
 
 def _whole_layers(adapter: Adapter, base: Layout) -> dict[str, LoraPair]:
     """The matrices of each layer that the adapter reaches, by the name that transformers gives it. Parts of a layer are joined."""
+    _require_places(adapter, base)
     layers = {}
     covered = (name for name in base.targets if name in adapter.masters)  # which a checkpoint may hold in another order
     for _, parts in groupby(covered, key=lambda name: base.targets[name].module):
@@ -67,6 +72,15 @@ def _whole_layers(adapter: Adapter, base: Layout) -> dict[str, LoraPair]:
             pairs = [LoraPair(torch.cat([pair.a for pair in pairs]), torch.block_diag(*(pair.b for pair in pairs)))]
         layers[base.module_name(names[0])] = pairs[0]
     return layers
+
+
+def _require_places(adapter: Adapter, base: Layout) -> None:
+    """Raise UserError unless the base has each layer of an adapter, of its size."""
+    for name, (a, b) in adapter.masters.items():
+        target = base.targets.get(name)
+        if target is None or (a.shape[1], b.shape[0]) != (target.in_features, target.out_features):
+            sizes = f"{b.shape[0]} x {a.shape[1]}"
+            raise UserError(f"the checkpoint adapts {name} of {sizes}, which this base model does not have; use the one of its training")
 
 
 def _write(layers: Mapping[str, LoraPair], targets: list[str], rank: int, base_name: str, directory: Path) -> None:
@@ -98,9 +112,9 @@ def _write(layers: Mapping[str, LoraPair], targets: list[str], rank: int, base_n
 def write_merged(weights: Weights, base: Layout, base_source: str, directory: Path) -> None:
     """Write a transformers model with what was trained, in the dtype of the base; files that hold no weights are copied from the base.
 
-    Raises UserError for full weights of other sizes than those of the base.
+    Raises UserError for weights of other names or sizes than those of the base, and ConfigError for a base that cannot be used.
     """
-    network: Any = base.family.auto_class.from_pretrained(base_source, dtype="auto")
+    network = load_network(base_source, base.family, "auto")
     if isinstance(weights, FullWeights):
         _replace(network, weights, base)
     else:
@@ -140,6 +154,7 @@ def _replace(network: Any, weights: FullWeights, base: Layout) -> None:
 
 def _add(network: Any, adapter: Adapter, base: Layout) -> None:
     """Add an adapter to the weights that it changes. An output projection among them becomes the model's own, if it was the embedding."""
+    _require_places(adapter, base)
     head = network.get_submodule(base.head)
     if LM_HEAD in adapter.masters and head.weight is network.get_input_embeddings().weight:
         head.weight = nn.Parameter(head.weight.clone())
