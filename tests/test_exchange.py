@@ -111,3 +111,11 @@ def test_a_link_to_nothing_is_no_directory_to_write_to(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"link is a link to \S+/gone, which does not exist"):
         require_empty(tmp_path / "link")
+
+
+def test_a_rank_that_servers_do_not_train_is_said(
+    data: Path, base: Path, text_base: BaseModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_peft(random_adapter(text_base, rank=257), text_base.layout, "x", tmp_path / "adapter")
+    import_adapter(data, tmp_path / "adapter", "a", f"text={base}")
+    assert "the adapter is of rank 257: only a server with --max-lora-rank 257 or more trains it further" in caplog.text

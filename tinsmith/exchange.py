@@ -109,6 +109,12 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
     ((base_name, source),) = base_model_sources(Config(base_models=[base_model])).items()
     base = read_layout(source)
     adapter = read_peft(adapter_dir, base, source)
+    usual = Config().models.max_lora_rank
+    if adapter.shape.rank > usual:
+        rank = adapter.shape.rank
+        log.warning(
+            "the adapter is of rank %d: only a server with --max-lora-rank %d or more trains it further (usual is %d)", *(rank, rank, usual)
+        )
     fingerprint = _fingerprint(source, fetch=False)
     if fingerprint is None:
         log.warning("the weights of %s are not on this machine: no server can check that it serves the same as %s", source, base_name)

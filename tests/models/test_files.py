@@ -90,6 +90,11 @@ def pickled(model: Path, content: bytes) -> None:
     write(model, "pytorch_model.bin", content)
 
 
+def processor_of_text(model: Path) -> None:
+    remove(model, "preprocessor_config.json")
+    write(model, "processor_config.json", b'{"image_processor": "x"}')
+
+
 def gguf(model: Path) -> None:
     remove(model, "model.safetensors")
     write(model, "model-q4.gguf", b"GGUF")
@@ -152,7 +157,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         for name in ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
     },
     "processor of text": (
-        lambda model: (remove(model, "preprocessor_config.json"), write(model, "processor_config.json", b'{"image_processor": "x"}')),
+        processor_of_text,
         "processor_config.json is damaged (image_processor='x' is no object)",
     ),
     "no processor": (lambda model: remove(model, "preprocessor_config.json"), "holds no image processor"),

@@ -31,7 +31,7 @@ from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.peft_config import PeftConfig, read_peft_config
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG, _WEIGHTS, _PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*.jinja")
 """What a model has beside its weights that transformers reads."""
 _ROOT = "base_model.model."
@@ -197,9 +197,13 @@ def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapt
     """The adapter of a PEFT folder, or of a download of the Tinker API, with its scale taken into B.
 
     It trains attention, MLP and output projection, each wholly or not at all: a group that the folder covers in part is completed with
-    modules that change nothing yet. PEFT saves the base's output projection beside an adapter of it: the copy is compared with that in
-    the files of the base, `source`. Raises UserError for what LoRA on this base cannot be, and ConfigError for a damaged file.
+    modules that change nothing yet. PEFT saves the base's output projection beside an adapter of it, and with `save_embedding_layers` the
+    embedding too: copies are compared with the files of the base, `source`.
+
+    Raises UserError for what LoRA on this base cannot be, and ConfigError for a damaged file.
     """
+    if (directory / _PICKLED).is_file() and not (directory / _WEIGHTS).is_file():
+        raise UserError(f"{directory} holds {_PICKLED} and no {_WEIGHTS}: save the adapter again with safe_serialization=True")
     if not (directory / _CONFIG).is_file() or not (directory / _WEIGHTS).is_file():
         raise UserError(f"{directory} is no PEFT adapter: it must hold {_CONFIG} and {_WEIGHTS}")
     config = read_peft_config(directory / _CONFIG)
@@ -209,13 +213,16 @@ def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapt
         if tensor.dtype not in _READ or not tensor.isfinite().all():
             what = "holds values that are not finite" if tensor.dtype in _READ else f"is in {str(tensor.dtype).removeprefix('torch.')}"
             raise UserError(f"{directory / _WEIGHTS}: {name} {what}, which cannot be used; train or export the adapter again")
-    _drop_copied_head(tensors, base, source)
+    _drop_copies(tensors, base, source)
     found = _adapters(tensors, config, base)
     rank = _common_rank(found, config.rank)
     pairs: dict[str, LoraPair] = {}
     for one in found:
         ratio = one.scale / (LORA_ALPHA / rank)
         pairs |= {name: LoraPair(pair.a.float().clone(), pair.b.float() * ratio) for name, pair in one.pairs(rank).items()}
+    for name, pair in pairs.items():
+        if not all(tensor.isfinite().all() for tensor in pair):
+            raise UserError(f"{directory}: {name}, with its scale, is larger than float32 holds; train or export the adapter again")
     groups = {base.targets[name].group for name in pairs}
     shape = LoraShape(rank, seed=0, **{f"train_{group}": group in groups for group in GROUPS})
     adapter = new_adapter(shape, base, torch.device("cpu"), torch.float32)
@@ -260,26 +267,32 @@ def _places(base: Layout) -> Iterator[tuple[str, dict[str, LoraTarget]]]:
                 yield _downloaded_name(inside), own
 
 
-def _drop_copied_head(tensors: dict[str, Tensor], base: Layout, source: str | None) -> None:
-    """Take the copy of the base's output projection out, if there is one. Raises UserError if it is another, or cannot be compared."""
-    name = f"{_ROOT}{base.head}.base_layer.weight"
-    if name not in tensors:
-        return
-    copy = tensors.pop(name)
-    own = None if source is None else _head_of(source, base, list(copy.shape))
-    if own is None:
-        raise UserError(f"the adapter holds {name}, and {source or 'the base model'} has no such weights to compare it with; leave it out")
-    if not torch.equal(own.to(copy.dtype), copy):
-        raise UserError(f"the adapter holds {name}, which is not that of {source}: use the base model that the adapter was trained on")
+def _drop_copies(tensors: dict[str, Tensor], base: Layout, source: str | None) -> None:
+    """Take copies of the base's output projection and embedding out. Raises UserError if one is another, or cannot be compared."""
+    for module in (base.head, f"{base.language_model}.embed_tokens"):
+        for name in (f"{_ROOT}{module}.base_layer.weight", f"{_ROOT}{module}.weight"):
+            if name not in tensors:
+                continue
+            copy = tensors.pop(name)
+            own = None if source is None else _weight_of(source, module.rpartition(".")[2], list(copy.shape))
+            if own is None:
+                raise UserError(
+                    f"the adapter holds {name}, and {source or 'the base model'} has no such weights in safetensors on this machine to "
+                    "compare it with; download them, or save the adapter with save_embedding_layers=False"
+                )
+            if not torch.equal(own.to(copy.dtype), copy):
+                raise UserError(
+                    f"the adapter holds {name}, which is not that of {source}: use the base model that the adapter was trained on"
+                )
 
 
-def _head_of(source: str, base: Layout, shape: list[int]) -> Tensor | None:
-    """The output projection in the files of a base model; where it is tied, the embedding, which alone has that shape."""
+def _weight_of(source: str, module: str, shape: list[int]) -> Tensor | None:
+    """The embedding or output projection in the files of a base model; where they are tied, the one that is there."""
     directory = local_directory(source)
     found: dict[str, Path] = {}
     for file in safetensors_files(directory) if directory is not None else []:
         found |= {name: file for name, entry in read_header(file)[1].items() if entry["shape"] == shape}
-    name = next((name for name in found if name.endswith(f"{base.head.rpartition('.')[2]}.weight")), next(iter(found), None))
+    name = next((name for name in found if name.endswith(f"{module}.weight")), next(iter(found), None))
     if name is None:
         return None
     with safe_open(found[name], framework="pt") as opened:
