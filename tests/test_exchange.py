@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -111,6 +112,19 @@ def test_a_link_to_nothing_is_no_directory_to_write_to(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"link is a link to \S+/gone, which does not exist"):
         require_empty(tmp_path / "link")
+
+
+def test_an_adapter_is_imported_for_a_base_that_is_only_in_part_on_this_machine(
+    data: Path, base: Path, text_base: BaseModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As an interrupted download leaves it, or who copied all that is JSON."""
+    part = Path(shutil.copytree(base, tmp_path / "part"))
+    (part / "model.safetensors").unlink()
+    (part / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
+    write_peft(random_adapter(text_base), text_base.layout, "x", tmp_path / "adapter")
+    done = tinsmith_here("import", str(tmp_path / "adapter"), "a", "--base-model", f"text={part}", "--data-dir", str(data))
+    assert (done.returncode, len(done.stdout.split())) == (0, 2), done.stderr
+    assert f"the weights of {part} are not on this machine" in caplog.text
 
 
 def test_a_rank_that_servers_do_not_train_is_said(

@@ -17,7 +17,7 @@ from tinsmith.config import Config, base_model_sources
 from tinsmith.config_values import WRITTEN_BESIDE, require_empty
 from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.errors import ConfigError, TinsmithError, UserError
-from tinsmith.models.files import holds_weights, local_directory, require_usable
+from tinsmith.models.files import holds_all_weights, local_directory, require_usable
 from tinsmith.models.fingerprint import check_fingerprint, fingerprint_of
 from tinsmith.models.full import FullWeights
 from tinsmith.models.layout import read_layout
@@ -142,7 +142,7 @@ def _fingerprint(source: str, fetch: bool) -> str | None:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{source}: cannot download the weights: {reason}; give --base-model a directory that has them") from error
     directory = local_directory(source)
-    return fingerprint_of(directory) if directory is not None and holds_weights(directory) else None
+    return fingerprint_of(directory) if directory is not None and holds_all_weights(directory) else None
 
 
 @contextlib.contextmanager

@@ -108,6 +108,11 @@ def holds_weights(directory: Path) -> bool:
     return any((directory / name).is_file() for name in (WHOLE, INDEX)) or any(directory.glob(PICKLED))
 
 
+def holds_all_weights(directory: Path) -> bool:
+    """Whether there are weights in a directory, with every file that an index names."""
+    return holds_weights(directory) and all(file.exists() for file in safetensors_files(directory))
+
+
 def safetensors_files(directory: Path) -> list[Path]:
     """The files that transformers loads: one, or those that an index names. Raises ConfigError for a damaged index."""
     if (directory / WHOLE).is_file():

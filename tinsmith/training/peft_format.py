@@ -24,7 +24,7 @@ from transformers import GenerationConfig
 
 from tinsmith.errors import UserError
 from tinsmith.models.families import load_network
-from tinsmith.models.files import local_directory, read_header, safetensors_files
+from tinsmith.models.files import holds_all_weights, local_directory, read_header, safetensors_files
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.layout import GROUPS, LM_HEAD, Layout, LoraTarget
 from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, new_adapter
@@ -290,7 +290,7 @@ def _weight_of(source: str, module: str, shape: list[int]) -> Tensor | None:
     """The embedding or output projection in the files of a base model; where they are tied, the one that is there."""
     directory = local_directory(source)
     found: dict[str, Path] = {}
-    for file in safetensors_files(directory) if directory is not None else []:
+    for file in safetensors_files(directory) if directory is not None and holds_all_weights(directory) else []:
         found |= {name: file for name, entry in read_header(file)[1].items() if entry["shape"] == shape}
     name = next((name for name in found if name.endswith(f"{module}.weight")), next(iter(found), None))
     if name is None:
