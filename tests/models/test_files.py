@@ -211,7 +211,6 @@ def test_a_download_that_was_interrupted_goes_on(lost: str, model: Path, tmp_pat
     for file in model.iterdir():
         (snapshot / file.name).symlink_to(file)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
     assert local_directory("me/m") == snapshot
     remove(model, lost)
     assert list(problems("me/m", whole=True)) == []
