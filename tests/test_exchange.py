@@ -2,6 +2,10 @@
 
 import contextlib
 import resource
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,7 +13,9 @@ import pytest
 
 from tests.bases import random_adapter
 from tests.running import tinsmith_here
-from tinsmith.exchange import import_adapter
+from tinsmith.config_values import require_empty
+from tinsmith.errors import ConfigError
+from tinsmith.exchange import _whole, import_adapter
 from tinsmith.models.base import BaseModel
 from tinsmith.store.store import Store
 from tinsmith.training.peft_format import write_peft
@@ -65,3 +71,65 @@ def test_an_export_that_fails_leaves_nothing_and_can_be_repeated(
     assert tinsmith_here(*command).returncode == 0
     assert target.stat().st_mode == (tmp_path / "out").stat().st_mode
     assert "config.json" in {file.name.removeprefix("adapter_") for file in target.iterdir()}
+
+
+ENDS_WHILE_IT_WRITES = """
+import os, sys
+from pathlib import Path
+from tinsmith.cli import _end_in_order
+from tinsmith.exchange import _whole
+
+_end_in_order()
+with _whole(Path(sys.argv[1])) as files:
+    (files / "half").write_text("written")
+    os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("there", [False, True], ids=["absent", "empty"])
+def test_an_export_that_is_ended_can_be_repeated(number: signal.Signals, there: bool, tmp_path: Path) -> None:
+    """What a killed one has left is no reason to refuse, and is deleted."""
+    target = tmp_path / "out" / "model"
+    if there:
+        target.mkdir(parents=True)
+    assert subprocess.run([sys.executable, "-c", ENDS_WHILE_IT_WRITES, str(target), str(int(number))], check=False).returncode != 0
+    killed = number == signal.SIGKILL
+    assert any(path.name == "half" for path in (tmp_path / "out").rglob("*")) == killed
+    require_empty(target)
+    with _whole(target) as files:
+        (files / "whole").write_text("")
+    assert {path.name for path in (tmp_path / "out").rglob("*")} == {"model", "whole"}
+
+
+def test_two_exports_do_not_fill_one_directory(tmp_path: Path) -> None:
+    with _whole(tmp_path), pytest.raises(ConfigError, match="another export writes there, or was killed"), _whole(tmp_path):
+        pass
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_link_to_nothing_is_no_directory_to_write_to(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"link is a link to \S+/gone, which does not exist"):
+        require_empty(tmp_path / "link")
+
+
+def test_an_adapter_is_imported_for_a_base_that_is_only_in_part_on_this_machine(
+    data: Path, base: Path, text_base: BaseModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As an interrupted download leaves it, or who copied all that is JSON."""
+    part = Path(shutil.copytree(base, tmp_path / "part"))
+    (part / "model.safetensors").unlink()
+    (part / "model.safetensors.index.json").write_text('{"weight_map": {"model.norm.weight": "gone.safetensors"}}')
+    write_peft(random_adapter(text_base), text_base.layout, "x", tmp_path / "adapter")
+    done = tinsmith_here("import", str(tmp_path / "adapter"), "a", "--base-model", f"text={part}", "--data-dir", str(data))
+    assert (done.returncode, len(done.stdout.split())) == (0, 2), done.stderr
+    assert f"the weights of {part} are not on this machine" in caplog.text
+
+
+def test_a_rank_that_servers_do_not_train_is_said(
+    data: Path, base: Path, text_base: BaseModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_peft(random_adapter(text_base, rank=257), text_base.layout, "x", tmp_path / "adapter")
+    import_adapter(data, tmp_path / "adapter", "a", f"text={base}")
+    assert "the adapter is of rank 257: only a server with --max-lora-rank 257 or more trains it further" in caplog.text

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import json
 import os
+import signal
 import sys
 import typing
 from collections.abc import Iterable
@@ -47,6 +48,13 @@ def main() -> None:
             raise
         print(f"tinsmith: {error.filename}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
+
+
+def _end_in_order() -> None:
+    """Let signals to end raise SystemExit, so that what is half written is deleted. `serve` handles them itself."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # under nohup it is ignored
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def _path(given: str | Path) -> Path:
@@ -373,6 +381,7 @@ def export_checkpoint(
     data_dir: _DataDir = Path("tinsmith-data"),
 ) -> None:
     """Write a checkpoint as a PEFT adapter or a merged model."""
+    _end_in_order()
     require_empty(directory)
     if base_model is not None:
         require_place(base_model)
@@ -406,6 +415,7 @@ def import_adapter(
 
     Prints two paths: one to train further from, one to sample.
     """
+    _end_in_order()
     require_place(base_model)
     from tinsmith.models.files import require_usable
 
@@ -448,6 +458,7 @@ def backup(
 
     The copy has all checkpoints; `tinsmith serve --data-dir DIR` serves it.
     """
+    _end_in_order()
     from tinsmith.backup import back_up
 
     for line in back_up(data_dir, directory):

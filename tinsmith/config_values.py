@@ -24,9 +24,15 @@ _SIZES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 """Bytes of each unit in which a size may be written."""
 
 
+WRITTEN_BESIDE = ".writing-export-"
+"""How the name of the directory begins that an export fills, beside its target or in one that is there."""
+
+
 def require_empty(directory: Path) -> None:
-    """Raise ConfigError unless a directory to write to is empty, or does not exist yet."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    """Raise ConfigError unless a directory to write to is empty but for what exports have left, or does not exist yet."""
+    if directory.is_symlink() and not directory.exists():
+        raise ConfigError(f"{directory} is a link to {directory.readlink()}, which does not exist; make it, or name a new directory")
+    if directory.exists() and (not directory.is_dir() or any(not file.name.startswith(WRITTEN_BESIDE) for file in directory.iterdir())):
         raise ConfigError(f"{directory} is not an empty directory; name a new one")
 
 

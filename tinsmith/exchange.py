@@ -5,7 +5,6 @@ Both work beside a running server: the files of a checkpoint are written once an
 
 import contextlib
 import logging
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -15,15 +14,16 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from tinsmith.config import Config, base_model_sources
-from tinsmith.config_values import require_empty
+from tinsmith.config_values import WRITTEN_BESIDE, require_empty
 from tinsmith.engine.checkpoints import CheckpointRows
 from tinsmith.errors import ConfigError, TinsmithError, UserError
-from tinsmith.models.files import holds_weights, local_directory, require_usable
+from tinsmith.models.files import holds_all_weights, local_directory, require_usable
 from tinsmith.models.fingerprint import check_fingerprint, fingerprint_of
 from tinsmith.models.full import FullWeights
 from tinsmith.models.layout import read_layout
+from tinsmith.protocol.own_directory import OwnDirectory
 from tinsmith.store.database import require_data
-from tinsmith.store.files import WRITING_PREFIX, CheckpointFiles
+from tinsmith.store.files import CheckpointFiles
 from tinsmith.store.records import Checkpoint
 from tinsmith.store.store import Store
 from tinsmith.training.checkpoint import About, SavedState, read_about, stored_weights, write_state
@@ -73,23 +73,31 @@ def export_checkpoint(data_dir: Path, path: str, directory: Path, merge: bool, b
 
 @contextlib.contextmanager
 def _whole(directory: Path) -> Iterator[Path]:
-    """A directory to fill, whose files come to `directory` when the body ends, or not at all. Raises TinsmithError for a full disk."""
+    """A directory to fill, whose files come to `directory` when the body ends, or not at all. What killed exports have left is deleted.
+
+    Raises TinsmithError for a full disk, and ConfigError if another export fills `directory`.
+    """
     home = directory if directory.is_dir() else directory.parent  # what is there may be a mount or the working directory: keep it
-    home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=WRITING_PREFIX, dir=home) as scratch:
-        files = Path(scratch) / "files"  # whose mode, unlike that of `scratch`, is the usual one
-        files.mkdir()
-        try:
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with contextlib.closing(OwnDirectory(WRITTEN_BESIDE, home)) as own:
+            other = next((path for path in home.iterdir() if path != own.path), None) if home == directory else None
+            if other is not None:
+                raise ConfigError(
+                    f"{directory} holds {other.name}: another export writes there, or was killed; wait for it, or delete that"
+                )
+            files = own.path / "files"  # whose mode, unlike that of its own directory, is the usual one
+            files.mkdir()
             yield files
-        except (OSError, SafetensorError) as error:
-            if isinstance(error, OSError) and error.errno is None:  # of the Hub
-                raise
-            raise TinsmithError(f"{directory} cannot be written: {error}; make room, or name a directory on another disk") from error
-        if home != directory:
-            files.rename(directory)
-            return
-        for file in files.iterdir():
-            file.rename(directory / file.name)
+            if home != directory:
+                files.rename(directory)
+                return
+            for file in files.iterdir():
+                file.rename(directory / file.name)
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is None:  # of the Hub
+            raise
+        raise TinsmithError(f"{directory} cannot be written: {error}; make room, or name a directory on another disk") from error
 
 
 def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str) -> list[str]:
@@ -101,6 +109,12 @@ def import_adapter(data_dir: Path, adapter_dir: Path, name: str, base_model: str
     ((base_name, source),) = base_model_sources(Config(base_models=[base_model])).items()
     base = read_layout(source)
     adapter = read_peft(adapter_dir, base, source)
+    usual = Config().models.max_lora_rank
+    if adapter.shape.rank > usual:
+        rank = adapter.shape.rank
+        log.warning(
+            "the adapter is of rank %d: only a server with --max-lora-rank %d or more trains it further (usual is %d)", *(rank, rank, usual)
+        )
     fingerprint = _fingerprint(source, fetch=False)
     if fingerprint is None:
         log.warning("the weights of %s are not on this machine: no server can check that it serves the same as %s", source, base_name)
@@ -128,7 +142,7 @@ def _fingerprint(source: str, fetch: bool) -> str | None:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{source}: cannot download the weights: {reason}; give --base-model a directory that has them") from error
     directory = local_directory(source)
-    return fingerprint_of(directory) if directory is not None and holds_weights(directory) else None
+    return fingerprint_of(directory) if directory is not None and holds_all_weights(directory) else None
 
 
 @contextlib.contextmanager

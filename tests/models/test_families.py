@@ -143,6 +143,55 @@ def test_weights_that_the_files_lack_are_never_made_at_random(family_dir: Callab
         load(model)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"intermediate_size": 80},
+            r"its weights hold \S+down_proj.weight of shape \[64, \d+\], and a qwen3 of its config.json has \[64, 80\];",
+        ),
+        ({"tie_word_embeddings": False}, "its weights lack lm_head.weight, which a qwen3 of its config.json has;"),
+    ],
+)
+def test_a_configuration_of_other_weights_is_named_with_a_remedy(
+    settings: dict[str, Any], message: str, family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(family_dir("qwen3"), tmp_path / "model"))
+    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | settings))
+    with pytest.raises(ConfigError, match=message) as refused:
+        load(model)
+    assert "\n" not in str(refused.value)
+
+
+def test_pickled_garbage_is_named_with_a_remedy(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(family_dir("qwen3"), tmp_path / "model"))
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(b"garbage")
+    with pytest.raises(ConfigError, match=r"model: transformers cannot load it as a decoder: .*; download config.json and weights"):
+        load(model)
+
+
+def test_a_network_that_cannot_be_made_is_named_with_a_remedy(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    model = Path(shutil.copytree(family_dir("qwen3"), tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    for damage in ({"num_attention_heads": 0, "head_dim": None}, {"hidden_size": -1}, {"hidden_act": "none at all"}):
+        (model / "config.json").write_text(json.dumps(config | damage))
+        with pytest.raises(ConfigError, match=f"^{model}: .*; "):
+            size_of(str(model), ModelsConfig())
+
+
+def test_code_of_a_model_is_never_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nor does anybody ask whether to run it."""
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    config = {"model_type": "of_nobody", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"it needs code of its own \(own.py\), which is not run; name another model$"):
+        read_config(str(tmp_path))
+    assert not ran.exists()
+    assert "[y/N]" not in capfd.readouterr().out
+
+
 def test_files_that_the_libraries_cannot_use_are_named(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
     model = Path(shutil.copytree(family_dir("qwen3_vl"), tmp_path / "model"))
     (model / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a"]]}}))

@@ -1,6 +1,7 @@
 """What is wrong with the files of a model is said in a line with file and remedy, before anything slow is imported."""
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.preloaded import REAL_PYTHON
 from tests.running import tinsmith_here
-from tinsmith.models.files import problems
+from tinsmith.models.files import local_directory, problems
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 LFS = "is a pointer of Git LFS and not the file itself; run `git lfs pull` in"
@@ -55,6 +56,23 @@ def header(model: Path, **entry: Any) -> None:
     write(model, "model.safetensors", len(text).to_bytes(8, "little") + text + bytes(8))
 
 
+def tensors_at(model: Path, offsets: list[list[int]]) -> None:
+    names = {str(number): {"dtype": "F32", "shape": [2], "data_offsets": place} for number, place in enumerate(offsets)}
+    text = json.dumps(names).encode()
+    write(model, "model.safetensors", len(text).to_bytes(8, "little") + text + bytes(16))
+
+
+def instead(model: Path, name: str, make: Callable[[Path], Any]) -> None:
+    """Something else in place of a file."""
+    remove(model, name)
+    make(model / name)
+
+
+def only_sentencepiece(model: Path, name: str) -> None:
+    remove(model, *TOKENIZER)
+    write(model, name, b"pieces")
+
+
 def shard(model: Path, lost: str = "", index: str = "", **places: str) -> None:
     """Two files, of which one may be lost, and an index, which says what it should but for `places`."""
     tensors = load_file(model / "model.safetensors")
@@ -70,6 +88,11 @@ def shard(model: Path, lost: str = "", index: str = "", **places: str) -> None:
 def pickled(model: Path, content: bytes) -> None:
     remove(model, "model.safetensors")
     write(model, "pytorch_model.bin", content)
+
+
+def processor_of_text(model: Path) -> None:
+    remove(model, "preprocessor_config.json")
+    write(model, "processor_config.json", b'{"image_processor": "x"}')
 
 
 def gguf(model: Path) -> None:
@@ -101,6 +124,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "one.safetensors does not hold strange, though",
     ),
     "an index without a map": (partial(shard, index="{}"), "no weight_map"),
+    "tensors that overlap": (partial(tensors_at, offsets=[[0, 8], [4, 12]]), "1 begins at 4, where the tensor before it ends at 8"),
+    "bytes of no tensor": (partial(tensors_at, offsets=[[8, 16]]), "0 begins at 8, where the tensor before it ends at 0"),
+    "weights a pipe": (partial(instead, name="model.safetensors", make=os.mkfifo), "download them, or name the directory"),
+    "half a byte": (partial(header, dtype="F4", shape=[16]), "quantized weights (a)"),
+    "no heads": (partial(change, name="config.json", text_config={"num_attention_heads": 0}), "num_attention_heads=0 must be a whole"),
     "AWQ": (partial(change, name="config.json", quantization_config={"quant_method": "awq"}), "quantized (awq) and cannot be trained"),
     "GPTQ of old": (partial(rename_a_tensor, name="layers.0.q_proj.qweight"), "quantized weights (layers.0.q_proj.qweight)"),
     "experts": (partial(change, name="config.json", num_experts=8), "is a mixture of experts (num_experts=8), which LoRA does not reach"),
@@ -121,6 +149,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tokenizer's settings": (partial(write, name="tokenizer_config.json", content=b"\xff\xfe"), "tokenizer_config.json is damaged"),
     "generation settings": (partial(write, name="generation_config.json", content=b"{"), "generation_config.json is damaged"),
     "template a pointer": (partial(write, name="chat_template.jinja", content=POINTER), f"chat_template.jinja {LFS}"),
+    "template a directory": (partial(instead, name="chat_template.jinja", make=Path.mkdir), "chat_template.jinja is no file"),
+    "template a pipe": (partial(instead, name="chat_template.jinja", make=os.mkfifo), "chat_template.jinja is no file"),
+    "settings a pipe": (partial(instead, name="tokenizer_config.json", make=os.mkfifo), "tokenizer_config.json is no file"),
+    **{
+        f"only {name}": (partial(only_sentencepiece, name=name), "needs the package sentencepiece to be read: pip install sentencepiece")
+        for name in ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+    },
+    "processor of text": (
+        processor_of_text,
+        "processor_config.json is damaged (image_processor='x' is no object)",
+    ),
     "no processor": (lambda model: remove(model, "preprocessor_config.json"), "holds no image processor"),
     "processor of another model": (
         partial(change, name="preprocessor_config.json", patch_size=14),
@@ -154,6 +193,39 @@ def test_nothing_is_wrong_with_a_model_however_it_is_stored(family: str, family_
     assert list(problems(str(model), whole=True)) == []
     pickled(model, b"PK")
     assert list(problems(str(model), whole=True)) == []
+
+
+def test_what_says_nothing_is_not_damaged(model: Path) -> None:
+    write(model, "generation_config.json", b"")
+    change(model, name="preprocessor_config.json", patch_size={"height": 16, "width": 16})
+    assert list(problems(str(model), whole=True)) == []
+
+
+@pytest.mark.parametrize("lost", ["two.safetensors", "model.safetensors.index.json", "tokenizer.json"])
+def test_a_download_that_was_interrupted_goes_on(lost: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot in the Hub's cache has links to blobs; one may be without its blob, or not be there."""
+    shard(model)
+    (snapshot := tmp_path / "models--me--m" / "snapshots" / "1").mkdir(parents=True)
+    (tmp_path / "models--me--m" / "refs").mkdir()
+    write(tmp_path / "models--me--m" / "refs", "main", b"1")
+    for file in model.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert local_directory("me/m") == snapshot
+    remove(model, lost)
+    assert list(problems("me/m", whole=True)) == []
+    remove(snapshot, lost)
+    assert list(problems("me/m", whole=True)) == []
+    if "index" not in lost:
+        cut(model, "one.safetensors", 500)
+        (found,) = problems("me/m", whole=True)
+        assert f"{snapshot}/one.safetensors is" in found
+
+
+def test_files_of_json_alone_are_enough_to_plan(model: Path) -> None:
+    shard(model)
+    remove(model, "one.safetensors", "two.safetensors")
+    assert list(problems(str(model), whole=False)) == []
 
 
 def test_a_configuration_alone_is_enough_to_plan_and_nothing_is_said_of_what_is_elsewhere(model: Path) -> None:

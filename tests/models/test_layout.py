@@ -10,7 +10,8 @@ from torch import nn
 
 from tests.bases import DEVICE, new_ref, random_adapter
 from tinsmith.models.base import BaseModel
-from tinsmith.models.layout import LM_HEAD, empty_network, read_layout, side_by_side
+from tinsmith.models.families import empty_network
+from tinsmith.models.layout import LM_HEAD, read_layout, side_by_side
 from tinsmith.models.lora import Adapter, LoraPair, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 
@@ -55,7 +56,7 @@ def test_linears_that_read_the_same_input_are_one_projection(family_base: Callab
     layout = base.layout
     found = {name.split(".", 2)[2]: projection for name, projection in layout.projections.items() if len(projection.modules) > 1}
     assert {name: tuple(module.split(".", 2)[2] for module in one.modules) for name, one in found.items()} == JOINED[model_type]
-    plain = base.family.language_model(empty_network(base.family, base.config))
+    plain = base.family.language_model(empty_network(base.name, base.family, base.config))
     linears = {name for name, module in plain.named_modules() if isinstance(module, nn.Linear)}
     assert sorted(module for one in layout.projections.values() for module in one.modules) == sorted((*linears, "lm_head"))
     assert all(one.name == name == one.modules[0] for name, one in layout.projections.items() if len(one.modules) == 1)

@@ -201,7 +201,7 @@ def test_why_there_is_no_checkpoint_of_a_path_is_said(store: Store) -> None:
     assert reason("tinker://nobody/weights/a").endswith("there is no model 'nobody' here; correct the path, or ask its server")
     assert reason().endswith("it was never saved, was deleted, or expired long ago; its model has no checkpoint")
     store.append([NewCommand(MODEL, 1, "save_weights", b"")])
-    assert reason() == f"{path} does not exist yet: 1 saves of its model are queued; wait for the result of its save"
+    assert reason() == f"{path} does not exist yet: 1 save of its model is queued; wait for the result of its save"
     store.record([done(1)])
     store.put_checkpoint(checkpoint(other))
     assert reason().endswith(f"it was never saved, was deleted, or expired long ago; there are {other}")

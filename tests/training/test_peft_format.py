@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
@@ -35,6 +36,7 @@ from tinsmith.rendering.rendered import RenderedInput
 from tinsmith.training.backend import LocalBackend
 from tinsmith.training.download_format import write_download
 from tinsmith.training.optimizer import ModelOptimizer
+from tinsmith.training.peft_config import read_peft_config
 from tinsmith.training.peft_format import read_peft, write_merged, write_peft
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5"]
@@ -157,6 +159,20 @@ def test_transformers_loads_a_merged_model_to_the_same_logprobs(
     assert {file.relative_to(tmp_path / "merged") for file in (tmp_path / "merged").rglob("*") if file.is_file()} == written
     for name in written - {Path("config.json"), Path("model.safetensors")}:
         assert (tmp_path / "merged" / name).read_bytes() == (source / name).read_bytes()
+
+
+@pytest.mark.parametrize(("layers", "merge"), [(1, False), (1, True), (3, True)])
+def test_a_base_of_other_layers_is_refused(family_base: Bases, family_dir: Dirs, tmp_path: Path, layers: int, merge: bool) -> None:
+    """The same weights behind a configuration that was changed: none are left out, none are made at random."""
+    source = Path(shutil.copytree(family_dir("llama"), tmp_path / "base"))
+    adapter = random_adapter(family_base("llama"), rank=RANK)
+    (source / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | {"num_hidden_layers": layers}))
+    base = read_layout(str(source))
+    expected = "adapts layers.1.self_attn.q_proj of 64 x 64, which this base model does not have" if layers == 1 else "its weights lack"
+    write = partial(write_merged, adapter, base, str(source)) if merge else partial(write_peft, adapter, base, "x")
+    with pytest.raises(TinsmithError, match=expected):
+        write(tmp_path / "out")
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
 def test_full_weights_of_another_base_are_not_merged(family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:
@@ -354,6 +370,11 @@ def put(directory: Path, name: str, content: bytes | str) -> None:
     (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
+def large_with_scale(directory: Path) -> None:
+    set_option(directory, lora_alpha=9e29)
+    rewrite(directory, lambda tensors: {name: tensor * 1e30 for name, tensor in tensors.items()})
+
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DAMAGED_ADAPTERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (partial(put, name=CONFIG, content=""), "adapter_config.json is damaged"),
@@ -365,6 +386,18 @@ DAMAGED_ADAPTERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "weights pointer": (partial(put, name=WEIGHTS, content="version https://git-lfs"), "is a pointer of Git LFS"),
     "weights cut": (lambda folder: put(folder, WEIGHTS, (folder / WEIGHTS).read_bytes()[:-5]), "adapter_model.safetensors is cut"),
     "weights garbage": (partial(put, name=WEIGHTS, content=b"\xff" * 50), "adapter_model.safetensors is damaged or cut"),
+    "pickled": (lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"), "again with safe_serialization=True"),
+    "beyond float32": (
+        partial(rewrite, change=lambda tensors: {name: tensor.double() * 1e300 for name, tensor in tensors.items()}),
+        "with its scale, is larger than float32 holds",
+    ),
+    "a scale beyond float32": (
+        large_with_scale,
+        "with its scale, is larger than float32 holds",
+    ),
+    "a rank of 400 digits": (partial(set_option, r=10**400), r"r=1\d+\.\.\.\d+ must be a whole number from 1 to 1,000,000"),
+    "a class of nothing": (partial(set_option, alpha_pattern={"layers.[9-0]": 4}), "alpha_pattern has"),
+    "many stars": (partial(set_option, alpha_pattern={f".*{number}.*": 4 for number in range(9)}), "more than 8 patterns"),
     "whole numbers": (partial(in_dtype, dtype=torch.int64), "is in int64, which cannot be used"),
     "complex": (partial(in_dtype, dtype=torch.complex64), "is in complex64, which cannot be used"),
     "eight bits": (partial(in_dtype, dtype=torch.float8_e4m3fn), "is in float8_e4m3fn, which cannot be used"),
@@ -374,14 +407,14 @@ DAMAGED_ADAPTERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         for value in (None, 0, -1, "32", float("nan"), float("inf"), True, 10**400)
     },
     "ranks a list": (partial(set_option, rank_pattern=["q_proj"]), "rank_pattern="),
-    "a rank of text": (partial(set_option, rank_pattern={"q_proj": "4"}), 'rank_pattern\\["q_proj"\\]='),
-    "an alpha of nothing": (partial(set_option, alpha_pattern={"q_proj": None}), 'alpha_pattern\\["q_proj"\\]='),
+    "a rank of text": (partial(set_option, rank_pattern={"q_proj": "4"}), r"rank_pattern\['q_proj'\]="),
+    "an alpha of nothing": (partial(set_option, alpha_pattern={"q_proj": None}), r"alpha_pattern\['q_proj'\]="),
     "no expression": (partial(set_option, rank_pattern={"q_proj(": 4}), "rank_pattern has 'q_proj\\('"),
     "too many": (partial(set_option, rank_pattern={f"q_{number}": 4 for number in range(2001)}), "rank_pattern="),
     "too long": (partial(set_option, rank_pattern={"q" * 201: 4}), "rank_pattern has"),
     **{
         f"for ever: {key[:12]}": (partial(set_option, alpha_pattern={key: 4}), "alpha_pattern has")
-        for key in (r"((\w|\.)+)+!", "(a|a)*$", ".*.*.*.*.*.*!", "(.|.)" * 40, r"(\w+\.)+x", "(a|(b|c))")
+        for key in (r"((\w|\.)+)+!", "(a|a)*$", ".*.*.*.*.*.*!", "(.|.)" * 40, r"(\w+\.)+x", "(a|(b|c))", "[a-z]+[a-z]+!", "(a|b)(a|b)")
     },
 }
 
@@ -409,11 +442,38 @@ def test_the_copy_of_the_output_projection_that_peft_saves_is_compared_and_dropp
     copied = "base_model.model.lm_head.base_layer.weight"
     assert copied in load_file(tmp_path / WEIGHTS)
     assert_alike(twin, base, read_peft(tmp_path, base.layout, source))
-    with pytest.raises(UserError, match="has no such weights to compare it with; leave it out"):
+    with pytest.raises(UserError, match=r"has no such weights in safetensors .* to compare it with; download them, or save"):
         read_peft(tmp_path, base.layout, "nobody/nothing")
     rewrite(tmp_path, lambda tensors: tensors | {copied: tensors[copied] + 0.01})
     with pytest.raises(UserError, match=f"which is not that of {source}: use the base model that the adapter was trained on"):
         read_peft(tmp_path, base.layout, source)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_copies_of_embedding_layers_are_compared_and_dropped(family: str, family_base: Bases, family_dir: Dirs, tmp_path: Path) -> None:
+    """`save_embedding_layers=True` saves them also where no adapter changes them."""
+    base, source = family_base(family), str(family_dir(family))
+    twin = peft_saves(family_dir(family), tmp_path, r=4, target_modules=["q_proj"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        twin.save_pretrained(tmp_path, save_embedding_layers=True)
+    copied = "base_model.model.model.embed_tokens.weight"
+    assert copied in load_file(tmp_path / WEIGHTS)
+    assert_alike(twin, base, read_peft(tmp_path, base.layout, source))
+    rewrite(tmp_path, lambda tensors: tensors | {copied: tensors[copied] + 0.01})
+    with pytest.raises(UserError, match=f"which is not that of {source}"):
+        read_peft(tmp_path, base.layout, source)
+
+
+PLAIN = (".*self_attn.*", ".*layers.[01].*", "layers.[0-9]+.self_attn", r"^model\..*\.(0|1)\..*q_proj$", ".*.q_[a-z]roj", ".*_attn.*q.*oj")
+
+
+@pytest.mark.parametrize("key", PLAIN)
+def test_plain_patterns_are_matched_as_peft_matches_them(key: str, layout_of: Callable[[str], Layout], tmp_path: Path) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4, "alpha_pattern": {key: 8}}))
+    config, layout = read_peft_config(tmp_path / CONFIG), layout_of("qwen3")
+    names = [layout.module_name(name) for name in layout.targets]
+    assert [config.scale_of(name) == 2 for name in names] == [get_pattern_key([key], name) == key for name in names]
 
 
 def test_a_download_of_the_hosted_service_is_read(family_base: Bases, tmp_path: Path) -> None:

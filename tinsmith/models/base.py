@@ -24,8 +24,7 @@ from tinsmith.models.decoder import KNOWN_TYPES, Decoder, Deepstack, read_decode
 from tinsmith.models.delta_kernels import announce
 from tinsmith.models.delta_net import follow_plans
 from tinsmith.models.deterministic import require_attention_only, stable_hidden_states
-from tinsmith.models.families import Family, context_length, family_of, read_config
-from tinsmith.models.files import require_usable
+from tinsmith.models.families import Family, context_length, family_of, load_network, read_config
 from tinsmith.models.fingerprint import compute_fingerprint
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.host_layers import move_all_but_layers, read_host_decoder
@@ -234,18 +233,24 @@ def load_base_model(name: str, source: str, config: ModelsConfig, feature_cache_
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches kernels on the current device
     family = family_of(source, read_config(source))
-    require_usable([source], whole=False)  # a command has looked at a directory, but not at what comes from the Hub
-    network = _load_network(source, family, pick_dtype(config.dtype, device))
-    return base_model_of(name, source, network, config, feature_cache_bytes, layers_on_host)
+    tokenizer = _load_tokenizer(source)  # before the weights, which take longer
+    network = load_network(source, family, pick_dtype(config.dtype, device))
+    return base_model_of(name, source, network, config, feature_cache_bytes, layers_on_host, tokenizer)
 
 
 def base_model_of(
-    name: str, source: str, network: Any, config: ModelsConfig, feature_cache_bytes: int, layers_on_host: bool = False
+    name: str,
+    source: str,
+    network: Any,
+    config: ModelsConfig,
+    feature_cache_bytes: int,
+    layers_on_host: bool = False,
+    tokenizer: Any = None,
 ) -> BaseModel:
     """The base model of a network that is already in memory, in the precision that `config` asks for. It is changed for our passes.
 
     With `layers_on_host` those layers that our own decoder computes stay in the host's memory, and come to the device one at a time.
-    Configuration and tokenizer are read from `source`. Weights there are read only if the fingerprint is asked for.
+    Configuration and tokenizer, if it is not given, are read from `source`. Weights there are read only if the fingerprint is asked for.
     """
     device = pick_device(config.device)
     if device.type == "cuda":
@@ -286,7 +291,7 @@ def base_model_of(
         tokenizer_id=source,
         family=family,
         config=model_config,
-        tokenizer=_load_tokenizer(source),
+        tokenizer=_load_tokenizer(source) if tokenizer is None else tokenizer,
         network=network,
         language_model=language_model,
         decoder=decoder,
@@ -303,24 +308,10 @@ def base_model_of(
     )
 
 
-def _load_network(source: str, family: Family, dtype: torch.dtype) -> Any:
-    """The network with all of its weights from the files. Transformers itself only warns of those that it makes at random."""
-    try:
-        network, loaded = family.auto_class.from_pretrained(source, dtype=dtype, output_loading_info=True)
-    except (RuntimeError, ValueError) as error:  # no decoder for this configuration, or weights of other sizes
-        raise ConfigError(f"{source}: transformers cannot load it as a decoder: {str(error).splitlines()[0]}") from error
-    if loaded["missing_keys"]:
-        raise ConfigError(
-            f"{source}: its weights lack {min(loaded['missing_keys'])}, which a {family.model_type} of its config.json has; "
-            "download both of the same model again"
-        )
-    return network
-
-
 def _load_tokenizer(source: str) -> Any:
     """The tokenizer of a model. Without files transformers makes one that has special tokens alone, and other ids for these."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of any kind: that is what the tokenizers library raises for a file that it cannot use
         reason = str(error).splitlines() or [repr(error)]
         raise ConfigError(f"{source}: its tokenizer cannot be loaded: {reason[0]}; copy that of the model, or download it again") from error

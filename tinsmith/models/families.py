@@ -4,6 +4,7 @@ A text model needs no entry here: whatever `AutoModelForCausalLM` loads is taken
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tinsmith.errors import ConfigError
-from tinsmith.models.files import EXPERTS
+from tinsmith.models.files import EXPERTS, code_of_its_own, require_usable
 from tinsmith.models.layers import layers_of
 
+_UNREADABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StrictDataclassError)
+"""What transformers raises for configurations with damaged values."""
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary types whose angles do not depend on how long the row is; with the others, packing would change the numbers."""
 
@@ -46,13 +49,67 @@ IMAGE_FAMILIES = {
 def read_config(source: str) -> Any:
     """The transformers configuration of a model in a local directory or of a Hub id. Raises ConfigError if there is none to be had."""
     try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, StrictDataclassError) as error:  # the latter for damaged values
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except _UNREADABLE as error:
+        code = code_of_its_own(source) if "trust_remote_code" in str(error) else None
+        if code is not None:
+            raise ConfigError(f"{source}: it needs code of its own ({code}), which is not run; name another model") from error
         reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
         raise ConfigError(
             f"{source}: the model's configuration cannot be read: {reason}; where the Hub cannot be reached, "
             "give --base-model the directory of the model"
         ) from error
+
+
+def empty_network(source: str, family: Family, config: Any) -> Any:
+    """The transformers model of a configuration, without memory for its weights. Raises ConfigError if there is no such network."""
+    try:
+        with torch.device("meta"):
+            return family.auto_class.from_config(config, trust_remote_code=False)
+    except (RuntimeError, *_UNREADABLE) as error:
+        raise ConfigError(f"{source}: no network can be made of its config.json: {_reason(error)}; download it again") from error
+
+
+def load_network(source: str, family: Family, dtype: Any) -> Any:
+    """The network with all of its weights from the files. Transformers itself only warns of those that it makes at random.
+
+    Its files are checked before, and those that came from the Hub afterwards too. Raises ConfigError for what cannot be used.
+    """
+    local = Path(source).is_dir()
+    require_usable([source], whole=local)  # a command has looked at a directory, but not at what comes from the Hub
+    try:
+        network, loaded = family.auto_class.from_pretrained(
+            source,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            trust_remote_code=False,
+        )
+    except MemoryError:
+        raise
+    except Exception as error:  # of any kind: damaged weights, a decoder that transformers does not have
+        require_usable([source], whole=False)
+        remedy = "download config.json and weights of the same model again" if local else "try again, or name a directory that has it"
+        raise ConfigError(f"{source}: transformers cannot load it as a decoder: {_reason(error)}; {remedy}") from error
+    if not local:
+        require_usable([source], whole=False)
+    if loaded["mismatched_keys"]:
+        name, theirs, ours = min(loaded["mismatched_keys"])
+        raise ConfigError(
+            f"{source}: its weights hold {name} of shape {list(theirs)}, and a {family.model_type} of its config.json has {list(ours)}; "
+            "download both of the same model again"
+        )
+    if loaded["missing_keys"]:
+        raise ConfigError(
+            f"{source}: its weights lack {min(loaded['missing_keys'])}, which a {family.model_type} of its config.json has; "
+            "download both of the same model again"
+        )
+    return network
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, in one line that ends without a dot."""
+    return " ".join(str(error).split()).rstrip(".") or repr(error)
 
 
 def family_of(source: str, config: Any) -> Family:

@@ -3,13 +3,14 @@
 Only headers, sizes and small files are read, and neither torch nor transformers is imported: commands say it within their first second.
 """
 
+import importlib.util
 import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, printable, quoted
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = "pytorch_model*.bin"
@@ -21,11 +22,14 @@ _POINTER = b"version https://git-lfs"
 """How a file begins in whose place Git LFS has left a pointer."""
 _LONGEST_HEADER = 100_000_000
 """Bytes; safetensors itself reads no longer one."""
-_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
+_BYTES: dict[str, float] = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2}
 _BYTES |= {"F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8}
 """Of a number, by the name of its precision in a header."""
+_BYTES |= {"F4": 0.5, "F6_E2M3": 0.75, "F6_E3M2": 0.75}
 _PACKED = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".absmax")
 """How names of tensors end that hold quantized weights, or belong to them."""
+_SIZES = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "head_dim", "vocab_size")
+"""Numbers of a configuration that are above 0, where they are one number."""
 _TOKENIZERS = (
     ("tokenizer.json",),
     ("tokenizer.model",),
@@ -55,9 +59,13 @@ def require_usable(sources: Iterable[str], whole: bool) -> None:
 def problems(source: str, whole: bool) -> Iterator[str]:
     """What is wrong with the files of a model, a line each with file and remedy. Nothing is said of a Hub id that is not on this machine.
 
-    With `whole` a directory must hold all that a server needs; without, a configuration is enough. What was downloaded of a Hub id need
-    never be all: the rest is fetched.
+    With `whole` a directory must hold all that a server needs; without, a configuration is enough, and files of weights may be absent.
+    What was downloaded of a Hub id need never be all: the rest is fetched.
     """
+    return (printable(problem) for problem in _problems(source, whole))
+
+
+def _problems(source: str, whole: bool) -> Iterator[str]:
     directory = local_directory(source)
     if directory is None:
         return
@@ -73,6 +81,8 @@ def problems(source: str, whole: bool) -> Iterator[str]:
             yield from part
         except ConfigError as error:
             yield str(error)
+        except OSError as error:
+            yield f"{error.filename} cannot be read ({error.strerror}); {_AGAIN}, or let this user read it"
 
 
 def local_directory(source: str) -> Path | None:
@@ -85,9 +95,22 @@ def local_directory(source: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
+def code_of_its_own(source: str) -> str | None:
+    """The file of Python that a model brings for its configuration, if there is one."""
+    directory = local_directory(source)
+    named = read_object(directory / "config.json").get("auto_map") if directory is not None else None
+    code = named.get("AutoConfig") if isinstance(named, dict) else None
+    return f"{code.rpartition('.')[0]}.py" if isinstance(code, str) else None
+
+
 def holds_weights(directory: Path) -> bool:
     """Whether there are weights in a directory, and not only a configuration."""
     return any((directory / name).is_file() for name in (WHOLE, INDEX)) or any(directory.glob(PICKLED))
+
+
+def holds_all_weights(directory: Path) -> bool:
+    """Whether there are weights in a directory, with every file that an index names."""
+    return holds_weights(directory) and all(file.exists() for file in safetensors_files(directory))
 
 
 def safetensors_files(directory: Path) -> list[Path]:
@@ -112,21 +135,22 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
     Raises ConfigError, with the remedy, if it cannot be read, is not what it says that it is, or is shorter or longer.
     """
     try:
+        _require_content(file)
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
             opened.seek(0)
-            first = opened.read(len(_POINTER))
-            _refuse_pointer(file, first)
-            length = int.from_bytes(first[:8], "little")
-            opened.seek(8)
+            first = opened.read(8)
+            length = int.from_bytes(first, "little")
             if len(first) < 8 or length > min(size - 8, _LONGEST_HEADER):
                 raise ConfigError(f"{file} is damaged or cut ({size:,} bytes, of which its header would be {length:,}); {_AGAIN}")
             header = json.loads(opened.read(length))
         header.pop("__metadata__", None)
-        end = max((_end_of(name, entry) for name, entry in header.items()), default=0)
+        end = 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            end = _end_of(name, entry, end)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); {_AGAIN}, or let this user read it") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} is damaged (its header cannot be read: {error}); {_AGAIN}") from error
     if size != 8 + length + end:
         what = "cut" if size < 8 + length + end else "damaged"
@@ -134,26 +158,31 @@ def read_header(file: Path) -> tuple[int, dict[str, Any]]:
     return 8 + length, header
 
 
-def _end_of(name: str, entry: dict[str, Any]) -> int:
-    """Where a tensor ends behind the header. Raises ValueError if it has not the size that it says."""
+def _end_of(name: str, entry: dict[str, Any], start: int) -> int:
+    """Where a tensor ends behind the header. Raises ValueError if it has not the size that it says, or does not begin at `start`."""
     begin, end = entry["data_offsets"]
     count = math.prod(entry["shape"])
-    if not 0 <= begin <= end or count < 0 or end - begin != count * _BYTES[entry["dtype"]]:
+    if begin != start:
+        raise ValueError(f"{name} begins at {begin}, where the tensor before it ends at {start}")
+    if count < 0 or end - begin != count * _BYTES[entry["dtype"]]:
         raise ValueError(f"{name} has {end - begin} bytes for {entry['dtype']} of shape {entry['shape']}")
     return int(end)
 
 
-def _refuse_pointer(file: Path, first: bytes) -> None:
-    if first.startswith(_POINTER):
-        raise ConfigError(f"{file} is a pointer of Git LFS and not the file itself; run `git lfs pull` in {file.parent}")
+def _require_content(file: Path) -> None:
+    """Raise ConfigError for a pointer of Git LFS, and for what is no file: reading a pipe would not end. OSError goes on."""
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{file} is no file; {_AGAIN}")
+    with file.open("rb") as opened:
+        if opened.read(len(_POINTER)) == _POINTER:
+            raise ConfigError(f"{file} is a pointer of Git LFS and not the file itself; run `git lfs pull` in {file.parent}")
 
 
 def read_object(file: Path) -> dict[str, Any]:
     """The object in a file of JSON. Raises ConfigError, with the remedy."""
     try:
-        content = file.read_bytes()
-        _refuse_pointer(file, content)
-        found = json.loads(content)
+        _require_content(file)
+        found = json.loads(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); {_AGAIN}, or let this user read it") from error
     except (ValueError, RecursionError) as error:
@@ -177,6 +206,10 @@ def _unusable(file: Path, config: dict[str, Any]) -> Iterator[str]:
     if quantized:
         method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else "unknown"
         yield f"{file}: quantization_config: the weights are quantized ({method}) and cannot be trained; name the model they were made of"
+    for name in _SIZES:
+        size = _text(config).get(name)
+        if isinstance(size, int | float | str) and (not isinstance(size, int) or size < 1):  # some models have a list, one for each layer
+            yield f"{file}: {name}={quoted(size)} must be a whole number above 0; {_AGAIN}"
     for name in EXPERTS:
         for part in {id(each): each for each in (config, _text(config))}.values():
             if isinstance(part.get(name), int) and part[name] > 1:
@@ -198,14 +231,14 @@ def _weights(directory: Path, whole: bool) -> Iterator[str]:
             )
         return
     files = safetensors_files(directory)
-    held: dict[str, set[str]] = {}
-    for file in files:
+    held: dict[str, dict[str, Any]] = {}
+    for file in (file for file in files if whole or file.exists()):
         try:
-            held[file.name] = set(read_header(file)[1])
+            held[file.name] = read_header(file)[1]
         except ConfigError as error:
             yield str(error)
-    names = {name for each in held.values() for name in each}
-    packed = min((name for name in names if name.endswith(_PACKED)), default=None)
+    types = {name: entry["dtype"] for header in held.values() for name, entry in header.items()}
+    packed = min((name for name, dtype in types.items() if name.endswith(_PACKED) or _BYTES[dtype] < 1), default=None)
     if packed is not None:
         yield f"{directory} holds quantized weights ({packed}), which cannot be trained; name the model that they were made of"
     if files and files != [directory / WHOLE]:
@@ -214,16 +247,17 @@ def _weights(directory: Path, whole: bool) -> Iterator[str]:
         if lost is not None:
             yield f"{directory / places[lost]} does not hold {lost}, though {INDEX} says so; download both again"
     for file in [] if files else sorted(directory.glob(PICKLED)):
-        with file.open("rb") as opened:
-            _refuse_pointer(file, opened.read(len(_POINTER)))
+        if whole or file.exists():
+            _require_content(file)
 
 
 def _tokenizer(directory: Path, config: dict[str, Any], whole: bool) -> Iterator[str]:
     for name in (name for name in _READ if (directory / name).exists()):
-        read_object(directory / name)
+        if name != "generation_config.json" or (directory / name).stat().st_size:  # transformers takes an empty one for none
+            read_object(directory / name)
     template = directory / "chat_template.jinja"
     if template.exists():
-        _refuse_pointer(template, template.read_bytes())
+        _require_content(template)
     there = next((names for names in _TOKENIZERS if all((directory / name).exists() for name in names)), None)
     if there is None and not any(directory.glob("*.tiktoken")):
         if whole:
@@ -232,8 +266,9 @@ def _tokenizer(directory: Path, config: dict[str, Any], whole: bool) -> Iterator
         yield from _vocabulary(directory / "tokenizer.json", _text(config).get("vocab_size"))
     elif there is not None:
         for name in there:
-            with (directory / name).open("rb") as opened:
-                _refuse_pointer(directory / name, opened.read(len(_POINTER)))
+            _require_content(directory / name)
+            if whole and name.endswith(".model") and importlib.util.find_spec("sentencepiece") is None:
+                yield f"{directory / name} needs the package sentencepiece to be read: pip install sentencepiece; or add tokenizer.json"
 
 
 def _vocabulary(file: Path, rows: Any) -> Iterator[str]:
@@ -259,13 +294,16 @@ def _processor(directory: Path, config: dict[str, Any], whole: bool) -> Iterator
         file, settings = directory / _PROCESSOR, read_object(directory / _PROCESSOR)
     elif (directory / _PROCESSORS).exists():
         file, settings = directory / _PROCESSORS, read_object(directory / _PROCESSORS).get("image_processor") or {}
+        if not isinstance(settings, dict):
+            yield f"{file} is damaged (image_processor={quoted(settings)} is no object); {_AGAIN}"
+            return
     else:
         if whole:
             yield f"{directory} holds no image processor (no {_PROCESSOR}); copy that of the model into it"
         return
     for name, theirs in _SAME_SIZES.items():
         processed, taken = settings.get(name), tower.get(theirs)
-        if processed != taken and None not in (processed, taken):
+        if isinstance(processed, int) and isinstance(taken, int) and processed != taken:
             yield (
                 f"{file} is of another model ({name}={processed!r}, and config.json has {theirs}={taken!r} in vision_config); "
                 "copy that of the model"

@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from tinsmith.errors import ConfigError
-from tinsmith.models.families import Family, family_of, read_config
+from tinsmith.models.families import Family, empty_network, family_of, read_config
 from tinsmith.models.layers import DeltaNet, LayerKind, layers_of
 from tinsmith.protocol.shapes import LoraShape
 
@@ -164,13 +163,7 @@ def read_layout(source: str) -> Layout:
     """The layout of a model in a local directory or of a Hub id. Raises ConfigError for what could not be served."""
     config = read_config(source)
     family = family_of(source, config)
-    return layout_of(source, family, empty_network(family, config))
-
-
-def empty_network(family: Family, config: Any) -> Any:
-    """The transformers model of a configuration, without memory for its weights."""
-    with torch.device("meta"):
-        return family.auto_class.from_config(config)
+    return layout_of(source, family, empty_network(source, family, config))
 
 
 def layout_of(source: str, family: Family, network: Any) -> Layout:

@@ -9,9 +9,9 @@ import torch
 from tinsmith.config import ModelsConfig
 from tinsmith.models.base import pick_device, pick_dtype
 from tinsmith.models.budget import ModelBytes, model_bytes
-from tinsmith.models.families import context_length, family_of, read_config
+from tinsmith.models.families import context_length, empty_network, family_of, read_config
 from tinsmith.models.full import FullBytes, FullState, divided_full_bytes, full_bytes
-from tinsmith.models.layout import Layout, empty_network, layout_of
+from tinsmith.models.layout import Layout, layout_of
 from tinsmith.models.pass_memory import PassMemory, pass_memory_of, sliced_pass_memory_of
 from tinsmith.models.recompute import layers_of
 
@@ -79,7 +79,7 @@ def size_of(source: str, config: ModelsConfig) -> Sizes:
     device = pick_device(config.device)
     model_config = read_config(source)
     family = family_of(source, model_config)
-    network = empty_network(family, model_config)
+    network = empty_network(source, family, model_config)
     trained = {*family.language_model(network).parameters(), *network.get_output_embeddings().parameters()}  # a tied head is there already
     text_config = model_config.get_text_config()
     _, layers = layers_of(family.language_model(network))

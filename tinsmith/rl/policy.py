@@ -202,7 +202,7 @@ def tokenizer_of(policy: TinkerPolicy) -> PreTrainedTokenizerBase:
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """The tokenizer in a directory or of a Hub id."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     return tokenizer
 
 

@@ -115,8 +115,8 @@ class PictureProcessor:
     """How a vision-language model processes pictures, read from the model's files in `source` (a directory or a Hub id)."""
 
     def __init__(self, source: str) -> None:
-        self.placeholder_id = int(AutoConfig.from_pretrained(source).image_token_id)
-        self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="pil")
+        self.placeholder_id = int(AutoConfig.from_pretrained(source, trust_remote_code=False).image_token_id)
+        self._processor: Any = AutoImageProcessor.from_pretrained(source, backend="pil", trust_remote_code=False)
         self._token_counts: dict[tuple[int, int], int] = {}
 
     def picture(self, source: Any) -> Picture:
@@ -140,4 +140,4 @@ class PictureProcessor:
 
 def takes_pictures(source: str) -> bool:
     """Whether the model in `source` (a directory or a Hub id) has a placeholder token for pictures."""
-    return hasattr(AutoConfig.from_pretrained(source), "image_token_id")
+    return hasattr(AutoConfig.from_pretrained(source, trust_remote_code=False), "image_token_id")

@@ -413,7 +413,8 @@ def absent(connection: Connection, tinker_path: str) -> NotFoundError:
         ended = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(row.expires_at))
         return NotFoundError(f"{tinker_path} does not exist any more: it expired at {ended} UTC; save with a longer ttl_seconds, or none")
     if saves := commands.queued_saves(connection, model_id):
-        return NotFoundError(f"{tinker_path} does not exist yet: {saves} saves of its model are queued; wait for the result of its save")
+        queued = "1 save of its model is" if saves == 1 else f"{saves} saves of its model are"
+        return NotFoundError(f"{tinker_path} does not exist yet: {queued} queued; wait for the result of its save")
     others = checkpoints.newest_of(connection, model_id, time.time())
     if not others and sessions.model(connection, model_id) is None:
         return NotFoundError(f"{tinker_path} does not exist: there is no model {model_id!r} here; correct the path, or ask its server")

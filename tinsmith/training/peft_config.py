@@ -1,6 +1,5 @@
 """`adapter_config.json` of PEFT: rank and alpha of each layer, checked. What asks for more than plain LoRA is refused."""
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -29,10 +28,19 @@ _UNSUPPORTED = (
 """Options of PEFT that change what an adapter computes."""
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of PEFT's `init_lora_weights` that leave the base model as it is. With the others, such as "pissa", it is another one."""
-_NAMES = r"(?:[\w-]|\\?\.|\\d\+?|\[0-9\]\+?)*"
-_PLAIN_PATTERN = re.compile(rf"\^?{_NAMES}(?:\.\*|\((?:\?:)?(?:[\w|.-]|\\\.)+\))?{_NAMES}\$?")
-"""Regular expressions that take little time on any name: names and numbers, with `.*` or alternatives once."""
+_NUMBER = r"(?:\\d|\[(?:[0-9](?:-[0-9])?)+\])\+?"
+_LETTER = r"[\w-]|\\\.|\.(?!\*)|\[[A-Za-z_](?:-[A-Za-z])?(?:\w(?:-\w)?)*\]"
+_PLAIN_PATTERN = re.compile(rf"\^?(?:{_LETTER}|{_NUMBER}|\.\*|\((?:\?:)?(?:[\w|.-]|\\\.)+\))*\$?")
+"""Regular expressions of names, numbers, classes of characters, `.*` and alternatives: what may be repeated is any text or digits.
+
+With few of the last two such an expression takes little time on any name.
+"""
 _LONGEST_PATTERN, _MOST_PATTERNS = 200, 2000
+_MOST_STARS, _MOST_WITH_STARS = 3, 8
+"""`.*` in one pattern, and patterns that have more than one."""
+
+_LARGEST_RANK = 10**6
+"""No matrix of a model has so many rows."""
 
 Pattern = tuple[tuple[re.Pattern[str], float], ...]
 
@@ -77,8 +85,8 @@ def read_peft_config(file: Path) -> PeftConfig:
 
 
 def _rank(file: Path, name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{file}: {name}={quoted(value)} must be a whole number above 0; export the adapter again")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _LARGEST_RANK:
+        raise UserError(f"{file}: {name}={quoted(value)} must be a whole number from 1 to {_LARGEST_RANK:,}; export the adapter again")
     return value
 
 
@@ -92,12 +100,23 @@ def _pattern(file: Path, name: str, config: dict[str, Any], check: Callable[[Pat
     pattern = config.get(name) or {}
     if not isinstance(pattern, dict) or len(pattern) > _MOST_PATTERNS:
         raise UserError(f"{file}: {name}={quoted(pattern)} must be an object of at most {_MOST_PATTERNS} names; export the adapter again")
-    for key in pattern:
-        if len(key) > _LONGEST_PATTERN or not _PLAIN_PATTERN.fullmatch(key):
-            raise UserError(
-                f"{file}: {name} has {quoted(key)}, which is more than a name with \\d+ and one (a|b) or .*; write out the names"
-            )
-    return tuple((re.compile(rf"(.*\.)?({key})$"), check(file, f"{name}[{json.dumps(key)}]", value)) for key, value in pattern.items())
+    if sum(key.count(".*") > 1 for key in pattern) > _MOST_WITH_STARS:
+        raise UserError(f"{file}: {name} has more than {_MOST_WITH_STARS} patterns with several .*; write out the names")
+    return tuple((_compiled(file, name, key), check(file, f"{name}[{quoted(key)}]", value)) for key, value in pattern.items())
+
+
+def _compiled(file: Path, name: str, key: str) -> re.Pattern[str]:
+    """What PEFT makes of a pattern. Raises UserError if that could take long on some name, or is no regular expression."""
+    plain = len(key) <= _LONGEST_PATTERN and _PLAIN_PATTERN.fullmatch(key) and key.count(".*") <= _MOST_STARS and key.count("(") <= 1
+    try:
+        if plain:
+            return re.compile(rf"(.*\.)?({key})$")
+    except re.error:  # a class such as [9-0]
+        pass
+    raise UserError(
+        f"{file}: {name} has {quoted(key)}, a regular expression that is not used here, as others of its kind take for ever; write out "
+        f"the names, or use no more than \\d, [0-9], {_MOST_STARS} times .* and one (a|b)"
+    )
 
 
 def _of_layer(name: str, pattern: Pattern, usual: float) -> float:

@@ -23,14 +23,15 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from tinsmith.errors import UserError
-from tinsmith.models.files import local_directory, read_header, safetensors_files
+from tinsmith.models.families import load_network
+from tinsmith.models.files import holds_all_weights, local_directory, read_header, safetensors_files
 from tinsmith.models.full import FullWeights, Weights
 from tinsmith.models.layout import GROUPS, LM_HEAD, Layout, LoraTarget
 from tinsmith.models.lora import LORA_ALPHA, Adapter, LoraPair, new_adapter
 from tinsmith.protocol.shapes import LoraShape
 from tinsmith.training.peft_config import PeftConfig, read_peft_config
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG, _WEIGHTS, _PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*.jinja")
 """What a model has beside its weights that transformers reads."""
 _ROOT = "base_model.model."
@@ -40,7 +41,10 @@ _READ = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def write_peft(adapter: Adapter, base: Layout, base_name: str, directory: Path) -> None:
-    """Write a PEFT adapter folder, created if it is not there. It names its base model `base_name`."""
+    """Write a PEFT adapter folder, created if it is not there. It names its base model `base_name`.
+
+    Raises UserError for layers that the base does not have.
+    """
     layers = _whole_layers(adapter, base)
     # Whole names: a part of a name would also reach the vision tower.
     _write(layers, list(layers), adapter.shape.rank, base_name, directory)
@@ -58,6 +62,7 @@ def write_adapter(
 
 def _whole_layers(adapter: Adapter, base: Layout) -> dict[str, LoraPair]:
     """The matrices of each layer that the adapter reaches, by the name that transformers gives it. Parts of a layer are joined."""
+    _require_places(adapter, base)
     layers = {}
     covered = (name for name in base.targets if name in adapter.masters)  # which a checkpoint may hold in another order
     for _, parts in groupby(covered, key=lambda name: base.targets[name].module):
@@ -67,6 +72,15 @@ def _whole_layers(adapter: Adapter, base: Layout) -> dict[str, LoraPair]:
             pairs = [LoraPair(torch.cat([pair.a for pair in pairs]), torch.block_diag(*(pair.b for pair in pairs)))]
         layers[base.module_name(names[0])] = pairs[0]
     return layers
+
+
+def _require_places(adapter: Adapter, base: Layout) -> None:
+    """Raise UserError unless the base has each layer of an adapter, of its size."""
+    for name, (a, b) in adapter.masters.items():
+        target = base.targets.get(name)
+        if target is None or (a.shape[1], b.shape[0]) != (target.in_features, target.out_features):
+            sizes = f"{b.shape[0]} x {a.shape[1]}"
+            raise UserError(f"the checkpoint adapts {name} of {sizes}, which this base model does not have; use the one of its training")
 
 
 def _write(layers: Mapping[str, LoraPair], targets: list[str], rank: int, base_name: str, directory: Path) -> None:
@@ -98,9 +112,9 @@ def _write(layers: Mapping[str, LoraPair], targets: list[str], rank: int, base_n
 def write_merged(weights: Weights, base: Layout, base_source: str, directory: Path) -> None:
     """Write a transformers model with what was trained, in the dtype of the base; files that hold no weights are copied from the base.
 
-    Raises UserError for full weights of other sizes than those of the base.
+    Raises UserError for weights of other names or sizes than those of the base, and ConfigError for a base that cannot be used.
     """
-    network: Any = base.family.auto_class.from_pretrained(base_source, dtype="auto")
+    network = load_network(base_source, base.family, "auto")
     if isinstance(weights, FullWeights):
         _replace(network, weights, base)
     else:
@@ -140,6 +154,7 @@ def _replace(network: Any, weights: FullWeights, base: Layout) -> None:
 
 def _add(network: Any, adapter: Adapter, base: Layout) -> None:
     """Add an adapter to the weights that it changes. An output projection among them becomes the model's own, if it was the embedding."""
+    _require_places(adapter, base)
     head = network.get_submodule(base.head)
     if LM_HEAD in adapter.masters and head.weight is network.get_input_embeddings().weight:
         head.weight = nn.Parameter(head.weight.clone())
@@ -182,9 +197,13 @@ def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapt
     """The adapter of a PEFT folder, or of a download of the Tinker API, with its scale taken into B.
 
     It trains attention, MLP and output projection, each wholly or not at all: a group that the folder covers in part is completed with
-    modules that change nothing yet. PEFT saves the base's output projection beside an adapter of it: the copy is compared with that in
-    the files of the base, `source`. Raises UserError for what LoRA on this base cannot be, and ConfigError for a damaged file.
+    modules that change nothing yet. PEFT saves the base's output projection beside an adapter of it, and with `save_embedding_layers` the
+    embedding too: copies are compared with the files of the base, `source`.
+
+    Raises UserError for what LoRA on this base cannot be, and ConfigError for a damaged file.
     """
+    if (directory / _PICKLED).is_file() and not (directory / _WEIGHTS).is_file():
+        raise UserError(f"{directory} holds {_PICKLED} and no {_WEIGHTS}: save the adapter again with safe_serialization=True")
     if not (directory / _CONFIG).is_file() or not (directory / _WEIGHTS).is_file():
         raise UserError(f"{directory} is no PEFT adapter: it must hold {_CONFIG} and {_WEIGHTS}")
     config = read_peft_config(directory / _CONFIG)
@@ -194,13 +213,16 @@ def read_peft(directory: Path, base: Layout, source: str | None = None) -> Adapt
         if tensor.dtype not in _READ or not tensor.isfinite().all():
             what = "holds values that are not finite" if tensor.dtype in _READ else f"is in {str(tensor.dtype).removeprefix('torch.')}"
             raise UserError(f"{directory / _WEIGHTS}: {name} {what}, which cannot be used; train or export the adapter again")
-    _drop_copied_head(tensors, base, source)
+    _drop_copies(tensors, base, source)
     found = _adapters(tensors, config, base)
     rank = _common_rank(found, config.rank)
     pairs: dict[str, LoraPair] = {}
     for one in found:
         ratio = one.scale / (LORA_ALPHA / rank)
         pairs |= {name: LoraPair(pair.a.float().clone(), pair.b.float() * ratio) for name, pair in one.pairs(rank).items()}
+    for name, pair in pairs.items():
+        if not all(tensor.isfinite().all() for tensor in pair):
+            raise UserError(f"{directory}: {name}, with its scale, is larger than float32 holds; train or export the adapter again")
     groups = {base.targets[name].group for name in pairs}
     shape = LoraShape(rank, seed=0, **{f"train_{group}": group in groups for group in GROUPS})
     adapter = new_adapter(shape, base, torch.device("cpu"), torch.float32)
@@ -245,26 +267,32 @@ def _places(base: Layout) -> Iterator[tuple[str, dict[str, LoraTarget]]]:
                 yield _downloaded_name(inside), own
 
 
-def _drop_copied_head(tensors: dict[str, Tensor], base: Layout, source: str | None) -> None:
-    """Take the copy of the base's output projection out, if there is one. Raises UserError if it is another, or cannot be compared."""
-    name = f"{_ROOT}{base.head}.base_layer.weight"
-    if name not in tensors:
-        return
-    copy = tensors.pop(name)
-    own = None if source is None else _head_of(source, base, list(copy.shape))
-    if own is None:
-        raise UserError(f"the adapter holds {name}, and {source or 'the base model'} has no such weights to compare it with; leave it out")
-    if not torch.equal(own.to(copy.dtype), copy):
-        raise UserError(f"the adapter holds {name}, which is not that of {source}: use the base model that the adapter was trained on")
+def _drop_copies(tensors: dict[str, Tensor], base: Layout, source: str | None) -> None:
+    """Take copies of the base's output projection and embedding out. Raises UserError if one is another, or cannot be compared."""
+    for module in (base.head, f"{base.language_model}.embed_tokens"):
+        for name in (f"{_ROOT}{module}.base_layer.weight", f"{_ROOT}{module}.weight"):
+            if name not in tensors:
+                continue
+            copy = tensors.pop(name)
+            own = None if source is None else _weight_of(source, module.rpartition(".")[2], list(copy.shape))
+            if own is None:
+                raise UserError(
+                    f"the adapter holds {name}, and {source or 'the base model'} has no such weights in safetensors on this machine to "
+                    "compare it with; download them, or save the adapter with save_embedding_layers=False"
+                )
+            if not torch.equal(own.to(copy.dtype), copy):
+                raise UserError(
+                    f"the adapter holds {name}, which is not that of {source}: use the base model that the adapter was trained on"
+                )
 
 
-def _head_of(source: str, base: Layout, shape: list[int]) -> Tensor | None:
-    """The output projection in the files of a base model; where it is tied, the embedding, which alone has that shape."""
+def _weight_of(source: str, module: str, shape: list[int]) -> Tensor | None:
+    """The embedding or output projection in the files of a base model; where they are tied, the one that is there."""
     directory = local_directory(source)
     found: dict[str, Path] = {}
-    for file in safetensors_files(directory) if directory is not None else []:
+    for file in safetensors_files(directory) if directory is not None and holds_all_weights(directory) else []:
         found |= {name: file for name, entry in read_header(file)[1].items() if entry["shape"] == shape}
-    name = next((name for name in found if name.endswith(f"{base.head.rpartition('.')[2]}.weight")), next(iter(found), None))
+    name = next((name for name in found if name.endswith(f"{module}.weight")), next(iter(found), None))
     if name is None:
         return None
     with safe_open(found[name], framework="pt") as opened:

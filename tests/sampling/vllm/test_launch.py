@@ -14,7 +14,8 @@ from tinsmith.config import Config, load
 from tinsmith.distributed.meeting import LOOPBACK
 from tinsmith.errors import ConfigError
 from tinsmith.models.base import BaseModel, loading_of
-from tinsmith.models.layout import empty_network, layout_of
+from tinsmith.models.families import empty_network
+from tinsmith.models.layout import layout_of
 from tinsmith.sampling.inside_vllm import TransferKind
 from tinsmith.sampling.vllm.launch import Sizes, _environment, check_divisible, divided, gpus_of, longest_sequence, sizes_of, transfer_kind
 
@@ -210,7 +211,7 @@ def qwen3_vl_8b(vision_base: BaseModel) -> BaseModel:
     }
     vision: dict[str, Any] = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 4096}
     config = Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
-    network = empty_network(vision_base.family, config)
+    network = empty_network(vision_base.name, vision_base.family, config)
     layout, head = layout_of("qwen", vision_base.family, network), network.lm_head.weight
     return replace(vision_base, config=config, network=network, layout=layout, lm_head=head, max_context=CONTEXT, dtype=torch.bfloat16)
 
