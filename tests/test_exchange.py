@@ -74,11 +74,12 @@ def test_an_export_that_fails_leaves_nothing_and_can_be_repeated(
 
 
 ENDS_WHILE_IT_WRITES = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from tinsmith.cli import _end_in_order
 from tinsmith.exchange import _whole
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
 _end_in_order()
 with _whole(Path(sys.argv[1])) as files:
     (files / "half").write_text("written")

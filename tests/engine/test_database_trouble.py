@@ -51,8 +51,9 @@ def full(here: Here) -> Iterator[None]:
 
 @contextmanager
 def unreadable(here: Here) -> Iterator[None]:
-    """The database cannot be opened: the process may open no more files."""
-    here.store.close()
+    """The database cannot be opened: the process may open no more files. It keeps the connection that holds the log in its place."""
+    for engine in (here.store._database.normal, here.store._database.durable):
+        engine.dispose()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
