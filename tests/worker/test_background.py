@@ -92,3 +92,20 @@ def test_closing_waits_for_nothing_begins_nothing_and_wakes_nobody_up(caplog: py
     background.deliver()
     assert begun == ["long"]
     assert caplog.text == ""
+
+
+def test_closing_waits_for_who_is_being_woken() -> None:
+    """Its link is closed right behind it."""
+    waking, closed, woken = threading.Event(), threading.Event(), threading.Event()
+
+    def wake() -> None:
+        waking.set()
+        assert not closed.wait(0.2)
+        woken.set()
+
+    background = Background("test", 1, wake)
+    background.run(lambda: None, lambda _: None)
+    assert waking.wait(LONG_S)
+    background.close()
+    closed.set()
+    assert woken.is_set()

@@ -25,7 +25,7 @@ class Background:
         self._begun = 0
         """Jobs that threads are at."""
         self._lock = threading.Lock()
-        """Held to choose the next job."""
+        """Held to choose the next job, to wake, and to close."""
         self._ended: deque[tuple[Callable[[Any], None], Future[Any]]] = deque()
         self._closed = False
         self.running = 0
@@ -56,9 +56,10 @@ class Background:
         with self._lock:
             self._begun -= 1
         self._begin_next()
-        if not self._closed:  # else nobody is there to wake up
-            self._ended.append((then, future))
-            self._wake()
+        with self._lock:  # who closes waits until nobody is being woken
+            if not self._closed:
+                self._ended.append((then, future))
+                self._wake()
 
     @property
     def has_ended(self) -> bool:
@@ -73,7 +74,7 @@ class Background:
             then(future)
 
     def close(self) -> None:
-        """Start nothing more, and do not wait for what runs."""
+        """Start nothing more, and do not wait for what runs. Nothing is woken afterwards."""
         with self._lock:
             self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)
