@@ -96,7 +96,7 @@ def test_closing_waits_for_nothing_begins_nothing_and_wakes_nobody_up(caplog: py
 
 def test_closing_waits_for_who_is_being_woken() -> None:
     """Its link is closed right behind it."""
-    waking, closed, woken = threading.Event(), threading.Event(), threading.Event()
+    go_on, waking, closed, woken = (threading.Event() for _ in range(4))
 
     def wake() -> None:
         waking.set()
@@ -104,7 +104,8 @@ def test_closing_waits_for_who_is_being_woken() -> None:
         woken.set()
 
     background = Background("test", 1, wake)
-    background.run(lambda: None, lambda _: None)
+    background.run(lambda: go_on.wait(LONG_S), lambda _: None)
+    go_on.set()
     assert waking.wait(LONG_S)
     background.close()
     closed.set()
