@@ -209,8 +209,7 @@ def part(name: str) -> Cases:
         network.save_pretrained(model)
         del network
         release()
-        for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-            patch.setenv(variable, str(folder / variable.lower()))
+        patch.setenv("TRITON_CACHE_DIR", str(folder / "kernels"))
         with started(folder, model) as (server, ready_s):
             yield "start, nothing compiled", {"ready_s": ready_s, "self_check_s": _self_check_s(server)}
             with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
